@@ -1,0 +1,50 @@
+PYTHON ?= python3.11
+BIN := .venv/bin
+INSTALLED := .venv/installed
+PROTOS := $(wildcard protos/draftwire/v1/*.proto)
+SOURCES := draftwire services tests benchmarks
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test test-fast lint format types protos protos-check install clean
+
+demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
+	$(BIN)/draftwire demo
+
+test: $(INSTALLED)  ## all tests
+	$(BIN)/python -m pytest
+
+test-fast: $(INSTALLED)  ## unit and contract tests only
+	$(BIN)/python -m pytest tests/unit tests/contract
+
+lint: $(INSTALLED)  ## style of code and protos
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/buf lint protos
+
+format: $(INSTALLED)  ## rewrite code in the house style
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+types: $(INSTALLED)  ## static types
+	$(BIN)/mypy
+
+protos: $(INSTALLED)  ## regenerate draftwire/v1
+	rm -f draftwire/v1/*_pb2*
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy \
+	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)
+
+protos-check: protos  ## fail when the committed code is not what the protos give
+	git diff --exit-code -- draftwire/v1
+	test -z "$$(git ls-files --others --exclude-standard draftwire/v1)"
+
+install: $(INSTALLED)  ## the virtual environment
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt -e '.[services,dev]'
+	touch $@
+
+clean:  ## remove everything that make made
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

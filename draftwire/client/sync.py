@@ -1,0 +1,236 @@
+"""A blocking client.
+
+with Client("localhost:50051") as client:
+for piece in client.stream("def merge_sorted(a, b):", temperature=0.0, max_tokens=64):
+print(piece.text, end="")
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from draftwire.errors import (
+    DraftwireError,
+    InvalidRequestError,
+    ModelMismatchError,
+    NoRoomError,
+    UnavailableError,
+)
+from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+_ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: ModelMismatchError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: NoRoomError,
+}
+_FINISH_REASONS = {gateway_pb2.FINISH_REASON_STOP: "stop", gateway_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens and text that became final."""
+
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished completion, or the end of a streamed one."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    """"stop" or "length"."""
+    seed: int
+    """The seed that was used."""
+    rejection_sample_method: str
+    """The verification rule that was used."""
+    drafter_error: str
+    """Why the completion went on without a drafter; empty if it did not have to."""
+    statistics: gateway_pb2.GenerationStatistics
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the time from the request's arrival to its last token, at the gateway."""
+        return self.statistics.num_generated_tokens / max(self.statistics.duration_us, 1) * 1e6
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens emitted per forward pass of the target."""
+        return self.statistics.num_emitted_tokens / max(self.statistics.num_rounds, 1)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted draft tokens over draft tokens; 0 where none were drafted."""
+        return self.statistics.num_accepted_tokens / max(self.statistics.num_draft_tokens, 1)
+
+
+class CompletionStream:
+    """Iterates over the pieces of one completion; `completion` is there when it is exhausted."""
+
+    def __init__(self, call: Any) -> None:
+        """Use `Client.stream`."""
+        self._call = call
+        self.completion: Completion | None = None
+
+    def __iter__(self) -> Iterator[Piece]:
+        text: list[str] = []
+        token_ids: list[int] = []
+        try:
+            for response in self._call:
+                if response.WhichOneof("event") == "delta":
+                    piece = Piece(list(response.delta.token_ids), response.delta.text)
+                    text.append(piece.text)
+                    token_ids += piece.token_ids
+                    yield piece
+                else:
+                    self.completion = _completion("".join(text), token_ids, response.finish)
+        except grpc.RpcError as error:
+            raise _error_of(error) from error
+
+    def cancel(self) -> None:
+        """Ends the generation; the server frees what it held."""
+        self._call.cancel()
+
+
+class Client:
+    """A connection to a gateway. Thread-safe; close it, or use it as a context manager."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        """Prepares; the first call connects.
+
+        Args:
+            address: host:port of the gateway.
+        """
+        self._channel = grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", 64 * 2**20)])
+        self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._channel.close()
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | Sequence[dict[str, str]],
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        num_speculative_tokens: int | None = None,
+        rejection_sample_method: str | None = None,
+        timeout_s: float | None = None,
+        wait_for_server_s: float | None = None,
+    ) -> CompletionStream:
+        """Starts a completion. What is None is left to the server.
+
+        Args:
+            prompt: text, token ids, or chat messages with "role" and "content".
+            temperature: 0 is greedy.
+            top_k: keep the k most likely tokens.
+            top_p: keep the most likely tokens up to this mass.
+            max_tokens: most tokens to generate; without it, what the context leaves.
+            stop: the text ends before the first of these.
+            stop_token_ids: generation ends with the first of these.
+            seed: makes the run repeatable.
+            num_speculative_tokens: draft tokens per round; 0 is plain decoding.
+            rejection_sample_method: verification rule.
+            timeout_s: deadline for the whole completion.
+            wait_for_server_s: how long the server may take to come up before the request is sent.
+
+        Raises:
+            InvalidRequestError: here or while iterating: a parameter is out of range.
+            UnavailableError: here or while iterating: the server cannot be reached.
+        """
+        if wait_for_server_s is not None:
+            self.wait_ready(wait_for_server_s)
+        try:
+            request = gateway_pb2.GenerateRequest(
+                sampling=session_pb2.SamplingParameters(temperature=temperature, top_k=top_k, top_p=top_p),
+                max_tokens=max_tokens,
+                stop=stop,
+                stop_token_ids=stop_token_ids,
+                seed=seed,
+                num_speculative_tokens=num_speculative_tokens,
+                rejection_sample_method=rejection_sample_method,
+                **_prompt(prompt),
+            )
+        except (ValueError, TypeError) as error:  # a number that does not fit its field
+            raise InvalidRequestError(str(error)) from error
+        return CompletionStream(self._stub.Generate(request, timeout=timeout_s))
+
+    def generate(self, prompt: str | Sequence[int] | Sequence[dict[str, str]], **options: Any) -> Completion:
+        """Returns a whole completion; takes what `stream` takes."""
+        stream = self.stream(prompt, **options)
+        for _ in stream:
+            pass
+        assert stream.completion is not None, "a stream without error ends with a finish"
+        return stream.completion
+
+    def server(self) -> gateway_pb2.GetServerResponse:
+        """Returns which models answer, and the server's defaults."""
+        try:
+            return self._stub.GetServer(gateway_pb2.GetServerRequest(), timeout=10.0)
+        except grpc.RpcError as error:
+            raise _error_of(error) from error
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Returns when the gateway serves requests.
+
+        Raises:
+            UnavailableError: it does not within the time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                left = max(deadline - time.monotonic(), 0.1)
+                self._stub.GetServer(gateway_pb2.GetServerRequest(), timeout=left, wait_for_ready=True)
+                return
+            except grpc.RpcError as error:  # a server that is up and still loading refuses at once
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
+                    raise _error_of(error) from error
+                time.sleep(0.2)
+
+
+def _prompt(prompt: Any) -> dict[str, Any]:
+    if isinstance(prompt, str):
+        return {"text": prompt}
+    if prompt and isinstance(prompt[0], dict):
+        chat_messages = [gateway_pb2.ChatMessage(**message) for message in prompt]
+        return {"chat": gateway_pb2.ChatPrompt(messages=chat_messages)}
+    return {"token_ids": gateway_pb2.TokenIds(ids=prompt)}
+
+
+def _completion(text: str, token_ids: list[int], finish: gateway_pb2.GenerateFinish) -> Completion:
+    return Completion(
+        text=text,
+        token_ids=token_ids,
+        finish_reason=_FINISH_REASONS[finish.reason],
+        seed=finish.seed,
+        rejection_sample_method=finish.rejection_sample_method,
+        drafter_error=finish.drafter_error,
+        statistics=finish.statistics,
+    )
+
+
+def _error_of(error: grpc.RpcError) -> DraftwireError:
+    code, details = error.code(), error.details()
+    return _ERRORS.get(code, UnavailableError)(details or code.name)

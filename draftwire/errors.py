@@ -1,0 +1,29 @@
+"""Everything that can go wrong in a way that a caller can act on, as one tree."""
+
+
+class DraftwireError(Exception):
+    """Base of all errors that are meant to be read by whoever caused them. The message holds no prompt and no token."""
+
+
+class InvalidRequestError(DraftwireError):
+    """A parameter is missing, out of range or not supported. Retrying does not help."""
+
+
+class UnknownSessionError(DraftwireError):
+    """No session, or no lease, of that id is open here."""
+
+
+class ProtocolViolationError(DraftwireError):
+    """A peer sent messages out of order, from the future, or about another prefix than the session's."""
+
+
+class ModelMismatchError(DraftwireError):
+    """Two peers cannot work together: another protocol version, or vocabularies that differ."""
+
+
+class NoRoomError(DraftwireError):
+    """The server is full. Retrying later helps."""
+
+
+class UnavailableError(DraftwireError):
+    """The server is not ready, is draining, or has lost a peer that it needs."""

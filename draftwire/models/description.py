@@ -1,0 +1,66 @@
+"""What a model server tells its peers about its model, and how vocabularies are compared."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from draftwire.errors import ModelMismatchError
+
+PROTOCOL_VERSION = 1
+"""Meaning of the messages in `protos/draftwire/v1`. Raised with every change that an older peer would misread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A loaded model, as far as its peers care."""
+
+    name: str
+    """Folder name or hub name."""
+    revision: str
+    """Commit of the hub repository; empty for a folder."""
+    dtype: str
+    """Numerics of the forward pass, such as `float32`."""
+    vocabulary_fingerprint: bytes
+    """`fingerprint` of the token strings."""
+    vocab_size: int
+    """Rows of the output, padding included."""
+    context_length: int
+    """Positions that the model can attend to."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a generation."""
+    protocol_version: int = PROTOCOL_VERSION
+
+
+def fingerprint(tokens: Sequence[str]) -> bytes:
+    """Returns the SHA-256 of a vocabulary: of the token strings in the order of their ids, each with its length."""
+    digest = hashlib.sha256()
+    for token in tokens:
+        encoded = token.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(4, "little"))
+        digest.update(encoded)
+    return digest.digest()
+
+
+def check_protocol(peer: ModelDescription) -> None:
+    """Makes sure that a peer speaks this version of the protocol.
+
+    Raises:
+        ModelMismatchError: it does not.
+    """
+    if peer.protocol_version != PROTOCOL_VERSION:
+        raise ModelMismatchError(
+            f"{peer.name} speaks protocol version {peer.protocol_version}, this server speaks {PROTOCOL_VERSION}"
+        )
+
+
+def vocabulary_mismatch(
+    target: ModelDescription, drafter: ModelDescription, target_tokens: Sequence[str], drafter_tokens: Sequence[str]
+) -> ModelMismatchError:
+    """Returns an error that names the first token in which two vocabularies differ."""
+    pairs = enumerate(zip_longest(target_tokens, drafter_tokens))
+    token_id, (ours, theirs) = next(((i, pair) for i, pair in pairs if pair[0] != pair[1]), (-1, (None, None)))
+    return ModelMismatchError(
+        f"vocabularies differ: target {target.name} has {len(target_tokens)} tokens, drafter {drafter.name} has "
+        f"{len(drafter_tokens)}; the first difference is token {token_id}: {ours!r} against {theirs!r}"
+    )

@@ -1,0 +1,107 @@
+"""Loads any Hugging Face causal language model, by path or hub name, with its tokenizer."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from draftwire.errors import InvalidRequestError
+from draftwire.models.description import ModelDescription, fingerprint
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, its tokenizer, and what peers need to know of both."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    vocabulary: list[str]
+    """Token strings as the tokenizer stores them, by id."""
+    description: ModelDescription
+
+
+def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: str | None = None) -> LoadedModel:
+    """Loads a model for inference. Safetensors weights only, and no code from the repository is run.
+
+    Args:
+        name: folder, or name on the model hub.
+        dtype: one of `DTYPES`; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
+        device: a torch device.
+        revision: commit or branch on the hub.
+
+    Raises:
+        InvalidRequestError: the dtype is unknown, the folder does not exist, or the model keeps a state that cannot be
+            rolled back (recurrent and state-space layers).
+        OSError: the files cannot be read.
+    """
+    if dtype not in DTYPES:
+        raise InvalidRequestError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise InvalidRequestError(f"no model folder at {name}")
+    if dtype == "auto" and torch.device(device).type == "cpu":
+        dtype = "float32"
+    path = str(Path(name).expanduser()) if name.startswith("~") else name
+    disable_progress_bar()  # it would write into the log
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, use_safetensors=True)
+    if getattr(loaded, "_is_stateful", False):
+        raise InvalidRequestError(f"{name} keeps a recurrent state, which speculative decoding cannot roll back")
+    model: PreTrainedModel = loaded.to(device).eval()
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    vocabulary = [token or "" for token in tokens]
+    description = ModelDescription(
+        name=Path(path).name if Path(path).is_dir() else name,
+        revision=getattr(model.config, "_commit_hash", None) or "",
+        dtype=str(model.dtype).removeprefix("torch."),
+        vocabulary_fingerprint=fingerprint(vocabulary),
+        vocab_size=loaded.get_output_embeddings().weight.shape[0],
+        context_length=_context_length(model),
+        stop_token_ids=_stop_token_ids(model, tokenizer),
+    )
+    return LoadedModel(model, tokenizer, vocabulary, description)
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """Returns the files that `load_tokenizer` needs, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+def load_tokenizer(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
+    """Builds a tokenizer from what `tokenizer_files` returned.
+
+    Raises:
+        ValueError: a file's name is not a plain name.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            if Path(name).name != name:
+                raise ValueError(f"tokenizer file {name!r} is not a plain file name")
+            (Path(folder) / name).write_bytes(content)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        return tokenizer
+
+
+def _context_length(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if not length:
+        raise InvalidRequestError(f"the configuration of {model.name_or_path} states no context length")
+    return int(length)
+
+
+def _stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Returns what the model's generation config names, else the tokenizer's end of text."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    if named is None:
+        named = tokenizer.eos_token_id
+    if named is None:
+        return ()
+    return tuple(named) if isinstance(named, list | tuple) else (int(named),)

@@ -1,0 +1,163 @@
+"""What the three services tell each other about a session, free of any transport."""
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from draftwire.distributions import DraftDistributions
+from draftwire.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Places a message in the life of a session: which session, which round, after which committed tokens."""
+
+    session_id: int
+    epoch: int
+    round: int
+    prefix_len: int
+    """Committed tokens before the round, prompt included."""
+    prefix_hash: int
+    """`CommittedTokens.hash` of that prefix."""
+
+
+class CommittedTokens:
+    """The committed ids of a session, prompt first, with the running hash that fences compare. Only ever grows."""
+
+    def __init__(self, ids: list[int]) -> None:
+        """Starts from `ids`, which are copied."""
+        self.ids: list[int] = []
+        self._hash = hashlib.blake2b(digest_size=8)
+        self.append(ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def append(self, ids: list[int]) -> None:
+        """Commits more tokens."""
+        self.ids.extend(ids)
+        self._hash.update(np.asarray(ids, dtype="<u4").tobytes())
+
+    @property
+    def hash(self) -> int:
+        """64-bit hash of all ids, independent of how they were appended."""
+        return int.from_bytes(self._hash.digest(), "little")
+
+
+class FenceVerdict(Enum):
+    """What a message's fence says about it."""
+
+    CURRENT = "current"
+    STALE = "stale"
+    """An older epoch or round: drop it."""
+    VIOLATION = "violation"
+    """From the future, or about another prefix: the sender is wrong."""
+
+
+def judge_fence(received: Fence, expected: Fence) -> FenceVerdict:
+    """Compares a message's fence with the one that the receiver waits for."""
+    received_time, expected_time = (received.epoch, received.round), (expected.epoch, expected.round)
+    if received_time < expected_time:
+        return FenceVerdict.STALE
+    return FenceVerdict.CURRENT if received == expected else FenceVerdict.VIOLATION
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTimings:
+    """Where a drafter's time went, microseconds."""
+
+    calibration_us: int = 0
+    draft_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBlock:
+    """Tokens that a drafter proposes for one round, with the distributions that they were drawn from."""
+
+    fence: Fence
+    token_ids: list[int]
+    distributions: DraftDistributions
+    attempt: int = 0
+    timings: DraftTimings = field(default_factory=DraftTimings)
+
+
+class ExtraToken(Enum):
+    """Where the last token of a verdict came from."""
+
+    PLAIN = "plain"
+    RECOVERED = "recovered"
+    BONUS = "bonus"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the verifier decided about one round."""
+
+    fence: Fence
+    """The round, and the prefix before it."""
+    token_ids: list[int]
+    """The tokens that the round commits: accepted draft tokens, then the extra one."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    extra: ExtraToken
+    plain_rounds_left: int
+    """Plain rounds that the verifier will still decode by itself."""
+    verify_us: int = 0
+    queue_us: int = 0
+    timings: DraftTimings = field(default_factory=DraftTimings)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRun:
+    """Asks the verifier to decode `num_rounds` tokens without a drafter, from the fence's round on."""
+
+    fence: Fence
+    num_rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Tells the drafter what was committed since `base_len` and asks for the next block."""
+
+    fence: Fence
+    """The round to draft for; its prefix includes `token_ids`."""
+    base_len: int
+    token_ids: list[int]
+    num_draft_tokens: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSessionSpec:
+    """Opens a session on a verifier."""
+
+    session_id: int
+    epoch: int
+    first_round: int
+    choice: int
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    rule: str
+    verifying_key: bytes
+    max_draft_tokens: int
+    plain_rounds: int
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSessionSpec:
+    """Opens a session on a drafter."""
+
+    session_id: int
+    epoch: int
+    choice: int
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+    drafting_key: bytes
+    verifier_address: str
+    target_vocab_size: int
+    max_draft_tokens: int

@@ -1,0 +1,58 @@
+"""The text that the embedded pair is trained on: the Python standard library's sources."""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+HELD_OUT_PERCENT = 2
+"""Share of the files, chosen by the hash of their path, that no training step ever reads."""
+
+EXCLUDED_TOP_LEVEL = frozenset({"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"})
+"""Installed packages, and two folders of generated tables that teach nothing about Python."""
+
+MAX_FILE_BYTES = 400_000
+"""Larger files are generated data (grammar tables, test vectors)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of the standard library."""
+
+    path: str
+    """Relative to the library's root, with forward slashes: the same on every machine."""
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the file is kept for evaluation. Depends on the path alone, so that every Python agrees."""
+        digest = hashlib.sha256(self.path.encode()).digest()
+        return int.from_bytes(digest[:8], "little") % 100 < HELD_OUT_PERCENT
+
+
+def standard_library(root: Path | None = None) -> Iterator[SourceFile]:
+    """Yields every usable source file below `root` (default: the running interpreter's library), sorted by path."""
+    base = Path(sysconfig.get_path("stdlib")) if root is None else root
+    for path in sorted(base.rglob("*.py")):
+        relative = path.relative_to(base)
+        if relative.parts[0] in EXCLUDED_TOP_LEVEL or path.stat().st_size > MAX_FILE_BYTES:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a handful of test files are badly encoded on purpose
+        if text.strip():
+            yield SourceFile(relative.as_posix(), text)
+
+
+def encode_files(tokenizer: Tokenizer, files: list[SourceFile], end_of_text: int) -> NDArray[np.uint16]:
+    """Returns all files as one array of ids, each file preceded by `end_of_text` (which is also the BOS token)."""
+    pieces: list[NDArray[np.uint16]] = []
+    for encoding in tokenizer.encode_batch([file.text for file in files]):
+        pieces.append(np.array([end_of_text, *encoding.ids], dtype=np.uint16))
+    return np.concatenate(pieces)

@@ -1,0 +1,63 @@
+"""Shapes of the embedded pair, and reading and writing its folders."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+CONTEXT_LENGTH = 2048
+"""Positions that both models declare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The numbers that make a Llama."""
+
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+
+    def build(self, vocab_size: int, seed: int) -> LlamaForCausalLM:
+        """Returns a freshly initialised float32 model; token 0 is both BOS and EOS."""
+        config = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=CONTEXT_LENGTH,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return LlamaForCausalLM(config)
+
+
+TARGET = Shape(hidden_size=320, intermediate_size=960, layers=8, heads=8, kv_heads=4)
+"""About 11 million parameters. Heads divide by 2 and 4, so that tensor parallelism can be tried on it."""
+
+DRAFTER = Shape(hidden_size=128, intermediate_size=384, layers=8, heads=4, kv_heads=4)
+"""About 2.2 million parameters; eight layers, so that layer-parallel drafting can be tried on it."""
+
+
+def save_bf16(model: LlamaForCausalLM, folder: Path) -> None:
+    """Writes the weights to `folder` in bfloat16, leaving `model` as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = LlamaForCausalLM(model.config)
+    copy.load_state_dict(model.state_dict())
+    cast(torch.nn.Module, copy).to(torch.bfloat16)
+    copy.save_pretrained(folder)
+
+
+def load_float32(folder: Path) -> LlamaForCausalLM:
+    """Reads a folder written by `save_bf16` into float32, ready for evaluation."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
+    return model

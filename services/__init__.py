@@ -1,0 +1,1 @@
+"""The three processes. Installed, and imported, as `draftwire.services`."""

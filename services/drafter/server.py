@@ -1,0 +1,103 @@
+"""The drafter's gRPC edge."""
+
+from __future__ import annotations  # the generics of grpc exist for the type checker only
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from draftwire.errors import ProtocolViolationError
+from draftwire.models.loading import LoadedModel
+from draftwire.services.drafter.config import DrafterConfig
+from draftwire.services.drafter.core import BlockLink, DrafterCore, DraftSessionFailed
+from draftwire.services.drafter.wire import GrpcBlockLink
+from draftwire.services.outbox import Outbox
+from draftwire.services.rpc import messages
+from draftwire.services.rpc.model_service import ModelServicer
+from draftwire.services.rpc.process import Service, run_service
+from draftwire.services.rpc.streams import exchange
+from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2
+from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
+
+
+class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
+    """Translates between messages and the core."""
+
+    def __init__(self, core: DrafterCore) -> None:
+        self._core = core
+
+    async def RunDraftSessions(
+        self,
+        request_iterator: AsyncIterator[drafter_pb2.RunDraftSessionsRequest],
+        context: grpc.aio.ServicerContext[drafter_pb2.RunDraftSessionsRequest, drafter_pb2.RunDraftSessionsResponse],
+    ) -> None:
+        """See the proto."""
+        lease_id, outbox = self._core.open_lease()
+        lease = drafter_pb2.DraftEvent(lease=session_pb2.Lease(lease_id=lease_id))
+        try:
+            await context.write(drafter_pb2.RunDraftSessionsResponse(events=[lease]))
+            await exchange(self._read_commands(request_iterator), self._write_events(outbox, context))
+        finally:
+            self._core.end_lease(lease_id)
+
+    async def OpenDraftSession(
+        self,
+        request: drafter_pb2.OpenDraftSessionRequest,
+        context: grpc.aio.ServicerContext[drafter_pb2.OpenDraftSessionRequest, drafter_pb2.OpenDraftSessionResponse],
+    ) -> drafter_pb2.OpenDraftSessionResponse:
+        """See the proto."""
+        await self._core.open_session(messages.draft_spec_from_proto(request), request.lease_id)
+        return drafter_pb2.OpenDraftSessionResponse()
+
+    async def _read_commands(self, requests: AsyncIterator[drafter_pb2.RunDraftSessionsRequest]) -> None:
+        async for request in requests:
+            for command in request.commands:
+                match command.WhichOneof("command"):
+                    case "calibration":
+                        self._core.calibrate(messages.calibration_from_proto(command.calibration))
+                    case "close_session":
+                        self._core.close_session(command.close_session.session_id, command.close_session.epoch)
+                    case _:
+                        raise ProtocolViolationError("a command without content")
+
+    async def _write_events(
+        self,
+        outbox: Outbox[DraftSessionFailed],
+        context: grpc.aio.ServicerContext[drafter_pb2.RunDraftSessionsRequest, drafter_pb2.RunDraftSessionsResponse],
+    ) -> None:
+        while failures := await outbox.take_all():
+            events = [
+                drafter_pb2.DraftEvent(failure=messages.failure_to_proto(failed.session_id, failed.epoch, failed.error))
+                for failed in failures
+            ]
+            await context.write(drafter_pb2.RunDraftSessionsResponse(events=events))
+
+
+def serve(config: DrafterConfig) -> int:
+    """Runs a drafter until a signal ends it, and returns the process's exit status."""
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: DrafterConfig) -> int:
+    async def connect(address: str, loaded: LoadedModel) -> BlockLink:
+        return await GrpcBlockLink.connect(address, loaded, config.server.max_message_bytes, config.connect_timeout_s)
+
+    core = DrafterCore(config, connect)
+
+    def register(server: grpc.aio.Server) -> None:
+        drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterServicer(core), server)
+        add_ModelServiceServicer_to_server(ModelServicer(lambda: core.loaded), server)
+
+    service = Service(
+        name="drafter",
+        grpc_names=("draftwire.v1.DrafterService", "draftwire.v1.ModelService"),
+        settings=config.server,
+        metrics=core.metrics,
+        register=register,
+        start=core.start,
+        run=core.run_steps,
+        stop=core.stop,
+        num_sessions=lambda: core.num_sessions,
+    )
+    return await run_service(service)

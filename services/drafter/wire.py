@@ -1,0 +1,102 @@
+"""The drafter's end of the stream that carries draft blocks to a verifier."""
+
+from __future__ import annotations  # the generics of grpc exist for the type checker only
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import structlog
+
+from draftwire.errors import ProtocolViolationError, UnavailableError
+from draftwire.models.description import vocabulary_mismatch
+from draftwire.models.loading import LoadedModel
+from draftwire.rounds import DraftBlock
+from draftwire.services.outbox import Outbox
+from draftwire.services.rpc import messages
+from draftwire.services.rpc.channels import open_channel
+from draftwire.services.rpc.peers import ModelPeer
+from draftwire.services.rpc.status import error_of
+from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
+
+log = structlog.get_logger()
+
+
+class GrpcBlockLink:
+    """One long-lived stream to one verifier, for the blocks of all sessions."""
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        """Use `connect`."""
+        self.address = address
+        self.broken = False
+        self._channel = channel
+        self._outbox = Outbox[DraftBlock]()
+        self._lifetime: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls, address: str, loaded: LoadedModel, max_message_bytes: int, timeout_s: float
+    ) -> GrpcBlockLink:
+        """Opens the stream and waits for the verifier's welcome.
+
+        Raises:
+            ModelMismatchError: the verifier's vocabulary differs; names the first differing token.
+            UnavailableError: no welcome in time.
+        """
+        channel = open_channel(address, max_message_bytes)
+        link = cls(address, channel)
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        hello = verifier_pb2.DrafterHello(model=messages.model_to_proto(loaded.description))
+        call = stub.PushDraftBlocks(link._requests(hello), wait_for_ready=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                welcome = await call.read()
+        except TimeoutError:
+            await channel.close()
+            raise UnavailableError(f"verifier at {address} did not answer within {timeout_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            refusal = error_of(error)
+            if isinstance(refusal, ProtocolViolationError):
+                peer = ModelPeer(channel, timeout_s)
+                target = await peer.describe()
+                if target.vocabulary_fingerprint != loaded.description.vocabulary_fingerprint:
+                    tokens = await peer.vocabulary()
+                    refusal = vocabulary_mismatch(target, loaded.description, tokens, loaded.vocabulary)
+            await channel.close()
+            raise refusal from error
+        if welcome is grpc.aio.EOF:
+            await channel.close()
+            raise UnavailableError(f"verifier at {address} ended the stream")
+        link._lifetime = asyncio.create_task(link._watch(call))
+        log.info("drafter.verifier_connected", address=address)
+        return link
+
+    def push(self, block: DraftBlock) -> None:
+        """See `BlockLink.push`."""
+        if self.broken:
+            raise UnavailableError(f"verifier at {self.address} was lost")
+        self._outbox.put(block)
+
+    async def _requests(self, hello: verifier_pb2.DrafterHello) -> AsyncIterator[verifier_pb2.PushDraftBlocksRequest]:
+        yield verifier_pb2.PushDraftBlocksRequest(hello=hello)
+        while blocks := await self._outbox.take_all():
+            yield verifier_pb2.PushDraftBlocksRequest(
+                blocks=verifier_pb2.DraftBlocks(blocks=[messages.block_to_proto(block) for block in blocks])
+            )
+
+    async def _watch(
+        self, call: grpc.aio.StreamStreamCall[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse]
+    ) -> None:
+        """Waits for the end of the stream, whoever ends it."""
+        reason: str | None = None
+        try:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+            reason = await call.details()
+        except grpc.aio.AioRpcError as error:
+            reason = error.details()
+        finally:
+            self.broken = True
+            self._outbox.close()
+        log.warning("drafter.verifier_lost", address=self.address, reason=reason)
+        await self._channel.close()

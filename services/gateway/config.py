@@ -1,0 +1,58 @@
+"""Configuration of a gateway."""
+
+from dataclasses import dataclass, field
+
+from draftwire.services.settings import ServerSettings, require
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """How long the loop waits and how far it lets the verifier run."""
+
+    plain_run_rounds: int = 32
+    """Rounds asked for at once where there is no drafter."""
+    bridge_rounds: int = 2
+    """Rounds asked for at once while the drafter still reads the prompt."""
+    block_timeout_s: float = 5.0
+    """A drafter whose block is not verified within this time is given up for the session."""
+    verdict_timeout_s: float = 120.0
+    """A verifier that is silent for this long during its own work is lost."""
+
+    def __post_init__(self) -> None:
+        require(self.plain_run_rounds >= 1, "plain_run_rounds must be at least 1")
+        require(self.bridge_rounds >= 1, "bridge_rounds must be at least 1")
+        require(self.block_timeout_s > 0.0, "block_timeout_s must be positive")
+        require(self.verdict_timeout_s > 0.0, "verdict_timeout_s must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Everything that can be set. Bad values raise at start."""
+
+    server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50051))
+    verifier: str = "127.0.0.1:50052"
+    """host:port of the verifier. Drafters are told the same address."""
+    drafter: str = "127.0.0.1:50053"
+    """host:port of the drafter; empty serves plain decoding only."""
+    num_speculative_tokens: int = 4
+    """Draft tokens per round where a request does not say."""
+    max_speculative_tokens: int = 16
+    """Most that a request may ask for."""
+    rejection_sample_method: str = "block"
+    """Verification rule where a request does not say."""
+    startup_timeout_s: float = 120.0
+    """How long verifier and drafter may take to come up."""
+    max_requests: int = 256
+    """Requests that may run at once; more are refused with RESOURCE_EXHAUSTED."""
+    loop: LoopSettings = field(default_factory=LoopSettings)
+
+    def __post_init__(self) -> None:
+        for address in filter(None, (self.verifier, self.drafter)):
+            host, _, port = address.rpartition(":")
+            require(bool(host) and port.isdigit(), f"{address!r} is not host:port")
+        require(
+            0 <= self.num_speculative_tokens <= self.max_speculative_tokens,
+            f"num_speculative_tokens must be in 0..{self.max_speculative_tokens}, not {self.num_speculative_tokens}",
+        )
+        require(self.startup_timeout_s > 0.0, "startup_timeout_s must be positive")
+        require(self.max_requests >= 1, "max_requests must be at least 1")

@@ -1,0 +1,136 @@
+"""The gateway without its edge: which peers serve a request, and the running requests."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.models.loading import load_tokenizer
+from draftwire.services.gateway.config import GatewayConfig
+from draftwire.services.gateway.loop import Delta, DrafterPort, Finish, GenerationLoop, TargetPort
+from draftwire.services.gateway.request import (
+    Generation,
+    RequestedGeneration,
+    SpeculationDefaults,
+    complete_request,
+)
+from draftwire.services.gateway.text import TextStream
+from draftwire.services.metrics import GatewayMetrics
+from draftwire.verification import rule_named
+
+MAX_PROMPT_CHARACTERS = 4_000_000
+"""Longer prompts are refused before they are tokenised."""
+
+
+class Target(TargetPort, Protocol):
+    """A verifier and whether it can be reached now."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether sessions can be opened."""
+
+
+class Drafter(DrafterPort, Protocol):
+    """A drafter and whether it can be reached now."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether sessions can be opened."""
+
+
+class GatewayCore:
+    """Runs requests on one verifier and, where there is one, one drafter. All methods run on the event loop."""
+
+    def __init__(self, config: GatewayConfig, target: Target, drafter: Drafter | None) -> None:
+        """Takes the peers; `use_tokenizer` comes before the first request.
+
+        Raises:
+            InvalidRequestError: the default rule is unknown.
+        """
+        rule_named(config.rejection_sample_method)
+        self.config = config
+        self.target = target
+        self.drafter = drafter
+        self.metrics = GatewayMetrics()
+        self.num_requests = 0
+        self._tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def defaults(self) -> SpeculationDefaults:
+        """What requests get that do not say."""
+        config = self.config
+        return SpeculationDefaults(
+            config.num_speculative_tokens, config.max_speculative_tokens, config.rejection_sample_method
+        )
+
+    def use_tokenizer(self, files: dict[str, bytes]) -> None:
+        """Takes the target's tokenizer."""
+        self._tokenizer = load_tokenizer(files)
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of a prompt, with whatever the target's tokenizer puts in front.
+
+        Raises:
+            InvalidRequestError: the text is empty or far beyond any context.
+        """
+        if not text:
+            raise InvalidRequestError("the prompt is empty")
+        if len(text) > MAX_PROMPT_CHARACTERS:
+            raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
+        encoding = await asyncio.to_thread(self._tokenizer, text)
+        return list(encoding["input_ids"])
+
+    async def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Returns the ids of a conversation, rendered by the target's chat template, ready for the answer.
+
+        Raises:
+            InvalidRequestError: the target has no chat template, or it refuses the messages.
+        """
+        if not messages:
+            raise InvalidRequestError("the prompt is empty")
+        if not self._tokenizer.chat_template:
+            raise InvalidRequestError(f"{self.target.description.name} has no chat template; send a text prompt")
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates raise what they like
+            raise InvalidRequestError(f"the chat template refuses the messages: {type(error).__name__}") from error
+        encoding = await asyncio.to_thread(self._tokenizer, text, add_special_tokens=False)
+        return list(encoding["input_ids"])
+
+    def complete(self, requested: RequestedGeneration) -> Generation:
+        """Checks a request and fills in the defaults; see `complete_request`."""
+        return complete_request(requested, self.target.description, self.defaults)
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta | Finish]:
+        """Carries out a request.
+
+        Raises:
+            NoRoomError: too many requests run already.
+            UnavailableError: the verifier cannot be reached.
+        """
+        if self.num_requests >= self.config.max_requests:
+            raise NoRoomError(f"{self.config.max_requests} requests are running, which is the limit; retry in a second")
+        if not self.target.connected:
+            raise UnavailableError("no verifier can be reached")
+        drafter = self.drafter if self.drafter is not None and self.drafter.connected else None
+        text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop)
+        loop = GenerationLoop(generation, self.target, drafter, text, self.config.loop)
+        self.num_requests += 1
+        result = "failed"
+        try:
+            async with aclosing(loop.run()) as events:
+                async for event in events:
+                    if isinstance(event, Finish):
+                        result = event.reason.value
+                        if event.drafter_error:
+                            self.metrics.drafters_lost.inc()
+                    yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            result = "cancelled"
+            raise
+        finally:
+            self.num_requests -= 1
+            self.metrics.requests.labels(result).inc()

@@ -1,0 +1,352 @@
+"""The outer loop of speculative decoding, for one session. Knows neither gRPC nor models.
+
+    open a session on verifier and drafter; the verifier decodes the first token by itself
+    repeat:
+        take the verdict of the round: commit its tokens, show their text, stop if it is time to
+        ask for the next round: a block of the drafter, or a plain run where there is no drafter
+
+The loop owns what is committed. Whatever happens to the drafter, the text goes on.
+
+Source: Sun et al. 2024 (arXiv 2403.10444), Algorithm 3.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import structlog
+
+from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.models.description import ModelDescription
+from draftwire.randomness import Role, derive_key
+from draftwire.rounds import (
+    Calibration,
+    CommittedTokens,
+    DraftSessionSpec,
+    Fence,
+    PlainRun,
+    TargetSessionSpec,
+    Verdict,
+)
+from draftwire.services.gateway.config import LoopSettings
+from draftwire.services.gateway.request import Generation
+from draftwire.services.gateway.text import TextStream
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLost:
+    """The session on the verifier is gone."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLost:
+    """The session on the drafter is gone, or its blocks are no good."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterReady:
+    """The drafter has read the prompt."""
+
+
+SessionEvent = Verdict | TargetLost | DrafterLost | DrafterReady
+Inbox = asyncio.Queue[SessionEvent]
+"""Where everything about one session arrives, in order."""
+
+
+class TargetPort(Protocol):
+    """The verifier, as the loop sees it."""
+
+    @property
+    def description(self) -> ModelDescription:
+        """The target model."""
+
+    @property
+    def address(self) -> str:
+        """Where drafters reach it."""
+
+    async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
+        """Opens a session, whose verdicts then go to the inbox, or raises why not."""
+
+    def run_plain(self, run: PlainRun) -> None:
+        """Asks for plain rounds, without waiting."""
+
+    def close(self, session_id: int, epoch: int) -> None:
+        """Ends a session, without waiting."""
+
+
+class DrafterPort(Protocol):
+    """The drafter, as the loop sees it."""
+
+    @property
+    def description(self) -> ModelDescription:
+        """The draft model."""
+
+    async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
+        """Opens a session and returns when it is ready to draft, or raises why not."""
+
+    def calibrate(self, calibration: Calibration) -> None:
+        """Asks for a block, without waiting."""
+
+    def close(self, session_id: int, epoch: int) -> None:
+        """Ends a session, without waiting."""
+
+
+class FinishReason(Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens and text that became final."""
+
+    token_ids: list[int]
+    text: str
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a completion cost. Durations are sums over its rounds, microseconds."""
+
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_emitted_tokens: int = 0
+    """Tokens that the rounds committed, before the output was cut at a stop."""
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    time_to_first_token_us: int = 0
+    duration_us: int = 0
+    calibration_us: int = 0
+    draft_us: int = 0
+    verify_us: int = 0
+    queue_us: int = 0
+
+    def count(self, verdict: Verdict) -> None:
+        """Counts one round."""
+        self.num_rounds += 1
+        self.num_emitted_tokens += len(verdict.token_ids)
+        self.verify_us += verdict.verify_us
+        self.queue_us += verdict.queue_us
+        if verdict.num_draft_tokens:
+            self.num_drafts += 1
+            self.num_draft_tokens += verdict.num_draft_tokens
+            self.num_accepted_tokens += verdict.num_accepted_tokens
+            self.calibration_us += verdict.timings.calibration_us
+            self.draft_us += verdict.timings.draft_us
+            missing = verdict.num_draft_tokens - len(self.num_accepted_tokens_per_pos)
+            self.num_accepted_tokens_per_pos += [0] * missing
+            for position in range(verdict.num_accepted_tokens):
+                self.num_accepted_tokens_per_pos[position] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a completion."""
+
+    reason: FinishReason
+    statistics: Statistics
+    drafter_error: str
+    """Why the drafter was given up; empty if it was not."""
+
+
+class GenerationLoop:
+    """Carries out one generation. Use once."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        target: TargetPort,
+        drafter: DrafterPort | None,
+        text: TextStream,
+        settings: LoopSettings,
+    ) -> None:
+        """Prepares; `run` does the work."""
+        self._generation = generation
+        self._target = target
+        self._drafter = drafter if generation.num_speculative_tokens else None
+        self._text = text
+        self._settings = settings
+        self._inbox: Inbox = asyncio.Queue()
+        self._committed = CommittedTokens(generation.prompt_ids)
+        self._session_id = secrets.randbits(64)
+        self._epoch = 0
+        self._round = 0
+        self._drafter_ready = False
+        self._drafter_knows = len(generation.prompt_ids)
+        self._waits_for_block = False
+        self._drafter_error = ""
+        self._statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
+
+    async def run(self) -> AsyncGenerator[Delta | Finish]:
+        """Yields deltas as their tokens are committed, then one finish.
+
+        Raises:
+            DraftwireError: the verifier refused the session or was lost.
+        """
+        started = time.perf_counter()
+        opening = asyncio.create_task(self._open_drafter()) if self._drafter else None
+        try:
+            await self._target.open(self._target_spec(), self._inbox)
+            reason: FinishReason | None = None
+            while reason is None:
+                verdict = await self._next_verdict()
+                self._statistics.count(verdict)
+                delta, reason = self._commit(verdict)
+                elapsed_us = int((time.perf_counter() - started) * 1e6)
+                self._statistics.time_to_first_token_us = self._statistics.time_to_first_token_us or elapsed_us
+                self._statistics.duration_us = elapsed_us
+                if reason is None and verdict.plain_rounds_left == 0:
+                    self._ask_for_round()
+                if delta.token_ids or delta.text:
+                    yield delta
+            yield Finish(reason, self._statistics, self._drafter_error)
+        finally:
+            if opening is not None:
+                opening.cancel()
+            self._target.close(self._session_id, self._epoch)
+            if self._drafter is not None:
+                self._drafter.close(self._session_id, self._epoch)
+
+    async def _open_drafter(self) -> None:
+        """Opens the drafter's session beside everything else; the inbox learns how it went."""
+        assert self._drafter is not None
+        try:
+            await self._drafter.open(self._draft_spec(), self._inbox)
+        except DraftwireError as error:
+            self._inbox.put_nowait(DrafterLost(error))
+        else:
+            self._inbox.put_nowait(DrafterReady())
+
+    async def _next_verdict(self) -> Verdict:
+        """Returns the verdict of the current round, dealing with everything else that arrives before it."""
+        while True:
+            timeout = self._settings.block_timeout_s if self._waits_for_block else self._settings.verdict_timeout_s
+            try:
+                async with asyncio.timeout(timeout):
+                    event = await self._inbox.get()
+            except TimeoutError:
+                if not self._waits_for_block:
+                    raise UnavailableError(f"the verifier was silent for {timeout:g} s") from None
+                event = DrafterLost(UnavailableError(f"no verified block within {timeout:g} s"))
+            match event:
+                case Verdict() if event.fence == self._fence:
+                    return event
+                case TargetLost():
+                    raise event.error
+                case DrafterLost():
+                    self._give_up_drafter(event.error)
+                case DrafterReady():
+                    self._drafter_ready = True
+
+    def _commit(self, verdict: Verdict) -> tuple[Delta, FinishReason | None]:
+        """Commits a round's tokens, one by one, up to whatever ends the generation."""
+        self._waits_for_block = False
+        self._round += 1
+        shown: list[int] = []
+        pieces: list[str] = []
+        reason: FinishReason | None = None
+        for token in verdict.token_ids:
+            shown.append(token)
+            self._statistics.num_generated_tokens += 1
+            if token in self._generation.stop_token_ids:
+                reason = FinishReason.STOP
+                break
+            pieces.append(self._text.push(token))
+            if self._text.stopped:
+                reason = FinishReason.STOP
+                break
+            if self._statistics.num_generated_tokens == self._generation.max_tokens:
+                reason = FinishReason.LENGTH
+                break
+        self._committed.append(verdict.token_ids)
+        if reason is not None:
+            pieces.append(self._text.finish())
+            if self._text.stopped:  # the held-back rest completed a stop string
+                reason = FinishReason.STOP
+        return Delta(shown, "".join(pieces)), reason
+
+    def _ask_for_round(self) -> None:
+        """Asks for the next round: a block if the drafter can make one, else plain rounds."""
+        left = self._generation.max_tokens - self._statistics.num_generated_tokens
+        num_draft_tokens = min(self._generation.num_speculative_tokens, left - 1)
+        if self._drafter is not None and self._drafter_ready:
+            # How many tokens are drafted depends on lengths alone, never on what is drafted: see docs/exactness.md.
+            num_draft_tokens = min(num_draft_tokens, self._drafter.description.context_length - len(self._committed))
+            if num_draft_tokens >= 1:
+                self._ask_for_block(self._drafter, num_draft_tokens)
+                return
+        bridging = self._drafter is not None and not self._drafter_ready
+        rounds = self._settings.bridge_rounds if bridging else self._settings.plain_run_rounds
+        self._target.run_plain(PlainRun(self._fence, min(rounds, left)))
+
+    def _ask_for_block(self, drafter: DrafterPort, num_draft_tokens: int) -> None:
+        base_len = self._drafter_knows
+        self._drafter_knows = len(self._committed)
+        self._waits_for_block = True
+        drafter.calibrate(Calibration(self._fence, base_len, self._committed.ids[base_len:], num_draft_tokens))
+
+    def _give_up_drafter(self, error: Exception) -> None:
+        """Goes on without a drafter; a block that was asked for becomes a plain round, whichever comes first."""
+        if self._drafter is None:
+            return
+        log.warning("gateway.drafter_lost", session_id=self._session_id, reason=str(error))
+        self._drafter_error = str(error)
+        with suppress(DraftwireError):
+            self._drafter.close(self._session_id, self._epoch)
+        self._drafter, self._drafter_ready = None, False
+        if self._waits_for_block:
+            self._waits_for_block = False
+            self._ask_for_round()
+
+    @property
+    def _fence(self) -> Fence:
+        return Fence(self._session_id, self._epoch, self._round, len(self._committed), self._committed.hash)
+
+    def _target_spec(self) -> TargetSessionSpec:
+        generation = self._generation
+        rounds = 1 if self._drafter is not None else self._settings.plain_run_rounds
+        return TargetSessionSpec(
+            session_id=self._session_id,
+            epoch=self._epoch,
+            first_round=self._round,
+            choice=0,
+            token_ids=self._committed.ids,
+            prompt_len=len(generation.prompt_ids),
+            sampling=generation.sampling,
+            rule=generation.rule,
+            verifying_key=derive_key(generation.seed, Role.VERIFYING),
+            max_draft_tokens=generation.num_speculative_tokens,
+            plain_rounds=min(rounds, generation.max_tokens),
+            stop_token_ids=generation.stop_token_ids,
+        )
+
+    def _draft_spec(self) -> DraftSessionSpec:
+        generation = self._generation
+        return DraftSessionSpec(
+            session_id=self._session_id,
+            epoch=self._epoch,
+            choice=0,
+            token_ids=generation.prompt_ids,
+            prompt_len=len(generation.prompt_ids),
+            sampling=generation.sampling,
+            drafting_key=derive_key(generation.seed, Role.DRAFTING),
+            verifier_address=self._target.address,
+            target_vocab_size=self._target.description.vocab_size,
+            max_draft_tokens=generation.num_speculative_tokens,
+        )

@@ -1,0 +1,104 @@
+"""What a user asks for, checked and completed with the server's defaults."""
+
+from dataclasses import dataclass
+
+from draftwire.errors import InvalidRequestError
+from draftwire.models.description import ModelDescription
+from draftwire.randomness import MAX_SEED, new_seed
+from draftwire.sampling import SamplingParams
+from draftwire.verification import rule_named
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationDefaults:
+    """What a request gets that does not say."""
+
+    num_speculative_tokens: int
+    max_speculative_tokens: int
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedGeneration:
+    """A request as it arrived; None is what the user left out."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    num_speculative_tokens: int | None = None
+    rule: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request that can be carried out."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    """The request's and the model's."""
+    seed: int
+    num_speculative_tokens: int
+    rule: str
+
+
+def complete_request(
+    request: RequestedGeneration, target: ModelDescription, defaults: SpeculationDefaults
+) -> Generation:
+    """Checks a request against the target and fills in the defaults.
+
+    Raises:
+        InvalidRequestError: a value is out of range; the message names it and its range.
+    """
+    prompt_len = len(request.prompt_ids)
+    if prompt_len == 0:
+        raise InvalidRequestError("the prompt is empty")
+    if prompt_len >= target.context_length:
+        raise InvalidRequestError(
+            f"the prompt has {prompt_len} tokens; the context of {target.name} is {target.context_length} tokens, "
+            "and at least one is generated"
+        )
+    if not all(0 <= token < target.vocab_size for token in request.prompt_ids):
+        raise InvalidRequestError(f"prompt token ids must be in 0..{target.vocab_size - 1}")
+    room = target.context_length - prompt_len
+    max_tokens = room if request.max_tokens is None else request.max_tokens
+    if not 1 <= max_tokens <= room:
+        raise InvalidRequestError(
+            f"max_tokens must be in 1..{room}, what the prompt's {prompt_len} tokens leave of the context, "
+            f"not {max_tokens}"
+        )
+    if len(request.stop) > MAX_STOP_STRINGS or any(not 1 <= len(stop) <= MAX_STOP_LENGTH for stop in request.stop):
+        raise InvalidRequestError(
+            f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters each"
+        )
+    if any(token >= target.vocab_size for token in request.stop_token_ids):
+        raise InvalidRequestError(f"stop_token_ids must be in 0..{target.vocab_size - 1}")
+    seed = new_seed() if request.seed is None else request.seed
+    if not 0 <= seed <= MAX_SEED:
+        raise InvalidRequestError(f"seed must be in 0..{MAX_SEED}")
+    speculative = request.num_speculative_tokens
+    if speculative is None:
+        speculative = defaults.num_speculative_tokens
+    if not 0 <= speculative <= defaults.max_speculative_tokens:
+        raise InvalidRequestError(
+            f"num_speculative_tokens must be in 0..{defaults.max_speculative_tokens}, not {speculative}"
+        )
+    rule = rule_named(request.rule if request.rule is not None else defaults.rule).name
+    return Generation(
+        prompt_ids=request.prompt_ids,
+        sampling=request.sampling,
+        max_tokens=max_tokens,
+        stop=request.stop,
+        stop_token_ids=frozenset(request.stop_token_ids) | frozenset(target.stop_token_ids),
+        seed=seed,
+        num_speculative_tokens=speculative,
+        rule=rule,
+    )

@@ -1,0 +1,101 @@
+"""Tokens to text, such that nothing is ever shown that would have to be taken back."""
+
+from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"
+MAX_UTF8_TAIL = 3
+"""Bytes that an incomplete UTF-8 sequence can have; a tokenizer may show each as a replacement character."""
+CONTEXT_TOKENS = 4
+"""Tokens of the prompt that are decoded along, because some tokenizers treat the start of a text in its own way."""
+
+
+class IncrementalDetokenizer:
+    """Decodes a growing list of ids; the pieces joined are the decoding of the whole."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
+        """Starts after a prompt, whose text is not returned."""
+        self._tokenizer = tokenizer
+        self._window = prompt_ids[-CONTEXT_TOKENS:]
+        self._shown = len(self._decode())  # characters of the window's text that are the prompt's or were returned
+
+    def push(self, token_id: int) -> str:
+        """Adds a token and returns the text that it makes certain."""
+        self._window.append(token_id)
+        text = self._decode()
+        certain = len(text)
+        while certain > max(self._shown, len(text) - MAX_UTF8_TAIL) and text[certain - 1] == REPLACEMENT:
+            certain -= 1
+        piece = text[self._shown : certain]
+        self._shown = max(self._shown, certain)
+        if certain == len(text) and piece:  # no character is open: the window may start anew
+            self._window = self._window[-CONTEXT_TOKENS:]
+            self._shown = len(self._decode())
+        return piece
+
+    def finish(self) -> str:
+        """Returns what was held back because it could have been the start of a character."""
+        text = self._decode()
+        piece, self._shown = text[self._shown :], len(text)
+        return piece
+
+    def _decode(self) -> str:
+        return str(self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class StopStrings:
+    """Cuts a growing text before the first stop string, holding back whatever could still become one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        """Takes the stop strings, none of them empty."""
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+        """Whether a stop string was seen; no text comes after it."""
+
+    def push(self, text: str) -> str:
+        """Adds text and returns what is certain to stay."""
+        if self.stopped:
+            return ""
+        text = self._held + text
+        found = [position for position in (text.find(stop) for stop in self._stops) if position >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        """Returns what was held back; the text ended before it became a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest end of `text` that is a beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0
+
+
+class TextStream:
+    """The text of one completion, from its committed tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], stops: tuple[str, ...]) -> None:
+        """Starts after a prompt."""
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._stops = StopStrings(stops)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self._stops.stopped
+
+    def push(self, token_id: int) -> str:
+        """Adds a token and returns the text that is certain to stay."""
+        return self._stops.push(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """Returns the rest, when no more tokens come."""
+        return self._stops.push(self._detokenizer.finish()) + self._stops.finish()

@@ -1,0 +1,243 @@
+"""The gateway's ends of its streams to verifiers and drafters."""
+
+from __future__ import annotations  # the generics of grpc exist for the type checker only
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Generic, TypeVar
+
+import grpc
+import structlog
+
+from draftwire.errors import DraftwireError, ModelMismatchError, UnavailableError
+from draftwire.models.description import ModelDescription
+from draftwire.rounds import Calibration, DraftSessionSpec, PlainRun, TargetSessionSpec
+from draftwire.services.gateway.loop import DrafterLost, Inbox, SessionEvent, TargetLost
+from draftwire.services.outbox import Outbox
+from draftwire.services.rpc import messages
+from draftwire.services.rpc.channels import open_channel
+from draftwire.services.rpc.peers import ModelPeer
+from draftwire.services.rpc.status import error_of, error_of_number
+from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2, verifier_pb2, verifier_pb2_grpc
+
+log = structlog.get_logger()
+
+Command = TypeVar("Command")
+Event = TypeVar("Event")
+
+RECONNECT_SECONDS = 0.5
+
+
+class SessionLink(ABC, Generic[Command, Event]):
+    """A stream under a lease, kept open for ever, that carries the events of many sessions to their inboxes.
+
+    Prompts travel on a connection of their own. When the stream breaks, every session on it is told, and a new stream
+    is opened for new sessions.
+    """
+
+    def __init__(self, address: str, max_message_bytes: int, timeout_s: float) -> None:
+        """Prepares.
+
+        Args:
+            address: host:port of the service.
+            max_message_bytes: largest message in either direction.
+            timeout_s: how long the service may take to answer a call, or to come up at the start.
+        """
+        self.address = address
+        self.description: ModelDescription
+        self._timeout_s = timeout_s
+        self._channel = open_channel(address, max_message_bytes)
+        self._bulk_channel = open_channel(address, max_message_bytes, separate=True)
+        self._inboxes: dict[tuple[int, int], Inbox] = {}
+        self._lease_id: int | None = None
+        self._leased_once = asyncio.Event()
+        self._outbox = Outbox[Command]()
+
+    @property
+    def connected(self) -> bool:
+        """Whether sessions can be opened now."""
+        return self._lease_id is not None
+
+    async def wait_connected(self) -> None:
+        """Returns when sessions can be opened for the first time; `maintain` must be running."""
+        await self._leased_once.wait()
+
+    @property
+    def peer(self) -> ModelPeer:
+        """The service as a model server."""
+        return ModelPeer(self._bulk_channel, self._timeout_s)
+
+    async def describe(self) -> None:
+        """Waits for the service to come up and learns which model it serves.
+
+        Raises:
+            UnavailableError: it did not come up in time.
+            ModelMismatchError: it speaks another protocol version.
+        """
+        self.description = await self.peer.describe()
+
+    async def maintain(self) -> None:
+        """Keeps the stream open, for ever."""
+        while True:
+            try:
+                await self._check_same_model()
+                await self._run_stream()
+                reason = "the service ended the stream"
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+            except DraftwireError as error:
+                reason = str(error)
+            finally:
+                lost_lease, self._lease_id = self._lease_id, None
+                self._outbox.close()
+            if lost_lease is not None:
+                log.warning("gateway.peer_lost", address=self.address, reason=reason)
+            for key in list(self._inboxes):
+                self._deliver(key, self._lost(UnavailableError(f"lost {self.address}: {reason}")))
+            await asyncio.sleep(RECONNECT_SECONDS)
+
+    async def close_channels(self) -> None:
+        """Closes the connections."""
+        await self._channel.close()
+        await self._bulk_channel.close()
+
+    def close(self, session_id: int, epoch: int) -> None:
+        """Ends a session, without waiting. Its inbox gets nothing more."""
+        if self._inboxes.pop((session_id, epoch), None) is not None:
+            self._outbox.put(self._close_command(session_pb2.CloseSession(session_id=session_id, epoch=epoch)))
+
+    def _leased(self, session_id: int, epoch: int, inbox: Inbox) -> int:
+        """Registers a session and returns the lease to open it under."""
+        if self._lease_id is None:
+            raise UnavailableError(f"no connection to {self.address}")
+        self._inboxes[session_id, epoch] = inbox
+        return self._lease_id
+
+    def _deliver(self, key: tuple[int, int], event: SessionEvent) -> None:
+        inbox = self._inboxes.get(key)
+        if inbox is not None:
+            inbox.put_nowait(event)
+
+    def _failure(self, failure: session_pb2.SessionFailure) -> None:
+        error = error_of_number(failure.status_code, failure.message)
+        self._deliver((failure.session_id, failure.epoch), self._lost(error))
+
+    async def _check_same_model(self) -> None:
+        now = await self.peer.describe()
+        if now.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
+            raise ModelMismatchError(f"{self.address} came back with another vocabulary")
+        self.description = now
+
+    async def _run_stream(self) -> None:
+        """Opens a stream and reads it to its end."""
+        self._outbox = Outbox[Command]()
+        call = self._open_stream(self._requests(self._outbox))
+        try:
+            async for response in call:
+                for event in response.events:
+                    self._receive(event)
+        finally:
+            call.cancel()
+
+    def _take_lease(self, lease: session_pb2.Lease) -> None:
+        self._lease_id = lease.lease_id
+        self._leased_once.set()
+        log.info("gateway.peer_connected", address=self.address, model=self.description.name)
+
+    async def _requests(self, outbox: Outbox[Command]) -> AsyncIterator[Any]:
+        while commands := await outbox.take_all():
+            yield self._request(commands)
+
+    @abstractmethod
+    def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]: ...
+
+    @abstractmethod
+    def _request(self, commands: Iterable[Command]) -> Any: ...
+
+    @abstractmethod
+    def _receive(self, event: Event) -> None: ...
+
+    @abstractmethod
+    def _close_command(self, close: session_pb2.CloseSession) -> Command: ...
+
+    @abstractmethod
+    def _lost(self, error: Exception) -> SessionEvent: ...
+
+
+class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEvent]):
+    """A `TargetPort` over gRPC."""
+
+    async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
+        """See `TargetPort.open`."""
+        lease_id = self._leased(spec.session_id, spec.epoch, inbox)
+        stub = verifier_pb2_grpc.VerifierServiceStub(self._bulk_channel)
+        try:
+            await stub.OpenTargetSession(messages.target_spec_to_proto(spec, lease_id), timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+
+    def run_plain(self, run: PlainRun) -> None:
+        """See `TargetPort.run_plain`."""
+        self._outbox.put(verifier_pb2.TargetCommand(plain_run=messages.plain_run_to_proto(run)))
+
+    def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]:
+        return verifier_pb2_grpc.VerifierServiceStub(self._channel).RunTargetSessions(requests)
+
+    def _request(self, commands: Iterable[verifier_pb2.TargetCommand]) -> verifier_pb2.RunTargetSessionsRequest:
+        return verifier_pb2.RunTargetSessionsRequest(commands=commands)
+
+    def _receive(self, event: verifier_pb2.TargetEvent) -> None:
+        match event.WhichOneof("event"):
+            case "verdict":
+                verdict = messages.verdict_from_proto(event.verdict)
+                self._deliver((verdict.fence.session_id, verdict.fence.epoch), verdict)
+            case "refusal":
+                error = ModelMismatchError(f"the verifier refused a block: {event.refusal.message}")
+                self._deliver((event.refusal.session_id, event.refusal.epoch), DrafterLost(error))
+            case "failure":
+                self._failure(event.failure)
+            case "lease":
+                self._take_lease(event.lease)
+
+    def _close_command(self, close: session_pb2.CloseSession) -> verifier_pb2.TargetCommand:
+        return verifier_pb2.TargetCommand(close_session=close)
+
+    def _lost(self, error: Exception) -> SessionEvent:
+        return TargetLost(error)
+
+
+class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent]):
+    """A `DrafterPort` over gRPC."""
+
+    async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
+        """See `DrafterPort.open`."""
+        lease_id = self._leased(spec.session_id, spec.epoch, inbox)
+        stub = drafter_pb2_grpc.DrafterServiceStub(self._bulk_channel)
+        try:
+            await stub.OpenDraftSession(messages.draft_spec_to_proto(spec, lease_id), timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+
+    def calibrate(self, calibration: Calibration) -> None:
+        """See `DrafterPort.calibrate`."""
+        self._outbox.put(drafter_pb2.DraftCommand(calibration=messages.calibration_to_proto(calibration)))
+
+    def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]:
+        return drafter_pb2_grpc.DrafterServiceStub(self._channel).RunDraftSessions(requests)
+
+    def _request(self, commands: Iterable[drafter_pb2.DraftCommand]) -> drafter_pb2.RunDraftSessionsRequest:
+        return drafter_pb2.RunDraftSessionsRequest(commands=commands)
+
+    def _receive(self, event: drafter_pb2.DraftEvent) -> None:
+        match event.WhichOneof("event"):
+            case "failure":
+                self._failure(event.failure)
+            case "lease":
+                self._take_lease(event.lease)
+
+    def _close_command(self, close: session_pb2.CloseSession) -> drafter_pb2.DraftCommand:
+        return drafter_pb2.DraftCommand(close_session=close)
+
+    def _lost(self, error: Exception) -> SessionEvent:
+        return DrafterLost(error)

@@ -1,0 +1,1 @@
+"""The gRPC edge that the services share."""

@@ -1,0 +1,292 @@
+"""Messages between services, to and from the dataclasses of `draftwire.rounds`. Enum zero is refused on receipt."""
+
+from draftwire.distributions import DraftDistributions, Encoding
+from draftwire.errors import InvalidRequestError
+from draftwire.models.description import ModelDescription
+from draftwire.randomness import KEY_BYTES
+from draftwire.rounds import (
+    Calibration,
+    DraftBlock,
+    DraftSessionSpec,
+    DraftTimings,
+    ExtraToken,
+    Fence,
+    PlainRun,
+    TargetSessionSpec,
+    Verdict,
+)
+from draftwire.sampling import SamplingParams
+from draftwire.services.rpc.status import status_of
+from draftwire.v1 import drafter_pb2, model_pb2, session_pb2, verifier_pb2
+
+_ENCODINGS = {
+    session_pb2.DISTRIBUTION_ENCODING_DENSE_FLOAT32: Encoding.DENSE_FLOAT32,
+    session_pb2.DISTRIBUTION_ENCODING_ONE_HOT: Encoding.ONE_HOT,
+}
+_ENCODING_NUMBERS = {value: key for key, value in _ENCODINGS.items()}
+
+_EXTRAS = {
+    session_pb2.EXTRA_TOKEN_KIND_PLAIN: ExtraToken.PLAIN,
+    session_pb2.EXTRA_TOKEN_KIND_RECOVERED: ExtraToken.RECOVERED,
+    session_pb2.EXTRA_TOKEN_KIND_BONUS: ExtraToken.BONUS,
+}
+_EXTRA_NUMBERS = {value: key for key, value in _EXTRAS.items()}
+
+
+def fence_to_proto(fence: Fence) -> session_pb2.Fence:
+    """Encodes a fence."""
+    return session_pb2.Fence(
+        session_id=fence.session_id,
+        epoch=fence.epoch,
+        round=fence.round,
+        prefix_len=fence.prefix_len,
+        prefix_hash=fence.prefix_hash,
+    )
+
+
+def fence_from_proto(message: session_pb2.Fence) -> Fence:
+    """Decodes a fence."""
+    return Fence(message.session_id, message.epoch, message.round, message.prefix_len, message.prefix_hash)
+
+
+def sampling_to_proto(params: SamplingParams) -> session_pb2.SamplingParameters:
+    """Encodes sampling parameters, all of them explicitly."""
+    return session_pb2.SamplingParameters(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+
+
+def sampling_from_proto(message: session_pb2.SamplingParameters) -> SamplingParams:
+    """Decodes sampling parameters; what is absent gets its default.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    return SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+    )
+
+
+def block_to_proto(block: DraftBlock) -> session_pb2.DraftBlock:
+    """Encodes a draft block."""
+    return session_pb2.DraftBlock(
+        fence=fence_to_proto(block.fence),
+        attempt=block.attempt,
+        token_ids=block.token_ids,
+        distributions=session_pb2.DraftDistributions(
+            encoding=_ENCODING_NUMBERS[block.distributions.encoding],
+            vocab_size=block.distributions.vocab_size,
+            data=block.distributions.data,
+        ),
+        calibration_duration_us=block.timings.calibration_us,
+        draft_duration_us=block.timings.draft_us,
+    )
+
+
+def block_from_proto(message: session_pb2.DraftBlock) -> DraftBlock:
+    """Decodes a draft block. What the numbers mean is checked later, against the session.
+
+    Raises:
+        InvalidRequestError: an encoding that is unknown or not accepted, or a token tree.
+    """
+    encoding = message.distributions.encoding
+    if encoding not in _ENCODINGS:
+        raise InvalidRequestError(f"distribution encoding {encoding} is not accepted")
+    if message.parent_indices:
+        raise InvalidRequestError("token trees are not accepted")
+    return DraftBlock(
+        fence=fence_from_proto(message.fence),
+        token_ids=list(message.token_ids),
+        distributions=DraftDistributions(
+            _ENCODINGS[encoding], message.distributions.vocab_size, message.distributions.data
+        ),
+        attempt=message.attempt,
+        timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
+    )
+
+
+def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
+    """Encodes a verdict."""
+    return session_pb2.Verdict(
+        fence=fence_to_proto(verdict.fence),
+        num_draft_tokens=verdict.num_draft_tokens,
+        num_accepted_tokens=verdict.num_accepted_tokens,
+        token_ids=verdict.token_ids,
+        extra_token_kind=_EXTRA_NUMBERS[verdict.extra],
+        plain_rounds_left=verdict.plain_rounds_left,
+        verify_duration_us=verdict.verify_us,
+        queue_duration_us=verdict.queue_us,
+        calibration_duration_us=verdict.timings.calibration_us,
+        draft_duration_us=verdict.timings.draft_us,
+    )
+
+
+def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
+    """Decodes a verdict.
+
+    Raises:
+        InvalidRequestError: the kind of the extra token is unknown.
+    """
+    if message.extra_token_kind not in _EXTRAS:
+        raise InvalidRequestError(f"unknown kind of extra token {message.extra_token_kind}")
+    return Verdict(
+        fence=fence_from_proto(message.fence),
+        token_ids=list(message.token_ids),
+        num_draft_tokens=message.num_draft_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
+        extra=_EXTRAS[message.extra_token_kind],
+        plain_rounds_left=message.plain_rounds_left,
+        verify_us=message.verify_duration_us,
+        queue_us=message.queue_duration_us,
+        timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
+    )
+
+
+def plain_run_to_proto(run: PlainRun) -> verifier_pb2.PlainRun:
+    """Encodes a plain run."""
+    return verifier_pb2.PlainRun(fence=fence_to_proto(run.fence), num_rounds=run.num_rounds)
+
+
+def plain_run_from_proto(message: verifier_pb2.PlainRun) -> PlainRun:
+    """Decodes a plain run."""
+    return PlainRun(fence_from_proto(message.fence), message.num_rounds)
+
+
+def calibration_to_proto(calibration: Calibration) -> drafter_pb2.Calibration:
+    """Encodes a calibration."""
+    return drafter_pb2.Calibration(
+        fence=fence_to_proto(calibration.fence),
+        base_len=calibration.base_len,
+        token_ids=calibration.token_ids,
+        num_draft_tokens=calibration.num_draft_tokens,
+        attempt=calibration.attempt,
+    )
+
+
+def calibration_from_proto(message: drafter_pb2.Calibration) -> Calibration:
+    """Decodes a calibration."""
+    return Calibration(
+        fence=fence_from_proto(message.fence),
+        base_len=message.base_len,
+        token_ids=list(message.token_ids),
+        num_draft_tokens=message.num_draft_tokens,
+        attempt=message.attempt,
+    )
+
+
+def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2.OpenTargetSessionRequest:
+    """Encodes the opening of a session on a verifier."""
+    return verifier_pb2.OpenTargetSessionRequest(
+        lease_id=lease_id,
+        session_id=spec.session_id,
+        epoch=spec.epoch,
+        first_round=spec.first_round,
+        choice=spec.choice,
+        token_ids=spec.token_ids,
+        prompt_len=spec.prompt_len,
+        sampling=sampling_to_proto(spec.sampling),
+        rejection_sample_method=spec.rule,
+        verifying_key=spec.verifying_key,
+        max_draft_tokens=spec.max_draft_tokens,
+        plain_rounds=spec.plain_rounds,
+        stop_token_ids=sorted(spec.stop_token_ids),
+    )
+
+
+def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> TargetSessionSpec:
+    """Decodes the opening of a session on a verifier.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    return TargetSessionSpec(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        first_round=message.first_round,
+        choice=message.choice,
+        token_ids=list(message.token_ids),
+        prompt_len=message.prompt_len,
+        sampling=sampling_from_proto(message.sampling),
+        rule=message.rejection_sample_method,
+        verifying_key=_checked_key(message.verifying_key),
+        max_draft_tokens=message.max_draft_tokens,
+        plain_rounds=message.plain_rounds,
+        stop_token_ids=frozenset(message.stop_token_ids),
+    )
+
+
+def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.OpenDraftSessionRequest:
+    """Encodes the opening of a session on a drafter."""
+    return drafter_pb2.OpenDraftSessionRequest(
+        lease_id=lease_id,
+        session_id=spec.session_id,
+        epoch=spec.epoch,
+        choice=spec.choice,
+        token_ids=spec.token_ids,
+        prompt_len=spec.prompt_len,
+        sampling=sampling_to_proto(spec.sampling),
+        drafting_key=spec.drafting_key,
+        verifier_address=spec.verifier_address,
+        target_vocab_size=spec.target_vocab_size,
+        max_draft_tokens=spec.max_draft_tokens,
+    )
+
+
+def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> DraftSessionSpec:
+    """Decodes the opening of a session on a drafter.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    return DraftSessionSpec(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        choice=message.choice,
+        token_ids=list(message.token_ids),
+        prompt_len=message.prompt_len,
+        sampling=sampling_from_proto(message.sampling),
+        drafting_key=_checked_key(message.drafting_key),
+        verifier_address=message.verifier_address,
+        target_vocab_size=message.target_vocab_size,
+        max_draft_tokens=message.max_draft_tokens,
+    )
+
+
+def model_to_proto(model: ModelDescription) -> model_pb2.ModelDescription:
+    """Encodes a model's description."""
+    return model_pb2.ModelDescription(
+        protocol_version=model.protocol_version,
+        name=model.name,
+        revision=model.revision,
+        dtype=model.dtype,
+        vocabulary_fingerprint=model.vocabulary_fingerprint,
+        vocab_size=model.vocab_size,
+        context_length=model.context_length,
+        stop_token_ids=model.stop_token_ids,
+    )
+
+
+def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
+    """Decodes a model's description."""
+    return ModelDescription(
+        name=message.name,
+        revision=message.revision,
+        dtype=message.dtype,
+        vocabulary_fingerprint=message.vocabulary_fingerprint,
+        vocab_size=message.vocab_size,
+        context_length=message.context_length,
+        stop_token_ids=tuple(message.stop_token_ids),
+        protocol_version=message.protocol_version,
+    )
+
+
+def _checked_key(key: bytes) -> bytes:
+    if len(key) != KEY_BYTES:
+        raise InvalidRequestError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+    return key
+
+
+def failure_to_proto(session_id: int, epoch: int, error: Exception) -> session_pb2.SessionFailure:
+    """Encodes the failure of one session."""
+    code, message = status_of(error)
+    return session_pb2.SessionFailure(session_id=session_id, epoch=epoch, status_code=code.value[0], message=message)

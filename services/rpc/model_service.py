@@ -1,0 +1,46 @@
+"""`ModelService`, which drafters and verifiers serve alike."""
+
+from __future__ import annotations  # the generics of grpc exist for the type checker only
+
+from collections.abc import Callable
+
+import grpc
+
+from draftwire.models.loading import LoadedModel, tokenizer_files
+from draftwire.services.rpc import messages
+from draftwire.v1 import model_pb2, model_pb2_grpc
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """Describes the loaded model to peers."""
+
+    def __init__(self, loaded: Callable[[], LoadedModel]) -> None:
+        """Takes what returns the model; it is called only when the service is ready."""
+        self._loaded = loaded
+
+    async def GetModel(
+        self,
+        request: model_pb2.GetModelRequest,
+        context: grpc.aio.ServicerContext[model_pb2.GetModelRequest, model_pb2.GetModelResponse],
+    ) -> model_pb2.GetModelResponse:
+        """See the proto."""
+        return model_pb2.GetModelResponse(model=messages.model_to_proto(self._loaded().description))
+
+    async def GetVocabulary(
+        self,
+        request: model_pb2.GetVocabularyRequest,
+        context: grpc.aio.ServicerContext[model_pb2.GetVocabularyRequest, model_pb2.GetVocabularyResponse],
+    ) -> model_pb2.GetVocabularyResponse:
+        """See the proto."""
+        return model_pb2.GetVocabularyResponse(tokens=self._loaded().vocabulary)
+
+    async def GetTokenizer(
+        self,
+        request: model_pb2.GetTokenizerRequest,
+        context: grpc.aio.ServicerContext[model_pb2.GetTokenizerRequest, model_pb2.GetTokenizerResponse],
+    ) -> model_pb2.GetTokenizerResponse:
+        """See the proto."""
+        files = tokenizer_files(self._loaded().tokenizer)
+        return model_pb2.GetTokenizerResponse(
+            files=[model_pb2.GetTokenizerResponse.File(name=name, content=data) for name, data in files.items()]
+        )

@@ -1,0 +1,60 @@
+"""Settings that several services have, and how bad ones are refused."""
+
+from dataclasses import dataclass
+
+from draftwire.errors import InvalidRequestError
+
+
+def require(condition: bool, message: str) -> None:
+    """Refuses a bad setting.
+
+    Raises:
+        InvalidRequestError: the condition does not hold.
+    """
+    if not condition:
+        raise InvalidRequestError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """Where a service listens and how it stops."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Traffic is not encrypted yet: keep it inside a trusted network."""
+    port: int = 0
+    """gRPC port; 0 takes a free one, which the log names."""
+    metrics_port: int | None = None
+    """Port of `/metrics`; 0 takes a free one; None serves none."""
+    max_message_bytes: int = 64 * 2**20
+    """Largest gRPC message. A dense block takes 4 bytes x vocabulary x draft tokens."""
+    drain_seconds: float = 20.0
+    """How long running sessions may go on after SIGTERM."""
+    log_format: str = "console"
+    """"console" for people, "json" for machines."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port <= 65535, f"port must be in 0..65535, not {self.port}")
+        require(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "metrics_port must be in 0..65535")
+        require(self.max_message_bytes >= 2**20, "max_message_bytes must be at least 1 MiB")
+        require(self.drain_seconds >= 0.0, "drain_seconds must not be negative")
+        require(self.log_format in ("console", "json"), f"log_format must be console or json, not {self.log_format!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which model a service runs and how."""
+
+    model: str
+    """Folder or hub name of a Hugging Face causal language model."""
+    revision: str | None = None
+    """Commit or branch on the hub."""
+    dtype: str = "auto"
+    """float32, bfloat16, float16, or auto: float32 on the CPU, the checkpoint's own elsewhere."""
+    device: str = "cpu"
+    """A torch device, such as "cpu" or "cuda:0"."""
+    threads: int = 1
+    """CPU threads of torch."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.model), "a model folder or hub name is needed")
+        require(self.threads >= 1, "threads must be at least 1")

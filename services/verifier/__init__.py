@@ -1,0 +1,1 @@
+"""The process that holds the target and decides which draft tokens become text."""

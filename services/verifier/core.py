@@ -1,0 +1,199 @@
+"""The verifier without its edge: leases, sessions, and the loop that runs steps."""
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError, UnavailableError
+from draftwire.models.description import ModelDescription, check_protocol
+from draftwire.models.loading import LoadedModel, load_model
+from draftwire.rounds import DraftBlock, FenceVerdict, PlainRun, TargetSessionSpec, Verdict
+from draftwire.services.metrics import VerifierMetrics
+from draftwire.services.outbox import Outbox
+from draftwire.services.torch_thread import TorchThread
+from draftwire.services.verifier.config import VerifierConfig
+from draftwire.services.verifier.engine import TargetEngine
+from draftwire.services.verifier.scheduler import Scheduler, SessionKey, Step
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFailed:
+    """Tells a gateway that one of its sessions is gone."""
+
+    session_id: int
+    epoch: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRefused:
+    """Tells a gateway that a drafter broke the protocol; the round is still open."""
+
+    session_id: int
+    epoch: int
+    round: int
+    reason: str
+
+
+TargetEvent = Verdict | BlockRefused | SessionFailed
+
+
+class VerifierCore:
+    """Owns the target model. All methods run on the event loop; tensors are touched on the torch thread only."""
+
+    def __init__(self, config: VerifierConfig) -> None:
+        """Prepares; `start` loads the model."""
+        self.config = config
+        self.metrics = VerifierMetrics()
+        self.loaded: LoadedModel
+        self._scheduler: Scheduler
+        self._engine: TargetEngine
+        self._torch = TorchThread()
+        self._leases: dict[int, Outbox[TargetEvent]] = {}
+        self._work = asyncio.Event()
+
+    @property
+    def description(self) -> ModelDescription:
+        """The loaded model."""
+        return self.loaded.description
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self._scheduler.sessions)
+
+    async def start(self) -> None:
+        """Loads and warms the model."""
+        self.loaded = await self._torch.run(self._load)
+        self._engine = TargetEngine(self.loaded)
+        await self._torch.run(self._engine.warm_up)
+        self._scheduler = Scheduler(
+            context_length=self.description.context_length,
+            vocab_size=self.description.vocab_size,
+            max_sessions=self.config.max_sessions,
+            max_draft_tokens=self.config.max_draft_tokens,
+        )
+        self.metrics.watch(lambda: self.num_sessions, self._scheduler.dropped)
+
+    def stop(self) -> None:
+        """Stops the torch thread after the running step."""
+        self._torch.stop()
+
+    def open_lease(self) -> tuple[int, Outbox[TargetEvent]]:
+        """Returns a new lease and the outbox that its sessions' events go to."""
+        lease_id, outbox = secrets.randbits(64), Outbox[TargetEvent]()
+        self._leases[lease_id] = outbox
+        return lease_id, outbox
+
+    def end_lease(self, lease_id: int) -> None:
+        """Ends a lease and all sessions under it."""
+        self._leases.pop(lease_id).close()
+        for session in self._scheduler.of_lease(lease_id):
+            self.close_session(*session.key)
+
+    def open_session(self, spec: TargetSessionSpec, lease_id: int) -> None:
+        """Opens a session; its verdicts go to the lease's outbox.
+
+        Raises:
+            ProtocolViolationError: unknown lease.
+            InvalidRequestError: ids or parameters are out of range.
+            NoRoomError: too many sessions are open.
+        """
+        if lease_id not in self._leases:
+            raise ProtocolViolationError("unknown lease")
+        self._scheduler.open(spec, lease_id)
+        self._work.set()
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        """Ends a session, if it is open, and frees its cache."""
+        session = self._scheduler.close(session_id, epoch)
+        if session is not None:
+            self._torch.post(self._engine.forget, session.key)
+
+    def run_plain(self, run: PlainRun) -> None:
+        """Starts a plain run; a message out of place ends the session."""
+        if self._scheduler.run_plain(run) is FenceVerdict.VIOLATION:
+            error = ProtocolViolationError("plain run for another prefix than the session's")
+            self._fail((run.fence.session_id, run.fence.epoch), error)
+        self._work.set()
+
+    def welcome_drafter(self, drafter: ModelDescription) -> ModelDescription:
+        """Checks that a drafter's tokens mean the same as the target's, and returns the target's description.
+
+        Raises:
+            ModelMismatchError: another protocol version.
+            ProtocolViolationError: another vocabulary. (The drafter then compares the two and names the token.)
+        """
+        check_protocol(drafter)
+        if drafter.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
+            raise ProtocolViolationError(f"vocabulary of drafter {drafter.name} differs from {self.description.name}'s")
+        return self.description
+
+    def push_block(self, block: DraftBlock) -> None:
+        """Takes a block from a drafter. A stale one is dropped; one that breaks the protocol is refused."""
+        self.metrics.blocks_received.inc()
+        try:
+            verdict = self._scheduler.offer_block(block)
+        except InvalidRequestError as error:
+            self.refuse_block((block.fence.session_id, block.fence.epoch), str(error))
+            return
+        if verdict is FenceVerdict.VIOLATION:
+            reason = "block for another prefix than the session's"
+            self.refuse_block((block.fence.session_id, block.fence.epoch), reason)
+        self._work.set()
+
+    def refuse_block(self, key: SessionKey, reason: str) -> None:
+        """Tells a session's gateway that its drafter broke the protocol."""
+        self.metrics.blocks_refused.inc()
+        session = self._scheduler.sessions.get(key)
+        if session is not None:
+            log.warning("verifier.block_refused", session_id=key[0], reason=reason)
+            self._leases[session.lease_id].put(BlockRefused(*key, session.round, reason))
+
+    async def run_steps(self) -> None:
+        """Runs steps for ever."""
+        while True:
+            step = self._scheduler.next_step()
+            if step is None:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await self._run_step(step)
+
+    async def _run_step(self, step: Step) -> None:
+        started_at = time.perf_counter()
+        session = step.session
+        try:
+            result = await self._torch.run(self._engine.step, step)
+        except InvalidRequestError as error:
+            self._scheduler.abandon(step)
+            self.refuse_block(session.key, str(error))
+            return
+        except Exception as error:
+            log.exception("verifier.step_failed", session_id=session.spec.session_id)
+            failure = error if isinstance(error, DraftwireError) else UnavailableError("the target failed")
+            self._fail(session.key, failure)
+            return
+        verdict = self._scheduler.complete(step, result, started_at)
+        if verdict is None:  # closed during the step: what the step left in the cache goes too
+            self._torch.post(self._engine.forget, session.key)
+            return
+        self.metrics.count(verdict)
+        self._leases[session.lease_id].put(verdict)
+
+    def _fail(self, key: SessionKey, error: Exception) -> None:
+        session = self._scheduler.sessions.get(key)
+        if session is not None:
+            self.close_session(*key)
+            self._leases[session.lease_id].put(SessionFailed(*key, error))
+
+    def _load(self) -> LoadedModel:
+        settings = self.config.loading
+        torch.set_num_threads(settings.threads)
+        return load_model(settings.model, settings.dtype, settings.device, settings.revision)
