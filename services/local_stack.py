@@ -117,7 +117,7 @@ class LocalStack:
                 service.process.wait()
 
     def _launch(self, name: str, peers: Mapping[str, object]) -> None:
-        options = {"port": 0, "log_format": "json", **peers, **self._options[name]}
+        options = {"port": 0, "metrics_port": 0, "log_format": "json", **peers, **self._options[name]}
         arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
         process = subprocess.Popen(
             [sys.executable, "-m", f"draftwire.services.{name}", *arguments],

@@ -44,7 +44,7 @@ def up(
     options["verifier"].update(port=verifier_port, metrics_port=9052)
     options["drafter"].update(port=drafter_port, metrics_port=9053)
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)

@@ -4,6 +4,7 @@
     python -m draftwire.training target
     python -m draftwire.training samples
     python -m draftwire.training drafter
+    python -m draftwire.training evaluate
 
 Each step reads what the one before wrote, can be interrupted and started again, and gives the same result for the
 same seed, library and machine. The steps need the standard library's sources and about two CPU hours, no network.
@@ -19,6 +20,7 @@ from rich.progress import track
 
 from draftwire.training.corpus import SourceFile, encode_files, standard_library
 from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
+from draftwire.training.evaluation import held_out_loss, measure_acceptance
 from draftwire.training.pair import CONTEXT_LENGTH, DRAFTER, TARGET, load_float32, save_bf16
 from draftwire.training.tokenizer import save_tokenizer, train_tokenizer
 from draftwire.training.trainer import Trainer, TrainingPlan
@@ -113,6 +115,28 @@ def drafter(
     ids = np.concatenate([written, corpus])
     Trainer(model, plan, work / "drafter.pt", compiled).run(ids, distillation_loss(teacher, 0.5), "drafter")
     save_bf16(model, models / "drafter")
+
+
+@app.command()
+def evaluate(
+    models: ModelsFolder = Path("models"),
+    work: WorkFolder = Path(".training"),
+    num_prompts: Annotated[int, typer.Option(help="Held-out prompts of 64 tokens to continue.")] = 100,
+    threads: Threads = 2,
+    seed: int = 4,
+) -> None:
+    """Print the held-out loss of both models and the acceptance rate of the pair."""
+    torch.set_num_threads(threads)
+    held_out = np.load(work / "held_out.npy")
+    pair = {name: load_float32(models / name) for name in ("target", "drafter")}
+    for name, model in pair.items():
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        print(f"{name}: {parameters / 1e6:.1f} M parameters, held-out loss {held_out_loss(model, held_out):.3f} nats")
+    starts = np.random.default_rng(seed).integers(0, len(held_out) - 64, num_prompts)
+    prompts = [held_out[start : start + 64].tolist() for start in starts]
+    for temperature in (0.0, 1.0):
+        for rule in ("token", "block"):
+            print(measure_acceptance(pair["target"], pair["drafter"], prompts, rule, temperature, block_length=4))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,5 @@ def standard_library(root: Path | None = None) -> Iterator[SourceFile]:
 
 def encode_files(tokenizer: Tokenizer, files: list[SourceFile], end_of_text: int) -> NDArray[np.uint16]:
     """Returns all files as one array of ids, each file preceded by `end_of_text` (which is also the BOS token)."""
-    pieces: list[NDArray[np.uint16]] = []
-    for encoding in tokenizer.encode_batch([file.text for file in files]):
-        pieces.append(np.array([end_of_text, *encoding.ids], dtype=np.uint16))
-    return np.concatenate(pieces)
+    encodings = tokenizer.encode_batch([file.text for file in files])
+    return np.concatenate([np.array([end_of_text, *encoding.ids], dtype=np.uint16) for encoding in encodings])

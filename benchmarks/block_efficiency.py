@@ -1,0 +1,157 @@
+"""Block verification against token verification: tokens per forward pass of the target, measured and predicted.
+
+    python -m benchmarks.block_efficiency --output benchmarks/results/block_efficiency.json
+
+Measured: every prompt is continued through the three services, once with each rule, at the same settings. Predicted:
+the prompts are continued in one process, and each drafted block is asked what either rule is expected to accept of it,
+
+    token: sum over i of prod over j <= i of min(1, r_j)        block: sum over i of a_i
+
+with r_j the ratio of target to draft probability of draft token j and a_i the block weights. The prediction is paired:
+both sums come from the same blocks. Intervals are 95 %, by bootstrap over the prompts.
+"""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.progress import track
+from transformers import AutoTokenizer
+
+from benchmarks.prompts import load_prompts
+from draftwire.cli.up import stack_options
+from draftwire.client import Client
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.local_loop import LocalRun, speculate
+from draftwire.models.loading import load_model
+from draftwire.sampling import SamplingParams
+from draftwire.services.local_stack import LocalStack
+from draftwire.verification import RULES
+
+Counts = NDArray[np.float64]
+"""`[prompts, 2]`: draft tokens accepted (or expected to be) and blocks, per prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def block_efficiency(counts: Counts) -> float:
+    """Returns tokens per forward pass over the rounds that judged a block."""
+    accepted, blocks = counts.sum(axis=0)
+    return float(accepted / blocks) + 1.0
+
+
+def estimate(counts: Counts) -> Estimate:
+    """Returns the block efficiency with its interval."""
+    values = [block_efficiency(counts[picked]) for picked in _resamples(len(counts))]
+    return Estimate(block_efficiency(counts), *np.percentile(values, [2.5, 97.5]).tolist())
+
+
+def gain(counts: Counts, baseline: Counts) -> Estimate:
+    """Returns by how many percent `counts` is above `baseline`, paired by prompt."""
+    values = [_gain(counts[picked], baseline[picked]) for picked in _resamples(len(counts))]
+    return Estimate(_gain(counts, baseline), *np.percentile(values, [2.5, 97.5]).tolist())
+
+
+def _gain(counts: Counts, baseline: Counts) -> float:
+    return (block_efficiency(counts) / block_efficiency(baseline) - 1.0) * 100.0
+
+
+def _resamples(count: int, repeats: int = 2_000) -> NDArray[np.int64]:
+    return np.random.default_rng(0).integers(0, count, (repeats, count))
+
+
+def measure(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Counts]:
+    """Continues every prompt through the services with every rule."""
+    counts: dict[str, list[tuple[int, int]]] = {rule: [] for rule in RULES}
+    options = stack_options(arguments.target, arguments.drafter, arguments.block_length)
+    with LocalStack(options) as stack, Client(stack.address) as client:
+        for seed, prompt in track(list(enumerate(prompts)), "services"):
+            for rule in RULES:
+                statistics = client.generate(
+                    prompt,
+                    max_tokens=arguments.max_tokens,
+                    temperature=arguments.temperature,
+                    seed=seed,
+                    num_speculative_tokens=arguments.block_length,
+                    rejection_sample_method=rule,
+                ).statistics
+                counts[rule].append((statistics.num_accepted_tokens, statistics.num_drafts))
+    return {rule: np.array(rows, dtype=np.float64) for rule, rows in counts.items()}
+
+
+def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Counts]:
+    """Continues every prompt in this process and asks each block what either rule would accept."""
+    target, drafter = (load_model(options["model"]) for options in _models(arguments))
+    strategy = LanguageModelDrafter(drafter.model, drafter.description.context_length)
+    tokenizer = AutoTokenizer.from_pretrained(_models(arguments)[0]["model"])
+    counts: dict[str, list[tuple[float, int]]] = {rule: [] for rule in RULES}
+    sampling = SamplingParams(arguments.temperature)
+    for seed, prompt in track(list(enumerate(prompts)), "prediction"):
+        expected = dict.fromkeys(RULES, 0.0)
+        blocks = 0
+        run = LocalRun(sampling, arguments.max_tokens, arguments.block_length, "block", seed)
+        prompt_ids = tokenizer(prompt)["input_ids"]
+        for judgement in speculate(target.model, target.description.vocab_size, strategy, prompt_ids, run):
+            if judgement.blocks.lengths[0] == 0:
+                continue
+            blocks += 1
+            for name, rule in RULES.items():
+                expected[name] += float(rule.stop_law(judgement.blocks).expected_accepted()[0])
+        for name in RULES:
+            counts[name].append((expected[name], blocks))
+    return {rule: np.array(rows, dtype=np.float64) for rule, rows in counts.items()}
+
+
+def _models(arguments: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
+    options = stack_options(arguments.target, arguments.drafter, arguments.block_length)
+    return options["verifier"], options["drafter"]
+
+
+def main() -> None:
+    """Measures, predicts, prints both side by side, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--target")
+    parser.add_argument("--drafter")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--block-length", type=int, default=8)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(2)
+    prompts = load_prompts()[: arguments.prompts]
+    results = {"measured": measure(prompts, arguments), "predicted": predict(prompts, arguments)}
+    report: dict[str, object] = {
+        "prompts": len(prompts),
+        "max_tokens": arguments.max_tokens,
+        "block_length": arguments.block_length,
+        "temperature": arguments.temperature,
+    }
+    for kind, counts in results.items():
+        for rule in RULES:
+            report[f"{kind}_block_efficiency_{rule}"] = asdict(estimate(counts[rule]))
+            print(f"{kind:>9} {rule:>5}: block efficiency {estimate(counts[rule])}")
+        gained = gain(counts["block"], counts["token"])
+        report[f"{kind}_gain_percent"] = asdict(gained)
+        print(f"{kind:>9}: block over token {gained} %")
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""How good the pair is: loss on held-out files, and how often the target accepts what the drafter proposes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import LlamaForCausalLM
+
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.local_loop import LocalRun, speculate
+from draftwire.sampling import SamplingParams
+
+
+@torch.inference_mode()
+def held_out_loss(model: LlamaForCausalLM, tokens: NDArray[np.uint16], sequence_length: int = 512) -> float:
+    """Returns the mean loss of the next token over all windows of `tokens`, nats."""
+    count = (len(tokens) - 1) // sequence_length
+    total = 0.0
+    for start in range(0, count * sequence_length, sequence_length):
+        ids = torch.from_numpy(tokens[start : start + sequence_length + 1].astype(np.int64)).unsqueeze(0)
+        logits = model(input_ids=ids[:, :-1]).logits[0]
+        total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
+    return total / count
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What a block length and a temperature give."""
+
+    rule: str
+    temperature: float
+    block_length: int
+    acceptance_rate: float
+    """Accepted draft tokens over draft tokens."""
+    block_efficiency: float
+    """Tokens per forward pass of the target."""
+
+
+def measure_acceptance(
+    target: LlamaForCausalLM,
+    drafter: LlamaForCausalLM,
+    prompts: list[list[int]],
+    rule: str,
+    temperature: float,
+    block_length: int,
+) -> Acceptance:
+    """Continues every prompt by 128 tokens in one process and counts."""
+    strategy = LanguageModelDrafter(drafter, drafter.config.max_position_embeddings)
+    drafted = accepted = rounds = emitted = 0
+    for seed, prompt in enumerate(prompts):
+        run = LocalRun(SamplingParams(temperature), 128, block_length, rule, seed)
+        for judgement in speculate(target, target.config.vocab_size, strategy, prompt, run):
+            drafted += int(judgement.blocks.lengths[0])
+            accepted += judgement.num_accepted
+            emitted += len(judgement.token_ids)
+            rounds += 1
+    return Acceptance(rule, temperature, block_length, accepted / drafted, emitted / rounds)

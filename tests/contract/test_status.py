@@ -1,0 +1,276 @@
+"""Every error has one status, the same from a unary call and from a stream."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
+
+from draftwire.errors import (
+    DraftwireError,
+    InvalidRequestError,
+    ModelMismatchError,
+    NoRoomError,
+    ProtocolViolationError,
+    UnavailableError,
+    UnknownSessionError,
+)
+from draftwire.services.rpc.interceptor import ServiceGate
+from draftwire.services.rpc.status import CODE_BY_NUMBER, ERROR, STATUS, error_of, error_of_number, status_of
+from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, gateway_pb2, gateway_pb2_grpc
+
+Code = grpc.StatusCode
+
+EXPECTED: dict[type[DraftwireError], grpc.StatusCode] = {
+    InvalidRequestError: Code.INVALID_ARGUMENT,
+    UnknownSessionError: Code.NOT_FOUND,
+    ProtocolViolationError: Code.FAILED_PRECONDITION,
+    ModelMismatchError: Code.FAILED_PRECONDITION,
+    NoRoomError: Code.RESOURCE_EXHAUSTED,
+    UnavailableError: Code.UNAVAILABLE,
+}
+"""The table of `shared/style.md`, written down again."""
+
+SECRET = "the prompt was: launch at dawn"
+DEADLINE_S = 10.0
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    for child in kind.__subclasses__():
+        if child.__module__.startswith("draftwire."):  # not those that other tests define
+            yield child
+            yield from subclasses(child)
+
+
+TREE = sorted(subclasses(DraftwireError), key=lambda kind: kind.__name__)
+EVERY_CLASS = pytest.mark.parametrize("kind", TREE, ids=[kind.__name__ for kind in TREE])
+
+FAILURES: list[tuple[Exception, grpc.StatusCode, str]] = [
+    *((kind("why"), EXPECTED.get(kind, Code.INTERNAL), "why") for kind in TREE),
+    (TimeoutError("too late"), Code.DEADLINE_EXCEEDED, "too late"),
+    (KeyError(SECRET), Code.INTERNAL, "internal error"),
+    (ExceptionGroup("tasks", [ExceptionGroup("inner", [NoRoomError("full")])]), Code.RESOURCE_EXHAUSTED, "full"),
+]
+EVERY_FAILURE = pytest.mark.parametrize(
+    ("error", "code", "text"), FAILURES, ids=[type(failure[0]).__name__ for failure in FAILURES]
+)
+
+
+class Gateway(gateway_pb2_grpc.GatewayServiceServicer):
+    """Answers every call with one error, streams after one response if so wanted."""
+
+    def __init__(self, error: Exception | None, after_a_response: bool = False) -> None:
+        self.error, self.after_a_response = error, after_a_response
+
+    async def GetServer(self, request, context):
+        if self.error:
+            raise self.error
+        return gateway_pb2.GetServerResponse(num_speculative_tokens=4)
+
+    async def Generate(self, request, context):
+        if self.error and not self.after_a_response:
+            raise self.error
+        await context.write(gateway_pb2.GenerateResponse(delta=gateway_pb2.GenerateDelta(text="a")))
+        if self.error:
+            raise self.error
+
+
+class Drafter(drafter_pb2_grpc.DrafterServiceServicer):
+    """A stream in both directions that ends with an error."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    async def RunDraftSessions(self, request_iterator, context):
+        async for _ in request_iterator:
+            if self.error:
+                raise self.error
+
+
+@asynccontextmanager
+async def serving(
+    error: Exception | None, refusal: str = "", after_a_response: bool = False
+) -> AsyncIterator[tuple[grpc.aio.Channel, ServiceGate]]:
+    """Runs a guarded server whose methods all raise `error`."""
+    gate = ServiceGate()
+    gate.refusal = refusal
+    server = grpc.aio.server(interceptors=[gate])
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(Gateway(error, after_a_response), server)
+    drafter_pb2_grpc.add_DrafterServiceServicer_to_server(Drafter(error), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield channel, gate
+    finally:
+        await server.stop(grace=None)
+
+
+async def unary(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
+    """Returns the status of a unary call."""
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    call = stub.GetServer(gateway_pb2.GetServerRequest(), timeout=DEADLINE_S)
+    return await call.code(), await call.details()
+
+
+async def streamed(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
+    """Returns the status of a call that streams its answer."""
+    stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+    call = stub.Generate(gateway_pb2.GenerateRequest(), timeout=DEADLINE_S)
+    return await call.code(), await call.details()
+
+
+async def both_streamed(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
+    """Returns the status of a call that streams both ways."""
+    stub = drafter_pb2_grpc.DrafterServiceStub(channel)
+    call = stub.RunDraftSessions(iter([drafter_pb2.RunDraftSessionsRequest()]), timeout=DEADLINE_S)
+    return await call.code(), await call.details()
+
+
+CALLS = (unary, streamed, both_streamed)
+
+
+def test_error_tree_is_the_one_that_this_table_knows() -> None:
+    assert set(TREE) == set(EXPECTED)
+
+
+@EVERY_CLASS
+def test_every_class_of_the_error_tree_has_its_status_and_keeps_its_message(kind: type[DraftwireError]) -> None:
+    assert status_of(kind("because of this")) == (EXPECTED.get(kind), "because of this")
+
+
+@EVERY_CLASS
+def test_error_without_a_message_is_named_by_its_class(kind: type[DraftwireError]) -> None:
+    assert status_of(kind()) == (EXPECTED.get(kind), kind.__name__)
+
+
+@EVERY_CLASS
+def test_error_inside_nested_groups_has_the_status_of_its_class(kind: type[DraftwireError]) -> None:
+    group = ExceptionGroup("outer", [ExceptionGroup("inner", [kind("deep")]), ValueError("other")])
+    assert status_of(group) == (EXPECTED.get(kind), "deep")
+
+
+@EVERY_CLASS
+def test_subclass_has_the_status_of_its_base(kind: type[DraftwireError]) -> None:
+    child = type("Child", (kind,), {})  # of this module, so the walk over the tree does not see it
+    assert status_of(child("deep")) == (EXPECTED.get(kind), "deep")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyError(SECRET), ValueError(SECRET), RuntimeError(SECRET), OSError(5, SECRET), AssertionError(SECRET)],
+    ids=lambda error: type(error).__name__,
+)
+def test_unknown_error_becomes_internal_and_opaque(error: Exception) -> None:
+    for raised in (error, ExceptionGroup(SECRET, [ExceptionGroup(SECRET, [error])])):
+        code, text = status_of(raised)
+        assert code is Code.INTERNAL
+        assert SECRET not in text
+        assert text
+
+
+@pytest.mark.parametrize("kind", STATUS, ids=lambda kind: kind.__name__)
+def test_every_status_of_the_table_maps_back_to_an_error_of_that_status(kind: type[BaseException]) -> None:
+    code = STATUS[kind]
+    error = error_of_number(code.value[0], "why")
+    back = code if code is not Code.DEADLINE_EXCEEDED else Code.UNAVAILABLE  # a peer that is too slow is lost
+    assert isinstance(error, DraftwireError)
+    assert status_of(error) == (back, "why")
+
+
+def test_way_back_is_the_inverse_of_the_way_there() -> None:
+    assert {code: STATUS[kind] for code, kind in ERROR.items()} == {code: code for code in ERROR}
+
+
+@pytest.mark.parametrize("number", [99, 2**32 - 1, Code.INTERNAL.value[0], Code.UNKNOWN.value[0]])
+def test_number_that_is_not_in_the_table_means_that_the_peer_is_lost(number: int) -> None:
+    error = error_of_number(number, "why")
+    assert (type(error), str(error)) == (UnavailableError, "why")
+
+
+def test_every_status_is_found_by_its_number() -> None:
+    assert {number: code.value[0] for number, code in CODE_BY_NUMBER.items()} == {n: n for n in range(17)}
+
+
+@EVERY_FAILURE
+async def test_unary_call_and_streams_end_with_the_same_status(
+    error: Exception, code: grpc.StatusCode, text: str
+) -> None:
+    async with serving(error) as (channel, _):
+        for call in CALLS:
+            assert await call(channel) == (code, text), call.__name__
+
+
+@EVERY_FAILURE
+async def test_stream_that_fails_after_a_response_delivers_it_and_ends_with_the_same_status(
+    error: Exception, code: grpc.StatusCode, text: str
+) -> None:
+    async with serving(error, after_a_response=True) as (channel, _):
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        call = stub.Generate(gateway_pb2.GenerateRequest(), timeout=DEADLINE_S)
+        assert (await call.read()).delta.text == "a"
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call.read()
+        assert (raised.value.code(), raised.value.details()) == (code, text)
+
+
+async def test_status_of_a_peer_is_passed_on() -> None:
+    async with serving(NoRoomError("full")) as (channel, _):
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.GetServer(gateway_pb2.GetServerRequest(), timeout=DEADLINE_S)
+    error = error_of(raised.value)
+    assert (type(error), str(error)) == (NoRoomError, "full")
+    assert status_of(raised.value) == (Code.RESOURCE_EXHAUSTED, "full")
+    assert status_of(ExceptionGroup("tasks", [raised.value])) == (Code.RESOURCE_EXHAUSTED, "full")
+
+
+async def test_internal_error_is_logged_once_with_its_traceback_and_method() -> None:
+    async with serving(KeyError(SECRET)) as (channel, _):
+        with capture_logs() as lines:
+            await streamed(channel)
+    assert [(line["event"], line["method"], line["exc_info"]) for line in lines] == [
+        ("rpc.method_failed", "/draftwire.v1.GatewayService/Generate", True)
+    ]
+
+
+async def test_expected_error_is_not_logged() -> None:
+    async with serving(InvalidRequestError("temperature")) as (channel, _):
+        with capture_logs() as lines:
+            await unary(channel)
+            await streamed(channel)
+    assert lines == []
+
+
+@pytest.mark.parametrize("refusal", ["loading", "draining"])
+async def test_calls_are_unavailable_while_the_gate_refuses_and_reach_no_method(refusal: str) -> None:
+    async with serving(NoRoomError("the method was reached"), refusal) as (channel, _):
+        for call in CALLS:
+            code, text = await call(channel)
+            assert code is Code.UNAVAILABLE, call.__name__
+            assert refusal in text
+
+
+def test_gate_refuses_from_the_start() -> None:
+    assert ServiceGate().refusal
+
+
+async def test_calls_succeed_as_soon_as_the_gate_opens() -> None:
+    async with serving(None, "loading") as (channel, gate):
+        assert (await unary(channel))[0] is Code.UNAVAILABLE
+        gate.refusal = ""
+        for call in CALLS:
+            assert (await call(channel))[0] is Code.OK, call.__name__
+        answer = await gateway_pb2_grpc.GatewayServiceStub(channel).GetServer(gateway_pb2.GetServerRequest())
+        assert answer.num_speculative_tokens == 4
+
+
+async def test_health_answers_while_the_gate_refuses() -> None:
+    async with serving(None, "loading") as (channel, _):
+        answer = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=DEADLINE_S
+        )
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING

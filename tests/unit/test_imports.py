@@ -1,0 +1,157 @@
+"""What may import what."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+MAY_IMPORT_GRPC = (
+    "services/*/server.py",
+    "services/*/wire.py",
+    "services/rpc/*",
+    "draftwire/client/*",
+    "draftwire/v1/*",
+)
+GRPC = ("grpc", "grpc_health", "grpc_reflection", "draftwire.v1")
+
+SERVICE_DEPENDENCIES = frozenset(
+    {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "numpy",
+        "structlog",
+        "prometheus_client",
+        "grpc_health",
+        "grpc_reflection",
+    }
+)
+"""Top-level packages that `pip install draftwire` alone does not bring."""
+
+
+def source_files() -> list[Path]:
+    """Returns every source file once: `draftwire/services` is a link to `services`."""
+    linked = ROOT / "draftwire" / "services"
+    files = [path for folder in ("draftwire", "services") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in files if linked not in path.parents]
+
+
+def module_of(path: Path) -> str:
+    relative = path.relative_to(ROOT).with_suffix("")
+    parts = relative.parts if relative.parts[0] == "draftwire" else ("draftwire", *relative.parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imported(source: str, package: str) -> Iterator[str]:
+    """Yields every name that a module imports, also inside functions and for the type checker only."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
+            yield base
+            yield from (f"{base}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+
+
+def grpc_imports(source: str, package: str) -> list[str]:
+    return [
+        name for name in imported(source, package) if any(name == g or name.startswith(g + ".") for g in GRPC)
+    ]
+
+
+def imports_grpc(path: Path) -> bool:
+    module = module_of(path)
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return bool(grpc_imports(path.read_text(), package))
+
+
+def may_import_grpc(path: Path) -> bool:
+    return any(fnmatchcase(path.relative_to(ROOT).as_posix(), pattern) for pattern in MAY_IMPORT_GRPC)
+
+
+def python(code: str) -> object:
+    """Runs code in a fresh interpreter and returns what it prints, as JSON."""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import grpc",
+        "import grpc.aio as g",
+        "from grpc import aio",
+        "from grpc_health.v1 import health",
+        "import draftwire.v1.session_pb2",
+        "from draftwire.v1 import session_pb2",
+        "from draftwire import v1",
+        "from ..v1 import session_pb2",
+        "from .. import v1",
+        "if TYPE_CHECKING:\n    import grpc",
+        "def late():\n    import grpc_reflection",
+        "importlib.import_module('grpc')",
+    ],
+)
+def test_every_way_to_import_grpc_is_noticed(source: str) -> None:
+    assert grpc_imports(source, "draftwire.models")
+
+
+@pytest.mark.parametrize(
+    "source", ["import grpcio_tools", "from draftwire import version", "from .v1 import x", "x = 'grpc'"]
+)
+def test_what_only_looks_like_grpc_is_let_through(source: str) -> None:
+    assert not grpc_imports(source, "draftwire.models")
+
+
+def test_only_the_edges_import_grpc() -> None:
+    offenders = [path for path in source_files() if imports_grpc(path) and not may_import_grpc(path)]
+    assert offenders == []
+
+
+def test_walk_sees_the_edges_and_the_library() -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in source_files()}
+    edges = {path.relative_to(ROOT).as_posix() for path in source_files() if imports_grpc(path)}
+    assert {"draftwire/rounds.py", "draftwire/verification/block.py", "services/gateway/loop.py"} <= files - edges
+    assert {f"services/{name}/server.py" for name in ("drafter", "gateway", "verifier")} <= edges
+    assert {f"services/{name}/wire.py" for name in ("drafter", "gateway")} <= edges
+
+
+def test_library_imports_without_grpc() -> None:
+    left_out = ("client", "cli", "v1", "services")
+    names = [
+        module_of(path)
+        for path in source_files()
+        if path.is_relative_to(ROOT / "draftwire") and path.relative_to(ROOT / "draftwire").parts[0] not in left_out
+    ]
+    assert {"draftwire.rounds", "draftwire.models.loading", "draftwire.training.trainer"} <= set(names)
+    code = (
+        "import importlib, json, sys\n"
+        f"sys.modules.update(dict.fromkeys({GRPC}))\n"
+        f"for name in {names}: importlib.import_module(name)\n"
+        f"print(json.dumps(sorted(set({names}) & set(sys.modules))))"
+    )
+    assert python(code) == sorted(names)
+
+
+@pytest.mark.parametrize("module", ["draftwire.client", "draftwire.cli.__main__"])
+def test_client_and_command_line_need_neither_torch_nor_transformers_nor_any_service_dependency(module: str) -> None:
+    code = (
+        f"import importlib, json, sys; importlib.import_module({module!r})\n"
+        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
+    )
+    loaded = set(python(code))
+    assert "grpc" in loaded
+    assert loaded & SERVICE_DEPENDENCIES == set()

@@ -1,0 +1,274 @@
+"""Tokens to text: what is shown is never taken back, whatever the tokens and however the text arrives."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from draftwire.services.gateway.text import REPLACEMENT, IncrementalDetokenizer, StopStrings, TextStream
+
+TOKENIZER_FOLDER = Path(__file__).parents[2] / "models" / "target"
+LARGEST_ID = 4095
+
+TRICKY_TEXT = st.text(st.sampled_from([*"ab \n.éüßñ你好漢字ऄ😀🎉👩", "\u200d", REPLACEMENT]), max_size=12)
+CUT = st.floats(0.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(TOKENIZER_FOLDER)
+
+
+@pytest.fixture(scope="module")
+def partial_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that are no whole character by themselves."""
+    ids = [i for i in range(LARGEST_ID + 1) if REPLACEMENT in tokenizer.decode([i])]
+    assert len(ids) >= 128
+    return ids
+
+
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def pieces_of(detokenizer: IncrementalDetokenizer, ids: list[int]) -> list[str]:
+    return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+
+
+def chunked(text: str, borders: list[float]) -> list[str]:
+    """Cuts a text at the given fractions of its length."""
+    places = sorted({0, len(text), *(round(border * len(text)) for border in borders)})
+    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+
+
+def before_leftmost(text: str, stops: tuple[str, ...]) -> str:
+    """Walks through the text until any stop string begins."""
+    for position in range(len(text)):
+        if any(text[position : position + len(stop)] == stop for stop in stops):
+            return text[:position]
+    return text
+
+
+# IncrementalDetokenizer
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompt=TRICKY_TEXT.filter(bool), continuation=TRICKY_TEXT, start=CUT, end=CUT)
+def test_pieces_join_to_the_decoding_of_text_that_is_cut_inside_characters(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, continuation: str, start: float, end: float
+) -> None:
+    prompt_ids = tokenizer(prompt)["input_ids"]
+    ids = tokenizer(continuation)["input_ids"]
+    ids = ids[round(start * len(ids)) :][: round(end * len(ids))]  # the cut makes invalid UTF-8 at either end
+    pieces = pieces_of(IncrementalDetokenizer(tokenizer, prompt_ids), ids)
+    assert "".join(pieces) == decoded(tokenizer, prompt_ids + ids)[len(decoded(tokenizer, prompt_ids)) :]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), prompt_len=st.integers(1, 6))
+def test_pieces_join_to_the_decoding_of_any_tokens_behind_any_prompt(
+    tokenizer: PreTrainedTokenizerBase, partial_ids: list[int], data: st.DataObject, prompt_len: int
+) -> None:
+    """Random ids, most of them bytes of characters, so that nearly every sequence is invalid somewhere."""
+    any_id = st.one_of(st.sampled_from(partial_ids), st.integers(0, LARGEST_ID), st.just(tokenizer.eos_token_id))
+    ids = data.draw(st.lists(any_id, min_size=prompt_len, max_size=prompt_len + 30))
+    prompt_ids, rest = ids[:prompt_len], ids[prompt_len:]
+    pieces = pieces_of(IncrementalDetokenizer(tokenizer, prompt_ids), rest)
+    assert "".join(pieces) == decoded(tokenizer, ids)[len(decoded(tokenizer, prompt_ids)) :]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_replacement_character_that_was_shown_never_becomes_a_real_one(
+    tokenizer: PreTrainedTokenizerBase, partial_ids: list[int], data: st.DataObject
+) -> None:
+    """After every token, what was shown is a beginning of the text, whatever tokens come then."""
+    ids = data.draw(st.lists(st.sampled_from(partial_ids), max_size=12))
+    ids += tokenizer(data.draw(TRICKY_TEXT))["input_ids"]
+    prompt_ids = tokenizer("x")["input_ids"]
+    detokenizer, shown = IncrementalDetokenizer(tokenizer, prompt_ids), ""
+    for length, token in enumerate(ids, start=1):
+        shown += detokenizer.push(token)
+        for completed in range(length, len(ids) + 1):
+            assert decoded(tokenizer, prompt_ids + ids[:completed])[1:].startswith(shown)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TRICKY_TEXT.map(lambda text: text.replace(REPLACEMENT, "")))
+def test_text_is_shown_as_soon_as_its_characters_are_whole(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    prompt_ids, ids = tokenizer("x")["input_ids"], tokenizer(text)["input_ids"]
+    detokenizer, shown = IncrementalDetokenizer(tokenizer, prompt_ids), ""
+    for length, token in enumerate(ids, start=1):
+        shown += detokenizer.push(token)
+        whole = decoded(tokenizer, prompt_ids + ids[:length])[1:].rstrip(REPLACEMENT)
+        assert shown == whole
+    assert detokenizer.finish() == ""
+    assert shown == text
+
+
+def test_an_unfinished_character_is_shown_as_replacement_at_the_end_only(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer("😀")["input_ids"]
+    assert len(ids) == 4
+    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer("x")["input_ids"])
+    assert [detokenizer.push(token) for token in ids[:3]] == ["", "", ""]
+    assert detokenizer.finish() == REPLACEMENT
+
+
+def test_a_character_begun_in_the_prompt_is_not_shown_twice(tokenizer: PreTrainedTokenizerBase) -> None:
+    first, *rest = tokenizer("😀")["input_ids"]
+    after = tokenizer("!")["input_ids"]
+    pieces = pieces_of(IncrementalDetokenizer(tokenizer, [*tokenizer("x")["input_ids"], first]), rest + after)
+    assert "".join(pieces) == "!"
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer in the manner of Llama 2: characters that the vocabulary lacks become one token per byte."""
+    names = ["<unk>", "▁", *"abx", *(f"<0x{byte:02X}>" for byte in range(256))]
+    model = models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    fast = Tokenizer(model)
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("text", ["a😀b", "é", "a你b😀", "a你好b", "😀😀", "漢字éa"])
+def test_pieces_join_to_the_text_with_a_byte_fallback_tokenizer(text: str) -> None:
+    """Its decoder turns a run of byte tokens into replacement characters as long as the whole run is invalid."""
+    tokenizer = byte_fallback_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    assert decoded(tokenizer, ids) == text
+    pieces = pieces_of(IncrementalDetokenizer(tokenizer, tokenizer("x")["input_ids"]), ids)
+    assert "".join(pieces) == text
+
+
+# StopStrings
+
+AB_TEXT = st.text("ab", max_size=14)
+AB_STOP = st.text("ab", min_size=1, max_size=4)
+BORDERS = st.lists(st.floats(0.0, 1.0), max_size=10)
+
+
+def run_stops(pieces: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
+    strings = StopStrings(stops)
+    shown = "".join(strings.push(piece) for piece in pieces)
+    return shown + strings.finish(), strings.stopped
+
+
+def nested(stops: tuple[str, ...]) -> bool:
+    """Whether one stop string lies strictly inside another."""
+    return any(inner in outer[1:-1] for inner in stops for outer in stops)
+
+
+@settings(max_examples=400, deadline=None)
+@given(text=AB_TEXT, borders=BORDERS, stops=st.lists(AB_STOP, max_size=3).map(tuple).filter(lambda s: not nested(s)))
+def test_text_is_cut_before_the_leftmost_stop_string_however_it_is_chunked(
+    text: str, borders: list[float], stops: tuple[str, ...]
+) -> None:
+    expected = before_leftmost(text, stops)
+    assert run_stops(chunked(text, borders), stops) == (expected, expected != text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=AB_TEXT, borders=BORDERS, stops=st.lists(AB_STOP, max_size=3).map(tuple))
+@example(text="aab", borders=[0.67], stops=("aab", "a"))
+@example(text="abba", borders=[0.5, 0.75], stops=("abba", "bb"))
+def test_text_is_cut_the_same_however_it_is_chunked_when_stops_lie_inside_each_other(
+    text: str, borders: list[float], stops: tuple[str, ...]
+) -> None:
+    expected = before_leftmost(text, stops)
+    assert run_stops(chunked(text, borders), stops) == (expected, expected != text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=AB_TEXT, borders=BORDERS, stop=AB_STOP)
+def test_only_what_could_become_a_stop_string_is_held_back(text: str, borders: list[float], stop: str) -> None:
+    strings, shown, seen = StopStrings((stop,)), "", ""
+    for piece in chunked(text, borders):
+        shown, seen = shown + strings.push(piece), seen + piece
+        if strings.stopped:
+            assert shown == before_leftmost(seen, (stop,))
+            return
+        ends = [seen[start:] for start in range(len(seen) + 1)]
+        longest = next(end for end in ends if stop.startswith(end))
+        assert shown + longest == seen
+
+
+def test_held_back_text_is_released_at_finish() -> None:
+    strings = StopStrings(("END",))
+    assert strings.push("the EN") == "the "
+    assert strings.finish() == "EN"
+    assert not strings.stopped
+
+
+def test_held_back_text_is_released_when_it_turns_out_to_be_harmless() -> None:
+    strings = StopStrings(("END",))
+    assert strings.push("E") == ""
+    assert strings.push("Nd") == "ENd"
+
+
+def test_nothing_comes_after_a_stop_string() -> None:
+    strings = StopStrings(("END",))
+    assert strings.push("a END b") == "a "
+    assert strings.stopped
+    assert strings.push("more") == ""
+    assert strings.finish() == ""
+
+
+def test_text_passes_unchanged_without_stop_strings() -> None:
+    strings = StopStrings(())
+    assert strings.push("anything") == "anything"
+    assert strings.finish() == ""
+    assert not strings.stopped
+
+
+# TextStream
+
+
+def run_stream(stream: TextStream, ids: list[int]) -> tuple[str, int]:
+    """Pushes tokens as the loop does: until the text stopped. Returns the text and how many tokens it took."""
+    shown = ""
+    for count, token in enumerate(ids, start=1):
+        shown += stream.push(token)
+        if stream.stopped:
+            return shown + stream.finish(), count
+    return shown + stream.finish(), len(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TRICKY_TEXT.filter(bool), start=st.integers(0, 11), length=st.integers(1, 5))
+def test_stop_string_is_found_across_token_borders(
+    tokenizer: PreTrainedTokenizerBase, text: str, start: int, length: int
+) -> None:
+    text = text.replace(REPLACEMENT, "r") + "end"
+    stop = text[start : start + length] or "end"
+    stream = TextStream(tokenizer, tokenizer("x")["input_ids"], (stop,))
+    shown, _ = run_stream(stream, tokenizer(text)["input_ids"])
+    assert shown == before_leftmost(text, (stop,))
+    assert stream.stopped
+
+
+def test_stop_string_ends_the_text_at_the_token_that_completes_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer("Once upon a time there was")["input_ids"]
+    prefixes = [decoded(tokenizer, ids[:length]) for length in range(len(ids) + 1)]
+    expected_count = next(length for length, prefix in enumerate(prefixes) if "n a t" in prefix)
+    assert 2 <= expected_count < len(ids)
+    stream = TextStream(tokenizer, tokenizer("x")["input_ids"], ("n a t",))
+    assert run_stream(stream, ids) == ("Once upo", expected_count)
+
+
+def test_stop_string_in_the_prompt_does_not_count(tokenizer: PreTrainedTokenizerBase) -> None:
+    stream = TextStream(tokenizer, tokenizer("the END")["input_ids"], ("END",))
+    assert run_stream(stream, tokenizer(" of days")["input_ids"])[0] == " of days"
+    assert not stream.stopped
+
+
+def test_stop_string_completed_by_the_held_back_rest_is_found_at_finish(tokenizer: PreTrainedTokenizerBase) -> None:
+    """An unfinished character becomes certain only when the tokens end; a stop string may ask for it."""
+    ids = tokenizer("ab😀")["input_ids"][:-1]
+    stream = TextStream(tokenizer, tokenizer("x")["input_ids"], ("b" + REPLACEMENT,))
+    assert "".join(stream.push(token) for token in ids) == "a"
+    assert not stream.stopped
+    assert stream.finish() == ""
+    assert stream.stopped
