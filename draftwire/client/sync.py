@@ -109,6 +109,7 @@ class Client:
         Args:
             address: host:port of the gateway.
         """
+        self._address = address
         self._channel = grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", 64 * 2**20)])
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
@@ -204,10 +205,15 @@ class Client:
                 left = max(deadline - time.monotonic(), 0.1)
                 self._stub.GetServer(gateway_pb2.GetServerRequest(), timeout=left, wait_for_ready=True)
                 return
-            except grpc.RpcError as error:  # a server that is up and still loading refuses at once
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
+            except grpc.RpcError as error:
+                if time.monotonic() > deadline:
+                    message = (
+                        f"no gateway answered at {self._address} within {timeout_s:g} s; `draftwire up` starts one"
+                    )
+                    raise UnavailableError(message) from error
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise _error_of(error) from error
-                time.sleep(0.2)
+                time.sleep(0.2)  # up, but still loading
 
 
 def _prompt(prompt: Any) -> dict[str, Any]:

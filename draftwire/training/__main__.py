@@ -61,7 +61,7 @@ def tokenizer(
 def target(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 14_000_000,
+    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 12_000_000,
     threads: Threads = 2,
     compiled: Compiled = True,
     seed: int = 1,
@@ -79,7 +79,7 @@ def target(
 def samples(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    batches: Annotated[int, typer.Option(help="Batches of 128 continuations, 448 tokens each.")] = 40,
+    batches: Annotated[int, typer.Option(help="Batches of 128 continuations, 192 tokens each.")] = 50,
     threads: Threads = 2,
     seed: int = 2,
 ) -> None:
@@ -93,7 +93,7 @@ def samples(
     for _ in track(range(batches), "sampling"):
         starts = torch.randint(0, len(ids) - 64, (128,), generator=generator).tolist()
         prompts = np.stack([ids[start : start + 64] for start in starts])
-        written.append(sample_continuations(model, prompts, 448, generator).ravel())
+        written.append(sample_continuations(model, prompts, 192, generator).ravel())
     np.save(work / "samples.npy", np.concatenate(written))
 
 
@@ -101,7 +101,7 @@ def samples(
 def drafter(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    tokens: Annotated[int, typer.Option(help="Tokens to distil on.")] = 11_000_000,
+    tokens: Annotated[int, typer.Option(help="Tokens to distil on.")] = 9_000_000,
     threads: Threads = 2,
     compiled: Compiled = True,
     seed: int = 3,
@@ -112,7 +112,8 @@ def drafter(
     teacher = load_float32(models / "target")
     model = DRAFTER.build(vocab_size=4096, seed=seed)
     plan = TrainingPlan(total_tokens=tokens, seed=seed)
-    ids = np.concatenate([written, corpus])
+    # The target's own text is what the drafter will meet, so it comes up three times as often.
+    ids = np.concatenate([written, written, written, corpus])
     Trainer(model, plan, work / "drafter.pt", compiled).run(ids, distillation_loss(teacher, 0.5), "drafter")
     save_bf16(model, models / "drafter")
 

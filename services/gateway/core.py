@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.loading import load_tokenizer
 from draftwire.services.gateway.config import GatewayConfig
-from draftwire.services.gateway.loop import Delta, DrafterPort, Finish, GenerationLoop, TargetPort
+from draftwire.services.gateway.loop import Delta, Finish, GenerationLoop
+from draftwire.services.gateway.ports import DrafterPort, TargetPort
 from draftwire.services.gateway.request import (
     Generation,
     RequestedGeneration,

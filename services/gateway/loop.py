@@ -15,14 +15,12 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import structlog
 
 from draftwire.errors import DraftwireError, UnavailableError
-from draftwire.models.description import ModelDescription
 from draftwire.randomness import Role, derive_key
 from draftwire.rounds import (
     Calibration,
@@ -34,72 +32,12 @@ from draftwire.rounds import (
     Verdict,
 )
 from draftwire.services.gateway.config import LoopSettings
+from draftwire.services.gateway.ports import DrafterLost, DrafterPort, DrafterReady, Inbox, TargetLost, TargetPort
 from draftwire.services.gateway.request import Generation
+from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.text import TextStream
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class TargetLost:
-    """The session on the verifier is gone."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterLost:
-    """The session on the drafter is gone, or its blocks are no good."""
-
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterReady:
-    """The drafter has read the prompt."""
-
-
-SessionEvent = Verdict | TargetLost | DrafterLost | DrafterReady
-Inbox = asyncio.Queue[SessionEvent]
-"""Where everything about one session arrives, in order."""
-
-
-class TargetPort(Protocol):
-    """The verifier, as the loop sees it."""
-
-    @property
-    def description(self) -> ModelDescription:
-        """The target model."""
-
-    @property
-    def address(self) -> str:
-        """Where drafters reach it."""
-
-    async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
-        """Opens a session, whose verdicts then go to the inbox, or raises why not."""
-
-    def run_plain(self, run: PlainRun) -> None:
-        """Asks for plain rounds, without waiting."""
-
-    def close(self, session_id: int, epoch: int) -> None:
-        """Ends a session, without waiting."""
-
-
-class DrafterPort(Protocol):
-    """The drafter, as the loop sees it."""
-
-    @property
-    def description(self) -> ModelDescription:
-        """The draft model."""
-
-    async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
-        """Opens a session and returns when it is ready to draft, or raises why not."""
-
-    def calibrate(self, calibration: Calibration) -> None:
-        """Asks for a block, without waiting."""
-
-    def close(self, session_id: int, epoch: int) -> None:
-        """Ends a session, without waiting."""
 
 
 class FinishReason(Enum):
@@ -115,44 +53,6 @@ class Delta:
 
     token_ids: list[int]
     text: str
-
-
-@dataclass(slots=True)
-class Statistics:
-    """What a completion cost. Durations are sums over its rounds, microseconds."""
-
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_emitted_tokens: int = 0
-    """Tokens that the rounds committed, before the output was cut at a stop."""
-    num_rounds: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    time_to_first_token_us: int = 0
-    duration_us: int = 0
-    calibration_us: int = 0
-    draft_us: int = 0
-    verify_us: int = 0
-    queue_us: int = 0
-
-    def count(self, verdict: Verdict) -> None:
-        """Counts one round."""
-        self.num_rounds += 1
-        self.num_emitted_tokens += len(verdict.token_ids)
-        self.verify_us += verdict.verify_us
-        self.queue_us += verdict.queue_us
-        if verdict.num_draft_tokens:
-            self.num_drafts += 1
-            self.num_draft_tokens += verdict.num_draft_tokens
-            self.num_accepted_tokens += verdict.num_accepted_tokens
-            self.calibration_us += verdict.timings.calibration_us
-            self.draft_us += verdict.timings.draft_us
-            missing = verdict.num_draft_tokens - len(self.num_accepted_tokens_per_pos)
-            self.num_accepted_tokens_per_pos += [0] * missing
-            for position in range(verdict.num_accepted_tokens):
-                self.num_accepted_tokens_per_pos[position] += 1
 
 
 @dataclass(frozen=True, slots=True)

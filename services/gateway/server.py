@@ -11,8 +11,9 @@ import grpc
 from draftwire.errors import InvalidRequestError
 from draftwire.services.gateway.config import GatewayConfig
 from draftwire.services.gateway.core import GatewayCore
-from draftwire.services.gateway.loop import Delta, Finish, FinishReason, Statistics
+from draftwire.services.gateway.loop import Delta, Finish, FinishReason
 from draftwire.services.gateway.request import Generation, RequestedGeneration
+from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.wire import DrafterLink, VerifierLink
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.peers import check_vocabularies

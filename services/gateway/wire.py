@@ -13,7 +13,7 @@ import structlog
 from draftwire.errors import DraftwireError, ModelMismatchError, UnavailableError
 from draftwire.models.description import ModelDescription
 from draftwire.rounds import Calibration, DraftSessionSpec, PlainRun, TargetSessionSpec
-from draftwire.services.gateway.loop import DrafterLost, Inbox, SessionEvent, TargetLost
+from draftwire.services.gateway.ports import DrafterLost, Inbox, SessionEvent, TargetLost
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.channels import open_channel

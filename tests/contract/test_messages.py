@@ -27,15 +27,14 @@ from draftwire.services.rpc import messages
 from draftwire.services.rpc.status import error_of_number
 from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2
 
+UNHURRIED = settings(deadline=None)  # the machine may be busy
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1)
 IDS = st.lists(UINT32, max_size=12)
 KEYS = st.binary(min_size=16, max_size=16)
 TEXT = st.text(max_size=20)
 
-FENCES = st.builds(
-    Fence, session_id=UINT64, epoch=UINT32, round=UINT32, prefix_len=UINT32, prefix_hash=UINT64
-)
+FENCES = st.builds(Fence, session_id=UINT64, epoch=UINT32, round=UINT32, prefix_len=UINT32, prefix_hash=UINT64)
 TIMINGS = st.builds(DraftTimings, calibration_us=UINT32, draft_us=UINT32)
 SAMPLING = st.builds(
     SamplingParams,
@@ -81,9 +80,7 @@ DRAFT_SPECS = st.builds(
     max_draft_tokens=UINT32,
 )
 
-FENCE = Fence(
-    session_id=0x1122334455667788, epoch=1, round=300, prefix_len=5, prefix_hash=0xF1F2F3F4F5F6F7F8
-)
+FENCE = Fence(session_id=0x1122334455667788, epoch=1, round=300, prefix_len=5, prefix_hash=0xF1F2F3F4F5F6F7F8)
 GOLDEN_FENCE = bytes.fromhex(
     "09 8877665544332211"  # 1: session_id, fixed64 little-endian
     "10 01"  # 2: epoch
@@ -146,12 +143,11 @@ def sent(message: Message) -> Message:
 
 
 def wire_block(**changes: object) -> session_pb2.DraftBlock:
-    return session_pb2.DraftBlock(
-        token_ids=[1], distributions=session_pb2.DraftDistributions(vocab_size=4, **changes)
-    )
+    return session_pb2.DraftBlock(token_ids=[1], distributions=session_pb2.DraftDistributions(vocab_size=4, **changes))
 
 
 @given(FENCES)
+@UNHURRIED
 def test_fence_survives_the_wire(fence: Fence) -> None:
     assert messages.fence_from_proto(sent(messages.fence_to_proto(fence))) == fence
 
@@ -163,6 +159,7 @@ def test_fence_carries_all_64_bits_of_id_and_hash(number: int) -> None:
 
 
 @given(SAMPLING)
+@UNHURRIED
 def test_sampling_parameters_survive_the_wire_to_the_bit(params: SamplingParams) -> None:
     assert messages.sampling_from_proto(sent(messages.sampling_to_proto(params))) == params
 
@@ -195,7 +192,7 @@ def test_sampling_parameter_out_of_range_is_refused_by_name(values: dict[str, fl
 
 
 @given(FENCES, IDS, st.one_of(DENSE, ONE_HOT), UINT32, TIMINGS)
-@settings(max_examples=60, deadline=None)
+@UNHURRIED
 def test_draft_block_survives_the_wire_to_the_bit(
     fence: Fence, ids: list[int], distributions: DraftDistributions, attempt: int, timings: DraftTimings
 ) -> None:
@@ -223,6 +220,7 @@ def test_every_encoding_has_a_number_on_the_wire(encoding: Encoding) -> None:
         timings=TIMINGS,
     )
 )
+@UNHURRIED
 def test_verdict_survives_the_wire(verdict: Verdict) -> None:
     assert messages.verdict_from_proto(sent(messages.verdict_to_proto(verdict))) == verdict
 
@@ -234,20 +232,19 @@ def test_every_kind_of_extra_token_has_a_number_on_the_wire(extra: ExtraToken) -
 
 
 @given(st.builds(PlainRun, fence=FENCES, num_rounds=UINT32))
+@UNHURRIED
 def test_plain_run_survives_the_wire(run: PlainRun) -> None:
     assert messages.plain_run_from_proto(sent(messages.plain_run_to_proto(run))) == run
 
 
-@given(
-    st.builds(
-        Calibration, fence=FENCES, base_len=UINT32, token_ids=IDS, num_draft_tokens=UINT32, attempt=UINT32
-    )
-)
+@given(st.builds(Calibration, fence=FENCES, base_len=UINT32, token_ids=IDS, num_draft_tokens=UINT32, attempt=UINT32))
+@UNHURRIED
 def test_calibration_survives_the_wire(calibration: Calibration) -> None:
     assert messages.calibration_from_proto(sent(messages.calibration_to_proto(calibration))) == calibration
 
 
 @given(TARGET_SPECS, UINT64)
+@UNHURRIED
 def test_target_session_survives_the_wire_with_its_lease(spec: TargetSessionSpec, lease_id: int) -> None:
     message = sent(messages.target_spec_to_proto(spec, lease_id))
     assert messages.target_spec_from_proto(message) == spec
@@ -255,6 +252,7 @@ def test_target_session_survives_the_wire_with_its_lease(spec: TargetSessionSpec
 
 
 @given(DRAFT_SPECS, UINT64)
+@UNHURRIED
 def test_draft_session_survives_the_wire_with_its_lease(spec: DraftSessionSpec, lease_id: int) -> None:
     message = sent(messages.draft_spec_to_proto(spec, lease_id))
     assert messages.draft_spec_from_proto(message) == spec
@@ -274,6 +272,7 @@ def test_draft_session_survives_the_wire_with_its_lease(spec: DraftSessionSpec, 
         protocol_version=UINT32,
     )
 )
+@UNHURRIED
 def test_model_description_survives_the_wire(model: ModelDescription) -> None:
     assert messages.model_from_proto(sent(messages.model_to_proto(model))) == model
 

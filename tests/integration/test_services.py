@@ -241,7 +241,9 @@ def test_sigterm_lets_running_requests_finish_and_ends_with_status_0(own_stack: 
         assert service.process.wait(20) == 0
 
 
-def test_second_server_on_a_port_in_use_fails_with_a_clear_error(own_stack: LocalStack, pair: tuple[Path, Path]) -> None:
+def test_second_server_on_a_port_in_use_fails_with_a_clear_error(
+    own_stack: LocalStack, pair: tuple[Path, Path]
+) -> None:
     options = {"verifier": {**stack_options(*pair)["verifier"], "port": own_stack.services["verifier"].port}}
     with pytest.raises(UnavailableError, match="cannot listen"):
         LocalStack(options).__enter__()

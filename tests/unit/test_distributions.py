@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from draftwire.errors import InvalidRequestError
 
 torch.set_num_threads(1)
 
+UNHURRIED = settings(deadline=None)  # the machine may be busy
 LARGEST_BELOW_ONE = math.nextafter(1.0, 0.0)
 EDGE_UNIFORMS = [0.0, 5e-324, 1e-300, 0.5, 1.0 - 1e-12, LARGEST_BELOW_ONE]
 WEIGHTS = {
@@ -51,6 +52,7 @@ def test_rows_come_back_from_the_wire_to_the_bit(seed: int) -> None:
 
 
 @given(st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=20))
+@UNHURRIED
 def test_every_float32_comes_back_from_the_wire_to_the_bit(numbers: list[float]) -> None:
     row = torch.tensor([numbers])
     encoded = DraftDistributions.from_rows(row)

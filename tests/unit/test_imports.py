@@ -21,19 +21,8 @@ MAY_IMPORT_GRPC = (
 )
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "draftwire.v1")
 
-SERVICE_DEPENDENCIES = frozenset(
-    {
-        "torch",
-        "transformers",
-        "tokenizers",
-        "numpy",
-        "structlog",
-        "prometheus_client",
-        "grpc_health",
-        "grpc_reflection",
-    }
-)
-"""Top-level packages that `pip install draftwire` alone does not bring."""
+SERVICE_DEPENDENCIES = frozenset({"torch", "transformers", "tokenizers", "numpy", "structlog", "prometheus_client"})
+"""Packages that `pip install draftwire` alone does not bring. grpc itself looks for grpc_health and the like."""
 
 
 def source_files() -> list[Path]:
@@ -66,9 +55,7 @@ def imported(source: str, package: str) -> Iterator[str]:
 
 
 def grpc_imports(source: str, package: str) -> list[str]:
-    return [
-        name for name in imported(source, package) if any(name == g or name.startswith(g + ".") for g in GRPC)
-    ]
+    return [name for name in imported(source, package) if any(name == g or name.startswith(g + ".") for g in GRPC)]
 
 
 def imports_grpc(path: Path) -> bool:

@@ -1,0 +1,43 @@
+"""What a completion cost."""
+
+from dataclasses import dataclass, field
+
+from draftwire.rounds import Verdict
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What a completion cost. Durations are sums over its rounds, microseconds."""
+
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_emitted_tokens: int = 0
+    """Tokens that the rounds committed, before the output was cut at a stop."""
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    time_to_first_token_us: int = 0
+    duration_us: int = 0
+    calibration_us: int = 0
+    draft_us: int = 0
+    verify_us: int = 0
+    queue_us: int = 0
+
+    def count(self, verdict: Verdict) -> None:
+        """Counts one round."""
+        self.num_rounds += 1
+        self.num_emitted_tokens += len(verdict.token_ids)
+        self.verify_us += verdict.verify_us
+        self.queue_us += verdict.queue_us
+        if verdict.num_draft_tokens:
+            self.num_drafts += 1
+            self.num_draft_tokens += verdict.num_draft_tokens
+            self.num_accepted_tokens += verdict.num_accepted_tokens
+            self.calibration_us += verdict.timings.calibration_us
+            self.draft_us += verdict.timings.draft_us
+            missing = verdict.num_draft_tokens - len(self.num_accepted_tokens_per_pos)
+            self.num_accepted_tokens_per_pos += [0] * missing
+            for position in range(verdict.num_accepted_tokens):
+                self.num_accepted_tokens_per_pos[position] += 1

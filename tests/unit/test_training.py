@@ -1,0 +1,211 @@
+"""Training can be interrupted anywhere and gives the same result; the evaluation set stays out of it."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tiny_models import save_tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from draftwire.training.corpus import HELD_OUT_PERCENT, SourceFile, encode_files, standard_library
+from draftwire.training.trainer import Trainer, TrainingPlan, windows
+
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 11
+PLAN = TrainingPlan(
+    total_tokens=8 * 32, sequence_length=8, batch_tokens=32, micro_batch_tokens=16, warmup_fraction=0.25, seed=5
+)
+TOKENS: NDArray[np.uint16] = np.random.default_rng(1).integers(0, VOCAB_SIZE, 100).astype(np.uint16)
+"""12 windows: an epoch of three batches."""
+
+
+class InterruptError(Exception):
+    """Stands for a power failure."""
+
+
+def loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch[:, :-1]).logits
+    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def loss_that_fails_in_call(number: int) -> Callable[[PreTrainedModel, Tensor], Tensor]:
+    calls = 0
+
+    def failing(model: PreTrainedModel, batch: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise InterruptError
+        return loss(model, batch)
+
+    return failing
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), VOCAB_SIZE, 3)
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("other"), VOCAB_SIZE, 4)
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def trained(folder: Path, state_path: Path) -> PreTrainedModel:
+    """Trains to the end without an interruption."""
+    model = load(folder)
+    Trainer(model, PLAN, state_path, compiled=False).run(TOKENS, loss, "test")
+    return model
+
+
+def assert_same_weights(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def stacked(batches: list[Tensor]) -> Tensor:
+    return torch.stack(batches)
+
+
+@pytest.mark.parametrize("first_step", range(9))
+def test_windows_resumed_at_any_step_are_those_of_an_uninterrupted_run(first_step: int) -> None:
+    whole, resumed = list(windows(TOKENS, PLAN)), list(windows(TOKENS, PLAN, first_step))
+    assert len(whole) == PLAN.steps == 8
+    assert len(resumed) == 8 - first_step
+    assert all(torch.equal(a, b) for a, b in zip(resumed, whole[first_step:], strict=True))
+
+
+def test_every_epoch_reads_every_window_once_in_another_order() -> None:
+    rows = torch.cat(list(windows(TOKENS, PLAN))[:6])
+    whole = [tuple(TOKENS[start : start + 9].tolist()) for start in range(0, 96, 8)]
+    first, second = ([tuple(row) for row in part.tolist()] for part in rows.split(12))
+    assert sorted(first) == sorted(second) == sorted(whole)
+    assert first != second
+
+
+def test_batches_have_one_more_token_than_the_context_so_that_the_last_has_a_target() -> None:
+    batch = next(windows(TOKENS, PLAN))
+    assert batch.shape == (4, 9)
+    assert batch.dtype == torch.int64
+
+
+def test_seed_orders_the_windows() -> None:
+    other = TrainingPlan(total_tokens=256, sequence_length=8, batch_tokens=32, micro_batch_tokens=16, seed=6)
+    assert not torch.equal(stacked(list(windows(TOKENS, PLAN))), stacked(list(windows(TOKENS, other))))
+
+
+def test_tokens_that_do_not_fill_a_batch_are_refused() -> None:
+    list(windows(TOKENS[:33], PLAN))
+    with pytest.raises(ValueError, match="do not fill"):
+        list(windows(TOKENS[:32], PLAN))
+
+
+def test_learning_rate_rises_stays_and_falls_within_its_bounds() -> None:
+    plan = TrainingPlan(total_tokens=1000, batch_tokens=1, warmup_fraction=0.1, decay_fraction=0.5)
+    rates = [plan.rate(step) for step in range(plan.steps)]
+    assert all(0.0 < rate <= 1.0 for rate in rates)
+    assert all(after > before for before, after in pairwise(rates[:99]))
+    assert set(rates[100:500]) == {1.0}
+    assert all(after < before for before, after in pairwise(rates[501:]))
+    assert rates[-1] < 0.01
+
+
+@pytest.mark.parametrize("failing_call", [2, 3, 7, 12, 16])
+def test_interrupted_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
+    failing_call: int, folder: Path, other_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(folder, tmp_path / "whole.pt")
+    monkeypatch.setattr(Trainer, "CHECKPOINT_SECONDS", -1.0)  # after every step
+    state_path = tmp_path / "interrupted.pt"
+    with pytest.raises(InterruptError):
+        # A step takes two calls, so that an even call is in the middle of one.
+        Trainer(load(folder), PLAN, state_path, compiled=False).run(
+            TOKENS, loss_that_fails_in_call(failing_call), "test"
+        )
+    has_checkpoint = failing_call > 2
+    assert state_path.exists() == has_checkpoint
+    model = load(other_folder if has_checkpoint else folder)  # whatever the weights are, the checkpoint's count
+    trainer = Trainer(model, PLAN, state_path, compiled=False)
+    assert trainer.step == (failing_call - 1) // 2
+    trainer.run(TOKENS, loss, "test")
+    assert trainer.step == PLAN.steps
+    assert_same_weights(model, expected)
+
+
+def test_run_changes_every_weight_matrix(folder: Path, tmp_path: Path) -> None:
+    before, after = load(folder).state_dict(), trained(folder, tmp_path / "state.pt").state_dict()
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+def test_finished_run_is_not_trained_further(folder: Path, other_folder: Path, tmp_path: Path) -> None:
+    expected = trained(folder, tmp_path / "state.pt")
+    model = load(other_folder)
+    Trainer(model, PLAN, tmp_path / "state.pt", compiled=False).run(TOKENS, loss_that_fails_in_call(1), "test")
+    assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 6}, {"total_tokens": 9 * 32}, {"matrix_learning_rate": 0.021}, {"micro_batch_tokens": 32}]
+)
+def test_checkpoint_of_another_plan_is_refused(change: dict[str, float], folder: Path, tmp_path: Path) -> None:
+    trained(folder, tmp_path / "state.pt")
+    values = {name: getattr(PLAN, name) for name in TrainingPlan.__dataclass_fields__}
+    with pytest.raises(ValueError, match="another plan"):
+        Trainer(load(folder), TrainingPlan(**(values | change)), tmp_path / "state.pt", compiled=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "held_out"),
+    [
+        ("abc.py", True),
+        ("email/_policybase.py", True),
+        ("importlib/metadata/_functools.py", True),
+        ("asyncio/events.py", False),
+        ("email/policy.py", False),
+        ("typing.py", False),
+    ],
+)
+def test_held_out_depends_on_the_path_alone(path: str, held_out: bool) -> None:
+    for text in ("", "x = 1\n", "anything else"):
+        assert SourceFile(path, text).held_out is held_out
+
+
+def test_share_of_files_is_held_out() -> None:
+    share = sum(SourceFile(f"package/module_{index}.py", "").held_out for index in range(10_000)) / 10_000
+    assert share == pytest.approx(HELD_OUT_PERCENT / 100, abs=0.005)
+
+
+def test_corpus_is_sorted_usable_source_without_installed_packages(tmp_path: Path) -> None:
+    files = {
+        "b.py": b"b = 1\n",
+        "a/c.py": b"c = 1\n",
+        "empty.py": b" \n",
+        "latin.py": b"# \xe9\n",
+        "huge.py": b"#" * 400_001,
+        "site-packages/installed.py": b"x = 1\n",
+        "notes.txt": b"text",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert list(standard_library(tmp_path)) == [SourceFile("a/c.py", "c = 1\n"), SourceFile("b.py", "b = 1\n")]
+
+
+def test_every_encoded_file_starts_with_end_of_text() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "a": 1, "b": 2}, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    ids = encode_files(tokenizer, [SourceFile("x.py", "a b"), SourceFile("y.py", "b")], end_of_text=0)
+    assert ids.dtype == np.uint16
+    assert ids.tolist() == [0, 1, 2, 0, 2]
