@@ -32,7 +32,7 @@ class LocalRun:
 def speculate(
     target: PreTrainedModel, vocab_size: int, drafter: DraftingStrategy, prompt_ids: list[int], run: LocalRun
 ) -> Iterator[Judgement]:
-    """Yields round after round until `run.num_tokens` tokens are committed; the last round may commit fewer than it says.
+    """Yields round after round until `run.num_tokens` tokens are committed.
 
     Args:
         target: the model whose law the tokens follow.

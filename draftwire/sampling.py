@@ -14,6 +14,9 @@ from draftwire.errors import InvalidRequestError
 
 MAX_TEMPERATURE = 100.0
 
+SMALLEST = 1e-30
+"""Smaller temperatures and masses are taken as this: float32 would round them to 0, which means something else."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -67,7 +70,7 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         return torch.zeros_like(logits).scatter_(-1, choice, 1.0)
     if params.temperature != 1.0:
         # Shifting first keeps tiny temperatures from overflowing; it changes no ratio.
-        logits = (logits - largest.unsqueeze(-1)) / params.temperature
+        logits = (logits - largest.unsqueeze(-1)) / max(params.temperature, SMALLEST)
     if 0 < params.top_k < logits.shape[-1]:
         threshold = logits.topk(params.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < threshold, -math.inf)
@@ -79,6 +82,6 @@ def _keep_top_mass(probs: Tensor, top_p: float) -> Tensor:
     """Zeroes all but the smallest set of most likely tokens whose mass reaches `top_p`, and renormalises."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     mass_before = ordered.cumsum(dim=-1) - ordered
-    kept = torch.where(mass_before < top_p, ordered, 0.0)
+    kept = torch.where(mass_before < max(top_p, SMALLEST), ordered, 0.0)
     result = torch.zeros_like(probs).scatter_(-1, order, kept)
     return result / result.sum(dim=-1, keepdim=True)

@@ -67,7 +67,7 @@ class LanguageModelSequence:
         limit = min(request.vocab_size, self._drafter.vocab_size)
         logits, token_ids, rows = self._next_logits, [], []
         for position in range(request.num_tokens):
-            row = probabilities(logits[:limit], request.sampling).cpu()
+            row = probabilities(logits[:limit], request.sampling).float().cpu()  # as it is sent
             token = int(draw(row.unsqueeze(0), uniforms[position : position + 1]))
             rows.append(row)
             token_ids.append(token)

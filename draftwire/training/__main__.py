@@ -79,7 +79,7 @@ def target(
 def samples(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    batches: Annotated[int, typer.Option(help="Batches of 128 continuations, 192 tokens each.")] = 50,
+    batches: Annotated[int, typer.Option(help="Batches of 128 continuations, 192 tokens each.")] = 30,
     threads: Threads = 2,
     seed: int = 2,
 ) -> None:

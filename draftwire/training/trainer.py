@@ -43,6 +43,12 @@ class TrainingPlan:
     seed: int = 0
     """Orders the training windows."""
 
+    def __post_init__(self) -> None:
+        if not self.sequence_length <= self.micro_batch_tokens <= self.batch_tokens:
+            raise ValueError("sequence_length <= micro_batch_tokens <= batch_tokens must hold")
+        if not (0.0 < self.warmup_fraction <= 1.0 and 0.0 < self.decay_fraction <= 1.0):
+            raise ValueError("warmup_fraction and decay_fraction must be in (0, 1]")
+
     @property
     def steps(self) -> int:
         """Optimiser steps in the whole run."""

@@ -1,9 +1,7 @@
 """The drafter without its edge: leases, sessions, links to verifiers, and the loop that drafts."""
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
@@ -19,7 +17,8 @@ from draftwire.rounds import Calibration, DraftBlock, DraftSessionSpec
 from draftwire.sampling import SamplingParams
 from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.drafter.engine import DraftEngine
-from draftwire.services.drafter.scheduler import DraftSession, Scheduler, SessionKey, Step
+from draftwire.services.drafter.scheduler import DraftSession, Scheduler, Step
+from draftwire.services.leases import Leases, SessionFailed, SessionKey
 from draftwire.services.metrics import DrafterMetrics
 from draftwire.services.outbox import Outbox
 from draftwire.services.torch_thread import TorchThread
@@ -46,15 +45,6 @@ Connect = Callable[[str, LoadedModel], Awaitable[BlockLink]]
 """Opens a link to the verifier at an address, or raises why it cannot be used."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftSessionFailed:
-    """Tells a gateway that one of its sessions is gone."""
-
-    session_id: int
-    epoch: int
-    error: Exception
-
-
 class DrafterCore:
     """Owns the draft model. All methods run on the event loop; tensors are touched on the torch thread only."""
 
@@ -67,7 +57,7 @@ class DrafterCore:
         self._scheduler: Scheduler
         self._engine: DraftEngine
         self._torch = TorchThread()
-        self._leases: dict[int, Outbox[DraftSessionFailed]] = {}
+        self._leases = Leases[SessionFailed]()
         self._links: dict[str, BlockLink] = {}
         self._connecting: dict[str, asyncio.Lock] = {}
         self._opening: dict[SessionKey, asyncio.Future[None]] = {}
@@ -97,15 +87,13 @@ class DrafterCore:
         """Stops the torch thread after the running step."""
         self._torch.stop()
 
-    def open_lease(self) -> tuple[int, Outbox[DraftSessionFailed]]:
+    def open_lease(self) -> tuple[int, Outbox[SessionFailed]]:
         """Returns a new lease and the outbox that its sessions' failures go to."""
-        lease_id, outbox = secrets.randbits(64), Outbox[DraftSessionFailed]()
-        self._leases[lease_id] = outbox
-        return lease_id, outbox
+        return self._leases.open()
 
     def end_lease(self, lease_id: int) -> None:
         """Ends a lease and all sessions under it."""
-        self._leases.pop(lease_id).close()
+        self._leases.end(lease_id)
         for session in self._scheduler.of_lease(lease_id):
             self.close_session(*session.key)
 
@@ -119,8 +107,7 @@ class DrafterCore:
             InvalidRequestError: ids or parameters are out of range.
             NoRoomError: too many sessions are open, or the prompt leaves no room to draft in.
         """
-        if lease_id not in self._leases:
-            raise ProtocolViolationError("unknown lease")
+        self._leases.require(lease_id)
         session = self._scheduler.open(spec, lease_id)
         opened = self._opening[session.key] = asyncio.get_running_loop().create_future()
         self._work.set()
@@ -193,7 +180,7 @@ class DrafterCore:
             if opening is not None and not opening.done():
                 opening.set_exception(error)
             self.close_session(*key)
-            self._leases[session.lease_id].put(DraftSessionFailed(*key, error))
+            self._leases.send(session.lease_id, SessionFailed(*key, error))
 
     async def _link(self, address: str) -> BlockLink:
         """Returns the link to a verifier, opened once and again after it broke."""

@@ -5,7 +5,8 @@ import time
 from draftwire.drafting.strategy import DraftingStrategy, DraftRequest, DraftSequence
 from draftwire.randomness import DrawKey
 from draftwire.rounds import DraftBlock, DraftTimings
-from draftwire.services.drafter.scheduler import SessionKey, Step
+from draftwire.services.drafter.scheduler import Step
+from draftwire.services.leases import SessionKey
 
 
 class DraftEngine:

@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 
 from draftwire.errors import InvalidRequestError, NoRoomError, ProtocolViolationError
 from draftwire.rounds import Calibration, CommittedTokens, DraftSessionSpec, Fence
-
-SessionKey = tuple[int, int]
-"""Session id and epoch."""
+from draftwire.services.leases import SessionKey
 
 
 @dataclass(slots=True)

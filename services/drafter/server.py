@@ -10,8 +10,9 @@ import grpc
 from draftwire.errors import ProtocolViolationError
 from draftwire.models.loading import LoadedModel
 from draftwire.services.drafter.config import DrafterConfig
-from draftwire.services.drafter.core import BlockLink, DrafterCore, DraftSessionFailed
+from draftwire.services.drafter.core import BlockLink, DrafterCore
 from draftwire.services.drafter.wire import GrpcBlockLink
+from draftwire.services.leases import SessionFailed
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.model_service import ModelServicer
@@ -63,7 +64,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
 
     async def _write_events(
         self,
-        outbox: Outbox[DraftSessionFailed],
+        outbox: Outbox[SessionFailed],
         context: grpc.aio.ServicerContext[drafter_pb2.RunDraftSessionsRequest, drafter_pb2.RunDraftSessionsResponse],
     ) -> None:
         while failures := await outbox.take_all():

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -26,26 +25,10 @@ MAX_PROMPT_CHARACTERS = 4_000_000
 """Longer prompts are refused before they are tokenised."""
 
 
-class Target(TargetPort, Protocol):
-    """A verifier and whether it can be reached now."""
-
-    @property
-    def connected(self) -> bool:
-        """Whether sessions can be opened."""
-
-
-class Drafter(DrafterPort, Protocol):
-    """A drafter and whether it can be reached now."""
-
-    @property
-    def connected(self) -> bool:
-        """Whether sessions can be opened."""
-
-
 class GatewayCore:
     """Runs requests on one verifier and, where there is one, one drafter. All methods run on the event loop."""
 
-    def __init__(self, config: GatewayConfig, target: Target, drafter: Drafter | None) -> None:
+    def __init__(self, config: GatewayConfig, target: TargetPort, drafter: DrafterPort | None) -> None:
         """Takes the peers; `use_tokenizer` comes before the first request.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What the gateway's loop needs of a verifier and a drafter, and what it hears from them."""
+"""What the gateway needs of a verifier and a drafter, and what it hears from them."""
 
 import asyncio
 from dataclasses import dataclass
@@ -33,7 +33,11 @@ Inbox = asyncio.Queue[SessionEvent]
 
 
 class TargetPort(Protocol):
-    """The verifier, as the loop sees it."""
+    """The verifier, as the gateway sees it."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether sessions can be opened now."""
 
     @property
     def description(self) -> ModelDescription:
@@ -54,7 +58,11 @@ class TargetPort(Protocol):
 
 
 class DrafterPort(Protocol):
-    """The drafter, as the loop sees it."""
+    """The drafter, as the gateway sees it."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether sessions can be opened now."""
 
     @property
     def description(self) -> ModelDescription:

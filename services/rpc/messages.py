@@ -92,6 +92,8 @@ def block_from_proto(message: session_pb2.DraftBlock) -> DraftBlock:
     encoding = message.distributions.encoding
     if encoding not in _ENCODINGS:
         raise InvalidRequestError(f"distribution encoding {encoding} is not accepted")
+    if message.distributions.support_sizes:
+        raise InvalidRequestError("support sizes without a sparse encoding")
     if message.parent_indices:
         raise InvalidRequestError("token trees are not accepted")
     return DraftBlock(

@@ -66,5 +66,4 @@ def error_of_number(number: int, message: str) -> DraftwireError:
 
 def is_expected(error: BaseException) -> bool:
     """Whether an error is part of normal life and needs no traceback."""
-    cause = root_cause(error)
-    return isinstance(cause, DraftwireError | grpc.aio.AioRpcError | asyncio.CancelledError | TimeoutError)
+    return isinstance(root_cause(error), asyncio.CancelledError) or status_of(error)[0] is not grpc.StatusCode.INTERNAL

@@ -1,7 +1,6 @@
 """The verifier without its edge: leases, sessions, and the loop that runs steps."""
 
 import asyncio
-import secrets
 import time
 from dataclasses import dataclass
 
@@ -12,23 +11,15 @@ from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolat
 from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.models.loading import LoadedModel, load_model
 from draftwire.rounds import DraftBlock, FenceVerdict, PlainRun, TargetSessionSpec, Verdict
+from draftwire.services.leases import Leases, SessionFailed, SessionKey
 from draftwire.services.metrics import VerifierMetrics
 from draftwire.services.outbox import Outbox
 from draftwire.services.torch_thread import TorchThread
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.engine import TargetEngine
-from draftwire.services.verifier.scheduler import Scheduler, SessionKey, Step
+from draftwire.services.verifier.scheduler import Scheduler, Step
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class SessionFailed:
-    """Tells a gateway that one of its sessions is gone."""
-
-    session_id: int
-    epoch: int
-    error: Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +46,7 @@ class VerifierCore:
         self._scheduler: Scheduler
         self._engine: TargetEngine
         self._torch = TorchThread()
-        self._leases: dict[int, Outbox[TargetEvent]] = {}
+        self._leases = Leases[TargetEvent]()
         self._work = asyncio.Event()
 
     @property
@@ -87,13 +78,11 @@ class VerifierCore:
 
     def open_lease(self) -> tuple[int, Outbox[TargetEvent]]:
         """Returns a new lease and the outbox that its sessions' events go to."""
-        lease_id, outbox = secrets.randbits(64), Outbox[TargetEvent]()
-        self._leases[lease_id] = outbox
-        return lease_id, outbox
+        return self._leases.open()
 
     def end_lease(self, lease_id: int) -> None:
         """Ends a lease and all sessions under it."""
-        self._leases.pop(lease_id).close()
+        self._leases.end(lease_id)
         for session in self._scheduler.of_lease(lease_id):
             self.close_session(*session.key)
 
@@ -105,8 +94,7 @@ class VerifierCore:
             InvalidRequestError: ids or parameters are out of range.
             NoRoomError: too many sessions are open.
         """
-        if lease_id not in self._leases:
-            raise ProtocolViolationError("unknown lease")
+        self._leases.require(lease_id)
         self._scheduler.open(spec, lease_id)
         self._work.set()
 
@@ -154,7 +142,7 @@ class VerifierCore:
         session = self._scheduler.sessions.get(key)
         if session is not None:
             log.warning("verifier.block_refused", session_id=key[0], reason=reason)
-            self._leases[session.lease_id].put(BlockRefused(*key, session.round, reason))
+            self._leases.send(session.lease_id, BlockRefused(*key, session.round, reason))
 
     async def run_steps(self) -> None:
         """Runs steps for ever."""
@@ -185,13 +173,13 @@ class VerifierCore:
             self._torch.post(self._engine.forget, session.key)
             return
         self.metrics.count(verdict)
-        self._leases[session.lease_id].put(verdict)
+        self._leases.send(session.lease_id, verdict)
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
         session = self._scheduler.sessions.get(key)
         if session is not None:
             self.close_session(*key)
-            self._leases[session.lease_id].put(SessionFailed(*key, error))
+            self._leases.send(session.lease_id, SessionFailed(*key, error))
 
     def _load(self) -> LoadedModel:
         settings = self.config.loading

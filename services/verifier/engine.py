@@ -5,7 +5,8 @@ import time
 from draftwire.models.loading import LoadedModel
 from draftwire.randomness import KEY_BYTES, DrawKey
 from draftwire.sampling import SamplingParams
-from draftwire.services.verifier.scheduler import SessionKey, Step, StepResult
+from draftwire.services.leases import SessionKey
+from draftwire.services.verifier.scheduler import Step, StepResult
 from draftwire.verification import rule_named
 from draftwire.verification.target_sequence import TargetSequence
 

@@ -17,10 +17,8 @@ from draftwire.rounds import (
     Verdict,
     judge_fence,
 )
+from draftwire.services.leases import SessionKey
 from draftwire.verification import rule_named
-
-SessionKey = tuple[int, int]
-"""Session id and epoch."""
 
 
 @dataclass(slots=True)

@@ -195,6 +195,22 @@ def test_each_index_gets_its_share_of_the_uniforms(weights: list[float]) -> None
     assert (shares - row / row.sum()).abs().max() <= 1.0 / count + 1e-12
 
 
+@pytest.mark.parametrize("number", EDGE_UNIFORMS)
+def test_smallest_float64_weight_is_drawn_although_every_product_with_it_is_rounded(number: float) -> None:
+    row = torch.tensor([[0.0, 5e-324, 0.0]], dtype=torch.float64)
+    assert draw(row, torch.tensor([number], dtype=torch.float64)).tolist() == [1]
+
+
+def test_borders_between_float32_weights_of_a_large_vocabulary_lie_where_float64_puts_them() -> None:
+    weights = np.random.default_rng(3).uniform(0.1, 1.0, 50_000).astype(np.float32)
+    cumulated = np.cumsum(weights.astype(np.float64))
+    indices = np.arange(100, 50_000, 500)
+    for side, expected in ((-1e-5, indices), (1e-5, indices + 1)):  # float32 has steps of 2e-3 there
+        uniforms = torch.from_numpy((cumulated[indices] + side) / cumulated[-1])
+        drawn = draw(torch.from_numpy(weights).expand(len(indices), -1), uniforms)
+        assert drawn.tolist() == expected.tolist()
+
+
 def test_smallest_and_largest_uniform_draw_first_and_last_possible_index() -> None:
     row = torch.tensor([[0.0, 0.2, 0.5, 0.3, 0.0]]).expand(2, -1)
     assert draw(row, torch.tensor([0.0, LARGEST_BELOW_ONE], dtype=torch.float64)).tolist() == [1, 3]

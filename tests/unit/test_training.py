@@ -113,7 +113,14 @@ def test_tokens_that_do_not_fill_a_batch_are_refused() -> None:
 
 
 def test_learning_rate_rises_stays_and_falls_within_its_bounds() -> None:
-    plan = TrainingPlan(total_tokens=1000, batch_tokens=1, warmup_fraction=0.1, decay_fraction=0.5)
+    plan = TrainingPlan(
+        total_tokens=1000,
+        sequence_length=1,
+        micro_batch_tokens=1,
+        batch_tokens=1,
+        warmup_fraction=0.1,
+        decay_fraction=0.5,
+    )
     rates = [plan.rate(step) for step in range(plan.steps)]
     assert all(0.0 < rate <= 1.0 for rate in rates)
     assert all(after > before for before, after in pairwise(rates[:99]))
