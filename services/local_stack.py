@@ -93,7 +93,7 @@ class LocalStack:
         for name in models:
             self._wait(name, deadline)
         if "gateway" in self._options:
-            peers: dict[str, object] = dict.fromkeys(("verifier", "drafter"), "")
+            peers: dict[str, object] = {"drafter": "none"}
             peers.update({name: f"127.0.0.1:{self.services[name].port}" for name in models})
             self._launch("gateway", peers)
             self._wait("gateway", deadline)

@@ -116,11 +116,17 @@ def main(service: str) -> None:
 
 
 def refuse_unknown_variables() -> None:
-    """Ends the process if a variable with our prefix sets nothing, because it is probably misspelt."""
-    unknown = unknown_variables(os.environ)
-    if unknown:
-        typer.echo(f"unknown environment variable: {', '.join(unknown)}", err=True)
+    """Ends the process if a variable with our prefix sets nothing: it is misspelt, or empty."""
+    faults = {f"unknown environment variable: {name}" for name in unknown_variables(os.environ)}
+    faults |= {f"empty environment variable: {name}" for name, value in os.environ.items() if _is_empty(name, value)}
+    for fault in sorted(faults):
+        typer.echo(fault, err=True)
+    if faults:
         sys.exit(2)
+
+
+def _is_empty(name: str, value: str) -> bool:
+    return name.startswith(PREFIX) and not value
 
 
 def _parameter(service: str, setting: Setting) -> inspect.Parameter:

@@ -21,7 +21,7 @@ from rich.progress import track
 from draftwire.training.corpus import SourceFile, encode_files, standard_library
 from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
 from draftwire.training.evaluation import held_out_loss, measure_acceptance
-from draftwire.training.pair import CONTEXT_LENGTH, DRAFTER, TARGET, load_float32, save_bf16
+from draftwire.training.pair import CONTEXT_LENGTH, DRAFTER, TARGET, inherit_embeddings, load_float32, save_bf16
 from draftwire.training.tokenizer import save_tokenizer, train_tokenizer
 from draftwire.training.trainer import Trainer, TrainingPlan
 
@@ -101,7 +101,7 @@ def samples(
 def drafter(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    tokens: Annotated[int, typer.Option(help="Tokens to distil on.")] = 9_000_000,
+    tokens: Annotated[int, typer.Option(help="Tokens to distil on.")] = 5_000_000,
     threads: Threads = 2,
     compiled: Compiled = True,
     seed: int = 3,
@@ -111,10 +111,11 @@ def drafter(
     corpus, written = np.load(work / "training.npy"), np.load(work / "samples.npy")
     teacher = load_float32(models / "target")
     model = DRAFTER.build(vocab_size=4096, seed=seed)
-    plan = TrainingPlan(total_tokens=tokens, seed=seed)
+    inherit_embeddings(model, teacher)
+    plan = TrainingPlan(total_tokens=tokens, batch_tokens=8_192, seed=seed)
     # The target's own text is what the drafter will meet, so it comes up three times as often.
     ids = np.concatenate([written, written, written, corpus])
-    Trainer(model, plan, work / "drafter.pt", compiled).run(ids, distillation_loss(teacher, 0.5), "drafter")
+    Trainer(model, plan, work / "drafter.pt", compiled).run(ids, distillation_loss(teacher, compiled), "drafter")
     save_bf16(model, models / "drafter")
 
 

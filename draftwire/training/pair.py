@@ -47,6 +47,15 @@ DRAFTER = Shape(hidden_size=128, intermediate_size=384, layers=8, heads=4, kv_he
 """About 2.2 million parameters; eight layers, so that layer-parallel drafting can be tried on it."""
 
 
+@torch.no_grad()
+def inherit_embeddings(drafter: LlamaForCausalLM, target: LlamaForCausalLM) -> None:
+    """Starts the drafter's token embeddings from the target's: their projection on the widest directions."""
+    embeddings = target.model.embed_tokens.weight
+    left, scales, _ = torch.linalg.svd(embeddings, full_matrices=False)
+    width = drafter.config.hidden_size
+    drafter.model.embed_tokens.weight.copy_(left[:, :width] * scales[:width])
+
+
 def save_bf16(model: LlamaForCausalLM, folder: Path) -> None:
     """Writes the weights to `folder` in bfloat16, leaving `model` as it is."""
     folder.mkdir(parents=True, exist_ok=True)

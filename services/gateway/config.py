@@ -4,6 +4,9 @@ from dataclasses import dataclass, field
 
 from draftwire.services.settings import ServerSettings, require
 
+NO_DRAFTER = "none"
+"""Stands for no drafter where an address is expected."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
@@ -33,7 +36,7 @@ class GatewayConfig:
     verifier: str = "127.0.0.1:50052"
     """host:port of the verifier. Drafters are told the same address."""
     drafter: str = "127.0.0.1:50053"
-    """host:port of the drafter; empty serves plain decoding only."""
+    """host:port of the drafter; "none" serves plain decoding only."""
     num_speculative_tokens: int = 4
     """Draft tokens per round where a request does not say."""
     max_speculative_tokens: int = 16
@@ -47,12 +50,18 @@ class GatewayConfig:
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     def __post_init__(self) -> None:
-        for address in filter(None, (self.verifier, self.drafter)):
+        for address in (self.verifier, *([self.drafter] if self.has_drafter else [])):
             host, _, port = address.rpartition(":")
-            require(bool(host) and port.isdigit(), f"{address!r} is not host:port")
+            is_address = bool(host) and port.isdigit() and int(port) <= 65535
+            require(is_address, f"{address!r} is not host:port")
         require(
             0 <= self.num_speculative_tokens <= self.max_speculative_tokens,
             f"num_speculative_tokens must be in 0..{self.max_speculative_tokens}, not {self.num_speculative_tokens}",
         )
         require(self.startup_timeout_s > 0.0, "startup_timeout_s must be positive")
         require(self.max_requests >= 1, "max_requests must be at least 1")
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether there is a drafter at all."""
+        return self.drafter != NO_DRAFTER

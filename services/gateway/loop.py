@@ -119,9 +119,9 @@ class GenerationLoop:
         finally:
             if opening is not None:
                 opening.cancel()
-            self._target.close(self._session_id, self._epoch)
-            if self._drafter is not None:
-                self._drafter.close(self._session_id, self._epoch)
+            for peer in (self._target, self._drafter):
+                if peer is not None:
+                    self._close(peer)
 
     async def _open_drafter(self) -> None:
         """Opens the drafter's session beside everything else; the inbox learns how it went."""
@@ -199,20 +199,29 @@ class GenerationLoop:
         base_len = self._drafter_knows
         self._drafter_knows = len(self._committed)
         self._waits_for_block = True
-        drafter.calibrate(Calibration(self._fence, base_len, self._committed.ids[base_len:], num_draft_tokens))
+        try:
+            drafter.calibrate(Calibration(self._fence, base_len, self._committed.ids[base_len:], num_draft_tokens))
+        except DraftwireError as error:
+            self._give_up_drafter(error)
 
     def _give_up_drafter(self, error: Exception) -> None:
         """Goes on without a drafter; a block that was asked for becomes a plain round, whichever comes first."""
         if self._drafter is None:
+            # Its last block was refused after it was given up; the plain run that was to take the block's place may
+            # have been dropped as the second message for the round. One too many does no harm.
+            self._ask_for_round()
             return
         log.warning("gateway.drafter_lost", session_id=self._session_id, reason=str(error))
         self._drafter_error = str(error)
-        with suppress(DraftwireError):
-            self._drafter.close(self._session_id, self._epoch)
+        self._close(self._drafter)
         self._drafter, self._drafter_ready = None, False
         if self._waits_for_block:
             self._waits_for_block = False
             self._ask_for_round()
+
+    def _close(self, peer: TargetPort | DrafterPort) -> None:
+        with suppress(DraftwireError):  # a peer that cannot be told ends the session with its lease
+            peer.close(self._session_id, self._epoch)
 
     @property
     def _fence(self) -> Fence:

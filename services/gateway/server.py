@@ -140,7 +140,7 @@ def serve(config: GatewayConfig) -> int:
 async def _serve(config: GatewayConfig) -> int:
     limits = (config.server.max_message_bytes, config.startup_timeout_s)
     target = VerifierLink(config.verifier, *limits)
-    drafter = DrafterLink(config.drafter, *limits) if config.drafter else None
+    drafter = DrafterLink(config.drafter, *limits) if config.has_drafter else None
     core = GatewayCore(config, target, drafter)
     links = [link for link in (target, drafter) if link is not None]
     streams: list[asyncio.Task[None]] = []

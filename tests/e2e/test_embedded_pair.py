@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.prompts import load_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.prompts import load_prompts
 from draftwire.cli.up import stack_options
 from draftwire.client import Client
 from draftwire.services.local_stack import LocalStack

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.law import save_tiny_pair, stack_options
 
+from benchmarks.law import save_tiny_pair, stack_options
 from draftwire.client import Client
 from draftwire.services.local_stack import LocalStack
 

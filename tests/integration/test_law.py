@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from benchmarks.law import compare, draw_completions, exact_law
 
+from benchmarks.law import compare, draw_completions, exact_law
 from draftwire.sampling import SamplingParams
 from draftwire.services.local_stack import LocalStack
 from draftwire.verification import RULES

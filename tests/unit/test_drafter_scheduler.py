@@ -199,6 +199,8 @@ def test_calibration_of_a_past_epoch_is_dropped_and_counted() -> None:
     [
         pytest.param(make_calibration([*PROMPT, 9], [10]), id="leaves_a_gap"),
         pytest.param(make_calibration(PROMPT[:3], [4, 10]), id="overlaps"),
+        pytest.param(make_calibration(PROMPT, [10], base_len=3), id="base_before_what_is_known"),
+        pytest.param(make_calibration(PROMPT, [10], base_len=5), id="base_after_what_is_known"),
         pytest.param(with_fence(make_calibration(PROMPT, [10]), prefix_hash=1), id="other_hash"),
         pytest.param(make_calibration([7, *PROMPT[1:]], [10]), id="other_prefix"),
         pytest.param(with_fence(make_calibration(PROMPT, [10]), prefix_len=6), id="other_length"),

@@ -1,7 +1,5 @@
 """The loop in one process: what the rule sees is the target's, round after round."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from tiny_models import save_tiny_model

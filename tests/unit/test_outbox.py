@@ -64,9 +64,13 @@ async def test_put_beyond_the_bound_is_refused_and_the_rest_is_kept() -> None:
 
 async def test_outbox_is_bounded_by_default() -> None:
     outbox = Outbox[int]()
-    with pytest.raises(UnavailableError):
+
+    def fill() -> None:
         for item in range(1_000_000):
             outbox.put(item)
+
+    with pytest.raises(UnavailableError):
+        fill()
 
 
 async def test_close_lets_the_consumer_take_what_is_left_and_then_ends() -> None:

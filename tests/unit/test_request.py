@@ -35,8 +35,8 @@ MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
     ("changes", "named"),
     [
         ({"prompt_ids": []}, "prompt"),
-        ({"prompt_ids": [1] * 10}, "prompt"),
-        ({"prompt_ids": [1] * 11}, "prompt"),
+        ({"prompt_ids": [1] * 10}, "the prompt has"),
+        ({"prompt_ids": [1] * 11}, "the prompt has"),
         ({"prompt_ids": [1, 50]}, "prompt"),
         ({"prompt_ids": [-1, 1]}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),

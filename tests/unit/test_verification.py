@@ -216,6 +216,12 @@ def test_token_that_cannot_have_been_drawn_cuts_the_block_before_it(rule: Verifi
     shorter = outcome_law(rule, target[:2], draft[:1], (0,))
     assert (law[:2] - shorter).abs().max() < 1e-15
     assert law[2:].sum() == 0.0
+    uniforms = torch.rand(200, 2, generator=generator, dtype=torch.float64)
+    tokens = torch.tensor([0, 2, 1])
+    blocks = BlockBatch(
+        target.expand(200, -1, -1), draft.expand(200, -1, -1), tokens.expand(200, -1), torch.full((200,), 3)
+    )
+    assert int(verify(rule, blocks, uniforms).num_accepted.max()) == 1
 
 
 @EVERY_RULE

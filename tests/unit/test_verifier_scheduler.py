@@ -311,6 +311,7 @@ def test_completing_commits_the_tokens_so_that_the_next_fence_matches() -> None:
     assert verdict is not None
     assert verdict.fence == after
     assert scheduler.run_plain(PlainRun(replace(session.fence, round=2), 1)) is FenceVerdict.CURRENT
+    assert next_step(scheduler).block is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,290 @@
+"""Options and environment variables: everything is documented, nothing is ignored, nothing bad gets in."""
+
+import math
+import os
+import sys
+from dataclasses import MISSING
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from draftwire.errors import InvalidRequestError
+from draftwire.services.drafter.config import DrafterConfig
+from draftwire.services.gateway.config import GatewayConfig, LoopSettings
+from draftwire.services.options import (
+    PREFIX,
+    SERVICES,
+    Setting,
+    build,
+    refuse_unknown_variables,
+    serve_command,
+    settings_of,
+    unknown_variables,
+    variable,
+)
+from draftwire.services.settings import ModelSettings, ServerSettings
+from draftwire.services.verifier.config import VerifierConfig
+
+ALL_SETTINGS = [
+    pytest.param(service, setting, id=f"{service}-{setting.name}")
+    for service, config in SERVICES.items()
+    for setting in settings_of(config)
+]
+
+
+def values_of(config_class: type, **changes: Any) -> dict[str, Any]:
+    """Returns the values of all settings: the defaults, a model where one is needed, and the changes."""
+    values = {setting.name: setting.default for setting in settings_of(config_class)}
+    if "model" in values:
+        values["model"] = "some/model"
+    assert changes.keys() <= values.keys(), "the test changes a setting that does not exist"
+    return values | changes
+
+
+# What can be set
+
+
+def test_all_three_services_can_be_configured() -> None:
+    assert set(SERVICES.items()) == {
+        ("drafter", DrafterConfig),
+        ("verifier", VerifierConfig),
+        ("gateway", GatewayConfig),
+    }
+
+
+@pytest.mark.parametrize(("service", "setting"), ALL_SETTINGS)
+def test_every_setting_has_a_help_text(service: str, setting: Setting) -> None:
+    assert len(setting.help) > 10
+    assert "\n" not in setting.help
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_no_two_settings_of_a_service_share_a_name(service: str) -> None:
+    """Nested settings are flattened: a name that came twice would set two things."""
+    names = [setting.name for setting in settings_of(SERVICES[service])]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("config_class", "nested"),
+    [
+        (DrafterConfig, (ModelSettings, ServerSettings)),
+        (VerifierConfig, (ModelSettings, ServerSettings)),
+        (GatewayConfig, (ServerSettings, LoopSettings)),
+    ],
+)
+def test_settings_of_nested_classes_are_settings(config_class: type, nested: tuple[type, ...]) -> None:
+    names = {setting.name for setting in settings_of(config_class)}
+    for inner in nested:
+        assert {setting.name for setting in settings_of(inner)} < names
+    assert not names & {"server", "loading", "loop"}
+
+
+def test_only_the_models_have_no_default() -> None:
+    needed = [
+        (service, setting.name)
+        for service in SERVICES
+        for setting in settings_of(SERVICES[service])
+        if setting.default is MISSING
+    ]
+    assert needed == [("drafter", "model"), ("verifier", "model")]
+
+
+def test_defaults_of_nested_settings_are_those_of_the_service() -> None:
+    """Each service has ports of its own, though they share the class that holds them."""
+    ports = {
+        service: [setting.default for setting in settings_of(config) if setting.name in ("port", "metrics_port")]
+        for service, config in SERVICES.items()
+    }
+    assert ports == {"gateway": [50051, None], "verifier": [50052, 9052], "drafter": [50053, 9053]}
+
+
+# Environment variables
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DRAFTWIRE_VERIFIER_PROT",
+        "DRAFTWIRE_GATEWAY_MODEL",
+        "DRAFTWIRE_PORT",
+        "DRAFTWIRE_VERIFIER_LOADING",
+        "DRAFTWIRE_",
+        "DRAFTWIRE_verifier_port",
+    ],
+)
+def test_unknown_variable_is_reported(name: str) -> None:
+    assert unknown_variables({name: "1", "PATH": "/bin", "DRAFTWIRE_VERIFIER_PORT": "1"}) == [name]
+
+
+@pytest.mark.parametrize(("service", "setting"), ALL_SETTINGS)
+def test_variable_of_every_setting_is_known(service: str, setting: Setting) -> None:
+    assert unknown_variables({f"DRAFTWIRE_{service.upper()}_{setting.name.upper()}": "1"}) == []
+
+
+def test_clients_variable_and_those_of_others_are_not_reported() -> None:
+    assert unknown_variables({"DRAFTWIRE_ADDRESS": "x", "OTHER_PORT": "1", "MY_DRAFTWIRE_X": "1"}) == []
+
+
+def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("DRAFTWIRE_VERIFIER_PROT", "1")
+    with pytest.raises(SystemExit) as ended:
+        refuse_unknown_variables()
+    assert ended.value.code == 2
+    assert "DRAFTWIRE_VERIFIER_PROT" in capsys.readouterr().err
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [
+        *((config, change) for config in SERVICES.values() for change in ({"port": 65535}, {"metrics_port": None})),
+        (VerifierConfig, {"dtype": "bfloat16", "threads": 3, "revision": "main", "max_sessions": 1, "host": "::"}),
+        (DrafterConfig, {"device": "cuda:0", "max_draft_tokens": 1, "connect_timeout_s": 0.5, "drain_seconds": 0.0}),
+        (GatewayConfig, {"drafter": "none", "num_speculative_tokens": 0, "bridge_rounds": 7, "block_timeout_s": 0.25}),
+        (GatewayConfig, {"max_message_bytes": 2**20, "log_format": "json", "verifier": "[::1]:1"}),
+    ],
+)
+def test_every_value_arrives_where_it_belongs(config_class: type, changes: dict[str, Any]) -> None:
+    values = values_of(config_class, **changes)
+    built = build(config_class, values)
+    found = {setting.name: setting.default for setting in settings_of(config_class, defaults=built)}
+    assert found == values
+
+
+def test_build_makes_the_nested_settings() -> None:
+    built = build(VerifierConfig, values_of(VerifierConfig, model="m", threads=2, port=7, max_draft_tokens=5))
+    expected = VerifierConfig(
+        loading=ModelSettings(model="m", threads=2),
+        server=ServerSettings(port=7, metrics_port=9052),
+        max_draft_tokens=5,
+    )
+    assert built == expected
+
+
+@pytest.mark.parametrize("config_class", SERVICES.values())
+def test_values_left_alone_give_the_default_configuration(config_class: type) -> None:
+    needed = {} if config_class is GatewayConfig else {"loading": ModelSettings("some/model")}
+    assert build(config_class, values_of(config_class)) == config_class(**needed)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name", "value"),
+    [
+        *((config, "port", port) for config in SERVICES.values() for port in (99999, -1)),
+        (VerifierConfig, "metrics_port", 65536),
+        (VerifierConfig, "max_message_bytes", 2**20 - 1),
+        (VerifierConfig, "drain_seconds", -1.0),
+        (VerifierConfig, "drain_seconds", math.nan),
+        (VerifierConfig, "log_format", "xml"),
+        (VerifierConfig, "threads", 0),
+        (VerifierConfig, "model", ""),
+        (VerifierConfig, "max_sessions", 0),
+        (VerifierConfig, "max_draft_tokens", 0),
+        (DrafterConfig, "threads", -1),
+        (DrafterConfig, "max_sessions", 0),
+        (DrafterConfig, "max_draft_tokens", 0),
+        (DrafterConfig, "connect_timeout_s", 0.0),
+        (DrafterConfig, "connect_timeout_s", math.nan),
+        (GatewayConfig, "verifier", "localhost"),
+        (GatewayConfig, "verifier", ":50052"),
+        (GatewayConfig, "verifier", "localhost:"),
+        (GatewayConfig, "verifier", "localhost:http"),
+        (GatewayConfig, "verifier", "localhost:99999"),
+        (GatewayConfig, "verifier", ""),
+        (GatewayConfig, "drafter", "localhost"),
+        (GatewayConfig, "drafter", "localhost:99999"),
+        (GatewayConfig, "num_speculative_tokens", -1),
+        (GatewayConfig, "num_speculative_tokens", 17),
+        (GatewayConfig, "max_speculative_tokens", 3),
+        (GatewayConfig, "startup_timeout_s", 0.0),
+        (GatewayConfig, "max_requests", 0),
+        (GatewayConfig, "plain_run_rounds", 0),
+        (GatewayConfig, "bridge_rounds", 0),
+        (GatewayConfig, "block_timeout_s", 0.0),
+        (GatewayConfig, "verdict_timeout_s", -1.0),
+        (GatewayConfig, "verdict_timeout_s", math.nan),
+    ],
+)
+def test_value_out_of_range_is_refused(config_class: type, name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        build(config_class, values_of(config_class, **{name: value}))
+
+
+# The command
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Configurations that the services were started with; they do nothing but note them."""
+    configs: list[Any] = []
+    for service in SERVICES:
+        module = SimpleNamespace(serve=lambda config: configs.append(config) or 0)
+        monkeypatch.setitem(sys.modules, f"draftwire.services.{service}.server", module)
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    return configs
+
+
+def run_command(service: str, *arguments: str, **environment: str) -> Result:
+    app = typer.Typer()
+    app.command()(serve_command(service))
+    return CliRunner().invoke(app, arguments, env={PREFIX + name: value for name, value in environment.items()})
+
+
+def test_command_without_options_starts_the_default_configuration(served: list[Any]) -> None:
+    assert run_command("gateway").exit_code == 0
+    assert served == [GatewayConfig()]
+
+
+def test_options_and_variables_set_values_and_options_win(served: list[Any]) -> None:
+    arguments = ["--model", "m", "--max-draft-tokens", "3"]
+    environment = {"VERIFIER_PORT": "7", "VERIFIER_MAX_DRAFT_TOKENS": "4", "DRAFTER_PORT": "8"}
+    assert run_command("verifier", *arguments, **environment).exit_code == 0
+    server = ServerSettings(port=7, metrics_port=9052)
+    assert served == [VerifierConfig(ModelSettings("m"), server, max_draft_tokens=3)]
+
+
+@pytest.mark.parametrize(
+    ("service", "arguments", "environment"),
+    [
+        ("verifier", [], {}),  # no model
+        ("gateway", ["--prot", "1"], {}),
+        ("gateway", ["--port", "http"], {}),
+        ("gateway", ["--port", "99999"], {}),
+        ("gateway", [], {"GATEWAY_PORT": "http"}),
+        ("gateway", [], {"GATEWAY_PORT": "99999"}),
+        ("gateway", [], {"GATEWAY_PORT": "1.5"}),
+        ("gateway", [], {"GATEWAY_BLOCK_TIMEOUT_S": "soon"}),
+        ("gateway", [], {"GATEWAY_LOG_FORMAT": "xml"}),
+    ],
+)
+def test_malformed_value_ends_the_command_before_anything_starts(
+    served: list[Any], service: str, arguments: list[str], environment: dict[str, str]
+) -> None:
+    assert run_command(service, *arguments, **environment).exit_code == 2
+    assert served == []
+
+
+def test_empty_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line would take it as not set, and so ignore it."""
+    monkeypatch.setenv("DRAFTWIRE_GATEWAY_DRAFTER", "")
+    with pytest.raises(SystemExit, match="2"):
+        refuse_unknown_variables()
+    assert "empty environment variable: DRAFTWIRE_GATEWAY_DRAFTER" in capsys.readouterr().err
+
+
+def test_help_names_every_option_and_variable() -> None:
+    """Only a wide terminal keeps long names whole."""
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(serve_command("gateway"))
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "400", "TERMINAL_WIDTH": "400"}).output
+    for setting in settings_of(GatewayConfig):
+        assert "--" + setting.name.replace("_", "-") in text
+        assert variable("gateway", setting.name) in text
