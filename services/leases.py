@@ -4,8 +4,12 @@ import secrets
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from draftwire.errors import ProtocolViolationError
+import structlog
+
+from draftwire.errors import ProtocolViolationError, UnavailableError
 from draftwire.services.outbox import Outbox
+
+log = structlog.get_logger()
 
 SessionKey = tuple[int, int]
 """Session id and epoch."""
@@ -48,5 +52,10 @@ class Leases(Generic[Event]):
             raise ProtocolViolationError("unknown lease")
 
     def send(self, lease_id: int, event: Event) -> None:
-        """Puts an event into the outbox of an open lease."""
-        self._outboxes[lease_id].put(event)
+        """Puts an event into the outbox of an open lease; a gateway that does not read its stream loses it."""
+        outbox = self._outboxes[lease_id]
+        try:
+            outbox.put(event)
+        except UnavailableError:
+            log.warning("lease.stream_cut", lease_id=lease_id)
+            outbox.close()

@@ -128,7 +128,7 @@ class GenerationLoop:
         assert self._drafter is not None
         try:
             await self._drafter.open(self._draft_spec(), self._inbox)
-        except DraftwireError as error:
+        except Exception as error:
             self._inbox.put_nowait(DrafterLost(error))
         else:
             self._inbox.put_nowait(DrafterReady())
@@ -235,7 +235,7 @@ class GenerationLoop:
             epoch=self._epoch,
             first_round=self._round,
             choice=0,
-            token_ids=self._committed.ids,
+            token_ids=list(self._committed.ids),
             prompt_len=len(generation.prompt_ids),
             sampling=generation.sampling,
             rule=generation.rule,

@@ -79,7 +79,7 @@ def complete_request(
         raise InvalidRequestError(
             f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters each"
         )
-    if any(token >= target.vocab_size for token in request.stop_token_ids):
+    if not all(0 <= token < target.vocab_size for token in request.stop_token_ids):
         raise InvalidRequestError(f"stop_token_ids must be in 0..{target.vocab_size - 1}")
     seed = new_seed() if request.seed is None else request.seed
     if not 0 <= seed <= MAX_SEED:

@@ -3,10 +3,12 @@
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-MAX_UTF8_TAIL = 3
-"""Bytes that an incomplete UTF-8 sequence can have; a tokenizer may show each as a replacement character."""
-CONTEXT_TOKENS = 4
-"""Tokens of the prompt that are decoded along, because some tokenizers treat the start of a text in its own way."""
+MAX_HELD = 16
+"""Replacement characters that are held back because they may still become others. A tokenizer that falls back to bytes
+shows every byte of a run as one until the whole run is valid."""
+PROMPT_TOKENS = range(4, 17)
+"""Tokens of the prompt that are decoded along, because some tokenizers treat the start of a text in its own way: the
+fewest that do not begin inside a character."""
 
 
 class IncrementalDetokenizer:
@@ -15,35 +17,38 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
         """Starts after a prompt, whose text is not returned."""
         self._tokenizer = tokenizer
-        self._window = prompt_ids[-CONTEXT_TOKENS:]
-        self._shown = len(self._decode())  # characters of the window's text that are the prompt's or were returned
+        tails = [prompt_ids[-length:] for length in PROMPT_TOKENS]
+        self._window = next((tail for tail in tails if REPLACEMENT not in self._decode(tail)), tails[0])
+        self._settled = len(self._window)  # tokens of the window that were settled before the last settled piece
+        self._shown = len(self._decode(self._window))  # characters of the window's text that were returned, or prompt
 
     def push(self, token_id: int) -> str:
         """Adds a token and returns the text that it makes certain."""
         self._window.append(token_id)
-        text = self._decode()
+        text = self._decode(self._window)
         certain = len(text)
-        while certain > max(self._shown, len(text) - MAX_UTF8_TAIL) and text[certain - 1] == REPLACEMENT:
+        while certain > max(self._shown, len(text) - MAX_HELD) and text[certain - 1] == REPLACEMENT:
             certain -= 1
         piece = text[self._shown : certain]
         self._shown = max(self._shown, certain)
-        if certain == len(text) and piece:  # no character is open: the window may start anew
-            self._window = self._window[-CONTEXT_TOKENS:]
-            self._shown = len(self._decode())
+        if certain == len(text) and piece:  # no character is open: what came before the last piece is not needed again
+            self._window = self._window[self._settled :]
+            self._settled = len(self._window)
+            self._shown = len(self._decode(self._window))
         return piece
 
     def finish(self) -> str:
         """Returns what was held back because it could have been the start of a character."""
-        text = self._decode()
+        text = self._decode(self._window)
         piece, self._shown = text[self._shown :], len(text)
         return piece
 
-    def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._window, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class StopStrings:
-    """Cuts a growing text before the first stop string, holding back whatever could still become one."""
+    """Cuts a growing text before the stop string that is completed first, holding back what could still become one."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         """Takes the stop strings, none of them empty."""
@@ -57,10 +62,11 @@ class StopStrings:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [position for position in (text.find(stop) for stop in self._stops) if position >= 0]
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            _, start = min(found)
+            return text[:start]
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

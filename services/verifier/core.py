@@ -106,8 +106,10 @@ class VerifierCore:
 
     def run_plain(self, run: PlainRun) -> None:
         """Starts a plain run; a message out of place ends the session."""
-        if self._scheduler.run_plain(run) is FenceVerdict.VIOLATION:
-            error = ProtocolViolationError("plain run for another prefix than the session's")
+        try:
+            if self._scheduler.run_plain(run) is FenceVerdict.VIOLATION:
+                raise ProtocolViolationError("plain run for another prefix than the session's")
+        except DraftwireError as error:
             self._fail((run.fence.session_id, run.fence.epoch), error)
         self._work.set()
 

@@ -121,9 +121,17 @@ class Scheduler:
         return verdict
 
     def run_plain(self, run: PlainRun) -> FenceVerdict:
-        """Starts plain decoding, if the current round is still free."""
+        """Starts plain decoding, if the current round is still free.
+
+        Raises:
+            InvalidRequestError: no round is wanted, or the target's context has no room for one.
+        """
         session, verdict = self._judge(run.fence)
         if session is not None:
+            if run.num_rounds < 1:
+                raise InvalidRequestError("a plain run has at least one round")
+            if len(session.committed) >= self.context_length:
+                raise InvalidRequestError("plain run beyond the target's context")
             session.plain_rounds_left = run.num_rounds
             self._enqueue(session)
         return verdict
