@@ -47,7 +47,8 @@ def up(
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
+        signal.signal(number, interrupt)
     with LocalStack(options, on_log=lambda service, line: _print_log(console, service, line)) as stack:
         console.print(f'[bold]ready[/bold] on {stack.address}; in another terminal: draftwire generate "{DEMO_PROMPT}"')
         try:
