@@ -13,8 +13,11 @@ both sums come from the same blocks. Intervals are 95 %, by bootstrap over the p
 
 import argparse
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported; its threads share two cores
 
 import numpy as np
 import torch
