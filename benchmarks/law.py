@@ -136,6 +136,7 @@ def main() -> None:
     """Runs the comparison for every rule and prints a line of JSON for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--samples", type=int, default=20_000)
+    parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -146,7 +147,7 @@ def main() -> None:
         target, drafter = save_tiny_pair(Path(folder))
         law = exact_law(target, sampling)
         with LocalStack(stack_options(target, drafter)) as stack:
-            for rule in RULES:
+            for rule in arguments.rules:
                 completions = list(draw_completions(stack.address, rule, sampling, range(arguments.samples)))
                 print(json.dumps(asdict(compare(rule, completions, law))), flush=True)
 
