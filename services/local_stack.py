@@ -121,6 +121,7 @@ class LocalStack:
         arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
         process = subprocess.Popen(
             [sys.executable, "-m", f"draftwire.services.{name}", *arguments],
+            stdout=subprocess.DEVNULL,  # else whoever reads our output would wait for the services to end
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},

@@ -112,7 +112,7 @@ def test_text_is_the_decoding_of_the_tokens_and_stop_strings_cut_it(
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "draftwire.cli", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}, check=False
     )
 
 
