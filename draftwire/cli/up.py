@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -44,11 +45,7 @@ def up(
     options["verifier"].update(port=verifier_port, metrics_port=9052)
     options["drafter"].update(port=drafter_port, metrics_port=9053)
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts background jobs with SIGINT ignored
-        signal.signal(number, interrupt)
+    _interrupt_on_signals()
     with LocalStack(options, on_log=lambda service, line: _print_log(console, service, line)) as stack:
         console.print(f'[bold]ready[/bold] on {stack.address}; in another terminal: draftwire generate "{DEMO_PROMPT}"')
         try:
@@ -71,10 +68,11 @@ def demo(
     """Start everything on free ports, stream one completion, print what it took, stop everything."""
     console = Console(stderr=True, highlight=False)
     options = stack_options(target, drafter, num_speculative_tokens)
-    with console.status("starting drafter, verifier and gateway"):
-        stack = LocalStack(options)
-        stack.__enter__()
-    with stack, Client(stack.address) as client:
+    _interrupt_on_signals()
+    with ExitStack() as cleanup:
+        with console.status("starting drafter, verifier and gateway"):
+            stack = cleanup.enter_context(LocalStack(options))
+        client = cleanup.enter_context(Client(stack.address))
         client.generate(prompt, max_tokens=8)  # the first request pays for lazy initialisation
         stream = client.stream(prompt, max_tokens=max_tokens, temperature=temperature)
         typer.echo(prompt, nl=False)
@@ -109,6 +107,16 @@ def embedded_model(name: str) -> str:
     if not (folder / "config.json").is_file():
         raise InvalidRequestError(f"the embedded pair is not installed ({folder}); pass --target and --drafter")
     return str(folder)
+
+
+def _interrupt_on_signals() -> None:
+    """Makes SIGINT and SIGTERM stop the services on the way out. A shell starts background jobs with SIGINT ignored."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
 
 
 def _print_log(console: Console, service: str, line: Mapping[str, Any]) -> None:

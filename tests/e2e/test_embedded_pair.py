@@ -176,8 +176,15 @@ def test_up_serves_until_it_is_stopped_and_then_leaves_nothing_running() -> None
     assert run("generate", "x", "--address", "127.0.0.1:50151", "--wait", "0.5").returncode == 1
 
 
-def test_demo_shows_a_completion_and_its_statistics() -> None:
+def running_services() -> set[str]:
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return {line.decode(errors="replace") for line in lines if b"draftwire.services" in line}
+
+
+def test_demo_shows_a_completion_and_its_statistics_and_leaves_nothing_running(stack: LocalStack) -> None:
+    before = running_services()
     result = run("demo", "--max-tokens", "48")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("def merge_sorted(a, b):")
     assert re.search(STATISTICS, result.stderr)
+    assert running_services() <= before
