@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -177,8 +178,11 @@ def test_up_serves_until_it_is_stopped_and_then_leaves_nothing_running() -> None
 
 
 def running_services() -> set[str]:
-    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    return {line.decode(errors="replace") for line in lines if b"draftwire.services" in line}
+    lines = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # the process ended meanwhile
+            lines.add(path.read_text(errors="replace"))
+    return {line for line in lines if "draftwire.services" in line}
 
 
 def test_demo_shows_a_completion_and_its_statistics_and_leaves_nothing_running(stack: LocalStack) -> None:
