@@ -30,6 +30,7 @@ from draftwire.cli.up import stack_options
 from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
+from draftwire.models.cached_model import CachedModel
 from draftwire.models.loading import load_model
 from draftwire.sampling import SamplingParams
 from draftwire.services.local_stack import LocalStack
@@ -99,7 +100,9 @@ def measure(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
 def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Counts]:
     """Continues every prompt in this process and asks each block what either rule would accept."""
     target, drafter = (load_model(options["model"]) for options in _models(arguments))
-    strategy = LanguageModelDrafter(drafter.model, drafter.description.context_length)
+    context_length = drafter.description.context_length
+    cached_target = CachedModel(target.model, context_length)
+    strategy = LanguageModelDrafter(CachedModel(drafter.model, context_length), context_length)
     tokenizer = AutoTokenizer.from_pretrained(_models(arguments)[0]["model"])
     counts: dict[str, list[tuple[float, int]]] = {rule: [] for rule in RULES}
     sampling = SamplingParams(arguments.temperature)
@@ -108,12 +111,12 @@ def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
         blocks = 0
         run = LocalRun(sampling, arguments.max_tokens, arguments.block_length, "block", seed)
         prompt_ids = tokenizer(prompt)["input_ids"]
-        for judgement in speculate(target.model, target.description.vocab_size, strategy, prompt_ids, run):
-            if judgement.blocks.lengths[0] == 0:
+        for done in speculate(cached_target, strategy, prompt_ids, run):
+            if done.blocks.lengths[0] == 0:
                 continue
             blocks += 1
             for name, rule in RULES.items():
-                expected[name] += float(rule.stop_law(judgement.blocks).expected_accepted()[0])
+                expected[name] += float(rule.stop_law(done.blocks).expected_accepted()[0])
         for name in RULES:
             counts[name].append((expected[name], blocks))
     return {rule: np.array(rows, dtype=np.float64) for rule, rows in counts.items()}

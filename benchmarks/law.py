@@ -1,21 +1,28 @@
 """Does the text that comes out of the three services follow the target's law? A test on a model that can be enumerated.
 
-    python -m benchmarks.law --samples 20000
+    python -m benchmarks.law --samples 20000 --concurrency 16
 
 starts drafter, verifier and gateway with two tiny models, draws many completions for each verification rule, and
 compares how often each outcome came with the target's exact probability of it (chi-square). The models have two layers
 and random weights: every distribution depends on the whole context.
+
+The completions share the steps of both models with each other and with requests of all other kinds, which are not
+judged: other prompts, parameters, rules and block lengths, some of them cancelled.
 """
 
 import argparse
 import json
+import random
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from scipy.stats import chi2
@@ -29,12 +36,15 @@ from draftwire.verification import RULES
 from tests.tiny_models import save_tiny_model
 
 VOCAB_SIZE = 3
-PROMPT = [0, 2, 1]
+PROMPT = [1, 1, 2, 2, 2, 0, 0, 1, 2, 2, 2, 2, 1, 1, 2, 2, 0, 1, 2, 1]
+"""Longer than a block of the KV cache, whose contents most completions take over from each other."""
 LENGTH = 9
 """Tokens of each completion."""
 JUDGED = 5
 """The last tokens of each completion, whose joint law is compared; the drafter joins some tokens after the first."""
 BLOCK_LENGTH = 3
+CONTEXT_LENGTH = 64
+CONCURRENCY = 16
 SMALLEST_CELL = 5.0
 """Outcomes expected less often are merged."""
 
@@ -44,6 +54,7 @@ class LawResult:
     """One comparison."""
 
     rule: str
+    concurrency: int
     samples: int
     chi_square: float
     degrees_of_freedom: int
@@ -56,8 +67,8 @@ class LawResult:
 
 def save_tiny_pair(folder: Path) -> tuple[Path, Path]:
     """Writes target and drafter, whose laws overlap by about a half."""
-    target = save_tiny_model(folder / "target", VOCAB_SIZE, seed=6)
-    drafter = save_tiny_model(folder / "drafter", VOCAB_SIZE, seed=9)
+    target = save_tiny_model(folder / "target", VOCAB_SIZE, seed=6, context_length=CONTEXT_LENGTH)
+    drafter = save_tiny_model(folder / "drafter", VOCAB_SIZE, seed=9, context_length=CONTEXT_LENGTH)
     return target, drafter
 
 
@@ -65,18 +76,30 @@ def save_tiny_pair(folder: Path) -> tuple[Path, Path]:
 def exact_law(model_folder: Path, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
     """Returns the model's own law of the last `JUDGED` of `LENGTH` tokens after `PROMPT`."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
-    texts = list(product(range(VOCAB_SIZE), repeat=LENGTH))
+    texts = list(product(range(VOCAB_SIZE), repeat=LENGTH - 1))
     ids = torch.tensor([[*PROMPT, *text] for text in texts])
-    rows = probabilities(model(input_ids=ids).logits[:, len(PROMPT) - 1 : -1], sampling)  # [texts, LENGTH, vocab]
-    masses = rows.gather(-1, ids[:, len(PROMPT) :].unsqueeze(-1)).squeeze(-1).prod(-1)
+    rows = probabilities(model(input_ids=ids).logits[:, len(PROMPT) - 1 :], sampling)  # [texts, LENGTH, vocab]
+    masses = rows[:, :-1].gather(-1, ids[:, len(PROMPT) :].unsqueeze(-1)).prod(1) * rows[:, -1]  # [texts, vocab]
     law: Counter[tuple[int, ...]] = Counter()
-    for text, mass in zip(texts, masses.tolist(), strict=True):
-        law[text[-JUDGED:]] += mass
+    for text, last in zip(texts, masses.tolist(), strict=True):
+        for token, mass in enumerate(last):
+            law[(*text, token)[-JUDGED:]] += mass
     return dict(law)
 
 
-def draw_completions(address: str, rule: str, sampling: SamplingParams, seeds: Sequence[int]) -> Iterator[Completion]:
-    """Draws one completion per seed through a running gateway, eight at a time."""
+def draw_completions(
+    address: str, rule: str, sampling: SamplingParams, seeds: Sequence[int], concurrency: int = CONCURRENCY
+) -> Iterator[Completion]:
+    """Draws one completion per seed through a running gateway, beside requests of other kinds.
+
+    Args:
+        address: host:port of the gateway.
+        rule: how the completions are verified.
+        sampling: their parameters.
+        seeds: one for each completion.
+        concurrency: requests that run at once; about a quarter of them are of other kinds, of 1 none.
+    """
+    num_others = (concurrency + 1) // 4
 
     def draw(seed: int) -> Completion:
         return client.generate(
@@ -90,11 +113,59 @@ def draw_completions(address: str, rule: str, sampling: SamplingParams, seeds: S
             rejection_sample_method=rule,
         )
 
-    with Client(address) as client, ThreadPoolExecutor(8) as pool:
+    with (
+        Client(address) as client,
+        other_requests(client, num_others),
+        ThreadPoolExecutor(concurrency - num_others) as pool,
+    ):
         yield from pool.map(draw, seeds)
 
 
-def compare(rule: str, completions: Sequence[Completion], law: dict[tuple[int, ...], float]) -> LawResult:
+@contextmanager
+def other_requests(client: Client, count: int) -> Iterator[None]:
+    """Keeps so many requests of all kinds running; an error of theirs is raised at the end."""
+    ended = threading.Event()
+
+    def keep_asking(seed: int) -> None:
+        generator = random.Random(seed)
+        while not ended.is_set():
+            stream = client.stream(**other_request(generator))
+            num_pieces = generator.choice([1, 3, CONTEXT_LENGTH, CONTEXT_LENGTH])  # then it is cancelled
+            for number, _ in enumerate(stream, 1):
+                if number == num_pieces:
+                    stream.cancel()
+                    break
+
+    with ThreadPoolExecutor(max(count, 1)) as pool:
+        running = [pool.submit(keep_asking, seed) for seed in range(count)]
+        try:
+            yield
+        finally:
+            ended.set()
+        for other in running:
+            other.result()
+
+
+def other_request(generator: random.Random) -> dict[str, Any]:
+    """Returns a request whose prompt begins like `PROMPT` or not, and whose parameters are any."""
+    shared = PROMPT[: generator.choice([0, 16, len(PROMPT)])]
+    prompt = [*shared, *(generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 30)))]
+    return {
+        "prompt": prompt,
+        "max_tokens": generator.randint(1, CONTEXT_LENGTH - len(prompt)),
+        "temperature": generator.choice([0.0, 0.5, 1.0, 2.0]),
+        "top_k": generator.choice([0, 0, 1, 2]),
+        "top_p": generator.choice([1.0, 1.0, 0.5, 0.9]),
+        "seed": generator.getrandbits(64),
+        "num_speculative_tokens": generator.randint(0, 8),
+        "rejection_sample_method": generator.choice(list(RULES)),
+        "cache_salt": generator.choice(["", "", "other"]),
+    }
+
+
+def compare(
+    rule: str, completions: Sequence[Completion], law: dict[tuple[int, ...], float], concurrency: int = CONCURRENCY
+) -> LawResult:
     """Compares drawn completions with the exact law."""
     count = len(completions)
     observed = Counter(tuple(completion.token_ids[-JUDGED:]) for completion in completions)
@@ -113,6 +184,7 @@ def compare(rule: str, completions: Sequence[Completion], law: dict[tuple[int, .
     drafted = sum(completion.statistics.num_draft_tokens for completion in completions)
     return LawResult(
         rule=rule,
+        concurrency=concurrency,
         samples=count,
         chi_square=statistic,
         degrees_of_freedom=cells - 1,
@@ -137,10 +209,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
+    parser.add_argument("--concurrency", type=int, default=CONCURRENCY, help="requests that run at once")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     arguments = parser.parse_args()
+    if arguments.concurrency < 1:
+        parser.error("--concurrency must be at least 1")
     torch.set_num_threads(1)
     sampling = SamplingParams(arguments.temperature, arguments.top_k, arguments.top_p)
     with tempfile.TemporaryDirectory() as folder:
@@ -148,8 +223,9 @@ def main() -> None:
         law = exact_law(target, sampling)
         with LocalStack(stack_options(target, drafter)) as stack:
             for rule in arguments.rules:
-                completions = list(draw_completions(stack.address, rule, sampling, range(arguments.samples)))
-                print(json.dumps(asdict(compare(rule, completions, law))), flush=True)
+                seeds, concurrency = range(arguments.samples), arguments.concurrency
+                completions = list(draw_completions(stack.address, rule, sampling, seeds, concurrency))
+                print(json.dumps(asdict(compare(rule, completions, law, concurrency))), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,15 @@ class ModelMismatchError(DraftwireError):
 
 
 class NoRoomError(DraftwireError):
-    """The server is full. Retrying later helps."""
+    """The server is full. Retrying later helps.
+
+    Attributes:
+        retry_after_s: when it is worth while to try again, seconds.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class UnavailableError(DraftwireError):

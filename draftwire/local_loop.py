@@ -6,15 +6,17 @@ Source: Sun et al. 2024 (arXiv 2403.10444), Algorithm 3.
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
-
-from draftwire.drafting.strategy import DraftingStrategy, DraftRequest
+from draftwire.drafting.strategy import Drafting, DraftingStrategy, DraftRequest
+from draftwire.errors import DraftwireError
+from draftwire.models.cached_model import SequenceModel
 from draftwire.randomness import DrawKey, Role, derive_key
 from draftwire.sampling import SamplingParams
 from draftwire.verification import rule_named
-from draftwire.verification.target_sequence import Judgement, TargetSequence
+from draftwire.verification.rule import BlockBatch
+from draftwire.verification.target import Judgement, Judging, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,34 +31,54 @@ class LocalRun:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round did."""
+
+    token_ids: list[int]
+    """The tokens that it committed."""
+    num_accepted: int
+    """How many of them were drafted."""
+    blocks: BlockBatch
+    """What the rule saw: a batch of one."""
+
+
 def speculate(
-    target: PreTrainedModel, vocab_size: int, drafter: DraftingStrategy, prompt_ids: list[int], run: LocalRun
-) -> Iterator[Judgement]:
+    target: SequenceModel, drafter: DraftingStrategy, prompt_ids: list[int], run: LocalRun
+) -> Iterator[Round]:
     """Yields round after round until `run.num_tokens` tokens are committed.
 
     Args:
         target: the model whose law the tokens follow.
-        vocab_size: rows of its output.
         drafter: guesses.
         prompt_ids: at least one token.
         run: what to generate.
     """
     rule = rule_named(run.rule)
     drafting_key, verifying_key = derive_key(run.seed, Role.DRAFTING), derive_key(run.seed, Role.VERIFYING)
-    judged, drafted = TargetSequence(target, vocab_size), drafter.new_sequence()
-    committed, drafter_knows = list(prompt_ids), 0
-    end, round_number = len(prompt_ids) + run.num_tokens, 0
-    while len(committed) < end:
-        block_length = min(run.block_length, end - len(committed) - 1)
-        tokens, distributions = [], None
-        if block_length:
-            drafted.calibrate(drafter_knows, committed[drafter_knows:])
-            drafter_knows = len(committed)
-            key = DrawKey(drafting_key, 0, round_number)
-            draft = drafted.draft(DraftRequest(block_length, run.sampling, key, vocab_size))
-            tokens, distributions = draft.token_ids, draft.distributions
-        key = DrawKey(verifying_key, 0, round_number)
-        judgement = judged.judge(committed, tokens, distributions, run.sampling, rule, key)
-        committed += judgement.token_ids
-        round_number += 1
-        yield judgement
+    committed, drafter_knows = list(prompt_ids), len(prompt_ids)
+    with ExitStack() as cleanup:
+        judged, drafted = target.cache.open(committed), drafter.open(committed)
+        cleanup.callback(target.cache.close, judged)
+        cleanup.callback(drafted.close)
+        end, round_number = len(prompt_ids) + run.num_tokens, 0
+        while len(committed) < end:
+            block_length = min(run.block_length, end - len(committed) - 1)
+            tokens, distributions = [], None
+            if block_length:
+                drafted.calibrate(drafter_knows, committed[drafter_knows:])
+                drafter_knows = len(committed)
+                key = DrawKey(drafting_key, 0, round_number)
+                request = DraftRequest(block_length, run.sampling, key, target.vocab_size)
+                (draft,) = drafter.step([Drafting(drafted, request)]).drafts
+                assert draft is not None, "a step without a limit drafts"
+                tokens, distributions = draft.token_ids, draft.distributions
+            key = DrawKey(verifying_key, 0, round_number)
+            step = judge(target, [Judging(judged, committed, tokens, distributions, run.sampling, rule, key)])
+            (judgement,) = step.outcomes
+            if isinstance(judgement, DraftwireError):
+                raise judgement
+            assert isinstance(judgement, Judgement), "a step without a limit decides"
+            committed += judgement.token_ids
+            round_number += 1
+            yield Round(judgement.token_ids, judgement.num_accepted, step.blocks[0])

@@ -107,6 +107,8 @@ class Verdict:
     verify_us: int = 0
     queue_us: int = 0
     timings: DraftTimings = field(default_factory=DraftTimings)
+    num_cached_tokens: int = 0
+    """Tokens that the target did not have to read, because another session had, over the whole session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,9 @@ class TargetSessionSpec:
     max_draft_tokens: int
     plain_rounds: int
     stop_token_ids: frozenset[int]
+    max_len: int
+    """Most tokens that will ever be committed, prompt included."""
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +166,6 @@ class DraftSessionSpec:
     verifier_address: str
     target_vocab_size: int
     max_draft_tokens: int
+    max_len: int
+    """Most tokens that committed and drafted ones will ever be together."""
+    cache_salt: str = ""

@@ -5,6 +5,7 @@ it to its own logits before it draws. A parameter that is not listed here is ref
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,24 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(logits < threshold, -math.inf)
     result = logits.softmax(dim=-1)
     return result if params.top_p == 1.0 else _keep_top_mass(result, params.top_p)
+
+
+def probabilities_by_row(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Returns `probabilities` of rows that each have parameters of their own; see there.
+
+    Args:
+        logits: `[rows, vocab]`.
+        params: one per row; rows with equal ones are computed together.
+    """
+    rows_of: dict[SamplingParams, list[int]] = {}
+    for row, wanted in enumerate(params):
+        rows_of.setdefault(wanted, []).append(row)
+    if len(rows_of) == 1:
+        return probabilities(logits, params[0])
+    result = torch.empty_like(logits, dtype=logits.dtype if logits.dtype == torch.float64 else torch.float32)
+    for wanted, rows in rows_of.items():
+        result[rows] = probabilities(logits[rows], wanted)
+    return result
 
 
 def _keep_top_mass(probs: Tensor, top_p: float) -> Tensor:

@@ -1,13 +1,35 @@
 """Prometheus metrics of the services. Names after the prefix are those that dashboards read from vLLM."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from draftwire.rounds import Verdict
+from draftwire.services.admission import Room
 
 PREFIX = "draftwire:"
+
+
+class Scheduled(Protocol):
+    """What a scheduler counts itself."""
+
+    @property
+    def sessions(self) -> Mapping[Any, Any]:
+        """The open ones."""
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Messages that had no effect, by reason."""
+
+    @property
+    def prefix_tokens(self) -> Mapping[str, int]:
+        """Tokens "queried" and "reused"."""
+
+    @property
+    def room(self) -> Room:
+        """What is reserved."""
 
 
 class ServiceMetrics:
@@ -26,7 +48,19 @@ class ServiceMetrics:
         return int(server.server_port)
 
 
-class VerifierMetrics(ServiceMetrics):
+class EngineMetrics(ServiceMetrics):
+    """What a service with an engine counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = self.counter("engine_steps", "Steps of the engine; each serves all sessions that are ready.")
+
+    def watch(self, scheduler: Scheduled) -> None:
+        """Exports the numbers that a scheduler keeps itself."""
+        self.registry.register(_Watcher(scheduler))
+
+
+class VerifierMetrics(EngineMetrics):
     """What a verifier counts."""
 
     def __init__(self) -> None:
@@ -53,22 +87,14 @@ class VerifierMetrics(ServiceMetrics):
             for position in range(verdict.num_accepted_tokens):
                 self.accepted_per_position.labels(position).inc()
 
-    def watch(self, num_sessions: Callable[[], int], dropped: Mapping[str, int]) -> None:
-        """Exports numbers that the service keeps itself."""
-        self.registry.register(_Watcher(num_sessions, dropped))
 
-
-class DrafterMetrics(ServiceMetrics):
+class DrafterMetrics(EngineMetrics):
     """What a drafter counts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks_sent = self.counter("blocks_sent", "Draft blocks sent to verifiers.")
         self.draft_tokens = self.counter("draft_tokens_sent", "Draft tokens sent to verifiers.")
-
-    def watch(self, num_sessions: Callable[[], int], dropped: Mapping[str, int]) -> None:
-        """Exports numbers that the service keeps itself."""
-        self.registry.register(_Watcher(num_sessions, dropped))
 
 
 class GatewayMetrics(ServiceMetrics):
@@ -81,15 +107,22 @@ class GatewayMetrics(ServiceMetrics):
 
 
 class _Watcher:
-    """Reads a service's own numbers whenever `/metrics` is read."""
+    """Reads a scheduler's own numbers whenever `/metrics` is read."""
 
-    def __init__(self, num_sessions: Callable[[], int], dropped: Mapping[str, int]) -> None:
-        self._num_sessions, self._dropped = num_sessions, dropped
+    def __init__(self, scheduler: Scheduled) -> None:
+        self._scheduler = scheduler
 
     def collect(self) -> Iterable[Metric]:
         """See `prometheus_client.registry.Collector`."""
-        yield GaugeMetricFamily(PREFIX + "num_sessions", "Open sessions.", value=self._num_sessions())
+        scheduler = self._scheduler
+        yield GaugeMetricFamily(PREFIX + "num_sessions", "Open sessions.", value=len(scheduler.sessions))
         dropped = CounterMetricFamily(PREFIX + "messages_dropped", "Messages without effect.", labels=["reason"])
-        for reason, count in sorted(self._dropped.items()):
+        for reason, count in sorted(scheduler.dropped.items()):
             dropped.add_metric([reason], count)
         yield dropped
+        yield GaugeMetricFamily(
+            PREFIX + "kv_cache_usage_perc", "Share of the KV cache that is reserved, 0 to 1.", scheduler.room.usage
+        )
+        for name, key in (("prefix_cache_queries", "queried"), ("prefix_cache_hits", "reused")):
+            documentation = f"Prompt tokens of opened sessions: {key}."
+            yield CounterMetricFamily(PREFIX + name, documentation, scheduler.prefix_tokens.get(key, 0))

@@ -58,3 +58,24 @@ class ModelSettings:
     def __post_init__(self) -> None:
         require(bool(self.model), "a model folder or hub name is needed")
         require(self.threads >= 1, "threads must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How many sessions an engine serves and how it shares its time among them."""
+
+    max_sessions: int = 64
+    """Sessions that may be open at once; more are refused with RESOURCE_EXHAUSTED."""
+    max_draft_tokens: int = 16
+    """Draft tokens in a block, at most."""
+    kv_cache_tokens: int = 65_536
+    """Room of the KV cache, tokens of all sessions together. A session reserves its prompt and its max_tokens when it
+    opens; what does not fit is refused with RESOURCE_EXHAUSTED. Also limits the context."""
+    max_added_latency_ms: float = 50.0
+    """How long the reading of long prompts may delay the next tokens of running sessions, milliseconds."""
+
+    def __post_init__(self) -> None:
+        require(self.max_sessions >= 1, "max_sessions must be at least 1")
+        require(self.max_draft_tokens >= 1, "max_draft_tokens must be at least 1")
+        require(self.kv_cache_tokens >= 16, "kv_cache_tokens must be at least 16")
+        require(0.0 < self.max_added_latency_ms < float("inf"), "max_added_latency_ms must be positive")

@@ -1,30 +1,62 @@
 """The one thread of a process that touches models, caches and tensors."""
 
 import asyncio
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+import structlog
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+log = structlog.get_logger()
 
 
 class TorchThread:
     """Runs functions one after another on a thread of their own, so that the event loop never waits for a model."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
+        """Starts the thread, which does not keep the process alive."""
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._stopped = False
+        threading.Thread(target=self._run_all, name="torch", daemon=True).start()
 
     async def run(
         self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> Result:
         """Runs `function` on the thread. Cancelling the wait does not stop the function."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args, **kwargs))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+
+        def work() -> None:
+            try:
+                settle, outcome = future.set_result, function(*args, **kwargs)
+            except BaseException as error:
+                settle, outcome = future.set_exception, error  # type: ignore[assignment]
+            loop.call_soon_threadsafe(_settle, future, settle, outcome)
+
+        self._work.put(work)
+        return await future
 
     def post(self, function: Callable[Parameters, object], *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         """Runs `function` on the thread, without waiting for it."""
-        self._executor.submit(function, *args, **kwargs)
+        self._work.put(lambda: function(*args, **kwargs))
 
     def stop(self) -> None:
         """Lets the running function end and drops what waits."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._stopped = True
+        self._work.put(None)
+
+    def _run_all(self) -> None:
+        while (work := self._work.get()) is not None and not self._stopped:
+            try:
+                work()
+            except Exception:  # of `post`, or the loop is gone: nobody waits for it
+                log.exception("torch_thread.work_failed")
+
+
+def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], outcome: Any) -> None:
+    if not future.done():  # nobody has given up waiting
+        settle(outcome)

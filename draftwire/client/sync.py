@@ -27,8 +27,9 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 _ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.FAILED_PRECONDITION: ModelMismatchError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: NoRoomError,
 }
+_RETRY_KEY = "grpc-retry-pushback-ms"
+"""Trailing metadata of a full server: when to try again, milliseconds."""
 _FINISH_REASONS = {gateway_pb2.FINISH_REASON_STOP: "stop", gateway_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -138,6 +139,7 @@ class Client:
         seed: int | None = None,
         num_speculative_tokens: int | None = None,
         rejection_sample_method: str | None = None,
+        cache_salt: str = "",
         timeout_s: float | None = None,
         wait_for_server_s: float | None = None,
     ) -> CompletionStream:
@@ -154,11 +156,13 @@ class Client:
             seed: makes the run repeatable.
             num_speculative_tokens: draft tokens per round; 0 is plain decoding.
             rejection_sample_method: verification rule.
+            cache_salt: what the server computes for this prompt is shared with requests of the same salt only.
             timeout_s: deadline for the whole completion.
             wait_for_server_s: how long the server may take to come up before the request is sent.
 
         Raises:
             InvalidRequestError: here or while iterating: a parameter is out of range.
+            NoRoomError: while iterating: the server is full; says when to try again.
             UnavailableError: here or while iterating: the server cannot be reached.
         """
         if wait_for_server_s is not None:
@@ -172,6 +176,7 @@ class Client:
                 seed=seed,
                 num_speculative_tokens=num_speculative_tokens,
                 rejection_sample_method=rejection_sample_method,
+                cache_salt=cache_salt,
                 **_prompt(prompt),
             )
         except (ValueError, TypeError) as error:  # a number that does not fit its field
@@ -238,5 +243,10 @@ def _completion(text: str, token_ids: list[int], finish: gateway_pb2.GenerateFin
 
 
 def _error_of(error: grpc.RpcError) -> DraftwireError:
-    code, details = error.code(), error.details()
-    return _ERRORS.get(code, UnavailableError)(details or code.name)
+    code = error.code()
+    details = error.details() or code.name
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        hints = {item.key: item.value for item in error.trailing_metadata() or ()}
+        hint = str(hints.get(_RETRY_KEY, ""))
+        return NoRoomError(details, int(hint) / 1e3) if hint.isdecimal() else NoRoomError(details)
+    return _ERRORS.get(code, UnavailableError)(details)

@@ -1,85 +1,164 @@
-"""Drafts with a small language model, token by token."""
+"""Drafts with a small language model, token by token, for many sequences at once."""
 
+import time
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftwire.distributions import DraftDistributions, draw
-from draftwire.drafting.strategy import Draft, DraftRequest
-from draftwire.models.cached_model import CachedSequence
-from draftwire.sampling import probabilities
-
-
-class LanguageModelDrafter:
-    """A causal language model as a drafting strategy."""
-
-    def __init__(self, model: PreTrainedModel, context_length: int, substitute_id: int = 0) -> None:
-        """Wraps a loaded model.
-
-        Args:
-            model: in evaluation mode, on its device.
-            context_length: positions that the model can attend to.
-            substitute_id: read in the place of committed ids that this model's vocabulary lacks.
-        """
-        self.model = model
-        self.context_length = context_length
-        self.vocab_size = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
-        self.substitute_id = substitute_id
-
-    def new_sequence(self) -> "LanguageModelSequence":
-        """Starts an empty sequence."""
-        return LanguageModelSequence(self)
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
+from draftwire.models.cached_model import Reading, SequenceModel
+from draftwire.sampling import probabilities_by_row
 
 
 class LanguageModelSequence:
     """One session's tokens in the drafter's cache.
 
-    Between calls the cache holds all committed tokens but the last, or more: logits for the next token are computed
-    when that last token is read.
+    The cache holds all committed tokens but the last, or more: logits for the next token come from reading that last
+    one.
     """
 
-    def __init__(self, drafter: LanguageModelDrafter) -> None:
-        """Starts empty."""
-        self._drafter = drafter
-        self._cached = CachedSequence(drafter.model)
-        self._ids: list[int] = []  # everything known: committed tokens, then drafted ones
-        self._next_logits: Tensor | None = None  # [vocab], for the token after all committed ones
+    def __init__(self, model: SequenceModel, token_ids: list[int], cache_salt: str, substitute_id: int) -> None:
+        """See `LanguageModelDrafter.open`."""
+        self.model = model
+        self.ids: list[int] = []  # as read: everything known, committed tokens, then drafted ones
+        self._substitute_id = substitute_id
+        self._num_committed = 0
+        self._commit(0, token_ids)
+        self.cached = model.cache.open(self.ids, cache_salt)
+
+    @property
+    def num_unread(self) -> int:
+        """See `DraftSequence.num_unread`; at least 1 after `calibrate`."""
+        return self._num_committed - self.cached.length
+
+    @property
+    def num_reused(self) -> int:
+        """See `DraftSequence.num_reused`."""
+        return self.cached.num_reused
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
         """See `DraftSequence.calibrate`. Accepted draft tokens stay in the cache; only what differs is read again."""
-        committed = self._ids[:base_len] + token_ids
+        agreeing = self._commit(base_len, token_ids)
+        # The last token is always read (again), because its logits are the ones to draw from.
+        length = min(agreeing, self.cached.length, self._num_committed - 1)
+        self.model.cache.truncate(self.cached, length)
+
+    def publish(self) -> None:
+        """Offers what is read and committed to other sequences, but for the last token, which may be read again."""
+        self.model.cache.publish(self.cached, self.ids[: self._num_committed - 1])
+
+    def close(self) -> None:
+        """See `DraftSequence.close`."""
+        self.model.cache.close(self.cached)
+
+    def unread(self, limit: int | None) -> list[int]:
+        """Returns the next committed tokens to read, at most `limit`."""
+        start = self.cached.length
+        return self.ids[start : self._num_committed if limit is None else min(self._num_committed, start + limit)]
+
+    def _commit(self, base_len: int, token_ids: list[int]) -> int:
+        """Takes over committed tokens and returns how many of all are as they were known."""
+        size, substitute = self.model.vocab_size, self._substitute_id
+        readable = [token if token < size else substitute for token in token_ids]
         agreeing = base_len
-        for known, token in zip(self._ids[base_len:], token_ids, strict=False):
+        for known, token in zip(self.ids[base_len:], readable, strict=False):
             if known != token:
                 break
             agreeing += 1
-        # The last token is always read (again), because its logits are the ones to draw from.
-        self._cached.truncate(min(agreeing, self._cached.length, len(committed) - 1))
-        self._ids = committed
-        self._next_logits = self._read(committed[self._cached.length :])
+        del self.ids[base_len:]
+        self.ids += readable
+        self._num_committed = len(self.ids)
+        return agreeing
 
-    def draft(self, request: DraftRequest) -> Draft:
-        """See `DraftSequence.draft`."""
-        assert self._next_logits is not None, "calibrate comes first"
-        uniforms = request.key.uniforms(request.num_tokens)
-        limit = min(request.vocab_size, self._drafter.vocab_size)
-        logits, token_ids, rows = self._next_logits, [], []
-        for position in range(request.num_tokens):
-            row = probabilities(logits[:limit], request.sampling).float().cpu()  # as it is sent
-            token = int(draw(row.unsqueeze(0), uniforms[position : position + 1]))
-            rows.append(row)
-            token_ids.append(token)
-            if position + 1 < request.num_tokens:
-                logits = self._read([token])
-        self._ids += token_ids
-        self._next_logits = None
-        if request.sampling.greedy:
-            return Draft(token_ids, DraftDistributions.one_hot(limit))
-        return Draft(token_ids, DraftDistributions.from_rows(torch.stack(rows)))
 
-    def _read(self, token_ids: list[int]) -> Tensor:
-        """Feeds tokens to the model and returns the logits after the last, `[vocab]`."""
-        vocab_size, substitute = self._drafter.vocab_size, self._drafter.substitute_id
-        return self._cached.extend([token if token < vocab_size else substitute for token in token_ids])[-1]
+class LanguageModelDrafter:
+    """A causal language model as a drafting strategy."""
+
+    def __init__(self, model: SequenceModel, context_length: int, substitute_id: int = 0) -> None:
+        """Wraps a loaded model.
+
+        Args:
+            model: reads and gives logits.
+            context_length: positions that the model can attend to.
+            substitute_id: read in the place of committed ids that this model's vocabulary lacks.
+        """
+        self.model = model
+        self.context_length = context_length
+        self._substitute_id = substitute_id
+
+    def open(self, token_ids: list[int], cache_salt: str = "") -> LanguageModelSequence:
+        """See `DraftingStrategy.open`."""
+        return LanguageModelSequence(self.model, token_ids, cache_salt, self._substitute_id)
+
+    @torch.inference_mode()
+    def step(self, draftings: Sequence[Drafting]) -> DraftStep:
+        """See `DraftingStrategy.step`. One forward pass for the tokens to read, then one for each drafted token."""
+        started = time.perf_counter()
+        members: list[tuple[int, LanguageModelSequence, DraftRequest]] = []
+        readings = []
+        for index, drafting in enumerate(draftings):
+            sequence = cast(LanguageModelSequence, drafting.sequence)
+            unread = sequence.unread(drafting.max_read)
+            drafts = drafting.request is not None and len(unread) >= sequence.num_unread
+            if unread:
+                readings.append(Reading(sequence.cached, unread, int(drafts)))
+            if drafts:
+                assert unread, "calibrate comes first"
+                members.append((index, sequence, cast(DraftRequest, drafting.request)))
+        if not readings:
+            return DraftStep([None] * len(draftings))
+        logits = self.model.read(readings)
+        for drafting in draftings:
+            cast(LanguageModelSequence, drafting.sequence).publish()
+        calibrated = time.perf_counter()
+        drafts_of = self._draw(logits, [(sequence, request) for _, sequence, request in members])
+        results: list[Draft | None] = [None] * len(draftings)
+        for (index, _, _), draft in zip(members, drafts_of, strict=True):
+            results[index] = draft
+        num_read = sum(len(reading.token_ids) for reading in readings)
+        return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated)
+
+    def _draw(self, logits: Tensor, members: list[tuple[LanguageModelSequence, DraftRequest]]) -> list[Draft]:
+        """Draws block after block, position by position.
+
+        Args:
+            logits: `[members, vocab]`, after each member's committed tokens.
+            members: sequences with what is wanted for them.
+        """
+        # Those who want most come first, so that the members still drawing are always the first ones.
+        order = sorted(range(len(members)), key=lambda index: -members[index][1].num_tokens)
+        logits = logits[order]
+        ordered = [members[index] for index in order]
+        limits = [min(request.vocab_size, self.model.vocab_size) for _, request in ordered]
+        uniforms = [request.key.uniforms(request.num_tokens) for _, request in ordered]
+        token_ids: list[list[int]] = [[] for _ in ordered]
+        rows: list[list[Tensor]] = [[] for _ in ordered]
+        for position in range(ordered[0][1].num_tokens if ordered else 0):
+            active = [index for index, (_, request) in enumerate(ordered) if position < request.num_tokens]
+            probs = self._probabilities(logits, [ordered[index][1] for index in active], limits)
+            drawn = draw(probs, torch.stack([uniforms[index][position] for index in active])).tolist()
+            for index, token in zip(active, drawn, strict=True):
+                token_ids[index].append(token)
+                rows[index].append(probs[index, : limits[index]])
+            unfinished = [index for index in active if position + 1 < ordered[index][1].num_tokens]
+            if unfinished:
+                logits = self.model.read([Reading(ordered[i][0].cached, [token_ids[i][-1]], 1) for i in unfinished])
+        drafts: list[Draft | None] = [None] * len(members)
+        for place, (sequence, request), tokens, row, limit in zip(order, ordered, token_ids, rows, limits, strict=True):
+            sequence.ids += tokens
+            greedy = request.sampling.greedy
+            distributions = (
+                DraftDistributions.one_hot(limit) if greedy else DraftDistributions.from_rows(torch.stack(row))
+            )
+            drafts[place] = Draft(tokens, distributions)
+        return cast(list[Draft], drafts)
+
+    def _probabilities(self, logits: Tensor, requests: list[DraftRequest], limits: list[int]) -> Tensor:
+        """Returns what the next tokens are drawn from and what is sent, `[requests, vocab] float32` on the CPU."""
+        for row, limit in enumerate(limits[: len(requests)]):
+            if limit < logits.shape[1]:
+                logits[row, limit:] = -torch.inf
+        return probabilities_by_row(logits, [request.sampling for request in requests]).float().cpu()

@@ -1,6 +1,7 @@
 """The interface that every way of drafting has."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from draftwire.distributions import DraftDistributions
@@ -31,24 +32,65 @@ class Draft:
 
 
 class DraftSequence(Protocol):
-    """The drafter's side of one session. All methods run on the torch thread."""
+    """The drafter's side of one session. Belongs to the strategy that made it; used on the torch thread only."""
+
+    @property
+    def num_unread(self) -> int:
+        """Committed tokens that have to be read before the next draft."""
+
+    @property
+    def num_reused(self) -> int:
+        """Tokens of the prompt that did not have to be read, because another session had read them."""
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
-        """Brings the state to exactly the committed tokens: the first `base_len` known ones, then `token_ids`.
+        """Tells which tokens are committed: the first `base_len` known ones, then `token_ids`.
 
-        What was drafted and not committed is forgotten. In a new sequence `base_len` is 0.
+        What was drafted and not committed is forgotten. Nothing is computed yet.
         """
 
-    def draft(self, request: DraftRequest) -> Draft:
-        """Guesses the tokens that follow the committed ones."""
+    def close(self) -> None:
+        """Frees what the sequence holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """One sequence's part in a step: reads committed tokens, and drafts if it has read all of them."""
+
+    sequence: DraftSequence
+    request: DraftRequest | None
+    """What to draft; None reads only."""
+    max_read: int | None = None
+    """If more committed tokens are unread than this, only so many are read and nothing is drafted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """What a step gave."""
+
+    drafts: list[Draft | None]
+    """One for each drafting; None where nothing was drafted."""
+    num_read: int = 0
+    """Tokens that were read before anything was drawn."""
+    calibration_s: float = 0.0
+    """How long that took, seconds."""
+    draft_s: float = field(default=0.0)
+    """How long drawing took, seconds."""
 
 
 class DraftingStrategy(Protocol):
-    """Makes draft sequences."""
+    """Makes draft sequences and drafts for many of them at once."""
 
     @property
     def context_length(self) -> int:
         """Tokens that a sequence can hold, drafted ones included."""
 
-    def new_sequence(self) -> DraftSequence:
-        """Starts an empty sequence."""
+    def open(self, token_ids: list[int], cache_salt: str = "") -> DraftSequence:
+        """Starts a sequence whose committed tokens are `token_ids`, at least one.
+
+        Args:
+            token_ids: the prompt.
+            cache_salt: what was read for a sequence of the same salt need not be read again.
+        """
+
+    def step(self, draftings: Sequence[Drafting]) -> DraftStep:
+        """Carries out the parts of different sequences together."""

@@ -1,60 +1,117 @@
-"""A causal language model that remembers what it has read, and can be made to forget the end of it.
+"""A causal language model that reads many sequences in one forward pass, and can be made to forget the end of each.
 
 Everything here touches tensors and must run on the process's one torch thread.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-PREFILL_CHUNK = 512
-"""Tokens read in one forward pass at most; bounds the memory that a long prompt takes."""
+from draftwire.models.kv_cache import CachedSequence, KvCache
+from draftwire.models.paged_attention import IMPLEMENTATION, KvStorage, Segment, pack
 
 
-class CachedSequence:
-    """One sequence in a model's KV cache."""
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Tokens to read for one sequence."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Starts empty."""
-        self._model = model
-        # Without a config the cache keeps every position of every layer, so that it can be rolled back also where a
-        # layer attends to a sliding window only.
-        self._cache = DynamicCache()
-        self.length = 0
-        """Tokens in the cache."""
+    sequence: CachedSequence
+    token_ids: list[int]
+    """At least one."""
+    keep: int
+    """How many of the last positions to return logits for, 0 to `len(token_ids)`."""
 
-    @torch.inference_mode()
-    def extend(self, token_ids: list[int], keep: int = 1) -> Tensor:
-        """Reads more tokens.
 
-        Args:
-            token_ids: what to read, at least one.
-            keep: how many of the last positions to return logits for, 1 to `len(token_ids)`.
+class SequenceModel(Protocol):
+    """Something that reads tokens and gives logits. The cache's accounts are its `cache`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output."""
+
+    @property
+    def cache(self) -> KvCache:
+        """Whose room the sequences take."""
+
+    def read(self, readings: Sequence[Reading]) -> Tensor:
+        """Reads more tokens of some sequences, each of them at most once in a call. Makes each that much longer.
 
         Returns:
-            `[keep, vocab]` logits in the model's dtype: row i is for the token after `token_ids[-keep + i]`.
-        """
-        assert 1 <= keep <= len(token_ids)
-        chunks = [token_ids[start : start + PREFILL_CHUNK] for start in range(0, len(token_ids), PREFILL_CHUNK)]
-        kept: list[Tensor] = []
-        unread = len(token_ids)
-        for chunk in chunks:
-            unread -= len(chunk)
-            wanted = min(len(chunk), max(1, keep - unread))
-            output = self._model(
-                input_ids=torch.tensor([chunk], device=self._model.device),
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=wanted,
-            )
-            self.length += len(chunk)
-            if keep > unread:
-                kept.append(output.logits[0])
-        return kept[0] if len(kept) == 1 else torch.cat(kept)
+            `[sum of keep, vocab]` logits on the model's device: for each reading in order, the rows for the tokens
+            after its last `keep` positions.
 
-    def truncate(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
-        assert 0 <= length <= self.length
-        if length < self.length:
-            self._cache.crop(length - self.length)
-            self.length = length
+        Raises:
+            NoRoomError: the cache is full. No sequence has changed, as with every other error.
+        """
+
+
+class CachedModel:
+    """A transformers model with a paged KV cache."""
+
+    def __init__(self, model: PreTrainedModel, cache_tokens: int) -> None:
+        """Takes over a model, whose attention is replaced.
+
+        Args:
+            model: in evaluation mode, on its device.
+            cache_tokens: room of the KV cache, tokens of all sequences together.
+        """
+        model.set_attn_implementation(IMPLEMENTATION)
+        self._model = model
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.cache = KvCache(cache_tokens)
+        self._storage = KvStorage(self.cache.num_slots)
+
+    @torch.inference_mode()
+    def read(self, readings: Sequence[Reading]) -> Tensor:
+        """See `SequenceModel.read`."""
+        with appended(self.cache, readings):
+            segments = [Segment(reading.sequence, len(reading.token_ids)) for reading in readings]
+            device = self._model.device
+            step = pack(segments, self._storage, device)
+            token_ids = [token for reading in readings for token in reading.token_ids]
+            output = self._model(
+                input_ids=torch.tensor([token_ids], device=device),
+                position_ids=step.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=torch.tensor(_kept(readings), dtype=torch.int64, device=device),
+                packed_step=step,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def keep_path(self, sequence: CachedSequence, base_len: int, path: Sequence[int]) -> None:
+        """Forgets all but the first `base_len` tokens and a path through the tree after them; see `KvCache`."""
+        sources, targets = self.cache.keep_path(sequence, base_len, path)
+        device = self._model.device
+        self._storage.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device))
+
+
+@contextmanager
+def appended(cache: KvCache, readings: Sequence[Reading]) -> Iterator[None]:
+    """Makes the sequences longer by what they read, and takes that back if reading fails."""
+    lengths = [reading.sequence.length for reading in readings]
+    try:
+        for reading in readings:
+            assert 0 <= reading.keep <= len(reading.token_ids) > 0
+            cache.append(reading.sequence, len(reading.token_ids))
+        yield
+    except BaseException:
+        for reading, length in zip(readings, lengths, strict=True):
+            cache.truncate(reading.sequence, length)
+        raise
+
+
+def _kept(readings: Sequence[Reading]) -> list[int]:
+    """Returns which positions of the packed step logits are wanted for."""
+    kept: list[int] = []
+    end = 0
+    for reading in readings:
+        end += len(reading.token_ids)
+        kept.extend(range(end - reading.keep, end))
+    return kept

@@ -16,14 +16,33 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model, its tokenizer, and what peers need to know of both."""
+class ModelCard:
+    """What a service tells its peers about its model."""
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    description: ModelDescription
     vocabulary: list[str]
     """Token strings as the tokenizer stores them, by id."""
-    description: ModelDescription
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, **facts: Any) -> "ModelCard":
+        """Makes a card; `facts` are what a `ModelDescription` has beside the vocabulary's fingerprint."""
+        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+        vocabulary = [token or "" for token in tokens]
+        return cls(ModelDescription(vocabulary_fingerprint=fingerprint(vocabulary), **facts), vocabulary, tokenizer)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model and what peers need to know of it."""
+
+    model: PreTrainedModel
+    card: ModelCard
+
+    @property
+    def description(self) -> ModelDescription:
+        """The model, as far as its peers care."""
+        return self.card.description
 
 
 def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: str | None = None) -> LoadedModel:
@@ -36,8 +55,8 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
         revision: commit or branch on the hub.
 
     Raises:
-        InvalidRequestError: the dtype is unknown, the folder does not exist, or the model keeps a state that cannot be
-            rolled back (recurrent and state-space layers).
+        InvalidRequestError: the dtype is unknown, the folder does not exist, or the model cannot be served: it keeps a
+            state that cannot be rolled back (recurrent and state-space layers), or attends in a way of its own.
         OSError: the files cannot be read.
     """
     if dtype not in DTYPES:
@@ -52,19 +71,18 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, use_safetensors=True)
     if getattr(loaded, "_is_stateful", False):
         raise InvalidRequestError(f"{name} keeps a recurrent state, which speculative decoding cannot roll back")
+    _check_attention(name, loaded)
     model: PreTrainedModel = loaded.to(device).eval()
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    vocabulary = [token or "" for token in tokens]
-    description = ModelDescription(
+    card = ModelCard.of(
+        tokenizer,
         name=Path(path).name if Path(path).is_dir() else name,
         revision=getattr(model.config, "_commit_hash", None) or "",
         dtype=str(model.dtype).removeprefix("torch."),
-        vocabulary_fingerprint=fingerprint(vocabulary),
         vocab_size=loaded.get_output_embeddings().weight.shape[0],
         context_length=_context_length(model),
         stop_token_ids=_stop_token_ids(model, tokenizer),
     )
-    return LoadedModel(model, tokenizer, vocabulary, description)
+    return LoadedModel(model, card)
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
@@ -87,6 +105,18 @@ def load_tokenizer(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
             (Path(folder) / name).write_bytes(content)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
         return tokenizer
+
+
+def _check_attention(name: str, model: PreTrainedModel) -> None:
+    """Refuses models whose layers attend in a way that `paged_attention` is not told of."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise InvalidRequestError(f"{name} has layers of a kind that is not supported: {', '.join(sorted(kinds))}")
+    if getattr(config, "attention_chunk_size", None):
+        raise InvalidRequestError(f"{name} attends to chunks, which is not supported")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise InvalidRequestError(f"{name} computes attention in its own way, which is not supported")
 
 
 def _context_length(model: PreTrainedModel) -> int:

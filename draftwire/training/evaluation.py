@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
+from draftwire.models.cached_model import CachedModel
 from draftwire.sampling import SamplingParams
 
 
@@ -46,13 +47,15 @@ def measure_acceptance(
     block_length: int,
 ) -> Acceptance:
     """Continues every prompt by 128 tokens in one process and counts."""
-    strategy = LanguageModelDrafter(drafter, drafter.config.max_position_embeddings)
+    context_length = int(drafter.config.max_position_embeddings)
+    cached_target = CachedModel(target, context_length)
+    strategy = LanguageModelDrafter(CachedModel(drafter, context_length), context_length)
     drafted = accepted = rounds = emitted = 0
     for seed, prompt in enumerate(prompts):
         run = LocalRun(SamplingParams(temperature), 128, block_length, rule, seed)
-        for judgement in speculate(target, target.config.vocab_size, strategy, prompt, run):
-            drafted += int(judgement.blocks.lengths[0])
-            accepted += judgement.num_accepted
-            emitted += len(judgement.token_ids)
+        for done in speculate(cached_target, strategy, prompt, run):
+            drafted += int(done.blocks.lengths[0])
+            accepted += done.num_accepted
+            emitted += len(done.token_ids)
             rounds += 1
     return Acceptance(rule, temperature, block_length, accepted / drafted, emitted / rounds)

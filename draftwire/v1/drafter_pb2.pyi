@@ -36,6 +36,8 @@ class OpenDraftSessionRequest(_message.Message):
     VERIFIER_ADDRESS_FIELD_NUMBER: _builtins.int
     TARGET_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_LEN_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -54,6 +56,12 @@ class OpenDraftSessionRequest(_message.Message):
     """Rows of the target's vocabulary; the drafter never proposes an id beyond it."""
     max_draft_tokens: _builtins.int
     """Most tokens in a block of this session."""
+    max_len: _builtins.int
+    """Most tokens that committed and drafted ones will ever be together: more than `token_ids` and at most the drafter's
+    context. Room for them is reserved.
+    """
+    cache_salt: _builtins.str
+    """What was computed is shared only between sessions of the same salt."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All ids that are committed now."""
@@ -76,10 +84,12 @@ class OpenDraftSessionRequest(_message.Message):
         verifier_address: _builtins.str = ...,
         target_vocab_size: _builtins.int = ...,
         max_draft_tokens: _builtins.int = ...,
+        max_len: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "prompt_len", b"prompt_len", "sampling", b"sampling", "session_id", b"session_id", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "prompt_len", b"prompt_len", "sampling", b"sampling", "session_id", b"session_id", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -138,6 +138,7 @@ class GenerateRequest(_message.Message):
     PROMPT_LEN_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
     max_tokens: _builtins.int
@@ -154,6 +155,10 @@ class GenerateRequest(_message.Message):
     """Completions to generate. Only 1 is accepted yet."""
     num_logprobs: _builtins.int
     """Alternatives to report with each token. Only 0 is accepted yet."""
+    cache_salt: _builtins.str
+    """Requests with a common beginning share its keys and values, which others could notice by the time a prompt takes.
+    Requests with different salts share nothing. At most 256 characters.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids."""
@@ -190,10 +195,11 @@ class GenerateRequest(_message.Message):
         prompt_len: _builtins.int | None = ...,
         num_choices: _builtins.int | None = ...,
         num_logprobs: _builtins.int | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_logprobs", b"_num_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_len", b"_prompt_len", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_logprobs", b"num_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_logprobs", b"_num_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_len", b"_prompt_len", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_logprobs", b"num_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_logprobs", b"_num_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_len", b"_prompt_len", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_logprobs", b"num_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -288,6 +294,7 @@ class GenerationStatistics(_message.Message):
     VERIFY_DURATION_US_FIELD_NUMBER: _builtins.int
     QUEUE_DURATION_US_FIELD_NUMBER: _builtins.int
     NUM_EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     num_generated_tokens: _builtins.int
@@ -314,6 +321,8 @@ class GenerationStatistics(_message.Message):
     """Sum over rounds: waiting for the target's device, microseconds."""
     num_emitted_tokens: _builtins.int
     """Tokens committed by rounds, before the output was cut at a stop or at max_tokens."""
+    num_cached_prompt_tokens: _builtins.int
+    """Tokens of the prompt whose keys and values the target took over from earlier requests."""
     @_builtins.property
     def num_accepted_tokens_per_pos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted draft tokens by position in the block."""
@@ -335,10 +344,11 @@ class GenerationStatistics(_message.Message):
         verify_duration_us: _builtins.int = ...,
         queue_duration_us: _builtins.int = ...,
         num_emitted_tokens: _builtins.int = ...,
+        num_cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "duration_us", b"duration_us", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "duration_us", b"duration_us", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -264,6 +264,7 @@ class Verdict(_message.Message):
     QUEUE_DURATION_US_FIELD_NUMBER: _builtins.int
     CALIBRATION_DURATION_US_FIELD_NUMBER: _builtins.int
     DRAFT_DURATION_US_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -280,6 +281,8 @@ class Verdict(_message.Message):
     """As in DraftBlock; 0 in a plain round."""
     draft_duration_us: _builtins.int
     """As in DraftBlock; 0 in a plain round."""
+    num_cached_tokens: _builtins.int
+    """Tokens whose keys and values were taken over from other sessions instead of being computed, over the whole session."""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that was decided and the prefix that its tokens continue."""
@@ -301,10 +304,11 @@ class Verdict(_message.Message):
         queue_duration_us: _builtins.int = ...,
         calibration_duration_us: _builtins.int = ...,
         draft_duration_us: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,8 @@ class OpenTargetSessionRequest(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     PLAIN_ROUNDS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MAX_LEN_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -59,6 +61,12 @@ class OpenTargetSessionRequest(_message.Message):
     """Most draft tokens in a block of this session."""
     plain_rounds: _builtins.int
     """Plain rounds to decode at once, without waiting for a block or a command."""
+    max_len: _builtins.int
+    """Most tokens that will ever be committed, prompt included: more than `token_ids` and at most the context. Room for
+    them is reserved, so that an open session never runs out of it.
+    """
+    cache_salt: _builtins.str
+    """Keys and values are shared only between sessions of the same salt."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed ids: the prompt and, in a session that is moved, what was generated before."""
@@ -87,10 +95,12 @@ class OpenTargetSessionRequest(_message.Message):
         max_draft_tokens: _builtins.int = ...,
         plain_rounds: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        max_len: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

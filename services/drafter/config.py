@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from draftwire.services.settings import ModelSettings, ServerSettings, require
+from draftwire.services.settings import EngineSettings, ModelSettings, ServerSettings, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,14 +11,9 @@ class DrafterConfig:
 
     loading: ModelSettings
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50053, metrics_port=9053))
-    max_sessions: int = 64
-    """Sessions that may be open at once; more are refused with RESOURCE_EXHAUSTED."""
-    max_draft_tokens: int = 16
-    """Tokens in a block, at most."""
+    engine: EngineSettings = field(default_factory=EngineSettings)
     connect_timeout_s: float = 10.0
     """How long a session's opening may wait for the verifier to answer."""
 
     def __post_init__(self) -> None:
-        require(self.max_sessions >= 1, "max_sessions must be at least 1")
-        require(self.max_draft_tokens >= 1, "max_draft_tokens must be at least 1")
         require(self.connect_timeout_s > 0.0, "connect_timeout_s must be positive")

@@ -5,22 +5,20 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import structlog
-import torch
 
-from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.strategy import DraftRequest
 from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
 from draftwire.models.description import ModelDescription
-from draftwire.models.loading import LoadedModel, load_model
-from draftwire.randomness import KEY_BYTES, DrawKey
+from draftwire.models.loading import ModelCard
 from draftwire.rounds import Calibration, DraftBlock, DraftSessionSpec
-from draftwire.sampling import SamplingParams
+from draftwire.services.admission import Room
 from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.drafter.engine import DraftEngine
 from draftwire.services.drafter.scheduler import DraftSession, Scheduler, Step
 from draftwire.services.leases import Leases, SessionFailed, SessionKey
 from draftwire.services.metrics import DrafterMetrics
+from draftwire.services.models import load_drafter
 from draftwire.services.outbox import Outbox
+from draftwire.services.prefill import PrefillPacer
 from draftwire.services.torch_thread import TorchThread
 
 log = structlog.get_logger()
@@ -41,7 +39,7 @@ class BlockLink(Protocol):
         """
 
 
-Connect = Callable[[str, LoadedModel], Awaitable[BlockLink]]
+Connect = Callable[[str, ModelCard], Awaitable[BlockLink]]
 """Opens a link to the verifier at an address, or raises why it cannot be used."""
 
 
@@ -52,7 +50,7 @@ class DrafterCore:
         """Prepares; `start` loads the model."""
         self.config = config
         self.metrics = DrafterMetrics()
-        self.loaded: LoadedModel
+        self.card: ModelCard
         self._connect = connect
         self._scheduler: Scheduler
         self._engine: DraftEngine
@@ -66,7 +64,7 @@ class DrafterCore:
     @property
     def description(self) -> ModelDescription:
         """The loaded model."""
-        return self.loaded.description
+        return self.card.description
 
     @property
     def num_sessions(self) -> int:
@@ -75,13 +73,19 @@ class DrafterCore:
 
     async def start(self) -> None:
         """Loads and warms the model."""
-        self.loaded, self._engine = await self._torch.run(self._load)
+        settings = self.config.engine
+        drafter = await self._torch.run(load_drafter, self.config.loading, settings)
+        self.card = drafter.card
+        self._engine = DraftEngine(drafter.strategy)
         self._scheduler = Scheduler(
             context_length=self.description.context_length,
-            max_sessions=self.config.max_sessions,
-            max_draft_tokens=self.config.max_draft_tokens,
+            max_draft_tokens=settings.max_draft_tokens,
+            room=Room(settings.max_sessions, settings.kv_cache_tokens),
+            pacer=PrefillPacer(settings.max_added_latency_ms / 1e3),
         )
-        self.metrics.watch(lambda: self.num_sessions, self._scheduler.dropped)
+        for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
+            self._scheduler.pacer.cost.learn(num_tokens, 0, seconds)
+        self.metrics.watch(self._scheduler)
 
     def stop(self) -> None:
         """Stops the torch thread after the running step."""
@@ -145,30 +149,35 @@ class DrafterCore:
                 self._work.clear()
                 await self._work.wait()
                 continue
-            try:
-                await self._run_step(step)
-            except Exception as error:
-                if not isinstance(error, DraftwireError):
-                    log.exception("drafter.step_failed", session_id=step.session.spec.session_id)
-                failure = error if isinstance(error, DraftwireError) else UnavailableError("the drafter failed")
-                self._fail(step.session.key, failure)
+            await self._run_step(step)
 
     async def _run_step(self, step: Step) -> None:
-        session = step.session
-        if step.calibration is None:
-            await self._torch.run(self._engine.read_prompt, step)
-            opening = self._opening.get(session.key)
-            if opening is not None and not opening.done():
-                opening.set_result(None)
-        else:
-            block = await self._torch.run(self._engine.draft, step)
-            if self._scheduler.is_open(session):
-                self._push(session, block)
-        if not self._scheduler.is_open(session):  # closed during the step: what the step made goes too
-            self._torch.post(self._engine.forget, session.key)
+        try:
+            result = await self._torch.run(self._engine.step, step)
+        except Exception as error:
+            log.exception("drafter.step_failed", num_sessions=len(step.items))
+            failure = error if isinstance(error, DraftwireError) else UnavailableError("the drafter failed")
+            for item in step.items:
+                if self._scheduler.sessions.get(item.session.key) is item.session:  # not closed meanwhile
+                    self._fail(item.session.key, failure)
+            return
+        self.metrics.steps.inc()
+        for completed in self._scheduler.complete(step, result):
+            if completed.is_opened:
+                opening = self._opening.get(completed.session.key)
+                if opening is not None and not opening.done():
+                    opening.set_result(None)
+            if completed.block is not None:
+                try:
+                    self._push(completed.session, completed.block)
+                except UnavailableError as error:
+                    self._fail(completed.session.key, error)
 
     def _push(self, session: DraftSession, block: DraftBlock) -> None:
-        self._links[session.spec.verifier_address].push(block)
+        link = self._links.get(session.spec.verifier_address)
+        if link is None:  # calibrated before the session was open
+            raise UnavailableError(f"verifier at {session.spec.verifier_address} is not reached yet")
+        link.push(block)
         self.metrics.blocks_sent.inc()
         self.metrics.draft_tokens.inc(len(block.token_ids))
 
@@ -187,16 +196,5 @@ class DrafterCore:
         async with self._connecting.setdefault(address, asyncio.Lock()):
             link = self._links.get(address)
             if link is None or link.broken:
-                link = self._links[address] = await self._connect(address, self.loaded)
+                link = self._links[address] = await self._connect(address, self.card)
             return link
-
-    def _load(self) -> tuple[LoadedModel, DraftEngine]:
-        settings = self.config.loading
-        torch.set_num_threads(settings.threads)
-        loaded = load_model(settings.model, settings.dtype, settings.device, settings.revision)
-        substitute = loaded.description.stop_token_ids[0] if loaded.description.stop_token_ids else 0
-        strategy = LanguageModelDrafter(loaded.model, loaded.description.context_length, substitute)
-        warm_up = strategy.new_sequence()
-        warm_up.calibrate(0, [0] * 4)
-        warm_up.draft(DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), strategy.vocab_size))
-        return loaded, DraftEngine(strategy)

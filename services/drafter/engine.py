@@ -2,11 +2,15 @@
 
 import time
 
-from draftwire.drafting.strategy import DraftingStrategy, DraftRequest, DraftSequence
-from draftwire.randomness import DrawKey
+from draftwire.drafting.strategy import Drafting, DraftingStrategy, DraftRequest, DraftSequence
+from draftwire.randomness import KEY_BYTES, DrawKey
 from draftwire.rounds import DraftBlock, DraftTimings
-from draftwire.services.drafter.scheduler import Step
+from draftwire.sampling import SamplingParams
+from draftwire.services.drafter.scheduler import Step, StepItem, StepResult
 from draftwire.services.leases import SessionKey
+
+WARM_UP_TOKENS = (2, 64)
+"""Sizes of the prompts that are tried before the first session."""
 
 
 class DraftEngine:
@@ -14,29 +18,63 @@ class DraftEngine:
 
     def __init__(self, strategy: DraftingStrategy) -> None:
         """Takes a ready strategy."""
-        self._strategy = strategy
+        self.strategy = strategy
         self._sequences: dict[SessionKey, DraftSequence] = {}
 
-    def read_prompt(self, step: Step) -> None:
-        """Starts a session's sequence with its prompt."""
-        sequence = self._strategy.new_sequence()
-        sequence.calibrate(0, step.session.spec.token_ids)
-        self._sequences[step.session.key] = sequence
+    def warm_up(self) -> list[tuple[int, float]]:
+        """Drafts a little, so that no user pays for lazy initialisation.
 
-    def draft(self, step: Step) -> DraftBlock:
-        """Brings a session's sequence to its committed tokens and drafts the block that the step asks for."""
-        assert step.calibration is not None
-        calibration, spec = step.calibration, step.session.spec
-        sequence = self._sequences[step.session.key]
+        Returns:
+            Sizes of prompts and how long they took to read, tokens and seconds.
+        """
+        request = DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), vocab_size=2**31)
+        costs = []
+        for num_tokens in (WARM_UP_TOKENS[0], *WARM_UP_TOKENS):  # the first one is not typical
+            sequence = self.strategy.open([0] * min(num_tokens, self.strategy.context_length - 2))
+            done = self.strategy.step([Drafting(sequence, request)])
+            sequence.close()
+            costs.append((done.num_read, done.calibration_s))
+        return costs[1:]
+
+    def step(self, step: Step) -> StepResult:
+        """Carries out a step: reads prompts, brings sequences to their committed tokens, drafts blocks."""
         started = time.perf_counter()
-        sequence.calibrate(calibration.base_len, calibration.token_ids)
-        calibrated = time.perf_counter()
-        key = DrawKey(spec.drafting_key, spec.choice, calibration.fence.round, calibration.attempt)
-        draft = sequence.draft(DraftRequest(calibration.num_draft_tokens, spec.sampling, key, spec.target_vocab_size))
-        drafted = time.perf_counter()
-        timings = DraftTimings(int((calibrated - started) * 1e6), int((drafted - calibrated) * 1e6))
-        return DraftBlock(calibration.fence, draft.token_ids, draft.distributions, calibration.attempt, timings)
+        draftings = [self._drafting(item) for item in step.items]
+        prepared_s = time.perf_counter() - started
+        done = self.strategy.step(draftings)
+        timings = DraftTimings(int((prepared_s + done.calibration_s) * 1e6), int(done.draft_s * 1e6))
+        blocks: list[DraftBlock | None] = []
+        for item, draft in zip(step.items, done.drafts, strict=True):
+            if draft is None or item.calibration is None:
+                blocks.append(None)
+                continue
+            fence, attempt = item.calibration.fence, item.calibration.attempt
+            blocks.append(DraftBlock(fence, draft.token_ids, draft.distributions, attempt, timings))
+        return StepResult(
+            blocks=blocks,
+            num_unread=[max(0, drafting.sequence.num_unread) for drafting in draftings],
+            num_reused=[drafting.sequence.num_reused for drafting in draftings],
+            num_read=done.num_read,
+            calibration_s=done.calibration_s,
+        )
 
     def forget(self, key: SessionKey) -> None:
         """Frees a session's sequence."""
-        self._sequences.pop(key, None)
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            sequence.close()
+
+    def _drafting(self, item: StepItem) -> Drafting:
+        session, calibration = item.session, item.calibration
+        sequence = self._sequences.get(session.key)
+        if sequence is None:
+            sequence = self.strategy.open(session.spec.token_ids, session.spec.cache_salt)
+            self._sequences[session.key] = sequence
+        if item.token_ids or calibration is not None:
+            sequence.calibrate(item.base_len, item.token_ids)
+        if calibration is None:
+            return Drafting(sequence, None, item.max_read)
+        spec = session.spec
+        key = DrawKey(spec.drafting_key, spec.choice, calibration.fence.round, calibration.attempt)
+        request = DraftRequest(calibration.num_draft_tokens, spec.sampling, key, spec.target_vocab_size)
+        return Drafting(sequence, request, item.max_read)

@@ -1,22 +1,37 @@
-"""Which session the drafter works for next. Pure: no tensors, no transport, no clock."""
+"""Which sessions take part in the drafter's next step. Pure: no tensors, no transport, no clock."""
 
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftwire.errors import InvalidRequestError, NoRoomError, ProtocolViolationError
-from draftwire.rounds import Calibration, CommittedTokens, DraftSessionSpec, Fence
+from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence
+from draftwire.services.admission import Room
 from draftwire.services.leases import SessionKey
+from draftwire.services.prefill import PrefillPacer, share
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class DraftSession:
     """The drafter's side of one session. Changed by the scheduler only."""
 
     spec: DraftSessionSpec
     lease_id: int
     committed: CommittedTokens
-    last_drafted: tuple[int, int] = (-1, 0)
+    num_unread: int
+    """Committed tokens that the strategy has not read yet, as far as known."""
+    num_told: int
+    """Committed tokens that the strategy knows of."""
+    num_reused: int | None = None
+    """Tokens that it did not have to read; None before the first step."""
+    last_asked: tuple[int, int] = (-1, 0)
     """Round and attempt that were last asked for."""
+    calibration: Calibration | None = None
+    """Asks for the block that is drafted next."""
+    queued: bool = True
+    """Waits for a step or is in one: with its prompt at first, later with a calibration."""
+    is_reading: bool = True
+    """Whether its prompt is still being read."""
 
     @property
     def key(self) -> SessionKey:
@@ -25,32 +40,72 @@ class DraftSession:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Work for one session: read its prompt, or bring it up to date and draft."""
+class StepItem:
+    """One session's part in a step: tell what was committed, read it, and draft if something is asked for."""
 
     session: DraftSession
+    base_len: int
+    """Committed tokens that the strategy knows of."""
+    token_ids: list[int]
+    """Those that follow."""
     calibration: Calibration | None
-    """None is the prompt."""
+    """None reads only."""
+    max_read: int | None
+    """Tokens to read at most; None is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call into the engine."""
+
+    items: Sequence[StepItem]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the engine did in a step. Sequences hold one entry for each item."""
+
+    blocks: Sequence[DraftBlock | None]
+    num_unread: Sequence[int]
+    num_reused: Sequence[int]
+    num_read: int
+    """Tokens that were read before drafting."""
+    calibration_s: float
+    """How long that took, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What a step means for one session."""
+
+    session: DraftSession
+    block: DraftBlock | None
+    """To be sent."""
+    is_opened: bool
+    """Whether its prompt was read to the end in this step."""
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """Takes work as it comes and hands it out in that order."""
+    """Takes work as it comes and puts it into steps. One step runs at a time."""
 
     context_length: int
-    max_sessions: int
     max_draft_tokens: int
+    room: Room
+    pacer: PrefillPacer
     sessions: dict[SessionKey, DraftSession] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     """Messages that had no effect, by reason."""
-    _ready: deque[Step] = field(default_factory=deque)
+    prefix_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of opened sessions ("queried") and how many of them did not have to be read ("reused")."""
+    _ready: list[DraftSession] = field(default_factory=list)
 
     def open(self, spec: DraftSessionSpec, lease_id: int) -> DraftSession:
         """Admits a session and schedules the reading of its prompt.
 
         Raises:
             InvalidRequestError: ids or parameters are out of range.
-            NoRoomError: too many sessions are open, or the prompt leaves no room to draft in.
+            NoRoomError: too many sessions are open, the prompt leaves no room to draft in, or the cache has no room.
         """
         key = (spec.session_id, spec.epoch)
         if key in self.sessions:
@@ -64,11 +119,16 @@ class Scheduler:
             raise InvalidRequestError("the prompt is empty")
         if len(spec.token_ids) >= self.context_length:
             raise NoRoomError(f"{len(spec.token_ids)} prompt tokens exceed the drafter's context")
-        if len(self.sessions) >= self.max_sessions:
-            raise NoRoomError(f"{self.max_sessions} sessions are open, which is the limit; retry in a second")
-        session = DraftSession(spec, lease_id, CommittedTokens(spec.token_ids))
+        if not len(spec.token_ids) < spec.max_len <= self.context_length:
+            raise InvalidRequestError(
+                f"max_len {spec.max_len} is not in {len(spec.token_ids) + 1}..{self.context_length}, from one token "
+                "beyond the ids to the context"
+            )
+        self.room.reserve(key, spec.max_len)
+        committed = CommittedTokens(spec.token_ids)
+        session = DraftSession(spec, lease_id, committed, num_unread=len(committed), num_told=len(committed))
         self.sessions[key] = session
-        self._ready.append(Step(session, None))
+        self._ready.append(session)
         return session
 
     def calibrate(self, calibration: Calibration) -> None:
@@ -79,7 +139,7 @@ class Scheduler:
         """
         fence = calibration.fence
         session = self.sessions.get((fence.session_id, fence.epoch))
-        if session is None or (fence.round, calibration.attempt) <= session.last_drafted:
+        if session is None or (fence.round, calibration.attempt) <= session.last_asked:
             self.dropped["unknown_session" if session is None else "stale"] += 1
             return
         if calibration.base_len != len(session.committed):
@@ -93,16 +153,21 @@ class Scheduler:
         session.committed.append(calibration.token_ids)
         if fence != Fence(*session.key, fence.round, len(session.committed), session.committed.hash):
             raise ProtocolViolationError("calibration for another prefix than the session's")
-        if len(session.committed) + calibration.num_draft_tokens > self.context_length:
-            raise ProtocolViolationError("calibration beyond the drafter's context")
-        session.last_drafted = (fence.round, calibration.attempt)
-        self._ready.append(Step(session, calibration))
+        if len(session.committed) + calibration.num_draft_tokens > session.spec.max_len:
+            raise ProtocolViolationError("calibration beyond the session's max_len")
+        session.last_asked = (fence.round, calibration.attempt)
+        session.calibration = calibration  # takes the place of an older one, whose block nobody wants any more
+        if not session.queued:
+            session.queued = True
+            self._ready.append(session)
 
     def close(self, session_id: int, epoch: int) -> DraftSession | None:
         """Forgets a session and what waits for it; returns it if there was one."""
         session = self.sessions.pop((session_id, epoch), None)
         if session is not None:
-            self._ready = deque(step for step in self._ready if step.session is not session)
+            self.room.release(session.key)
+            if session in self._ready:
+                self._ready.remove(session)
         return session
 
     def of_lease(self, lease_id: int) -> list[DraftSession]:
@@ -110,9 +175,45 @@ class Scheduler:
         return [session for session in self.sessions.values() if session.lease_id == lease_id]
 
     def next_step(self) -> Step | None:
-        """Returns the next piece of work, or None."""
-        return self._ready.popleft() if self._ready else None
+        """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
+        reading = [session for session in self._ready if session.is_reading]
+        sessions_run = any(not session.is_reading for session in self.sessions.values())
+        shares = share(self.pacer.budget(sessions_run), [session.num_unread for session in reading])
+        limits = dict(zip((session.key for session in reading), shares, strict=True))
+        items = [self._item(session, limits.get(session.key)) for session in self._ready if limits.get(session.key, 1)]
+        if not items:
+            return None
+        self._ready = [session for session in reading if not limits[session.key]]
+        return Step(items)
 
-    def is_open(self, session: DraftSession) -> bool:
-        """Whether a session was not closed meanwhile."""
-        return self.sessions.get(session.key) is session
+    def complete(self, step: Step, result: StepResult) -> list[Completed]:
+        """Returns what is to be told and sent. Sessions that were closed meanwhile are left out."""
+        completed: list[Completed] = []
+        num_prompt_tokens = 0
+        each = zip(step.items, result.blocks, result.num_unread, result.num_reused, strict=True)
+        for item, block, num_unread, num_reused in each:
+            session = item.session
+            if session.num_reused is None:
+                session.num_reused = num_reused
+                session.num_unread -= num_reused
+                self.prefix_tokens.update(queried=len(session.spec.token_ids), reused=num_reused)
+            if session.is_reading:
+                num_prompt_tokens += min(session.num_unread, item.max_read or 0)
+            session.num_unread = num_unread
+            if self.sessions.get(session.key) is not session:
+                continue
+            is_opened = session.is_reading and num_unread == 0
+            session.is_reading = session.is_reading and num_unread > 0
+            if session.calibration is item.calibration and block is not None:
+                session.calibration = None
+            session.queued = session.is_reading or session.calibration is not None
+            if session.queued:
+                self._ready.append(session)
+            completed.append(Completed(session, block, is_opened))
+        self.pacer.cost.learn(num_prompt_tokens, result.num_read - num_prompt_tokens, result.calibration_s)
+        return completed
+
+    def _item(self, session: DraftSession, max_read: int | None) -> StepItem:
+        base_len, session.num_told = session.num_told, len(session.committed)
+        calibration = None if session.is_reading else session.calibration
+        return StepItem(session, base_len, session.committed.ids[base_len:], calibration, max_read)

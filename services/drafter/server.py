@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from draftwire.errors import ProtocolViolationError
-from draftwire.models.loading import LoadedModel
+from draftwire.models.loading import ModelCard
 from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.drafter.core import BlockLink, DrafterCore
 from draftwire.services.drafter.wire import GrpcBlockLink
@@ -81,14 +81,14 @@ def serve(config: DrafterConfig) -> int:
 
 
 async def _serve(config: DrafterConfig) -> int:
-    async def connect(address: str, loaded: LoadedModel) -> BlockLink:
-        return await GrpcBlockLink.connect(address, loaded, config.server.max_message_bytes, config.connect_timeout_s)
+    async def connect(address: str, card: ModelCard) -> BlockLink:
+        return await GrpcBlockLink.connect(address, card, config.server.max_message_bytes, config.connect_timeout_s)
 
     core = DrafterCore(config, connect)
 
     def register(server: grpc.aio.Server) -> None:
         drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterServicer(core), server)
-        add_ModelServiceServicer_to_server(ModelServicer(lambda: core.loaded), server)
+        add_ModelServiceServicer_to_server(ModelServicer(lambda: core.card), server)
 
     service = Service(
         name="drafter",

@@ -10,7 +10,7 @@ import structlog
 
 from draftwire.errors import ProtocolViolationError, UnavailableError
 from draftwire.models.description import vocabulary_mismatch
-from draftwire.models.loading import LoadedModel
+from draftwire.models.loading import ModelCard
 from draftwire.rounds import DraftBlock
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
@@ -34,9 +34,7 @@ class GrpcBlockLink:
         self._lifetime: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(
-        cls, address: str, loaded: LoadedModel, max_message_bytes: int, timeout_s: float
-    ) -> GrpcBlockLink:
+    async def connect(cls, address: str, card: ModelCard, max_message_bytes: int, timeout_s: float) -> GrpcBlockLink:
         """Opens the stream and waits for the verifier's welcome.
 
         Raises:
@@ -46,7 +44,7 @@ class GrpcBlockLink:
         channel = open_channel(address, max_message_bytes)
         link = cls(address, channel)
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-        hello = verifier_pb2.DrafterHello(model=messages.model_to_proto(loaded.description))
+        hello = verifier_pb2.DrafterHello(model=messages.model_to_proto(card.description))
         call = stub.PushDraftBlocks(link._requests(hello), wait_for_ready=True)
         try:
             async with asyncio.timeout(timeout_s):
@@ -59,9 +57,9 @@ class GrpcBlockLink:
             if isinstance(refusal, ProtocolViolationError):
                 peer = ModelPeer(channel, timeout_s)
                 target = await peer.describe()
-                if target.vocabulary_fingerprint != loaded.description.vocabulary_fingerprint:
+                if target.vocabulary_fingerprint != card.description.vocabulary_fingerprint:
                     tokens = await peer.vocabulary()
-                    refusal = vocabulary_mismatch(target, loaded.description, tokens, loaded.vocabulary)
+                    refusal = vocabulary_mismatch(target, card.description, tokens, card.vocabulary)
             await channel.close()
             raise refusal from error
         if welcome is grpc.aio.EOF:

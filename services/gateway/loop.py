@@ -21,6 +21,7 @@ from enum import Enum
 import structlog
 
 from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.models.description import ModelDescription
 from draftwire.randomness import Role, derive_key
 from draftwire.rounds import (
     Calibration,
@@ -106,15 +107,20 @@ class GenerationLoop:
             reason: FinishReason | None = None
             while reason is None:
                 verdict = await self._next_verdict()
-                self._statistics.count(verdict)
-                delta, reason = self._commit(verdict)
+                token_ids, reason = self._commit(verdict)
+                asks = verdict.plain_rounds_left == 0
+                if asks and reason is None and not self._text.may_stop:
+                    self._ask_for_round()
+                    asks = False
+                    await asyncio.sleep(0)  # lets the request leave before we turn to the text
+                text, reason = self._show(token_ids, reason)
+                if asks and reason is None:
+                    self._ask_for_round()
                 elapsed_us = int((time.perf_counter() - started) * 1e6)
                 self._statistics.time_to_first_token_us = self._statistics.time_to_first_token_us or elapsed_us
                 self._statistics.duration_us = elapsed_us
-                if reason is None and verdict.plain_rounds_left == 0:
-                    self._ask_for_round()
-                if delta.token_ids or delta.text:
-                    yield delta
+                if token_ids or text:
+                    yield Delta(token_ids, text)
             yield Finish(reason, self._statistics, self._drafter_error)
         finally:
             if opening is not None:
@@ -127,7 +133,7 @@ class GenerationLoop:
         """Opens the drafter's session beside everything else; the inbox learns how it went."""
         assert self._drafter is not None
         try:
-            await self._drafter.open(self._draft_spec(), self._inbox)
+            await self._drafter.open(self._draft_spec(self._drafter.description), self._inbox)
         except Exception as error:
             self._inbox.put_nowait(DrafterLost(error))
         else:
@@ -154,32 +160,38 @@ class GenerationLoop:
                 case DrafterReady():
                     self._drafter_ready = True
 
-    def _commit(self, verdict: Verdict) -> tuple[Delta, FinishReason | None]:
-        """Commits a round's tokens, one by one, up to whatever ends the generation."""
+    def _commit(self, verdict: Verdict) -> tuple[list[int], FinishReason | None]:
+        """Commits a round and returns its tokens up to a stop token or the limit, and whether one of these ends it."""
         self._waits_for_block = False
         self._round += 1
-        shown: list[int] = []
-        pieces: list[str] = []
-        reason: FinishReason | None = None
-        for token in verdict.token_ids:
-            shown.append(token)
-            self._statistics.num_generated_tokens += 1
-            if token in self._generation.stop_token_ids:
-                reason = FinishReason.STOP
-                break
-            pieces.append(self._text.push(token))
-            if self._text.stopped:
-                reason = FinishReason.STOP
-                break
-            if self._statistics.num_generated_tokens == self._generation.max_tokens:
-                reason = FinishReason.LENGTH
-                break
         self._committed.append(verdict.token_ids)
+        self._statistics.count(verdict)
+        shown = verdict.token_ids[: self._generation.max_tokens - self._statistics.num_generated_tokens]
+        stops = [index for index, token in enumerate(shown) if token in self._generation.stop_token_ids]
+        if stops:
+            shown = shown[: stops[0] + 1]
+        self._statistics.num_generated_tokens += len(shown)
+        if stops:
+            return shown, FinishReason.STOP
+        is_full = self._statistics.num_generated_tokens == self._generation.max_tokens
+        return shown, FinishReason.LENGTH if is_full else None
+
+    def _show(self, token_ids: list[int], reason: FinishReason | None) -> tuple[str, FinishReason | None]:
+        """Returns the text that a round's tokens make certain, and why the generation ends, if it does.
+
+        Tokens after one that completes a stop string are taken out of `token_ids`.
+        """
+        visible = token_ids[:-1] if reason is FinishReason.STOP else token_ids  # a stop token has no text
+        text, num_used = self._text.push(visible)
+        if self._text.stopped:
+            self._statistics.num_generated_tokens -= len(token_ids) - num_used
+            del token_ids[num_used:]
+            reason = FinishReason.STOP
         if reason is not None:
-            pieces.append(self._text.finish())
+            text += self._text.finish()
             if self._text.stopped:  # the held-back rest completed a stop string
                 reason = FinishReason.STOP
-        return Delta(shown, "".join(pieces)), reason
+        return text, reason
 
     def _ask_for_round(self) -> None:
         """Asks for the next round: a block if the drafter can make one, else plain rounds."""
@@ -243,9 +255,11 @@ class GenerationLoop:
             max_draft_tokens=generation.num_speculative_tokens,
             plain_rounds=min(rounds, generation.max_tokens),
             stop_token_ids=generation.stop_token_ids,
+            max_len=generation.max_len,
+            cache_salt=generation.cache_salt,
         )
 
-    def _draft_spec(self) -> DraftSessionSpec:
+    def _draft_spec(self, drafter: ModelDescription) -> DraftSessionSpec:
         generation = self._generation
         return DraftSessionSpec(
             session_id=self._session_id,
@@ -258,4 +272,6 @@ class GenerationLoop:
             verifier_address=self._target.address,
             target_vocab_size=self._target.description.vocab_size,
             max_draft_tokens=generation.num_speculative_tokens,
+            max_len=min(generation.max_len, drafter.context_length),
+            cache_salt=generation.cache_salt,
         )

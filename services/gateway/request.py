@@ -10,6 +10,7 @@ from draftwire.verification import rule_named
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
+MAX_SALT_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class RequestedGeneration:
     seed: int | None = None
     num_speculative_tokens: int | None = None
     rule: str | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,12 @@ class Generation:
     seed: int
     num_speculative_tokens: int
     rule: str
+    cache_salt: str = ""
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return len(self.prompt_ids) + self.max_tokens
 
 
 def complete_request(
@@ -91,6 +99,8 @@ def complete_request(
         raise InvalidRequestError(
             f"num_speculative_tokens must be in 0..{defaults.max_speculative_tokens}, not {speculative}"
         )
+    if len(request.cache_salt) > MAX_SALT_LENGTH:
+        raise InvalidRequestError(f"cache_salt has at most {MAX_SALT_LENGTH} characters")
     rule = rule_named(request.rule if request.rule is not None else defaults.rule).name
     return Generation(
         prompt_ids=request.prompt_ids,
@@ -101,4 +111,5 @@ def complete_request(
         seed=seed,
         num_speculative_tokens=speculative,
         rule=rule,
+        cache_salt=request.cache_salt,
     )

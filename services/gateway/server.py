@@ -80,6 +80,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
             ),
             rule=request.rejection_sample_method if request.HasField("rejection_sample_method") else None,
+            cache_salt=request.cache_salt,
         )
 
     async def _prompt_ids(self, request: gateway_pb2.GenerateRequest) -> list[int]:
@@ -118,6 +119,7 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
         num_prompt_tokens=statistics.num_prompt_tokens,
         num_generated_tokens=statistics.num_generated_tokens,
         num_emitted_tokens=statistics.num_emitted_tokens,
+        num_cached_prompt_tokens=statistics.num_cached_prompt_tokens,
         num_rounds=statistics.num_rounds,
         num_drafts=statistics.num_drafts,
         num_draft_tokens=statistics.num_draft_tokens,

@@ -10,6 +10,8 @@ class Statistics:
     """What a completion cost. Durations are sums over its rounds, microseconds."""
 
     num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    """Tokens of the prompt that the target did not have to read."""
     num_generated_tokens: int = 0
     num_emitted_tokens: int = 0
     """Tokens that the rounds committed, before the output was cut at a stop."""
@@ -28,6 +30,7 @@ class Statistics:
     def count(self, verdict: Verdict) -> None:
         """Counts one round."""
         self.num_rounds += 1
+        self.num_cached_prompt_tokens = verdict.num_cached_tokens
         self.num_emitted_tokens += len(verdict.token_ids)
         self.verify_us += verdict.verify_us
         self.queue_us += verdict.queue_us

@@ -22,9 +22,9 @@ class IncrementalDetokenizer:
         self._settled = len(self._window)  # tokens of the window that were settled before the last settled piece
         self._shown = len(self._decode(self._window))  # characters of the window's text that were returned, or prompt
 
-    def push(self, token_id: int) -> str:
-        """Adds a token and returns the text that it makes certain."""
-        self._window.append(token_id)
+    def push(self, token_ids: list[int]) -> str:
+        """Adds tokens and returns the text that they make certain."""
+        self._window += token_ids
         text = self._decode(self._window)
         certain = len(text)
         while certain > max(self._shown, len(text) - MAX_HELD) and text[certain - 1] == REPLACEMENT:
@@ -52,6 +52,8 @@ class StopStrings:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         """Takes the stop strings, none of them empty."""
+        self.any = bool(stops)
+        """Whether there is something to stop at."""
         self._stops = stops
         self._held = ""
         self.stopped = False
@@ -98,9 +100,25 @@ class TextStream:
         """Whether a stop string ended the text."""
         return self._stops.stopped
 
-    def push(self, token_id: int) -> str:
-        """Adds a token and returns the text that is certain to stay."""
-        return self._stops.push(self._detokenizer.push(token_id))
+    @property
+    def may_stop(self) -> bool:
+        """Whether there are stop strings at all."""
+        return self._stops.any
+
+    def push(self, token_ids: list[int]) -> tuple[str, int]:
+        """Adds tokens up to the one that completes a stop string.
+
+        Returns:
+            The text that is certain to stay, and how many of the tokens were added.
+        """
+        if not self.may_stop:
+            return self._detokenizer.push(token_ids), len(token_ids)
+        pieces: list[str] = []
+        for token in token_ids:
+            pieces.append(self._stops.push(self._detokenizer.push([token])))
+            if self.stopped:
+                break
+        return "".join(pieces), len(pieces)
 
     def finish(self) -> str:
         """Returns the rest, when no more tokens come."""

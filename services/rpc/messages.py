@@ -120,6 +120,7 @@ def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
         queue_duration_us=verdict.queue_us,
         calibration_duration_us=verdict.timings.calibration_us,
         draft_duration_us=verdict.timings.draft_us,
+        num_cached_tokens=verdict.num_cached_tokens,
     )
 
 
@@ -141,6 +142,7 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
         verify_us=message.verify_duration_us,
         queue_us=message.queue_duration_us,
         timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
+        num_cached_tokens=message.num_cached_tokens,
     )
 
 
@@ -192,6 +194,8 @@ def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2
         max_draft_tokens=spec.max_draft_tokens,
         plain_rounds=spec.plain_rounds,
         stop_token_ids=sorted(spec.stop_token_ids),
+        max_len=spec.max_len,
+        cache_salt=spec.cache_salt,
     )
 
 
@@ -214,6 +218,8 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
         max_draft_tokens=message.max_draft_tokens,
         plain_rounds=message.plain_rounds,
         stop_token_ids=frozenset(message.stop_token_ids),
+        max_len=message.max_len,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -231,6 +237,8 @@ def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.Op
         verifier_address=spec.verifier_address,
         target_vocab_size=spec.target_vocab_size,
         max_draft_tokens=spec.max_draft_tokens,
+        max_len=spec.max_len,
+        cache_salt=spec.cache_salt,
     )
 
 
@@ -251,6 +259,8 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
         verifier_address=message.verifier_address,
         target_vocab_size=message.target_vocab_size,
         max_draft_tokens=message.max_draft_tokens,
+        max_len=message.max_len,
+        cache_salt=message.cache_salt,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import grpc
 
-from draftwire.models.loading import LoadedModel, tokenizer_files
+from draftwire.models.loading import ModelCard, tokenizer_files
 from draftwire.services.rpc import messages
 from draftwire.v1 import model_pb2, model_pb2_grpc
 
@@ -14,9 +14,9 @@ from draftwire.v1 import model_pb2, model_pb2_grpc
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """Describes the loaded model to peers."""
 
-    def __init__(self, loaded: Callable[[], LoadedModel]) -> None:
+    def __init__(self, card: Callable[[], ModelCard]) -> None:
         """Takes what returns the model; it is called only when the service is ready."""
-        self._loaded = loaded
+        self._card = card
 
     async def GetModel(
         self,
@@ -24,7 +24,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         context: grpc.aio.ServicerContext[model_pb2.GetModelRequest, model_pb2.GetModelResponse],
     ) -> model_pb2.GetModelResponse:
         """See the proto."""
-        return model_pb2.GetModelResponse(model=messages.model_to_proto(self._loaded().description))
+        return model_pb2.GetModelResponse(model=messages.model_to_proto(self._card().description))
 
     async def GetVocabulary(
         self,
@@ -32,7 +32,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         context: grpc.aio.ServicerContext[model_pb2.GetVocabularyRequest, model_pb2.GetVocabularyResponse],
     ) -> model_pb2.GetVocabularyResponse:
         """See the proto."""
-        return model_pb2.GetVocabularyResponse(tokens=self._loaded().vocabulary)
+        return model_pb2.GetVocabularyResponse(tokens=self._card().vocabulary)
 
     async def GetTokenizer(
         self,
@@ -40,7 +40,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         context: grpc.aio.ServicerContext[model_pb2.GetTokenizerRequest, model_pb2.GetTokenizerResponse],
     ) -> model_pb2.GetTokenizerResponse:
         """See the proto."""
-        files = tokenizer_files(self._loaded().tokenizer)
+        files = tokenizer_files(self._card().tokenizer)
         return model_pb2.GetTokenizerResponse(
             files=[model_pb2.GetTokenizerResponse.File(name=name, content=data) for name, data in files.items()]
         )

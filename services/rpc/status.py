@@ -35,6 +35,11 @@ ERROR: dict[grpc.StatusCode, type[DraftwireError]] = {
 CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {int(code.value[0]): code for code in grpc.StatusCode}
 
 
+RETRY_KEY = "grpc-retry-pushback-ms"
+"""Trailing metadata that gRPC itself reads where a client has retries configured, milliseconds.
+Source: gRPC proposal A6, "Client Retries"."""
+
+
 def root_cause(error: BaseException) -> BaseException:
     """Returns the first error inside exception groups, which task groups wrap around what their tasks raise."""
     while isinstance(error, BaseExceptionGroup):
@@ -53,9 +58,23 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.INTERNAL, "internal error"
 
 
+def retry_hint(error: BaseException) -> tuple[tuple[str, str], ...]:
+    """Returns the trailing metadata that tells a caller when to try again; empty where trying again does not help."""
+    cause = root_cause(error)
+    if isinstance(cause, grpc.aio.AioRpcError):
+        cause = error_of(cause)
+    if not isinstance(cause, NoRoomError):
+        return ()
+    return ((RETRY_KEY, str(round(cause.retry_after_s * 1e3))),)
+
+
 def error_of(error: grpc.aio.AioRpcError) -> DraftwireError:
     """Returns the error that a peer's status stands for."""
-    return ERROR.get(error.code(), UnavailableError)(error.details() or error.code().name)
+    message = error.details() or error.code().name
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        hint = str(dict(error.trailing_metadata() or ()).get(RETRY_KEY, ""))
+        return NoRoomError(message, int(hint) / 1e3) if hint.isdecimal() else NoRoomError(message)
+    return ERROR.get(error.code(), UnavailableError)(message)
 
 
 def error_of_number(number: int, message: str) -> DraftwireError:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from draftwire.services.settings import ModelSettings, ServerSettings, require
+from draftwire.services.settings import EngineSettings, ModelSettings, ServerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,11 +11,4 @@ class VerifierConfig:
 
     loading: ModelSettings
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50052, metrics_port=9052))
-    max_sessions: int = 64
-    """Sessions that may be open at once; more are refused with RESOURCE_EXHAUSTED."""
-    max_draft_tokens: int = 16
-    """Draft tokens in a block, at most."""
-
-    def __post_init__(self) -> None:
-        require(self.max_sessions >= 1, "max_sessions must be at least 1")
-        require(self.max_draft_tokens >= 1, "max_draft_tokens must be at least 1")
+    engine: EngineSettings = field(default_factory=EngineSettings)

@@ -1,19 +1,20 @@
 """The verifier without its edge: leases, sessions, and the loop that runs steps."""
 
 import asyncio
-import time
 from dataclasses import dataclass
 
 import structlog
-import torch
 
 from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError, UnavailableError
 from draftwire.models.description import ModelDescription, check_protocol
-from draftwire.models.loading import LoadedModel, load_model
+from draftwire.models.loading import ModelCard
 from draftwire.rounds import DraftBlock, FenceVerdict, PlainRun, TargetSessionSpec, Verdict
+from draftwire.services.admission import Room
 from draftwire.services.leases import Leases, SessionFailed, SessionKey
 from draftwire.services.metrics import VerifierMetrics
+from draftwire.services.models import load_target
 from draftwire.services.outbox import Outbox
+from draftwire.services.prefill import PrefillPacer
 from draftwire.services.torch_thread import TorchThread
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.engine import TargetEngine
@@ -42,7 +43,7 @@ class VerifierCore:
         """Prepares; `start` loads the model."""
         self.config = config
         self.metrics = VerifierMetrics()
-        self.loaded: LoadedModel
+        self.card: ModelCard
         self._scheduler: Scheduler
         self._engine: TargetEngine
         self._torch = TorchThread()
@@ -52,7 +53,7 @@ class VerifierCore:
     @property
     def description(self) -> ModelDescription:
         """The loaded model."""
-        return self.loaded.description
+        return self.card.description
 
     @property
     def num_sessions(self) -> int:
@@ -61,16 +62,20 @@ class VerifierCore:
 
     async def start(self) -> None:
         """Loads and warms the model."""
-        self.loaded = await self._torch.run(self._load)
-        self._engine = TargetEngine(self.loaded)
-        await self._torch.run(self._engine.warm_up)
+        settings = self.config.engine
+        target = await self._torch.run(load_target, self.config.loading, settings)
+        self.card = target.card
+        self._engine = TargetEngine(target.model)
         self._scheduler = Scheduler(
             context_length=self.description.context_length,
             vocab_size=self.description.vocab_size,
-            max_sessions=self.config.max_sessions,
-            max_draft_tokens=self.config.max_draft_tokens,
+            max_draft_tokens=settings.max_draft_tokens,
+            room=Room(settings.max_sessions, settings.kv_cache_tokens),
+            pacer=PrefillPacer(settings.max_added_latency_ms / 1e3),
         )
-        self.metrics.watch(lambda: self.num_sessions, self._scheduler.dropped)
+        for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
+            self._scheduler.pacer.cost.learn(num_tokens, 0, seconds)
+        self.metrics.watch(self._scheduler)
 
     def stop(self) -> None:
         """Stops the torch thread after the running step."""
@@ -157,33 +162,27 @@ class VerifierCore:
             await self._run_step(step)
 
     async def _run_step(self, step: Step) -> None:
-        started_at = time.perf_counter()
-        session = step.session
         try:
             result = await self._torch.run(self._engine.step, step)
-        except InvalidRequestError as error:
-            self._scheduler.abandon(step)
-            self.refuse_block(session.key, str(error))
-            return
         except Exception as error:
-            log.exception("verifier.step_failed", session_id=session.spec.session_id)
+            log.exception("verifier.step_failed", num_sessions=len(step.items))
             failure = error if isinstance(error, DraftwireError) else UnavailableError("the target failed")
-            self._fail(session.key, failure)
+            for item in step.items:
+                if self._scheduler.sessions.get(item.session.key) is item.session:  # not closed meanwhile
+                    self._fail(item.session.key, failure)
             return
-        verdict = self._scheduler.complete(step, result, started_at)
-        if verdict is None:  # closed during the step: what the step left in the cache goes too
-            self._torch.post(self._engine.forget, session.key)
-            return
-        self.metrics.count(verdict)
-        self._leases.send(session.lease_id, verdict)
+        self.metrics.steps.inc()
+        for session, event in self._scheduler.complete(step, result):
+            if isinstance(event, Verdict):
+                self.metrics.count(event)
+                self._leases.send(session.lease_id, event)
+            elif isinstance(event, InvalidRequestError):
+                self.refuse_block(session.key, str(event))
+            else:
+                self._fail(session.key, event)
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
         session = self._scheduler.sessions.get(key)
         if session is not None:
             self.close_session(*key)
             self._leases.send(session.lease_id, SessionFailed(*key, error))
-
-    def _load(self) -> LoadedModel:
-        settings = self.config.loading
-        torch.set_num_threads(settings.threads)
-        return load_model(settings.model, settings.dtype, settings.device, settings.revision)

@@ -2,53 +2,80 @@
 
 import time
 
-from draftwire.models.loading import LoadedModel
+from draftwire.models.cached_model import SequenceModel
+from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.randomness import KEY_BYTES, DrawKey
 from draftwire.sampling import SamplingParams
 from draftwire.services.leases import SessionKey
-from draftwire.services.verifier.scheduler import Step, StepResult
+from draftwire.services.verifier.scheduler import Step, StepItem, StepResult
 from draftwire.verification import rule_named
-from draftwire.verification.target_sequence import TargetSequence
+from draftwire.verification.target import Judgement, Judging, judge
+
+WARM_UP_TOKENS = (2, 64)
+"""Sizes of the steps that are tried before the first session."""
 
 
 class TargetEngine:
     """The target model with one cached sequence per session."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, model: SequenceModel) -> None:
         """Takes a loaded model."""
-        self._loaded = loaded
-        self._sequences: dict[SessionKey, TargetSequence] = {}
+        self.model = model
+        self._sequences: dict[SessionKey, CachedSequence] = {}
 
-    def warm_up(self) -> None:
-        """Decodes a token once, so that no user pays for lazy initialisation."""
+    def warm_up(self) -> list[tuple[int, float]]:
+        """Decodes a few tokens, so that no user pays for lazy initialisation.
+
+        Returns:
+            Sizes of steps and how long they took, tokens and seconds.
+        """
         rule, key = rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
-        self._new_sequence().judge([0] * 4, [], None, SamplingParams(), rule, key)
+        costs = []
+        for num_tokens in (WARM_UP_TOKENS[0], *WARM_UP_TOKENS):  # the first one is not typical
+            started = time.perf_counter()
+            sequence = self.model.cache.open()
+            num_tokens = min(num_tokens, self.model.cache.num_free_blocks * BLOCK_SIZE)
+            judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
+            self.model.cache.close(sequence)
+            costs.append((num_tokens, time.perf_counter() - started))
+        return costs[1:]
 
     def step(self, step: Step) -> StepResult:
-        """Judges a step's block, or decodes one token where there is none.
-
-        Raises:
-            InvalidRequestError: the block's distributions are none, or do not fit its tokens. Nothing has changed.
-        """
+        """Carries out a step: judges blocks, decodes tokens, reads prompts."""
         started = time.perf_counter()
-        session, spec, block = step.session, step.session.spec, step.block
+        judgings = [self._judging(item) for item in step.items]
+        done = judge(self.model, judgings)
+        num_unread = [
+            len(judging.committed) - judging.sequence.length if not isinstance(outcome, Judgement) else 1
+            for judging, outcome in zip(judgings, done.outcomes, strict=True)
+        ]
+        return StepResult(
+            outcomes=done.outcomes,
+            num_unread=num_unread,
+            num_reused=[judging.sequence.num_reused for judging in judgings],
+            num_tokens=done.num_tokens,
+            verify_us=int((time.perf_counter() - started) * 1e6),
+        )
+
+    def forget(self, key: SessionKey) -> None:
+        """Frees a session's cache."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self.model.cache.close(sequence)
+
+    def _judging(self, item: StepItem) -> Judging:
+        session, spec, block = item.session, item.session.spec, item.block
         sequence = self._sequences.get(session.key)
         if sequence is None:
-            sequence = self._sequences[session.key] = self._new_sequence()
-        judgement = sequence.judge(
+            sequence = self.model.cache.open(session.committed.ids, spec.cache_salt)
+            self._sequences[session.key] = sequence
+        return Judging(
+            sequence=sequence,
             committed=session.committed.ids,
             draft_tokens=block.token_ids if block else [],
             distributions=block.distributions if block else None,
             sampling=spec.sampling,
             rule=rule_named(spec.rule),
             key=DrawKey(spec.verifying_key, spec.choice, session.round, block.attempt if block else 0),
+            max_read=item.max_read,
         )
-        verify_us = int((time.perf_counter() - started) * 1e6)
-        return StepResult(judgement.token_ids, judgement.num_accepted, verify_us)
-
-    def forget(self, key: SessionKey) -> None:
-        """Frees a session's cache."""
-        self._sequences.pop(key, None)
-
-    def _new_sequence(self) -> TargetSequence:
-        return TargetSequence(self._loaded.model, self._loaded.description.vocab_size)

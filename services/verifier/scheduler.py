@@ -1,11 +1,15 @@
-"""Which session's work the verifier does next. Pure: no tensors, no transport, no clock but the one it is given."""
+"""Which sessions take part in the verifier's next step. Pure: no tensors, no transport, no clock but the given one.
+
+Whatever is ready when a step begins goes into it: draft blocks, plain rounds, and as much of waiting prompts as the
+running sessions can bear.
+"""
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.errors import DraftwireError, InvalidRequestError
 from draftwire.rounds import (
     CommittedTokens,
     DraftBlock,
@@ -17,11 +21,14 @@ from draftwire.rounds import (
     Verdict,
     judge_fence,
 )
+from draftwire.services.admission import Room
 from draftwire.services.leases import SessionKey
+from draftwire.services.prefill import PrefillPacer, share
 from draftwire.verification import rule_named
+from draftwire.verification.target import Judgement, Outcome, StillReading
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TargetSession:
     """The verifier's side of one session. Changed by the scheduler only."""
 
@@ -31,6 +38,10 @@ class TargetSession:
     round: int
     """The round that is decided next."""
     plain_rounds_left: int
+    num_unread: int
+    """Committed tokens that the engine has not read yet, as far as known: those of the prompt, later the last one."""
+    num_reused: int | None = None
+    """Tokens that it did not have to read; None before the first step."""
     block: DraftBlock | None = None
     """The block that waits for the current round."""
     queued: bool = False
@@ -48,54 +59,81 @@ class TargetSession:
         """What a message about the current round must say."""
         return Fence(*self.key, self.round, len(self.committed), self.committed.hash)
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether its prompt is still being read."""
+        return self.num_unread > 1
+
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One forward pass for one session."""
+class StepItem:
+    """One session's part in a step."""
 
     session: TargetSession
     block: DraftBlock | None
     """None is plain decoding."""
+    max_read: int
+    """If more of the committed tokens are unread, only so many are read and nothing is decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass."""
+
+    items: Sequence[StepItem]
+    started_at: float
+    """By the scheduler's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the engine decided in a step."""
+    """What the engine did in a step. Sequences hold one entry for each item."""
 
-    token_ids: list[int]
-    num_accepted: int
+    outcomes: Sequence[Outcome]
+    num_unread: Sequence[int]
+    """Committed tokens that are still unread; a round that was decided leaves the last one."""
+    num_reused: Sequence[int]
+    """Tokens that were taken over from other sessions when the session was first seen."""
+    num_tokens: int
+    """Tokens that the forward pass read, draft tokens included."""
     verify_us: int
+
+
+Completed = tuple[TargetSession, Verdict | DraftwireError]
+"""InvalidRequestError refuses the session's block, whose round stays open; other errors end the session."""
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """Takes work as it comes and hands out steps in the order in which it came, one per session at a time."""
+    """Takes work as it comes and puts it into steps. One step runs at a time."""
 
     context_length: int
     vocab_size: int
-    max_sessions: int
     max_draft_tokens: int
+    room: Room
+    pacer: PrefillPacer
     clock: Callable[[], float] = time.perf_counter
     sessions: dict[SessionKey, TargetSession] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     """Messages that had no effect, by reason."""
-    _ready: deque[TargetSession] = field(default_factory=deque)
+    prefix_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of opened sessions ("queried") and how many of them did not have to be read ("reused")."""
+    _ready: list[TargetSession] = field(default_factory=list)
 
     def open(self, spec: TargetSessionSpec, lease_id: int) -> TargetSession:
         """Admits a session.
 
         Raises:
             InvalidRequestError: ids or parameters are out of range.
-            NoRoomError: too many sessions are open.
+            NoRoomError: too many sessions are open, or the KV cache has no room for this one.
         """
         self._check(spec)
         key = (spec.session_id, spec.epoch)
         if key in self.sessions:
             raise InvalidRequestError("session is open already")
-        if len(self.sessions) >= self.max_sessions:
-            raise NoRoomError(f"{self.max_sessions} sessions are open, which is the limit; retry in a second")
+        self.room.reserve(key, spec.max_len)
         committed = CommittedTokens(spec.token_ids)
-        session = TargetSession(spec, lease_id, committed, spec.first_round, spec.plain_rounds)
+        session = TargetSession(spec, lease_id, committed, spec.first_round, spec.plain_rounds, len(committed))
         self.sessions[key] = session
         if session.plain_rounds_left:
             self._enqueue(session)
@@ -114,8 +152,8 @@ class Scheduler:
             raise InvalidRequestError(
                 f"block of {len(block.token_ids)} draft tokens, the session's limit is {session.spec.max_draft_tokens}"
             )
-        if len(session.committed) + len(block.token_ids) >= self.context_length:
-            raise InvalidRequestError("block reaches beyond the target's context")
+        if len(session.committed) + len(block.token_ids) >= session.spec.max_len:
+            raise InvalidRequestError("block reaches beyond the session's max_len")
         session.block = block
         self._enqueue(session)
         return verdict
@@ -124,14 +162,14 @@ class Scheduler:
         """Starts plain decoding, if the current round is still free.
 
         Raises:
-            InvalidRequestError: no round is wanted, or the target's context has no room for one.
+            InvalidRequestError: no round is wanted, or the session has no room for one.
         """
         session, verdict = self._judge(run.fence)
         if session is not None:
             if run.num_rounds < 1:
                 raise InvalidRequestError("a plain run has at least one round")
-            if len(session.committed) >= self.context_length:
-                raise InvalidRequestError("plain run beyond the target's context")
+            if len(session.committed) >= session.spec.max_len:
+                raise InvalidRequestError("plain run beyond the session's max_len")
             session.plain_rounds_left = run.num_rounds
             self._enqueue(session)
         return verdict
@@ -139,8 +177,10 @@ class Scheduler:
     def close(self, session_id: int, epoch: int) -> TargetSession | None:
         """Forgets a session and what waits for it; returns it if there was one."""
         session = self.sessions.pop((session_id, epoch), None)
-        if session is not None and session in self._ready:
-            self._ready.remove(session)
+        if session is not None:
+            self.room.release(session.key)
+            if session in self._ready:
+                self._ready.remove(session)
         return session
 
     def of_lease(self, lease_id: int) -> list[TargetSession]:
@@ -148,46 +188,75 @@ class Scheduler:
         return [session for session in self.sessions.values() if session.lease_id == lease_id]
 
     def next_step(self) -> Step | None:
-        """Returns the next step, or None when there is nothing to do. Call `complete` or `abandon` with it after."""
-        if not self._ready:
+        """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
+        reading = [session for session in self._ready if session.is_reading]
+        sessions_run = any(not session.is_reading for session in self.sessions.values())
+        budget = self.pacer.budget(sessions_run)
+        shares = share(budget, [session.num_unread for session in reading])
+        limits = dict(zip((session.key for session in reading), shares, strict=True))
+        items = [
+            StepItem(session, session.block, limits.get(session.key, 1))
+            for session in self._ready
+            if limits.get(session.key, 1)
+        ]
+        if not items:
             return None
-        session = self._ready.popleft()
-        return Step(session, session.block)
+        self._ready = [session for session in reading if not limits[session.key]]
+        return Step(items, self.clock())
 
-    def complete(self, step: Step, result: StepResult, started_at: float) -> Verdict | None:
-        """Commits what a step decided and returns the verdict; None if the session was closed meanwhile."""
-        session, block = step.session, step.block
-        if self.sessions.get(session.key) is not session:
-            return None
+    def complete(self, step: Step, result: StepResult) -> list[Completed]:
+        """Commits what a step decided and returns what is to be told, but of sessions that were closed meanwhile."""
+        told: list[Completed] = []
+        num_prompt_tokens = 0
+        each = zip(step.items, result.outcomes, result.num_unread, result.num_reused, strict=True)
+        for item, outcome, num_unread, num_reused in each:
+            session = item.session
+            if session.num_reused is None:
+                session.num_reused = num_reused
+                session.num_unread -= num_reused
+                self.prefix_tokens.update(queried=len(session.committed), reused=num_reused)
+            if session.is_reading and not isinstance(outcome, InvalidRequestError):
+                num_prompt_tokens += min(session.num_unread, item.max_read)
+            session.num_unread = num_unread
+            if self.sessions.get(session.key) is not session:
+                continue
+            if isinstance(outcome, Judgement):
+                told.append((session, self._commit(item, outcome, step.started_at, result.verify_us)))
+            elif isinstance(outcome, StillReading):
+                self._ready.append(session)
+            else:
+                session.block, session.queued = None, False
+                told.append((session, outcome))
+        num_other_tokens = result.num_tokens - num_prompt_tokens
+        self.pacer.cost.learn(num_prompt_tokens, num_other_tokens, result.verify_us / 1e6)
+        return told
+
+    def _commit(self, item: StepItem, judgement: Judgement, started_at: float, verify_us: int) -> Verdict:
+        session, block = item.session, item.block
         fence = session.fence
-        session.committed.append(result.token_ids)
+        session.committed.append(judgement.token_ids)
         session.round += 1
-        session.block = None
-        session.queued = False
+        session.block, session.queued = None, False
         queue_us = int(max(0.0, started_at - session.queued_at) * 1e6)
         if block is None:
-            stopped = result.token_ids[-1] in session.spec.stop_token_ids
-            full = len(session.committed) >= self.context_length
+            stopped = judgement.token_ids[-1] in session.spec.stop_token_ids
+            full = len(session.committed) >= session.spec.max_len
             session.plain_rounds_left = 0 if stopped or full else session.plain_rounds_left - 1
         if session.plain_rounds_left:
             self._enqueue(session)
         num_draft_tokens = len(block.token_ids) if block else 0
         return Verdict(
             fence=fence,
-            token_ids=result.token_ids,
+            token_ids=judgement.token_ids,
             num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=result.num_accepted,
-            extra=_extra_kind(num_draft_tokens, result.num_accepted),
+            num_accepted_tokens=judgement.num_accepted,
+            extra=_extra_kind(num_draft_tokens, judgement.num_accepted),
             plain_rounds_left=session.plain_rounds_left,
-            verify_us=result.verify_us,
+            verify_us=verify_us,
             queue_us=queue_us,
+            num_cached_tokens=session.num_reused or 0,
             **({"timings": block.timings} if block else {}),
         )
-
-    def abandon(self, step: Step) -> None:
-        """Takes back a step whose block turned out to be unusable; the round stays open for a plain run."""
-        step.session.block = None
-        step.session.queued = False
 
     def _enqueue(self, session: TargetSession) -> None:
         session.queued = True
@@ -218,6 +287,11 @@ class Scheduler:
             raise InvalidRequestError(f"prompt_len {spec.prompt_len} is not within the {len(spec.token_ids)} ids")
         if max(spec.token_ids) >= self.vocab_size:
             raise InvalidRequestError(f"token id {max(spec.token_ids)} is beyond the vocabulary of {self.vocab_size}")
+        if not len(spec.token_ids) < spec.max_len <= self.context_length:
+            raise InvalidRequestError(
+                f"max_len {spec.max_len} is not in {len(spec.token_ids) + 1}..{self.context_length}, from one token "
+                "beyond the ids to the context"
+            )
         if spec.max_draft_tokens > self.max_draft_tokens:
             raise InvalidRequestError(
                 f"num_speculative_tokens {spec.max_draft_tokens} is above the verifier's limit {self.max_draft_tokens}"

@@ -124,7 +124,7 @@ async def _serve(config: VerifierConfig) -> int:
 
     def register(server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(core), server)
-        add_ModelServiceServicer_to_server(ModelServicer(lambda: core.loaded), server)
+        add_ModelServiceServicer_to_server(ModelServicer(lambda: core.card), server)
 
     service = Service(
         name="verifier",

@@ -1,6 +1,7 @@
 """What services say to each other survives the wire, and its bytes do not change by accident."""
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from draftwire.rounds import (
     Verdict,
 )
 from draftwire.sampling import SamplingParams
+from draftwire.services.gateway.server import _statistics_to_proto
+from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.status import error_of_number
 from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2
@@ -65,6 +68,8 @@ TARGET_SPECS = st.builds(
     max_draft_tokens=UINT32,
     plain_rounds=UINT32,
     stop_token_ids=st.frozensets(UINT32, max_size=6),
+    max_len=UINT32,
+    cache_salt=TEXT,
 )
 DRAFT_SPECS = st.builds(
     DraftSessionSpec,
@@ -78,6 +83,8 @@ DRAFT_SPECS = st.builds(
     verifier_address=TEXT,
     target_vocab_size=UINT32,
     max_draft_tokens=UINT32,
+    max_len=UINT32,
+    cache_salt=TEXT,
 )
 
 FENCE = Fence(session_id=0x1122334455667788, epoch=1, round=300, prefix_len=5, prefix_hash=0xF1F2F3F4F5F6F7F8)
@@ -119,6 +126,7 @@ VERDICT = Verdict(
     verify_us=1,
     queue_us=128,
     timings=DraftTimings(calibration_us=10, draft_us=200),
+    num_cached_tokens=144,
 )
 GOLDEN_VERDICT = (
     bytes.fromhex("0a 19")  # 1: fence, 25 bytes
@@ -133,7 +141,71 @@ GOLDEN_VERDICT = (
         "40 8001"  # 8: queue_duration_us
         "48 0a"  # 9: calibration_duration_us
         "50 c801"  # 10: draft_duration_us
+        "58 9001"  # 11: num_cached_tokens
     )
+)
+TARGET_SPEC = TargetSessionSpec(
+    session_id=1,
+    epoch=2,
+    first_round=3,
+    choice=4,
+    token_ids=[7, 300],
+    prompt_len=1,
+    sampling=SamplingParams(),
+    rule="block",
+    verifying_key=bytes(range(16)),
+    max_draft_tokens=5,
+    plain_rounds=6,
+    stop_token_ids=frozenset({9, 8}),
+    max_len=400,
+    cache_salt="salt",
+)
+GOLDEN_SAMPLING = "09 000000000000f03f 10 00 19 000000000000f03f"  # temperature 1.0, top_k 0, top_p 1.0
+GOLDEN_TARGET_SPEC = bytes.fromhex(
+    "09 0a00000000000000"  # 1: lease_id, fixed64 little-endian
+    "11 0100000000000000"  # 2: session_id, fixed64 little-endian
+    "18 02"  # 3: epoch
+    "20 03"  # 4: first_round
+    "28 04"  # 5: choice
+    "32 03 07ac02"  # 6: token_ids, packed
+    "38 01"  # 7: prompt_len
+    f"42 14 {GOLDEN_SAMPLING}"  # 8: sampling
+    "4a 05 626c6f636b"  # 9: rejection_sample_method
+    "52 10 000102030405060708090a0b0c0d0e0f"  # 10: verifying_key
+    "58 05"  # 11: max_draft_tokens
+    "60 06"  # 12: plain_rounds
+    "6a 02 0809"  # 13: stop_token_ids, packed, ascending
+    "70 9003"  # 14: max_len
+    "7a 04 73616c74"  # 15: cache_salt
+)
+DRAFT_SPEC = DraftSessionSpec(
+    session_id=1,
+    epoch=2,
+    choice=4,
+    token_ids=[7, 300],
+    prompt_len=1,
+    sampling=SamplingParams(),
+    drafting_key=bytes(range(16)),
+    verifier_address="v:1",
+    target_vocab_size=320,
+    max_draft_tokens=5,
+    max_len=400,
+    cache_salt="salt",
+)
+GOLDEN_DRAFT_SPEC = bytes.fromhex(
+    "09 0a00000000000000"  # 1: lease_id, fixed64 little-endian
+    "11 0100000000000000"  # 2: session_id, fixed64 little-endian
+    "18 02"  # 3: epoch
+    "20 04"  # 4: choice
+    "2a 03 07ac02"  # 5: token_ids, packed
+    "30 01"  # 6: prompt_len
+    f"3a 14 {GOLDEN_SAMPLING}"  # 7: sampling
+    "42 10 000102030405060708090a0b0c0d0e0f"  # 8: drafting_key
+    "4a 03 763a31"  # 9: verifier_address
+    "50 c002"  # 10: target_vocab_size
+    "58 05"  # 11: max_draft_tokens
+    "60 9003"  # 12: max_len
+    "6a 04 73616c74"  # 13: cache_salt
 )
 
 
@@ -218,6 +290,7 @@ def test_every_encoding_has_a_number_on_the_wire(encoding: Encoding) -> None:
         verify_us=UINT32,
         queue_us=UINT32,
         timings=TIMINGS,
+        num_cached_tokens=UINT32,
     )
 )
 @UNHURRIED
@@ -297,6 +370,34 @@ def test_draft_block_has_its_golden_bytes() -> None:
 def test_verdict_has_its_golden_bytes() -> None:
     assert messages.verdict_to_proto(VERDICT).SerializeToString(deterministic=True).hex() == GOLDEN_VERDICT.hex()
     assert messages.verdict_from_proto(session_pb2.Verdict.FromString(GOLDEN_VERDICT)) == VERDICT
+
+
+def test_opening_of_a_target_session_has_its_golden_bytes() -> None:
+    message = messages.target_spec_to_proto(TARGET_SPEC, lease_id=10)
+    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_TARGET_SPEC.hex()
+    received = verifier_pb2.OpenTargetSessionRequest.FromString(GOLDEN_TARGET_SPEC)
+    assert messages.target_spec_from_proto(received) == TARGET_SPEC
+
+
+def test_opening_of_a_draft_session_has_its_golden_bytes() -> None:
+    message = messages.draft_spec_to_proto(DRAFT_SPEC, lease_id=10)
+    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_DRAFT_SPEC.hex()
+    received = drafter_pb2.OpenDraftSessionRequest.FromString(GOLDEN_DRAFT_SPEC)
+    assert messages.draft_spec_from_proto(received) == DRAFT_SPEC
+
+
+def test_every_number_of_the_statistics_reaches_the_user() -> None:
+    """Each field of the message is the one of the same name; durations are named longer on the wire."""
+    values = {field.name: 100 + index for index, field in enumerate(fields(Statistics))}
+    statistics = Statistics(**(values | {"num_accepted_tokens_per_pos": [3, 2]}))
+    message = sent(_statistics_to_proto(statistics))
+    shorter = {f"{name}_duration_us": f"{name}_us" for name in ("calibration", "draft", "verify", "queue")}
+    assert {shorter.get(field.name, field.name) for field in message.DESCRIPTOR.fields} == set(values)
+    for field in message.DESCRIPTOR.fields:
+        found = getattr(message, field.name)
+        assert (found if isinstance(found, int) else list(found)) == getattr(
+            statistics, shorter.get(field.name, field.name)
+        )
 
 
 @pytest.mark.parametrize(

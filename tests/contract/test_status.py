@@ -1,5 +1,6 @@
 """Every error has one status, the same from a unary call and from a stream."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 
@@ -8,6 +9,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
+from draftwire.client import Client
 from draftwire.errors import (
     DraftwireError,
     InvalidRequestError,
@@ -18,7 +20,16 @@ from draftwire.errors import (
     UnknownSessionError,
 )
 from draftwire.services.rpc.interceptor import ServiceGate
-from draftwire.services.rpc.status import CODE_BY_NUMBER, ERROR, STATUS, error_of, error_of_number, status_of
+from draftwire.services.rpc.status import (
+    CODE_BY_NUMBER,
+    ERROR,
+    RETRY_KEY,
+    STATUS,
+    error_of,
+    error_of_number,
+    retry_hint,
+    status_of,
+)
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 
 Code = grpc.StatusCode
@@ -90,10 +101,10 @@ class Drafter(drafter_pb2_grpc.DrafterServiceServicer):
 
 
 @asynccontextmanager
-async def serving(
+async def serving_at(
     error: Exception | None, refusal: str = "", after_a_response: bool = False
-) -> AsyncIterator[tuple[grpc.aio.Channel, ServiceGate]]:
-    """Runs a guarded server whose methods all raise `error`."""
+) -> AsyncIterator[tuple[str, ServiceGate]]:
+    """Runs a guarded server whose methods all raise `error`, and yields its address."""
     gate = ServiceGate()
     gate.refusal = refusal
     server = grpc.aio.server(interceptors=[gate])
@@ -103,10 +114,21 @@ async def serving(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield channel, gate
+        yield f"127.0.0.1:{port}", gate
     finally:
         await server.stop(grace=None)
+
+
+@asynccontextmanager
+async def serving(
+    error: Exception | None, refusal: str = "", after_a_response: bool = False
+) -> AsyncIterator[tuple[grpc.aio.Channel, ServiceGate]]:
+    """Runs the same server and yields a channel to it."""
+    async with (
+        serving_at(error, refusal, after_a_response) as (address, gate),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        yield channel, gate
 
 
 async def unary(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
@@ -147,7 +169,7 @@ def test_every_class_of_the_error_tree_has_its_status_and_keeps_its_message(kind
 
 @EVERY_CLASS
 def test_error_without_a_message_is_named_by_its_class(kind: type[DraftwireError]) -> None:
-    assert status_of(kind()) == (EXPECTED.get(kind), kind.__name__)
+    assert status_of(kind("")) == (EXPECTED.get(kind), kind.__name__)
 
 
 @EVERY_CLASS
@@ -229,6 +251,88 @@ async def test_status_of_a_peer_is_passed_on() -> None:
     assert (type(error), str(error)) == (NoRoomError, "full")
     assert status_of(raised.value) == (Code.RESOURCE_EXHAUSTED, "full")
     assert status_of(ExceptionGroup("tasks", [raised.value])) == (Code.RESOURCE_EXHAUSTED, "full")
+
+
+# When to try again
+
+
+def test_hint_is_the_metadata_that_grpc_itself_reads() -> None:
+    """Source: gRPC proposal A6, "Client Retries"."""
+    assert RETRY_KEY == "grpc-retry-pushback-ms"
+    assert retry_hint(NoRoomError("full", retry_after_s=2.5)) == (("grpc-retry-pushback-ms", "2500"),)
+
+
+@pytest.mark.parametrize(
+    ("error", "hinted"),
+    [
+        *((kind("why"), kind is NoRoomError) for kind in TREE),
+        (TimeoutError("too late"), False),
+        (KeyError(SECRET), False),
+        (ExceptionGroup("tasks", [ExceptionGroup("inner", [NoRoomError("full")])]), True),
+        (ExceptionGroup("tasks", [UnavailableError("gone"), NoRoomError("full")]), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_only_a_full_server_says_when_to_try_again(error: Exception, hinted: bool) -> None:
+    assert bool(retry_hint(error)) == hinted
+    async with serving(error) as (channel, _):
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        call = stub.GetServer(gateway_pb2.GetServerRequest(), timeout=DEADLINE_S)
+        trailing = await call.trailing_metadata()
+    assert (RETRY_KEY in {key for key, _ in trailing}) == hinted
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001, 1.0, 2.5, 600.0])
+async def test_gateway_learns_from_a_peer_when_to_try_again_and_passes_it_on(seconds: float) -> None:
+    async with serving(NoRoomError("full", retry_after_s=seconds)) as (channel, _):
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.GetServer(gateway_pb2.GetServerRequest(), timeout=DEADLINE_S)
+    error = error_of(raised.value)
+    assert isinstance(error, NoRoomError)
+    assert error.retry_after_s == pytest.approx(seconds)
+    assert retry_hint(raised.value) == retry_hint(error) == ((RETRY_KEY, str(round(seconds * 1e3))),)
+
+
+def refusal_of_a_peer(*metadata: tuple[str, str]) -> grpc.aio.AioRpcError:
+    trailing = grpc.aio.Metadata(*metadata)
+    return grpc.aio.AioRpcError(Code.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing, details="full")
+
+
+def test_peer_that_does_not_say_when_to_try_again_is_tried_after_a_second() -> None:
+    for refusal in (refusal_of_a_peer(), refusal_of_a_peer(("other", "1"))):
+        error = error_of(refusal)
+        assert isinstance(error, NoRoomError)
+        assert error.retry_after_s == 1.0
+    failed = error_of_number(Code.RESOURCE_EXHAUSTED.value[0], "full")
+    assert isinstance(failed, NoRoomError)
+    assert failed.retry_after_s == 1.0
+
+
+def test_hint_is_found_among_other_metadata_and_the_first_one_counts() -> None:
+    error = error_of(refusal_of_a_peer(("other", "1"), (RETRY_KEY, "2500"), (RETRY_KEY, "9"), ("other", "2")))
+    assert isinstance(error, NoRoomError)
+    assert error.retry_after_s == 2.5
+
+
+@pytest.mark.parametrize("value", ["", "soon", "nan", "inf", "-1"])
+def test_hint_that_makes_no_sense_is_not_taken_over(value: str) -> None:
+    """A proxy may have written it. The refusal stays a refusal, with a time that can be waited for."""
+    error = error_of(refusal_of_a_peer((RETRY_KEY, value)))
+    assert isinstance(error, NoRoomError)
+    assert 0.0 <= error.retry_after_s < float("inf")
+    assert retry_hint(error)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_client_learns_when_to_try_again(streams: bool) -> None:
+    def call(client: Client) -> object:
+        return list(client.stream("hello", timeout_s=DEADLINE_S)) if streams else client.server()
+
+    async with serving_at(NoRoomError("full", retry_after_s=2.5)) as (address, _):
+        with Client(address) as client, pytest.raises(NoRoomError, match=r"^full$") as raised:
+            await asyncio.to_thread(call, client)
+    assert raised.value.retry_after_s == 2.5
 
 
 async def test_internal_error_is_logged_once_with_its_traceback_and_method() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwire.distributions import DraftDistributions
-from draftwire.errors import DraftwireError, ModelMismatchError, NoRoomError, UnavailableError
+from draftwire.errors import DraftwireError, InvalidRequestError, ModelMismatchError, NoRoomError, UnavailableError
 from draftwire.models.description import ModelDescription
 from draftwire.randomness import Role, derive_key
 from draftwire.rounds import (
@@ -29,12 +29,15 @@ from draftwire.rounds import (
     Verdict,
 )
 from draftwire.sampling import SamplingParams
+from draftwire.services.admission import Room
 from draftwire.services.gateway.config import LoopSettings
 from draftwire.services.gateway.loop import Delta, Finish, FinishReason, GenerationLoop
 from draftwire.services.gateway.ports import DrafterLost, Inbox, SessionEvent, TargetLost
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.text import TextStream
-from draftwire.services.verifier.scheduler import Scheduler, Step, StepResult
+from draftwire.services.prefill import PrefillPacer
+from draftwire.services.verifier.scheduler import Completed, Scheduler, Step, StepResult
+from draftwire.verification.target import Judgement, Outcome
 
 TEST_SECONDS = 10.0  # a loop that hangs fails, long before pytest's own limit
 TINY_TIMEOUT_S = 0.1  # longer than a busy machine keeps an event loop waiting
@@ -78,6 +81,7 @@ class FakeTarget:
         self.silent = False
         self.delay_s: Callable[[int], float] = lambda count: 0.0
         """By the number of verdicts so far: how long the next one takes."""
+        self.num_cached_tokens = 0
         self.spec: TargetSessionSpec
         self.inbox: Inbox
         self.committed: CommittedTokens
@@ -152,6 +156,7 @@ class FakeTarget:
             verify_us=3 * count,
             queue_us=5 * count,
             timings=timings,
+            num_cached_tokens=self.num_cached_tokens,
         )
         self.committed.append(tokens)
         self.round += 1
@@ -364,6 +369,15 @@ def test_statistics_add_up(scenario: Scenario) -> None:
     assert 0 < statistics.time_to_first_token_us <= statistics.duration_us
 
 
+async def test_cached_tokens_of_the_prompt_are_counted_once_however_many_rounds_tell_of_them() -> None:
+    target, drafter = pair(accepts=[2] * 10)
+    target.num_cached_tokens = 2
+    result = await collect(make_loop(target, drafter))
+    assert result.finish is not None
+    assert result.finish.statistics.num_rounds > 2
+    assert result.finish.statistics.num_cached_prompt_tokens == 2
+
+
 async def test_blocks_carry_the_generation_once_the_drafter_is_ready() -> None:
     target, drafter = pair(accepts=[4] * 10)
     assert_whole_story(await collect(make_loop(target, drafter, max_tokens=21)), target, 21)
@@ -392,6 +406,38 @@ async def test_specs_say_what_the_request_asks_for() -> None:
     assert drafter.spec.drafting_key == derive_key(11, Role.DRAFTING)
     assert drafter.spec.verifier_address == "target:1"
     assert drafter.spec.target_vocab_size == target.description.vocab_size
+    assert (target.spec.cache_salt, drafter.spec.cache_salt) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("drafter_context", "drafter_max_len"), [(10_000, len(PROMPT) + 7), (len(PROMPT) + 7, len(PROMPT) + 7), (6, 6)]
+)
+async def test_sessions_reserve_room_for_prompt_and_budget_as_far_as_each_models_context_goes(
+    drafter_context: int, drafter_max_len: int
+) -> None:
+    target, drafter = pair(context_length=drafter_context)
+    assert_whole_story(await collect(make_loop(target, drafter, max_tokens=7)), target, 7)
+    assert target.spec.max_len == len(PROMPT) + 7
+    assert drafter.spec.max_len == drafter_max_len
+
+
+async def test_salt_of_the_request_goes_to_both_peers() -> None:
+    target, drafter = pair()
+    await collect(make_loop(target, drafter, cache_salt="one tenant"))
+    assert (target.spec.cache_salt, drafter.spec.cache_salt) == ("one tenant", "one tenant")
+
+
+@settings(max_examples=100, deadline=None)
+@given(scenario=scenarios)
+def test_no_block_reaches_beyond_what_the_sessions_reserved(scenario: Scenario) -> None:
+    """The verifier counts the extra token, too."""
+    target, drafter, _ = scenario.run()
+    for calibration in drafter.calibrations:
+        reach = calibration.fence.prefix_len + calibration.num_draft_tokens
+        assert reach <= drafter.spec.max_len
+        assert reach + 1 <= target.spec.max_len
+    for run in target.plain_runs:
+        assert run.fence.prefix_len + run.num_rounds <= target.spec.max_len
 
 
 async def test_every_generation_is_a_session_of_its_own() -> None:
@@ -684,7 +730,8 @@ class SchedulerTarget:
         self.connected = True
         self.description = describe("target")
         self.address = "target:1"
-        self.scheduler = Scheduler(10_000, STOP_TOKEN + 1, max_sessions=1, max_draft_tokens=8)
+        room, pacer = Room(max_sessions=1, kv_cache_tokens=10_000), PrefillPacer(max_added_latency_s=1.0)
+        self.scheduler = Scheduler(10_000, STOP_TOKEN + 1, max_draft_tokens=8, room=room, pacer=pacer)
         self.inbox: Inbox
         self.bad_step: Step | None = None
         self.plain_run_came = asyncio.Event()
@@ -706,10 +753,16 @@ class SchedulerTarget:
         while True:
             step = self.scheduler.next_step()
             if step is not None:
-                assert step.block is None
-                token = STORY[len(step.session.committed) - len(PROMPT)]
-                self.inbox.put_nowait(self.scheduler.complete(step, StepResult([token], 0, 1), 0.0))
+                (item,) = step.items
+                assert item.block is None
+                token = STORY[len(item.session.committed) - len(PROMPT)]
+                ((_, verdict),) = self.finish(step, Judgement([token], 0))
+                assert isinstance(verdict, Verdict)
+                self.inbox.put_nowait(verdict)
             await asyncio.sleep(0.001)
+
+    def finish(self, step: Step, outcome: Outcome) -> list[Completed]:
+        return self.scheduler.complete(step, StepResult([outcome], [1], [0], num_tokens=1, verify_us=1))
 
 
 async def test_block_refused_after_the_plain_run_came_does_not_leave_the_round_undecided() -> None:
@@ -732,7 +785,8 @@ async def test_block_refused_after_the_plain_run_came_does_not_leave_the_round_u
     verifying = asyncio.create_task(target.run_plain_steps())
     await asyncio.wait_for(target.plain_run_came.wait(), TEST_SECONDS)
     assert target.bad_step is not None
-    target.scheduler.abandon(target.bad_step)
+    ((_, refusal),) = target.finish(target.bad_step, InvalidRequestError("no good"))
+    assert isinstance(refusal, InvalidRequestError)
     target.inbox.put_nowait(DrafterLost(ModelMismatchError("the verifier refused a block")))
     try:
         assert (await generating).ids == STORY[:5]

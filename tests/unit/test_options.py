@@ -25,7 +25,7 @@ from draftwire.services.options import (
     unknown_variables,
     variable,
 )
-from draftwire.services.settings import ModelSettings, ServerSettings
+from draftwire.services.settings import EngineSettings, ModelSettings, ServerSettings
 from draftwire.services.verifier.config import VerifierConfig
 
 ALL_SETTINGS = [
@@ -71,8 +71,8 @@ def test_no_two_settings_of_a_service_share_a_name(service: str) -> None:
 @pytest.mark.parametrize(
     ("config_class", "nested"),
     [
-        (DrafterConfig, (ModelSettings, ServerSettings)),
-        (VerifierConfig, (ModelSettings, ServerSettings)),
+        (DrafterConfig, (ModelSettings, ServerSettings, EngineSettings)),
+        (VerifierConfig, (ModelSettings, ServerSettings, EngineSettings)),
         (GatewayConfig, (ServerSettings, LoopSettings)),
     ],
 )
@@ -80,7 +80,7 @@ def test_settings_of_nested_classes_are_settings(config_class: type, nested: tup
     names = {setting.name for setting in settings_of(config_class)}
     for inner in nested:
         assert {setting.name for setting in settings_of(inner)} < names
-    assert not names & {"server", "loading", "loop"}
+    assert not names & {"server", "loading", "engine", "loop"}
 
 
 def test_only_the_models_have_no_default() -> None:
@@ -145,6 +145,7 @@ def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, caps
     [
         *((config, change) for config in SERVICES.values() for change in ({"port": 65535}, {"metrics_port": None})),
         (VerifierConfig, {"dtype": "bfloat16", "threads": 3, "revision": "main", "max_sessions": 1, "host": "::"}),
+        *((config, {"kv_cache_tokens": 16, "max_added_latency_ms": 0.5}) for config in (VerifierConfig, DrafterConfig)),
         (DrafterConfig, {"device": "cuda:0", "max_draft_tokens": 1, "connect_timeout_s": 0.5, "drain_seconds": 0.0}),
         (GatewayConfig, {"drafter": "none", "num_speculative_tokens": 0, "bridge_rounds": 7, "block_timeout_s": 0.25}),
         (GatewayConfig, {"max_message_bytes": 2**20, "log_format": "json", "verifier": "[::1]:1"}),
@@ -162,7 +163,7 @@ def test_build_makes_the_nested_settings() -> None:
     expected = VerifierConfig(
         loading=ModelSettings(model="m", threads=2),
         server=ServerSettings(port=7, metrics_port=9052),
-        max_draft_tokens=5,
+        engine=EngineSettings(max_draft_tokens=5),
     )
     assert built == expected
 
@@ -177,6 +178,20 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
     ("config_class", "name", "value"),
     [
         *((config, "port", port) for config in SERVICES.values() for port in (99999, -1)),
+        *(
+            (config, name, value)
+            for config in (VerifierConfig, DrafterConfig)
+            for name, value in (
+                ("max_sessions", 0),
+                ("max_draft_tokens", 0),
+                ("kv_cache_tokens", 15),
+                ("kv_cache_tokens", -1),
+                ("max_added_latency_ms", 0.0),
+                ("max_added_latency_ms", -1.0),
+                ("max_added_latency_ms", math.inf),
+                ("max_added_latency_ms", math.nan),
+            )
+        ),
         (VerifierConfig, "metrics_port", 65536),
         (VerifierConfig, "max_message_bytes", 2**20 - 1),
         (VerifierConfig, "drain_seconds", -1.0),
@@ -184,11 +199,7 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
         (VerifierConfig, "log_format", "xml"),
         (VerifierConfig, "threads", 0),
         (VerifierConfig, "model", ""),
-        (VerifierConfig, "max_sessions", 0),
-        (VerifierConfig, "max_draft_tokens", 0),
         (DrafterConfig, "threads", -1),
-        (DrafterConfig, "max_sessions", 0),
-        (DrafterConfig, "max_draft_tokens", 0),
         (DrafterConfig, "connect_timeout_s", 0.0),
         (DrafterConfig, "connect_timeout_s", math.nan),
         (GatewayConfig, "verifier", "localhost"),
@@ -248,7 +259,7 @@ def test_options_and_variables_set_values_and_options_win(served: list[Any]) -> 
     environment = {"VERIFIER_PORT": "7", "VERIFIER_MAX_DRAFT_TOKENS": "4", "DRAFTER_PORT": "8"}
     assert run_command("verifier", *arguments, **environment).exit_code == 0
     server = ServerSettings(port=7, metrics_port=9052)
-    assert served == [VerifierConfig(ModelSettings("m"), server, max_draft_tokens=3)]
+    assert served == [VerifierConfig(ModelSettings("m"), server, EngineSettings(max_draft_tokens=3))]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from draftwire.models.description import ModelDescription
 from draftwire.randomness import MAX_SEED
 from draftwire.sampling import SamplingParams
 from draftwire.services.gateway.request import (
+    MAX_SALT_LENGTH,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     RequestedGeneration,
@@ -51,6 +52,7 @@ MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
         ({"seed": MAX_SEED + 1}, "seed"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
         ({"num_speculative_tokens": 9}, "num_speculative_tokens"),
+        ({"cache_salt": "x" * (MAX_SALT_LENGTH + 1)}, "cache_salt"),
         ({"rule": "typical"}, "rejection_sample_method"),
         ({"rule": ""}, "rejection_sample_method"),
     ],
@@ -74,6 +76,8 @@ def test_value_out_of_range_is_refused_by_name(changes: dict[str, Any], named: s
         {"seed": MAX_SEED},
         {"num_speculative_tokens": 0},
         {"num_speculative_tokens": 8},
+        {"cache_salt": ""},
+        {"cache_salt": "x" * MAX_SALT_LENGTH},
         {"rule": "block"},
         {"rule": "token"},
     ],
@@ -95,6 +99,14 @@ def test_defaults_are_filled_in() -> None:
     assert generation.stop_token_ids == {0, 7}
     assert generation.num_speculative_tokens == 3
     assert generation.rule == "token"
+    assert generation.cache_salt == ""
+
+
+@pytest.mark.parametrize(("max_tokens", "max_len"), [(1, 4), (5, 8), (7, 10), (None, 10)])
+def test_max_len_is_prompt_and_budget_together_and_never_beyond_the_context(
+    max_tokens: int | None, max_len: int
+) -> None:
+    assert complete_request(replace(MINIMAL, max_tokens=max_tokens), TARGET, DEFAULTS).max_len == max_len
 
 
 def test_zero_speculative_tokens_is_not_taken_for_absent() -> None:

@@ -37,7 +37,7 @@ def decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def pieces_of(detokenizer: IncrementalDetokenizer, ids: list[int]) -> list[str]:
-    return [*(detokenizer.push(token) for token in ids), detokenizer.finish()]
+    return [*(detokenizer.push([token]) for token in ids), detokenizer.finish()]
 
 
 def chunked(text: str, borders: list[float]) -> list[str]:
@@ -96,7 +96,7 @@ def test_a_replacement_character_that_was_shown_never_becomes_a_real_one(
     prompt_ids = tokenizer("x")["input_ids"]
     detokenizer, shown = IncrementalDetokenizer(tokenizer, prompt_ids), ""
     for length, token in enumerate(ids, start=1):
-        shown += detokenizer.push(token)
+        shown += detokenizer.push([token])
         for completed in range(length, len(ids) + 1):
             assert decoded(tokenizer, prompt_ids + ids[:completed])[1:].startswith(shown)
 
@@ -107,7 +107,7 @@ def test_text_is_shown_as_soon_as_its_characters_are_whole(tokenizer: PreTrained
     prompt_ids, ids = tokenizer("x")["input_ids"], tokenizer(text)["input_ids"]
     detokenizer, shown = IncrementalDetokenizer(tokenizer, prompt_ids), ""
     for length, token in enumerate(ids, start=1):
-        shown += detokenizer.push(token)
+        shown += detokenizer.push([token])
         whole = decoded(tokenizer, prompt_ids + ids[:length])[1:].rstrip(REPLACEMENT)
         assert shown == whole
     assert detokenizer.finish() == ""
@@ -118,7 +118,7 @@ def test_an_unfinished_character_is_shown_as_replacement_at_the_end_only(tokeniz
     ids = tokenizer("😀")["input_ids"]
     assert len(ids) == 4
     detokenizer = IncrementalDetokenizer(tokenizer, tokenizer("x")["input_ids"])
-    assert [detokenizer.push(token) for token in ids[:3]] == ["", "", ""]
+    assert [detokenizer.push([token]) for token in ids[:3]] == ["", "", ""]
     assert detokenizer.finish() == REPLACEMENT
 
 
@@ -247,7 +247,7 @@ def run_stream(stream: TextStream, ids: list[int]) -> tuple[str, int]:
     """Pushes tokens as the loop does: until the text stopped. Returns the text and how many tokens it took."""
     shown = ""
     for count, token in enumerate(ids, start=1):
-        shown += stream.push(token)
+        shown += stream.push([token])[0]
         if stream.stopped:
             return shown + stream.finish(), count
     return shown + stream.finish(), len(ids)
@@ -285,7 +285,7 @@ def test_stop_string_completed_by_the_held_back_rest_is_found_at_finish(tokenize
     """An unfinished character becomes certain only when the tokens end; a stop string may ask for it."""
     ids = tokenizer("ab😀")["input_ids"][:-1]
     stream = TextStream(tokenizer, tokenizer("x")["input_ids"], ("b" + REPLACEMENT,))
-    assert "".join(stream.push(token) for token in ids) == "a"
+    assert "".join(stream.push([token])[0] for token in ids) == "a"
     assert not stream.stopped
     assert stream.finish() == ""
     assert stream.stopped

@@ -1,14 +1,19 @@
-"""The verifier's scheduler: who gets in, which messages count, whose turn it is, and what a step leaves behind."""
+"""The verifier's scheduler: who gets in, which messages count, what goes into a step, and what a step leaves behind."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from draftwire.distributions import DraftDistributions
-from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
+from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.models.kv_cache import blocks_for
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
     CommittedTokens,
@@ -22,7 +27,10 @@ from draftwire.rounds import (
     Verdict,
 )
 from draftwire.sampling import SamplingParams
-from draftwire.services.verifier.scheduler import Scheduler, Step, StepResult, TargetSession
+from draftwire.services.admission import Room
+from draftwire.services.prefill import PrefillPacer
+from draftwire.services.verifier.scheduler import Completed, Scheduler, Step, StepItem, StepResult, TargetSession
+from draftwire.verification.target import Judgement, Outcome, StillReading
 
 CONTEXT_LENGTH = 12
 VOCAB_SIZE = 100
@@ -30,8 +38,28 @@ STOP_TOKEN = 99
 PROMPT = [1, 2, 3, 4]
 
 
-def make_scheduler(max_sessions: int = 4, clock: Callable[[], float] = lambda: 0.0) -> Scheduler:
-    return Scheduler(CONTEXT_LENGTH, VOCAB_SIZE, max_sessions, max_draft_tokens=5, clock=clock)
+@dataclass(slots=True)
+class FixedPacer(PrefillPacer):
+    """Allows the same number of prompt tokens in every step, and notes what it was told."""
+
+    max_added_latency_s: float = 1.0
+    tokens: int = 1000
+    asked: list[bool] = field(default_factory=list)
+
+    def budget(self, sessions_run: bool) -> int:
+        self.asked.append(sessions_run)
+        return self.tokens
+
+
+def make_scheduler(
+    max_sessions: int = 4,
+    clock: Callable[[], float] = lambda: 0.0,
+    context_length: int = CONTEXT_LENGTH,
+    kv_cache_tokens: int = 100_000,
+    budget: int = 1000,
+) -> Scheduler:
+    room, pacer = Room(max_sessions, kv_cache_tokens), FixedPacer(tokens=budget)
+    return Scheduler(context_length, VOCAB_SIZE, max_draft_tokens=5, room=room, pacer=pacer, clock=clock)
 
 
 def make_spec(session_id: int = 1, **changes: Any) -> TargetSessionSpec:
@@ -48,8 +76,15 @@ def make_spec(session_id: int = 1, **changes: Any) -> TargetSessionSpec:
         max_draft_tokens=3,
         plain_rounds=0,
         stop_token_ids=frozenset({STOP_TOKEN}),
+        max_len=CONTEXT_LENGTH,
     )
     return replace(spec, **changes)
+
+
+def long_spec(session_id: int, prompt_len: int, **changes: Any) -> TargetSessionSpec:
+    """A session that wants one token after a prompt of any length."""
+    given = {"prompt_len": 1, "max_len": prompt_len + 30, "plain_rounds": 1, **changes}
+    return make_spec(session_id, **{"token_ids": [1] * prompt_len, **given})
 
 
 def make_block(fence: Fence, token_ids: list[int] | None = None, **changes: Any) -> DraftBlock:
@@ -61,8 +96,54 @@ def first_fence(session_id: int = 1, epoch: int = 0) -> Fence:
     return Fence(session_id, epoch, 0, len(PROMPT), CommittedTokens(PROMPT).hash)
 
 
-def complete(scheduler: Scheduler, step: Step, token_ids: list[int], started_at: float = 0.0) -> Verdict | None:
-    return scheduler.complete(step, StepResult(token_ids, len(token_ids) - 1, verify_us=7), started_at)
+Decide = Callable[[StepItem], list[int] | DraftwireError]
+"""Says what a round commits."""
+
+
+def accept_all(item: StepItem) -> list[int] | DraftwireError:
+    return [*(item.block.token_ids if item.block else []), 20]
+
+
+@dataclass(slots=True)
+class Engine:
+    """Plays the engine: reads what a step allows, and decides as it is told where all is read."""
+
+    reused: int = 0
+    """Tokens of every prompt that need not be read."""
+    caches: list[list[Any]] = field(default_factory=list)
+    """A session and its tokens in the cache, for each."""
+
+    def run(self, step: Step, decide: Decide = accept_all) -> StepResult:
+        outcomes: list[Outcome] = []
+        num_unread: list[int] = []
+        num_tokens = 0
+        for item in step.items:
+            cache = self._cache_of(item.session)
+            unread = len(item.session.committed) - cache[1]
+            assert unread >= 1, "there is something to read"
+            decided = decide(item) if unread <= item.max_read else None
+            if decided is None:
+                assert item.max_read >= 1, "a session that takes part gets on"
+                cache[1] += item.max_read
+                num_tokens += item.max_read
+                outcomes.append(StillReading())
+            elif isinstance(decided, DraftwireError):
+                outcomes.append(decided)
+            else:
+                cache[1] = len(item.session.committed) + len(decided) - 1
+                num_tokens += unread + (len(item.block.token_ids) if item.block else 0)
+                outcomes.append(Judgement(decided, len(decided) - 1))
+            is_judged = isinstance(decided, list)
+            num_unread.append(1 if is_judged else len(item.session.committed) - cache[1])
+        return StepResult(outcomes, num_unread, [self.reused] * len(step.items), num_tokens, verify_us=7)
+
+    def _cache_of(self, session: TargetSession) -> list[Any]:
+        for cache in self.caches:
+            if cache[0] is session:
+                return cache
+        first = session.num_reused is None  # else another engine of the test was there before
+        self.caches.append([session, self.reused if first else len(session.committed) - session.num_unread])
+        return self.caches[-1]
 
 
 def next_step(scheduler: Scheduler) -> Step:
@@ -71,8 +152,22 @@ def next_step(scheduler: Scheduler) -> Step:
     return step
 
 
+def ids_of(step: Step) -> list[int]:
+    return [item.session.spec.session_id for item in step.items]
+
+
+def complete(scheduler: Scheduler, step: Step, token_ids: list[int]) -> Verdict | None:
+    """Finishes a step of one item with a decision; None if nothing is to be told."""
+    told = scheduler.complete(step, Engine().run(step, lambda item: token_ids))
+    if not told:
+        return None
+    ((_, verdict),) = told
+    assert isinstance(verdict, Verdict)
+    return verdict
+
+
 def run_plain_steps(scheduler: Scheduler, tokens: list[int]) -> list[Verdict]:
-    """Decodes up to as many tokens as given, one per step, until the scheduler has no more work."""
+    """Decodes up to as many tokens of one session as given, one per step, until the scheduler has no more work."""
     verdicts = []
     for token in tokens:
         step = scheduler.next_step()
@@ -82,6 +177,17 @@ def run_plain_steps(scheduler: Scheduler, tokens: list[int]) -> list[Verdict]:
         assert verdict is not None
         verdicts.append(verdict)
     return verdicts
+
+
+def run_steps(scheduler: Scheduler, limit: int, engine: Engine | None = None) -> list[list[Completed]]:
+    """Runs at most so many steps, all to their end, and returns what each of them told."""
+    engine, told = engine or Engine(), []
+    for _ in range(limit):
+        step = scheduler.next_step()
+        if step is None:
+            break
+        told.append(scheduler.complete(step, engine.run(step)))
+    return told
 
 
 def send_block(scheduler: Scheduler, fence: Fence) -> FenceVerdict:
@@ -111,12 +217,35 @@ def test_session_beyond_the_limit_is_refused_until_another_closes() -> None:
     assert set(scheduler.sessions) == {(2, 0), (3, 0)}
 
 
+def test_session_reserves_room_for_its_max_len_until_it_closes() -> None:
+    scheduler = make_scheduler(context_length=1000, kv_cache_tokens=160)
+    scheduler.open(make_spec(1, max_len=100), lease_id=0)
+    assert scheduler.room.num_free_blocks == 3
+    with pytest.raises(NoRoomError):
+        scheduler.open(make_spec(2, max_len=49, plain_rounds=1), lease_id=0)
+    assert set(scheduler.sessions) == {(1, 0)}
+    assert scheduler.next_step() is None
+    scheduler.open(make_spec(3, max_len=48), lease_id=0)
+    scheduler.close(1, 0)
+    scheduler.open(make_spec(2, max_len=49), lease_id=0)
+    assert scheduler.room.num_free_blocks == 3
+
+
+def test_refused_session_reserves_nothing() -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(InvalidRequestError):
+        scheduler.open(make_spec(max_draft_tokens=6), lease_id=0)
+    assert scheduler.room.usage == 0.0
+
+
 def test_session_that_is_open_cannot_be_opened_again() -> None:
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(), lease_id=0)
     with pytest.raises(InvalidRequestError):
         scheduler.open(make_spec(), lease_id=1)
     assert scheduler.sessions[1, 0] is session
+    scheduler.close(1, 0)
+    assert scheduler.room.usage == 0.0
 
 
 @pytest.mark.parametrize(
@@ -129,13 +258,17 @@ def test_session_that_is_open_cannot_be_opened_again() -> None:
         {"prompt_len": len(PROMPT) + 1},
         {"max_draft_tokens": 6},
         {"rule": "typical"},
+        {"max_len": CONTEXT_LENGTH + 1},
+        {"max_len": len(PROMPT)},
+        {"max_len": 0},
     ],
 )
 def test_spec_out_of_range_is_refused(changes: dict[str, Any]) -> None:
     scheduler = make_scheduler()
     with pytest.raises(InvalidRequestError):
-        scheduler.open(make_spec(**changes), lease_id=0)
+        scheduler.open(make_spec(plain_rounds=1, **changes), lease_id=0)
     assert not scheduler.sessions
+    assert scheduler.next_step() is None
 
 
 @pytest.mark.parametrize(
@@ -147,6 +280,8 @@ def test_spec_out_of_range_is_refused(changes: dict[str, Any]) -> None:
         {"max_draft_tokens": 5},
         {"max_draft_tokens": 0},
         {"rule": "token"},
+        {"max_len": len(PROMPT) + 1},
+        {"max_len": CONTEXT_LENGTH},
     ],
 )
 def test_spec_at_the_edge_of_its_range_is_admitted(changes: dict[str, Any]) -> None:
@@ -173,12 +308,14 @@ def test_sessions_are_found_by_their_lease() -> None:
 # Fences
 
 
-def test_block_for_the_current_round_becomes_a_step() -> None:
+def test_block_for_the_current_round_goes_into_the_next_step() -> None:
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(), lease_id=0)
     block = make_block(first_fence())
     assert scheduler.offer_block(block) is FenceVerdict.CURRENT
-    assert scheduler.next_step() == Step(session, block)
+    (item,) = next_step(scheduler).items
+    assert item.session is session
+    assert item.block is block
     assert scheduler.next_step() is None
     assert not scheduler.dropped
 
@@ -249,9 +386,9 @@ def test_duplicate_of_a_pending_block_is_dropped_and_counted() -> None:
     scheduler.offer_block(make_block(first_fence(), [10]))
     assert scheduler.offer_block(make_block(first_fence(), [11])) is FenceVerdict.STALE
     assert scheduler.dropped == {"stale": 1}
-    step = next_step(scheduler)
-    assert step.block is not None
-    assert step.block.token_ids == [10]
+    (item,) = next_step(scheduler).items
+    assert item.block is not None
+    assert item.block.token_ids == [10]
     assert scheduler.next_step() is None
 
 
@@ -288,6 +425,15 @@ def test_message_is_dropped_while_a_plain_round_is_decided(
     assert scheduler.next_step() is None
 
 
+@either_message
+def test_message_is_dropped_while_the_prompt_is_read_in_parts(send: Callable[[Scheduler, Fence], FenceVerdict]) -> None:
+    scheduler = make_scheduler(context_length=100, budget=10)
+    session = scheduler.open(long_spec(1, 25), lease_id=0)
+    run_steps(scheduler, 1)
+    assert send(scheduler, session.fence) is FenceVerdict.STALE
+    assert scheduler.dropped == {"stale": 1}
+
+
 def test_block_is_dropped_between_the_rounds_of_a_plain_run() -> None:
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(plain_rounds=3), lease_id=0)
@@ -311,7 +457,7 @@ def test_completing_commits_the_tokens_so_that_the_next_fence_matches() -> None:
     assert verdict is not None
     assert verdict.fence == after
     assert scheduler.run_plain(PlainRun(replace(session.fence, round=2), 1)) is FenceVerdict.CURRENT
-    assert next_step(scheduler).block is None
+    assert next_step(scheduler).items[0].block is None
 
 
 @pytest.mark.parametrize(
@@ -324,11 +470,13 @@ def test_completing_commits_the_tokens_so_that_the_next_fence_matches() -> None:
     ],
 )
 def test_verdict_of_a_block_says_what_was_decided(draft: list[int], decided: list[int], extra: ExtraToken) -> None:
-    scheduler = make_scheduler(clock=lambda: 10.0)
+    now = [10.0]
+    scheduler = make_scheduler(clock=lambda: now[0])
     scheduler.open(make_spec(), lease_id=0)
     timings = DraftTimings(calibration_us=3, draft_us=4)
     scheduler.offer_block(make_block(first_fence(), draft, timings=timings))
-    assert complete(scheduler, next_step(scheduler), decided, started_at=10.5) == Verdict(
+    now[0] = 10.5
+    assert complete(scheduler, next_step(scheduler), decided) == Verdict(
         fence=first_fence(),
         token_ids=decided,
         num_draft_tokens=len(draft),
@@ -342,9 +490,11 @@ def test_verdict_of_a_block_says_what_was_decided(draft: list[int], decided: lis
 
 
 def test_verdict_of_a_plain_round_says_what_was_decided() -> None:
-    scheduler = make_scheduler(clock=lambda: 10.0)
+    now = [10.0]
+    scheduler = make_scheduler(clock=lambda: now[0])
     scheduler.open(make_spec(plain_rounds=3), lease_id=0)
-    assert complete(scheduler, next_step(scheduler), [20], started_at=10.25) == Verdict(
+    now[0] = 10.25
+    assert complete(scheduler, next_step(scheduler), [20]) == Verdict(
         fence=first_fence(),
         token_ids=[20],
         num_draft_tokens=0,
@@ -360,11 +510,49 @@ def test_time_in_the_queue_is_counted_from_each_rounds_own_start() -> None:
     now = [1.0]
     scheduler = make_scheduler(clock=lambda: now[0])
     scheduler.open(make_spec(plain_rounds=2), lease_id=0)
+    now[0] = 2.0
     step, now[0] = next_step(scheduler), 5.0
-    complete(scheduler, step, [20], started_at=2.0)  # done at 5.0, when the second round begins to wait
-    verdict = complete(scheduler, next_step(scheduler), [21], started_at=5.001)
-    assert verdict is not None
-    assert verdict.queue_us == pytest.approx(1000, abs=1)
+    first = complete(scheduler, step, [20])  # done at 5.0, when the second round begins to wait
+    now[0] = 5.001
+    second = complete(scheduler, next_step(scheduler), [21])
+    assert first is not None
+    assert second is not None
+    assert first.queue_us == pytest.approx(1_000_000, abs=1)
+    assert second.queue_us == pytest.approx(1000, abs=1)
+
+
+def timed(result: StepResult, seconds: float) -> StepResult:
+    return replace(result, verify_us=int(seconds * 1e6))
+
+
+def test_duration_of_steps_with_and_without_prompt_tokens_teaches_the_pacer() -> None:
+    """A step costs a second and 10 ms for each prompt token that was really read."""
+    scheduler = make_scheduler(context_length=1000, budget=400)
+    engine = Engine(reused=16)
+    scheduler.open(long_spec(1, 17, plain_rounds=9), lease_id=0)
+    for _ in range(2):
+        step = next_step(scheduler)
+        scheduler.complete(step, timed(engine.run(step), 1.0))
+    for session_id, (prompt_len, num_steps) in enumerate([(216, 1), (816, 2)], start=2):
+        scheduler.open(long_spec(session_id, prompt_len), lease_id=0)
+        for _ in range(num_steps):
+            step = next_step(scheduler)
+            scheduler.complete(step, timed(engine.run(step), 1.0 + 0.01 * (prompt_len - 16) / num_steps))
+            assert scheduler.pacer.cost.seconds_per_token == pytest.approx(0.01)
+
+
+def test_tokens_that_a_refused_block_kept_from_being_read_teach_the_pacer_nothing() -> None:
+    """A step in which nothing was read would make prompt tokens look free."""
+    scheduler = make_scheduler(context_length=1000)
+    scheduler.open(long_spec(1, 100), lease_id=0)
+    step = next_step(scheduler)
+    scheduler.complete(step, timed(Engine().run(step), 1.0))
+    session = scheduler.open(long_spec(2, 500, plain_rounds=0), lease_id=0)
+    scheduler.offer_block(make_block(session.fence))
+    step = next_step(scheduler)
+    result = Engine().run(step, lambda item: InvalidRequestError("no good"))
+    scheduler.complete(step, timed(result, 1e-4))
+    assert scheduler.pacer.cost.seconds_per_token == pytest.approx(0.01)
 
 
 def test_plain_run_counts_down_and_ends() -> None:
@@ -391,13 +579,14 @@ def test_plain_run_ends_at_a_stop_token() -> None:
     assert session.committed.ids == [*PROMPT, 20, STOP_TOKEN]
 
 
-def test_plain_run_ends_at_the_contexts_end() -> None:
+@pytest.mark.parametrize("max_len", [len(PROMPT) + 1, 9, CONTEXT_LENGTH])
+def test_plain_run_ends_at_max_len(max_len: int) -> None:
     scheduler = make_scheduler()
-    session = scheduler.open(make_spec(plain_rounds=50), lease_id=0)
+    session = scheduler.open(make_spec(plain_rounds=50, max_len=max_len), lease_id=0)
     verdicts = run_plain_steps(scheduler, [20] * 50)
-    assert len(verdicts) == CONTEXT_LENGTH - len(PROMPT)
+    assert len(verdicts) == max_len - len(PROMPT)
     assert verdicts[-1].plain_rounds_left == 0
-    assert len(session.committed) == CONTEXT_LENGTH
+    assert len(session.committed) == max_len
 
 
 def test_plain_run_of_no_rounds_does_not_decode_for_ever() -> None:
@@ -411,17 +600,25 @@ def test_plain_run_of_no_rounds_does_not_decode_for_ever() -> None:
     assert len(verdicts) <= 1
 
 
-def test_plain_run_in_a_full_context_decodes_nothing() -> None:
+def test_plain_run_beyond_max_len_is_refused_and_decodes_nothing() -> None:
     scheduler = make_scheduler()
-    session = scheduler.open(make_spec(plain_rounds=50), lease_id=0)
+    session = scheduler.open(make_spec(plain_rounds=50, max_len=6), lease_id=0)
     run_plain_steps(scheduler, [20] * 50)
-    with suppress(DraftwireError):
+    with pytest.raises(InvalidRequestError):
         scheduler.run_plain(PlainRun(session.fence, 1))
     assert run_plain_steps(scheduler, [21]) == []
-    assert len(session.committed) == CONTEXT_LENGTH
+    assert len(session.committed) == 6
 
 
-# Blocks of the wrong size
+def test_tokens_that_others_had_read_are_counted_once_and_told_in_every_verdict() -> None:
+    scheduler = make_scheduler(context_length=100)
+    scheduler.open(long_spec(1, 20, plain_rounds=3), lease_id=0)
+    told = run_steps(scheduler, 9, Engine(reused=16))
+    assert [verdict.num_cached_tokens for ((_, verdict),) in told] == [16, 16, 16]
+    assert scheduler.prefix_tokens == {"queried": 20, "reused": 16}
+
+
+# Blocks that are refused, sessions that fail
 
 
 @pytest.mark.parametrize("length", [0, 4])
@@ -435,15 +632,16 @@ def test_block_of_a_wrong_length_is_refused_and_the_round_stays_open(length: int
 
 
 @pytest.mark.parametrize(("draft_len", "fits"), [(2, True), (3, False)])
-def test_block_must_leave_room_for_its_extra_token_in_the_context(draft_len: int, fits: bool) -> None:
+@pytest.mark.parametrize("max_len", [8, CONTEXT_LENGTH])
+def test_block_must_leave_room_for_its_extra_token_in_max_len(max_len: int, draft_len: int, fits: bool) -> None:
     scheduler = make_scheduler()
-    prompt = [5] * (CONTEXT_LENGTH - 3)
-    session = scheduler.open(make_spec(token_ids=prompt), lease_id=0)
+    prompt = [5] * (max_len - 3)
+    session = scheduler.open(make_spec(token_ids=prompt, max_len=max_len), lease_id=0)
     block = make_block(session.fence, [10] * draft_len)
     if fits:
         assert scheduler.offer_block(block) is FenceVerdict.CURRENT
         complete(scheduler, next_step(scheduler), [10, 10, 20])
-        assert len(session.committed) == CONTEXT_LENGTH
+        assert len(session.committed) == max_len
     else:
         with pytest.raises(InvalidRequestError):
             scheduler.offer_block(block)
@@ -457,11 +655,20 @@ def test_stale_block_of_a_wrong_length_is_dropped_not_refused() -> None:
     assert scheduler.offer_block(make_block(first_fence(), [10] * 50)) is FenceVerdict.STALE
 
 
-def test_abandoned_step_leaves_the_round_open() -> None:
+def refuse_block(scheduler: Scheduler) -> Completed:
+    """Runs a step whose only block the engine refuses."""
+    step = next_step(scheduler)
+    (completed,) = scheduler.complete(step, Engine().run(step, lambda item: InvalidRequestError("no good")))
+    return completed
+
+
+def test_block_that_the_engine_refuses_leaves_the_round_open() -> None:
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(), lease_id=0)
     scheduler.offer_block(make_block(first_fence()))
-    scheduler.abandon(next_step(scheduler))
+    told, error = refuse_block(scheduler)
+    assert told is session
+    assert isinstance(error, InvalidRequestError)
     assert session.fence == first_fence()
     assert scheduler.next_step() is None
     assert scheduler.run_plain(PlainRun(first_fence(), 1)) is FenceVerdict.CURRENT
@@ -470,49 +677,211 @@ def test_abandoned_step_leaves_the_round_open() -> None:
     assert not scheduler.dropped
 
 
-def test_another_block_may_follow_an_abandoned_one() -> None:
+def test_another_block_may_follow_a_refused_one() -> None:
     scheduler = make_scheduler()
     scheduler.open(make_spec(), lease_id=0)
     scheduler.offer_block(make_block(first_fence(), [10]))
-    scheduler.abandon(next_step(scheduler))
+    refuse_block(scheduler)
     better = make_block(first_fence(), [11], attempt=1)
     assert scheduler.offer_block(better) is FenceVerdict.CURRENT
-    assert next_step(scheduler).block == better
+    assert next_step(scheduler).items[0].block is better
 
 
-# Several sessions
+def test_block_refused_before_the_prompt_was_read_does_not_skip_the_prompt() -> None:
+    scheduler = make_scheduler(context_length=100, budget=8)
+    session = scheduler.open(long_spec(1, 8, plain_rounds=0), lease_id=0)
+    scheduler.offer_block(make_block(session.fence))
+    refuse_block(scheduler)
+    assert session.is_reading
+    scheduler.pacer.tokens = 3  # type: ignore[attr-defined]
+    scheduler.run_plain(PlainRun(session.fence, 1))
+    assert [len(told) for told in run_steps(scheduler, 9)] == [0, 0, 1]
 
 
-def ids_of(steps: list[TargetSession]) -> list[int]:
-    return [session.spec.session_id for session in steps]
-
-
-def test_sessions_take_turns() -> None:
+@pytest.mark.parametrize("error", [InvalidRequestError("no good"), UnavailableError("no finite logits")])
+def test_error_of_one_session_leaves_the_others_in_the_step_alone(error: DraftwireError) -> None:
     scheduler = make_scheduler()
     for session_id in (1, 2, 3):
-        scheduler.open(make_spec(session_id, plain_rounds=2), lease_id=0)
-    order = []
-    while (step := scheduler.next_step()) is not None:
-        order.append(step.session)
-        complete(scheduler, step, [20])
-    assert ids_of(order) == [1, 2, 3, 1, 2, 3]
+        scheduler.open(make_spec(session_id), lease_id=0)
+        scheduler.offer_block(make_block(first_fence(session_id), [10, 11]))
+    step = next_step(scheduler)
+
+    def decide(item: StepItem) -> list[int] | DraftwireError:
+        return error if item.session.spec.session_id == 2 else accept_all(item)
+
+    told = scheduler.complete(step, Engine().run(step, decide))
+    results = {session.spec.session_id: result for session, result in told}
+    assert results[2] is error
+    for session_id in (1, 3):
+        verdict = results[session_id]
+        assert isinstance(verdict, Verdict)
+        assert (verdict.fence, verdict.token_ids) == (first_fence(session_id), [10, 11, 20])
+    assert scheduler.sessions[2, 0].committed.ids == PROMPT
+    scheduler.close(2, 0)
+    for session_id in (1, 3):
+        assert scheduler.offer_block(make_block(scheduler.sessions[session_id, 0].fence)) is FenceVerdict.CURRENT
+    assert ids_of(next_step(scheduler)) == [1, 3]
 
 
-def test_block_waits_for_one_turn_of_a_long_plain_run_only() -> None:
+# Steps of several sessions
+
+
+def test_whatever_is_ready_goes_into_one_step() -> None:
+    scheduler = make_scheduler(max_sessions=6)
+    for session_id, plain_rounds in ((1, 0), (2, 3), (3, 0), (4, 1), (5, 0)):
+        scheduler.open(make_spec(session_id, plain_rounds=plain_rounds), lease_id=0)
+    block = make_block(first_fence(3))
+    scheduler.offer_block(block)
+    scheduler.run_plain(PlainRun(first_fence(5), 2))
+    step = next_step(scheduler)
+    assert sorted(ids_of(step)) == [2, 3, 4, 5]
+    assert [item.block for item in step.items if item.block is not None] == [block]
+    assert scheduler.next_step() is None
+
+
+def test_plain_runs_advance_together_and_leave_when_they_end() -> None:
+    scheduler = make_scheduler()
+    for session_id in (1, 2, 3):
+        scheduler.open(make_spec(session_id, plain_rounds=session_id), lease_id=0)
+    served = [sorted(session.spec.session_id for session, _ in told) for told in run_steps(scheduler, 9)]
+    assert served == [[1, 2, 3], [2, 3], [3]]
+
+
+def test_work_that_comes_during_a_step_goes_into_the_next_one() -> None:
     scheduler = make_scheduler()
     scheduler.open(make_spec(1, plain_rounds=6), lease_id=0)
     scheduler.open(make_spec(2), lease_id=0)
     step = next_step(scheduler)
+    assert ids_of(step) == [1]
     scheduler.offer_block(make_block(first_fence(session_id=2)))
-    complete(scheduler, step, [20])
-    assert next_step(scheduler).session.spec.session_id == 2
+    scheduler.open(make_spec(3, plain_rounds=1), lease_id=0)
+    scheduler.complete(step, Engine().run(step))
+    assert sorted(ids_of(next_step(scheduler))) == [1, 2, 3]
 
 
 def test_sessions_do_not_see_each_others_tokens() -> None:
     scheduler = make_scheduler()
     first, second = (scheduler.open(make_spec(session_id, plain_rounds=2), lease_id=0) for session_id in (1, 2))
-    run_plain_steps(scheduler, [20, 30, 21, 31])
+    engine = Engine()
+    for tokens in ({1: [20], 2: [30]}, {1: [21], 2: [31]}):
+        step = next_step(scheduler)
+        told = scheduler.complete(step, engine.run(step, lambda item: tokens[item.session.spec.session_id]))  # noqa: B023
+        for session, verdict in told:
+            assert isinstance(verdict, Verdict)
+            assert verdict.token_ids == tokens[session.spec.session_id]
     assert (first.committed.ids, second.committed.ids) == ([*PROMPT, 20, 21], [*PROMPT, 30, 31])
+
+
+# Prompts
+
+
+def test_pacer_knows_whether_a_session_is_past_its_prompt() -> None:
+    """A session counts even while it waits for its drafter: its block may come at any time."""
+    scheduler = make_scheduler(context_length=100, budget=10)
+    scheduler.open(long_spec(1, 15), lease_id=0)
+    run_steps(scheduler, 2)
+    scheduler.open(long_spec(2, 5), lease_id=0)
+    run_steps(scheduler, 1)
+    scheduler.close(1, 0)
+    scheduler.close(2, 0)
+    scheduler.open(long_spec(3, 5), lease_id=0)
+    run_steps(scheduler, 1)
+    assert scheduler.pacer.asked == [False, False, True, False]  # type: ignore[attr-defined]
+
+
+def test_reading_prompts_share_the_budget_while_running_sessions_always_get_in() -> None:
+    scheduler = make_scheduler(max_sessions=9, context_length=1000, budget=30)
+    for session_id in (1, 2, 3):
+        scheduler.open(make_spec(session_id, plain_rounds=5), lease_id=0)
+    run_steps(scheduler, 1)
+    for session_id in (4, 5, 6):
+        scheduler.open(long_spec(session_id, 100), lease_id=0)
+    step = next_step(scheduler)
+    assert sorted(ids_of(step)) == [1, 2, 3, 4, 5, 6]
+    shares = {item.session.spec.session_id: item.max_read for item in step.items}
+    assert [shares[session_id] for session_id in (4, 5, 6)] == [10, 10, 10]
+
+
+@pytest.mark.parametrize("prompt_len", [1, 9, 10, 11, 20, 25])
+def test_prompt_is_read_in_parts_and_decided_with_the_last(prompt_len: int) -> None:
+    scheduler = make_scheduler(context_length=100, budget=10)
+    session = scheduler.open(long_spec(1, prompt_len), lease_id=0)
+    told = run_steps(scheduler, 99)
+    num_steps = max(1, -(-prompt_len // 10))
+    assert [len(each) for each in told] == [0] * (num_steps - 1) + [1]
+    assert len(session.committed) == prompt_len + 1
+
+
+def test_block_that_comes_before_the_prompt_is_read_is_kept_until_then() -> None:
+    scheduler = make_scheduler(context_length=100, budget=10)
+    session = scheduler.open(long_spec(1, 25, plain_rounds=0), lease_id=0)
+    block = make_block(session.fence, [10])
+    scheduler.offer_block(block)
+    *parts, ((_, verdict),) = run_steps(scheduler, 99)
+    assert parts == [[], []]
+    assert isinstance(verdict, Verdict)
+    assert verdict.token_ids == [10, 20]
+
+
+def test_long_prompt_does_not_block_a_short_one() -> None:
+    scheduler = make_scheduler(context_length=1000, budget=20)
+    scheduler.open(long_spec(1, 500), lease_id=0)
+    run_steps(scheduler, 1)
+    scheduler.open(long_spec(2, 10), lease_id=0)
+    (((session, _),),) = run_steps(scheduler, 1)
+    assert session.spec.session_id == 2
+
+
+def test_running_session_gets_a_round_in_every_step_while_long_prompts_are_read() -> None:
+    scheduler = make_scheduler(context_length=1000, budget=4)
+    engine = Engine()
+    scheduler.open(make_spec(1, plain_rounds=6), lease_id=0)
+    run_steps(scheduler, 1, engine)
+    scheduler.open(long_spec(2, 500), lease_id=0)
+    scheduler.open(long_spec(3, 500), lease_id=0)
+    told = run_steps(scheduler, 8, engine)
+    served = [[session.spec.session_id for session, _ in each] for each in told]
+    assert served == [[1]] * 5 + [[]] * 3
+
+
+def test_session_whose_share_is_nothing_stays_queued_and_gets_on_later() -> None:
+    scheduler = make_scheduler(max_sessions=9, context_length=100, budget=2)
+    sessions = [scheduler.open(long_spec(session_id, 6), lease_id=0) for session_id in range(1, 6)]
+    step = next_step(scheduler)
+    assert len(step.items) == 2
+    assert all(session.queued for session in sessions)
+    scheduler.complete(step, Engine().run(step))
+    run_steps(scheduler, 99)
+    assert [len(session.committed) for session in sessions] == [7] * 5
+    assert not any(session.queued for session in sessions)
+
+
+def test_short_prompt_gets_on_even_where_more_prompts_wait_than_tokens_may_be_read() -> None:
+    """21 prompts and 16 tokens a step: a fair share is 0.76 tokens a step, 27 steps for the short prompt's 20."""
+    scheduler = make_scheduler(max_sessions=64, context_length=1000, budget=16)
+    engine = Engine()
+    for session_id in range(1, 21):
+        scheduler.open(long_spec(session_id, 500), lease_id=0)
+    scheduler.open(long_spec(99, 20), lease_id=0)
+    told = run_steps(scheduler, 54, engine)
+    assert [session.spec.session_id for each in told for session, _ in each] == [99]
+
+
+def test_long_prompt_gets_on_although_shorter_ones_keep_coming() -> None:
+    """As many short prompts come as leave, always more than tokens may be read."""
+    scheduler = make_scheduler(max_sessions=64, context_length=1000, budget=4)
+    engine = Engine()
+    long = scheduler.open(long_spec(1, 40), lease_id=0)
+    for session_id in range(2, 8):
+        scheduler.open(long_spec(session_id, 3), lease_id=0)
+    newcomers = itertools.count(100)
+    for _ in range(300):
+        for session, _ in itertools.chain(*run_steps(scheduler, 1, engine)):
+            scheduler.close(*session.key)
+            if session is long:
+                return
+            scheduler.open(long_spec(next(newcomers), 3), lease_id=0)
+    pytest.fail("the long prompt starves")
 
 
 # Closing
@@ -525,36 +894,193 @@ def test_closing_takes_back_waiting_work_of_that_session_only() -> None:
     closed = scheduler.close(2, 0)
     assert closed is not None
     assert closed.key == (2, 0)
-    order = []
-    while (step := scheduler.next_step()) is not None:
-        order.append(step.session)
-    assert ids_of(order) == [1, 3]
+    assert ids_of(next_step(scheduler)) == [1, 3]
 
 
 def test_closing_an_unknown_session_does_nothing() -> None:
     scheduler = make_scheduler()
     scheduler.open(make_spec(), lease_id=0)
+    usage = scheduler.room.usage
     assert scheduler.close(1, 5) is None
     assert scheduler.close(2, 0) is None
     assert len(scheduler.sessions) == 1
+    assert scheduler.room.usage == usage
 
 
-def test_result_of_a_step_is_dropped_when_the_session_was_closed_meanwhile() -> None:
+def test_closing_during_a_step_drops_the_outcome_and_frees_the_room_once() -> None:
     scheduler = make_scheduler()
-    scheduler.open(make_spec(plain_rounds=3), lease_id=0)
+    for session_id in (1, 2):
+        scheduler.open(make_spec(session_id, plain_rounds=3), lease_id=0)
     step = next_step(scheduler)
-    scheduler.close(1, 0)
-    assert complete(scheduler, step, [20]) is None
-    assert scheduler.next_step() is None
+    assert scheduler.close(1, 0) is not None
+    assert scheduler.close(1, 0) is None
+    told = scheduler.complete(step, Engine().run(step))
+    assert [session.spec.session_id for session, _ in told] == [2]
+    assert ids_of(next_step(scheduler)) == [2]
+    scheduler.close(2, 0)
+    assert scheduler.room.usage == 0.0
 
 
-def test_result_of_a_step_is_dropped_when_the_session_was_opened_anew_meanwhile() -> None:
-    scheduler = make_scheduler()
+@pytest.mark.parametrize("reading", [False, True])
+def test_outcome_is_dropped_when_the_session_was_opened_anew_meanwhile(reading: bool) -> None:
+    scheduler = make_scheduler(budget=3 if reading else 1000)
     scheduler.open(make_spec(plain_rounds=3), lease_id=0)
     step = next_step(scheduler)
     scheduler.close(1, 0)
     reopened = scheduler.open(make_spec(plain_rounds=1), lease_id=0)
-    assert complete(scheduler, step, [20]) is None
+    assert scheduler.complete(step, Engine().run(step)) == []
     assert reopened.fence == first_fence()
+    assert reopened.num_unread == len(PROMPT)
+    assert reopened.num_reused is None
+    scheduler.pacer.tokens = 1000  # type: ignore[attr-defined]
     assert len(run_plain_steps(scheduler, [21, 22])) == 1
     assert reopened.committed.ids == [*PROMPT, 21]
+
+
+# All of it in any order
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Sessions of few names that open, get messages, take part in steps and close in any order."""
+
+    KEYS = st.tuples(st.integers(1, 5), st.integers(0, 1))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = make_scheduler(max_sessions=4, context_length=64, kv_cache_tokens=160, budget=3)
+        self.engine = Engine()
+        self.step: Step | None = None
+        self.expected: dict[tuple[int, int], tuple[int, list[int]]] = {}
+        """Round and committed tokens of each open session."""
+
+    @rule(
+        key=KEYS,
+        prompt_len=st.integers(1, 20),
+        room=st.integers(1, 40),
+        plain_rounds=st.integers(0, 3),
+    )
+    def open(self, key: tuple[int, int], prompt_len: int, room: int, plain_rounds: int) -> None:
+        spec = replace(
+            long_spec(key[0], prompt_len, max_len=prompt_len + room, plain_rounds=plain_rounds), epoch=key[1]
+        )
+        fits = len(self.expected) < 4 and blocks_for(spec.max_len) <= self.scheduler.room.num_free_blocks
+        if key in self.expected:
+            with pytest.raises(InvalidRequestError):
+                self.scheduler.open(spec, lease_id=0)
+        elif not fits:
+            with pytest.raises(NoRoomError):
+                self.scheduler.open(spec, lease_id=0)
+        else:
+            self.scheduler.open(spec, lease_id=0)
+            self.expected[key] = (0, list(spec.token_ids))
+
+    @rule(
+        key=KEYS,
+        is_block=st.booleans(),
+        amount=st.integers(0, 4),
+        rounds_off=st.sampled_from([0, 0, 0, 0, -1, 1]),
+        right_prefix=st.sampled_from([True, True, True, True, False]),
+    )
+    def message(self, key: tuple[int, int], is_block: bool, amount: int, rounds_off: int, right_prefix: bool) -> None:
+        number, committed = self.expected.get(key, (0, [1]))
+        prefix_hash = CommittedTokens(committed).hash if right_prefix else 0
+        fence = Fence(*key, max(0, number + rounds_off), len(committed), prefix_hash)
+        session = self.scheduler.sessions.get(key)
+        is_current = fence.round == number and right_prefix
+        wanted = FenceVerdict.CURRENT if is_current else FenceVerdict.VIOLATION
+        if session is None or fence.round < number or (is_current and session.queued):
+            wanted = FenceVerdict.STALE
+        if wanted is FenceVerdict.CURRENT:
+            assert session is not None
+            room = session.spec.max_len - len(committed)
+            good = 1 <= amount <= 3 and amount < room if is_block else amount >= 1 and room >= 1
+            if not good:
+                with pytest.raises(InvalidRequestError):
+                    self._send(fence, is_block, amount)
+                assert not session.queued
+                return
+        assert self._send(fence, is_block, amount) is wanted
+        assert wanted is not FenceVerdict.CURRENT or (session is not None and session.queued)
+
+    def _send(self, fence: Fence, is_block: bool, amount: int) -> FenceVerdict:
+        if is_block:
+            return self.scheduler.offer_block(replace(make_block(fence), token_ids=[10] * amount))
+        return self.scheduler.run_plain(PlainRun(fence, amount))
+
+    @precondition(lambda self: self.step is None)
+    @rule()
+    def begin_step(self) -> None:
+        has_work = any(session.queued for session in self.scheduler.sessions.values())
+        running = [session for session in self.scheduler.sessions.values() if session.queued and not session.is_reading]
+        self.step = self.scheduler.next_step()
+        assert (self.step is not None) == has_work
+        if self.step is not None:
+            members = [item.session for item in self.step.items]
+            assert len({session.key for session in members}) == len(members)
+            assert all(any(session is member for member in members) for session in running)
+            assert sum(item.max_read for item in self.step.items if item.session.is_reading) <= 3
+
+    @precondition(lambda self: self.step is not None)
+    @rule(choices=st.lists(st.integers(0, 5), min_size=5, max_size=5))
+    def finish_step(self, choices: list[int]) -> None:
+        assert self.step is not None
+        chosen = {item.session.key: choice for item, choice in zip(self.step.items, choices, strict=False)}
+
+        def decide(item: StepItem) -> list[int] | DraftwireError:
+            choice = chosen[item.session.key]
+            if choice == 5:
+                return UnavailableError("no finite logits")
+            if choice == 4 and item.block is not None:
+                return InvalidRequestError("no good")
+            return [*(item.block.token_ids[:choice] if item.block else []), STOP_TOKEN if choice == 3 else 20]
+
+        told = self.scheduler.complete(self.step, self.engine.run(self.step, decide))
+        members = [item.session for item in self.step.items]
+        self.step = None
+        for session, result in told:
+            assert self.scheduler.sessions[session.key] is session
+            assert any(session is member for member in members)
+            if isinstance(result, Verdict):
+                number, committed = self.expected[session.key]
+                assert (result.fence.round, result.fence.prefix_len) == (number, len(committed))
+                assert result.fence.prefix_hash == CommittedTokens(committed).hash
+                self.expected[session.key] = (number + 1, committed + result.token_ids)
+            elif not isinstance(result, InvalidRequestError):
+                self.close(session.key)  # as the core does
+
+    @rule(key=KEYS)
+    def close(self, key: tuple[int, int]) -> None:
+        closed = self.scheduler.close(*key)
+        assert (closed is not None) == (self.expected.pop(key, None) is not None)
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        scheduler = self.scheduler
+        assert set(scheduler.sessions) == set(self.expected)
+        ready = scheduler._ready
+        assert len({id(session) for session in ready}) == len(ready)
+        assert all(scheduler.sessions.get(session.key) is session for session in ready)
+        in_step = [item.session for item in self.step.items] if self.step else []
+        for key, session in scheduler.sessions.items():
+            assert session.queued == any(session is other for other in [*ready, *in_step])
+            assert session.queued == (session.block is not None or session.plain_rounds_left > 0)
+            assert (session.round, session.committed.ids) == self.expected[key]
+            assert len(session.committed) <= session.spec.max_len
+        reserved = sum(blocks_for(session.spec.max_len) for session in scheduler.sessions.values())
+        assert scheduler.room.num_free_blocks == blocks_for(160) - reserved
+
+    def teardown(self) -> None:
+        """Whoever has work is served, sooner or later."""
+        if self.step is not None:
+            self.finish_step([0] * 5)
+        for _ in range(300):  # sessions hold at most 4 * 60 tokens
+            self.begin_step()
+            if self.step is None:
+                break
+            self.finish_step([0] * 5)
+        assert self.step is None
+        assert not any(session.queued for session in self.scheduler.sessions.values())
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,154 @@
+"""What the services cost beside their models: host time of a round, where it goes, and rounds per second of a gateway.
+
+    python -m benchmarks.host_path --output benchmarks/results/host_path.json
+
+Runs scripted pairs, and the embedded pair, through the three processes on loopback. The host time of a round is the
+time between two deltas at the client less the model time that the response reports for a round (reading, drafting and
+verifying, as the services measure it). The gateway's capacity is taken from the CPU time that it used, all threads.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from benchmarks.load import Answer, Ask, run_load
+from benchmarks.prompts import load_prompts
+from benchmarks.report import write_report
+from draftwire.cli.up import embedded_model
+from draftwire.services.local_stack import LocalStack
+
+ACCEPTANCE = "acceptance=0.8/0.7/0.6/0.5"
+SCRIPTED = f"scripted:{ACCEPTANCE}"
+WAITING = f"scripted:verify_ms=5,draft_ms=1,{ACCEPTANCE}"
+STATIONS = (
+    "verdict at gateway",
+    "calibration sent",
+    "calibration at drafter",
+    "drafting begins",
+    "drafting ends",
+    "block sent",
+    "block at verifier",
+    "verifying begins",
+    "verifying ends",
+    "verdict sent",
+    "verdict at gateway",
+)
+"""A round's way."""
+
+
+def options(target: str, drafter: str) -> dict[str, dict[str, object]]:
+    """Returns the options of a stack of one-threaded services."""
+    return {
+        "verifier": {"model": target, "max_sessions": 256, "kv_cache_tokens": 2**20},
+        "drafter": {"model": drafter, "max_sessions": 256, "kv_cache_tokens": 2**20},
+        "gateway": {},
+    }
+
+
+def host_times(answers: list[Answer]) -> list[float]:
+    """Returns the host time of every round after each completion's first tokens, milliseconds."""
+    times: list[float] = []
+    for answer in answers:
+        spent = answer.statistics
+        model_us = spent.calibration_duration_us + spent.draft_duration_us + spent.verify_duration_us
+        times += [1e3 * gap - model_us / spent.num_rounds / 1e3 for gap in answer.gaps[3:]]
+    return times
+
+
+def measure_round(stack_options: dict[str, dict[str, object]], prompts: list[str], max_tokens: int) -> dict[str, Any]:
+    """Measures rounds of one session at a time, and where their time goes."""
+    with tempfile.TemporaryDirectory() as folder:
+        hooks = str(Path(__file__).parent / "round_trace")
+        os.environ.update(ROUND_TRACE_FOLDER=folder, PYTHONPATH=hooks)
+        try:
+            with LocalStack(stack_options) as stack:
+                run_load(stack.address, [Ask(prompts[0], 32, 4)] * 4, 1)
+                asks = [Ask(prompt, max_tokens, 4, seed) for seed, prompt in enumerate(prompts)]
+                answers = run_load(stack.address, asks, 1)
+        finally:
+            del os.environ["ROUND_TRACE_FOLDER"], os.environ["PYTHONPATH"]
+        legs = _legs(Path(folder))
+    times = sorted(host_times(answers))
+    spent = [answer.statistics for answer in answers]
+    rounds = sum(each.num_rounds for each in spent)
+    model_us = sum(each.calibration_duration_us + each.draft_duration_us + each.verify_duration_us for each in spent)
+    return {
+        "host_ms_p50": statistics.median(times),
+        "host_ms_p90": times[int(0.9 * len(times))],
+        "model_ms_mean": model_us / rounds / 1e3,
+        "rounds": rounds,
+        "median_us_of_each_leg": {leg: statistics.median(seconds) * 1e6 for leg, seconds in legs.items()},
+    }
+
+
+def _legs(folder: Path) -> dict[str, list[float]]:
+    """Returns the times between the stations of all rounds that passed each of them once."""
+    notes = sorted(
+        (tuple(note) for file in folder.glob("*.json") for note in json.loads(file.read_text())),
+        key=lambda note: float(note[1]),
+    )
+    legs: dict[str, list[float]] = {f"{start} - {end}": [] for start, end in pairwise(STATIONS)}
+    for window in _windows(notes, len(STATIONS)):
+        if tuple(name for name, _ in window) == STATIONS:
+            for (start, began), (end, ended) in pairwise(window):
+                legs[f"{start} - {end}"].append(ended - began)
+    return {leg: times for leg, times in legs.items() if times}
+
+
+def _windows(notes: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(len(notes) - size + 1):
+        yield notes[start : start + size]
+
+
+def measure_capacity(concurrency: int, max_tokens: int) -> dict[str, Any]:
+    """Loads the services with a scripted pair that takes no time and reads off the CPU time of each."""
+    with LocalStack(options(SCRIPTED, SCRIPTED)) as stack:
+        asks = [Ask("hello", max_tokens, 4, seed) for seed in range(concurrency)]
+        run_load(stack.address, [Ask("hello", 64, 4)] * concurrency, concurrency)
+        before = {name: _cpu_seconds(service.process.pid) for name, service in stack.services.items()}
+        started = time.perf_counter()
+        answers = run_load(stack.address, asks, concurrency)
+        seconds = time.perf_counter() - started
+        used = {name: _cpu_seconds(stack.services[name].process.pid) - before[name] for name in before}
+    rounds = sum(answer.statistics.num_rounds for answer in answers)
+    return {
+        "concurrency": concurrency,
+        "rounds": rounds,
+        "rounds_per_second_of_the_whole": rounds / seconds,
+        "rounds_per_cpu_second": {name: rounds / cpu for name, cpu in used.items()},
+    }
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Returns the CPU time of a process, user and system, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    """Measures, prints and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    embedded = options(embedded_model("target"), embedded_model("drafter"))
+    results = {
+        "round_with_instant_models": measure_round(options(SCRIPTED, SCRIPTED), ["hello"] * 10, 400),
+        "round_with_waiting_models": measure_round(options(WAITING, WAITING), ["hello"] * 5, 400),
+        "round_with_the_embedded_pair": measure_round(embedded, load_prompts()[:8], 128),
+        "gateway": measure_capacity(arguments.concurrency, 2000),
+    }
+    write_report(arguments, results)
+
+
+if __name__ == "__main__":
+    main()

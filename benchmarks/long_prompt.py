@@ -1,0 +1,117 @@
+"""Does a long prompt stall the sessions that are running? Their gaps between tokens, before and while it is read.
+
+    python -m benchmarks.long_prompt --output benchmarks/results/long_prompt.json
+
+Eight sessions decode, then a prompt of 4,096 tokens arrives. The models are the embedded pair with a longer context
+declared: what they write beyond their training is of no use, what it costs is real. Measured for the drafter and the
+verifier together, in plain and in speculative mode.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import grpc
+
+from benchmarks.load import Answer, Ask, complete
+from benchmarks.prompts import load_prompts
+from benchmarks.report import write_report
+from draftwire.cli.up import embedded_model
+from draftwire.services.local_stack import LocalStack
+from draftwire.v1 import gateway_pb2_grpc
+
+CONTEXT_LENGTH = 8192
+RUNNING = 8
+SETTLE_SECONDS = 3.0
+"""How long the sessions run before the prompt comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Times between the deltas of running sessions, milliseconds."""
+
+    median: float
+    p99: float
+    largest: float
+    count: int
+
+    @classmethod
+    def of(cls, seconds: list[float]) -> "Gaps":
+        """Summarises gaps in seconds."""
+        ordered = sorted(1e3 * gap for gap in seconds)
+        return cls(statistics.median(ordered), ordered[int(0.99 * len(ordered))], ordered[-1], len(ordered))
+
+
+def lengthened(model: str, folder: Path) -> Path:
+    """Copies a model and declares a longer context."""
+    copy = folder / Path(model).name
+    shutil.copytree(model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["max_position_embeddings"] = CONTEXT_LENGTH
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+async def measure(address: str, prompt_tokens: int, num_speculative_tokens: int, run_tokens: int) -> dict[str, object]:
+    """Runs the sessions, sends the prompt, and compares gaps."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        asks = [Ask(prompt, run_tokens, num_speculative_tokens, seed) for seed, prompt in enumerate(load_prompts())]
+        answers = [Answer(time.perf_counter()) for _ in range(RUNNING)]
+        running = [asyncio.create_task(complete(stub, ask, answer)) for ask, answer in zip(asks, answers, strict=False)]
+        await asyncio.sleep(SETTLE_SECONDS)
+        long = Answer(time.perf_counter())
+        # One letter and a space are one token each for the embedded tokenizer, or two: the statistics say how many.
+        text = " ".join("abcdefghijklmnopqrstuvwxyz"[i * 7 % 26] for i in range(prompt_tokens))
+        await complete(stub, Ask(text, 8, num_speculative_tokens), long)
+        first = long.delta_times[0]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    started, sent = answers[0].sent_at, long.sent_at
+    before = [gap for answer in answers for gap in answer.gaps_between(started + SETTLE_SECONDS / 3, sent)]
+    during = [gap for answer in answers for gap in answer.gaps_between(sent, first)]
+    base = statistics.median(before)
+    return {
+        "prompt_tokens": long.statistics.num_prompt_tokens,
+        "seconds_to_first_token": first - sent,
+        "gaps_before_ms": Gaps.of(before),
+        "gaps_during_ms": Gaps.of(during),
+        "added_ms": Gaps.of([gap - base for gap in during]),
+    }
+
+
+def main() -> None:
+    """Measures both modes, prints the gaps, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--prompt-tokens", type=int, default=4096)
+    parser.add_argument("--max-added-latency-ms", type=float, default=50.0)
+    parser.add_argument("--run-tokens", type=int, default=3000)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = {"max_added_latency_ms": arguments.max_added_latency_ms, "threads": 1}
+        options = {
+            name: {"model": lengthened(embedded_model(model), Path(folder)), **engine}
+            for name, model in (("verifier", "target"), ("drafter", "drafter"))
+        }
+        results = {}
+        for mode, num_speculative_tokens in (("plain", 0), ("speculative", 4)):
+            with LocalStack({**options, "gateway": {}}) as stack:
+                results[mode] = asyncio.run(
+                    measure(stack.address, arguments.prompt_tokens, num_speculative_tokens, arguments.run_tokens)
+                )
+    write_report(arguments, {"max_added_latency_ms": arguments.max_added_latency_ms, **results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What the benchmarks share: reading metrics, and results with the command and the machine that gave them."""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+import urllib.request
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+PREFIX = "draftwire:"
+
+
+def read_metric(port: int, name: str) -> float:
+    """Returns the sum of a metric over its labels from a local service's `/metrics`; 0 if it has none yet."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    return sum(float(value) for value in re.findall(rf"^{PREFIX}{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+def write_report(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Prints results, and writes them to `arguments.output` if that is set."""
+    output: Path | None = arguments.output
+    specification = sys.modules["__main__"].__spec__
+    module = specification.name if specification else sys.argv[0]
+    report = {
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {_processor()}, Python {platform.python_version()}",
+        **{key: rounded(value) for key, value in results.items()},
+    }
+    shown = {key: value for key, value in report.items() if not isinstance(value, list)}
+    print(json.dumps(shown, indent=2))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def rounded(value: Any) -> Any:
+    """Returns a result with its numbers rounded to four digits."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if is_dataclass(value) and not isinstance(value, type):
+        return rounded(asdict(value))
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return value
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,77 @@
+"""Drafts by a script instead of a model; see `draftwire.models.scripted`."""
+
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from draftwire.distributions import DraftDistributions
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
+from draftwire.models.scripted import Script, expected_tokens, wait
+
+
+class ScriptedSequence:
+    """Counts the tokens of one session."""
+
+    num_reused = 0
+
+    def __init__(self, num_committed: int) -> None:
+        """Nothing is read yet."""
+        self.num_committed = num_committed
+        self.num_read = 0
+
+    @property
+    def num_unread(self) -> int:
+        """See `DraftSequence.num_unread`."""
+        return self.num_committed - self.num_read
+
+    def calibrate(self, base_len: int, token_ids: list[int]) -> None:
+        """See `DraftSequence.calibrate`."""
+        self.num_committed = base_len + len(token_ids)
+        self.num_read = min(self.num_read, self.num_committed - 1)
+
+    def close(self) -> None:
+        """See `DraftSequence.close`; nothing is held."""
+
+
+class ScriptedDrafter:
+    """A drafting strategy that waits instead of computing, and proposes the alphabet."""
+
+    def __init__(self, script: Script) -> None:
+        """Takes a script."""
+        self.context_length = script.context_length
+        self._script = script
+
+    def open(self, token_ids: list[int], cache_salt: str = "") -> ScriptedSequence:
+        """See `DraftingStrategy.open`."""
+        return ScriptedSequence(len(token_ids))
+
+    def step(self, draftings: Sequence[Drafting]) -> DraftStep:
+        """See `DraftingStrategy.step`."""
+        started = time.perf_counter()
+        num_read = 0
+        members: list[tuple[int, ScriptedSequence, DraftRequest]] = []
+        for index, drafting in enumerate(draftings):
+            sequence = cast(ScriptedSequence, drafting.sequence)
+            unread = sequence.num_unread
+            taken = unread if drafting.max_read is None else min(unread, drafting.max_read)
+            sequence.num_read += taken
+            num_read += taken
+            if drafting.request is not None and taken == unread:
+                members.append((index, sequence, drafting.request))
+        wait(self._script.calibration_ms / 1e3 + self._script.read_us * num_read / 1e6)
+        calibrated = time.perf_counter()
+        wait(self._script.draft_ms / 1e3 * max((request.num_tokens for _, _, request in members), default=0))
+        drafts: list[Draft | None] = [None] * len(draftings)
+        for index, sequence, request in members:
+            drafts[index] = self._draft(sequence, request)
+        return DraftStep(drafts, num_read, calibrated - started, time.perf_counter() - calibrated)
+
+    def _draft(self, sequence: ScriptedSequence, request: DraftRequest) -> Draft:
+        tokens = expected_tokens(sequence.num_committed, request.num_tokens)
+        limit = min(request.vocab_size, self._script.vocab_size)
+        if request.sampling.greedy:
+            return Draft(tokens, DraftDistributions.one_hot(limit))
+        rows = torch.zeros(len(tokens), limit).scatter_(1, torch.tensor(tokens).unsqueeze(1), 1.0)
+        return Draft(tokens, DraftDistributions.from_rows(rows))

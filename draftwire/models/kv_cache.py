@@ -1,0 +1,222 @@
+"""Which token of which sequence lives where in a model's KV cache. Pure accounting: no tensors, no model.
+
+The cache is a pool of blocks, each with room for `BLOCK_SIZE` tokens. A sequence is a list of blocks. Blocks that are
+full and whose tokens are final are *published* under a hash of everything up to their end, so that another sequence
+with the same beginning takes them over instead of computing them again. A block that no sequence uses any more keeps
+its contents until the room is needed.
+
+Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention"
+(arXiv 2309.06180), with the prefix reuse of SGLang (arXiv 2312.07104) by chained hashes.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftwire.errors import NoRoomError
+
+BLOCK_SIZE = 16
+"""Tokens in a block."""
+NULL_BLOCK = 0
+"""Never given out: padding reads it, nothing writes it."""
+
+
+def blocks_for(num_tokens: int) -> int:
+    """Returns how many blocks hold `num_tokens` tokens."""
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+@dataclass(slots=True, eq=False)
+class CachedSequence:
+    """One sequence's place in the cache. Changed by `KvCache` only."""
+
+    salt: bytes
+    """Sequences share blocks only with those of the same salt."""
+    blocks: list[int] = field(default_factory=list)
+    length: int = 0
+    """Tokens in the cache."""
+    num_published: int = 0
+    """Blocks at the front that are final: shared, or ready to be."""
+    chain: bytes = b""
+    """Hash of everything in the published blocks."""
+    num_reused: int = 0
+    """Tokens that were taken over from others when the sequence was opened."""
+
+
+class KvCache:
+    """The blocks of one model's cache and the sequences in them."""
+
+    def __init__(self, num_tokens: int) -> None:
+        """Makes an empty cache.
+
+        Args:
+            num_tokens: room, at least 1; rounded up to whole blocks.
+        """
+        self.num_blocks = blocks_for(num_tokens)
+        self.sequences: set[CachedSequence] = set()
+        self._free = list(range(self.num_blocks, NULL_BLOCK, -1))  # taken from the end
+        self._users = [0] * (self.num_blocks + 1)  # sequences that hold each block
+        self._published: dict[bytes, int] = {}
+        self._hashes: dict[int, bytes] = {}  # the inverse of _published
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, held by no sequence; oldest first
+
+    @property
+    def num_slots(self) -> int:
+        """Places for tokens, the null block's included."""
+        return (self.num_blocks + 1) * BLOCK_SIZE
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be given out now."""
+        return len(self._free) + len(self._idle)
+
+    def open(self, token_ids: Sequence[int] = (), salt: str = "") -> CachedSequence:
+        """Starts a sequence that will read `token_ids`, and takes over what others have computed of them.
+
+        At least one of the tokens is left to be read, because reading it is what gives logits.
+        """
+        sequence = CachedSequence(_digest(b"draftwire", salt.encode()))
+        sequence.chain = sequence.salt
+        for start in range(0, len(token_ids) - BLOCK_SIZE, BLOCK_SIZE):
+            chain = _chain(sequence.chain, token_ids[start : start + BLOCK_SIZE])
+            block = self._published.get(chain)
+            if block is None:
+                break
+            self._idle.pop(block, None)
+            self._users[block] += 1
+            sequence.blocks.append(block)
+            sequence.chain = chain
+        sequence.num_published = len(sequence.blocks)
+        sequence.length = sequence.num_reused = len(sequence.blocks) * BLOCK_SIZE
+        self.sequences.add(sequence)
+        return sequence
+
+    def append(self, sequence: CachedSequence, num_tokens: int) -> None:
+        """Makes the sequence longer; what its new places hold is for the caller to write.
+
+        Raises:
+            NoRoomError: no block is free. Nothing has changed.
+        """
+        missing = blocks_for(sequence.length + num_tokens) - len(sequence.blocks)
+        if missing > self.num_free_blocks:
+            raise NoRoomError(f"the KV cache of {self.num_blocks * BLOCK_SIZE} tokens is full")
+        for _ in range(missing):
+            block = self._take()
+            self._users[block] = 1
+            sequence.blocks.append(block)
+        sequence.length += num_tokens
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Forgets all but the first `length` tokens. What was published stays."""
+        assert sequence.num_published * BLOCK_SIZE <= length <= sequence.length
+        for _ in range(len(sequence.blocks) - blocks_for(length)):
+            self._release(sequence.blocks.pop())
+        sequence.length = length
+
+    def keep_path(
+        self, sequence: CachedSequence, base_len: int, path: Sequence[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Forgets all but the first `base_len` tokens and a path through the token tree that follows them.
+
+        Args:
+            sequence: has read the tree's nodes, in some order, after `base_len` tokens.
+            base_len: tokens before the tree.
+            path: indices of the nodes to keep, from the root on, ascending.
+
+        Returns:
+            The places that the kept nodes have to be copied from and to, `[len(path)]` each.
+        """
+        assert all(index >= depth for depth, index in enumerate(path)), "a node comes after its ancestors"
+        places = slots_of([sequence], sequence.length)[0]
+        sources, targets = places[[base_len + index for index in path]], places[base_len : base_len + len(path)]
+        self.truncate(sequence, base_len + len(path))
+        return sources, targets
+
+    def publish(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
+        """Declares tokens final and offers the full blocks of them to sequences that begin alike.
+
+        Args:
+            sequence: will not be truncated into these tokens any more.
+            token_ids: the sequence from its first token on; only what is in the cache counts.
+        """
+        for index in range(sequence.num_published, min(len(token_ids), sequence.length) // BLOCK_SIZE):
+            block, start = sequence.blocks[index], index * BLOCK_SIZE
+            sequence.chain = _chain(sequence.chain, token_ids[start : start + BLOCK_SIZE])
+            sequence.num_published += 1
+            if sequence.chain not in self._published:  # else another sequence was first, and ours stays private
+                self._published[sequence.chain] = block
+                self._hashes[block] = sequence.chain
+
+    def close(self, sequence: CachedSequence) -> None:
+        """Ends a sequence. Its published blocks keep their contents until the room is needed."""
+        self.sequences.remove(sequence)
+        while sequence.blocks:  # from the end, so that the end of a text is lost before its beginning
+            self._release(sequence.blocks.pop())
+        sequence.length = sequence.num_published = 0
+
+    def check_integrity(self) -> None:
+        """Makes sure that every block is in exactly one state and that nobody's tokens can be overwritten. For tests.
+
+        Raises:
+            AssertionError: the accounts do not add up.
+        """
+        held: dict[int, int] = {}
+        for sequence in self.sequences:
+            assert len(sequence.blocks) == blocks_for(sequence.length), "a sequence has as many blocks as it needs"
+            assert len(set(sequence.blocks)) == len(sequence.blocks), "a sequence holds each of its blocks once"
+            assert sequence.num_published * BLOCK_SIZE <= sequence.length, "published tokens are in the cache"
+            for index, block in enumerate(sequence.blocks):
+                held[block] = held.get(block, 0) + 1
+                if index >= sequence.num_published:
+                    assert self._users[block] == 1, "a block that is still written belongs to one sequence"
+                    assert block not in self._hashes, "a block that is still written is not offered to others"
+        assert held == {block: users for block, users in enumerate(self._users) if users}, "holders are counted"
+        everywhere = [*self._free, *self._idle, *held]
+        assert sorted(everywhere) == list(range(1, self.num_blocks + 1)), "a block is free, idle or held"
+        assert {chain: block for block, chain in self._hashes.items()} == self._published, "each hash names its block"
+        assert not self._hashes.keys() & set(self._free), "a free block is not offered"
+        assert set(self._idle) <= self._hashes.keys(), "an idle block is kept for being offered"
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        block, _ = self._idle.popitem(last=False)
+        del self._published[self._hashes.pop(block)]
+        return block
+
+    def _release(self, block: int) -> None:
+        self._users[block] -= 1
+        if self._users[block]:
+            return
+        if block in self._hashes:
+            self._idle[block] = None
+        else:
+            self._free.append(block)
+
+
+def slots_of(sequences: Sequence[CachedSequence], width: int) -> NDArray[np.int64]:
+    """Returns where the first `width` tokens of each sequence are, `[len(sequences), width]`.
+
+    Positions beyond a sequence's length point into the null block.
+    """
+    num_blocks = blocks_for(width)
+    table = np.full((len(sequences), num_blocks), NULL_BLOCK, dtype=np.int64)
+    for row, sequence in zip(table, sequences, strict=True):
+        blocks = sequence.blocks[:num_blocks]
+        row[: len(blocks)] = blocks
+    offsets = np.arange(BLOCK_SIZE)
+    slots = (table[:, :, None] * BLOCK_SIZE + offsets).reshape(len(sequences), -1)[:, :width]
+    lengths = np.array([[sequence.length] for sequence in sequences])
+    return np.where(np.arange(width) < lengths, slots, NULL_BLOCK)
+
+
+def _chain(previous: bytes, token_ids: Sequence[int]) -> bytes:
+    return _digest(previous, np.asarray(token_ids, dtype="<u4").tobytes())
+
+
+def _digest(*parts: bytes) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()

@@ -1,0 +1,230 @@
+"""Attention of many sequences of different lengths, whose tokens lie packed behind each other in one batch row.
+
+The linear layers of a model do not care which sequence a token belongs to, so they run over all tokens of a step at
+once, without padding. Attention does care: here the new keys and values are written to their places in the cache, and
+rows of similar shape are gathered, padded and attended to together, so that neither a long text among short ones nor
+a prompt among single tokens makes the others wait for padding.
+
+Registered with transformers as an attention implementation: every model whose layers call it is served.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from draftwire.errors import InvalidRequestError
+from draftwire.models.kv_cache import CachedSequence, slots_of
+
+IMPLEMENTATION = "draftwire_paged"
+
+
+class KvStorage:
+    """The tensors behind a `KvCache`: for each layer `[num_slots, kv_heads, head_dim]` keys and values."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Allocates nothing yet: the first step that reaches a layer tells its shape."""
+        self._num_slots = num_slots
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a layer's keys and values, zeros before the first write.
+
+        Args:
+            index: which layer.
+            key: `[tokens, kv_heads, head_dim]`, as is to be stored.
+            value: alike; its last dimension may be another.
+        """
+        if index not in self._layers:
+            shapes = [(self._num_slots, *new.shape[1:]) for new in (key, value)]
+            self._layers[index] = (key.new_zeros(shapes[0]), value.new_zeros(shapes[1]))
+        return self._layers[index]
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies tokens to other places, `[count] int64` each, in all layers."""
+        for layer in self._layers.values():
+            for tensor in layer:
+                tensor[targets] = tensor[sources]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """New tokens of one sequence in a step."""
+
+    sequence: CachedSequence
+    """Has its new tokens in its length already."""
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class SegmentGroup:
+    """Segments of similar shape, padded to the longest."""
+
+    tokens: Tensor
+    """`[rows, queries] int64`: where each query lies in the packed step; padding repeats a row's last token."""
+    real: Tensor | None
+    """`[rows, queries] bool`: which queries are no padding; None where all are real."""
+    slots: Tensor
+    """`[rows, keys] int64`: where each row's keys lie in the cache; padding points into the null block."""
+    positions: Tensor
+    """`[rows, queries] int64`: position of each query in its sequence."""
+    biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    """Masks by sliding window and query heads per key head."""
+
+    def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
+        """Returns what is added to the scores, `[rows, 1, repeats * queries, keys]`: 0 to see, -inf to mask."""
+        known = self.biases.get((window, repeats))
+        if known is None:
+            distance = self.positions.unsqueeze(-1) - torch.arange(self.slots.shape[1], device=self.slots.device)
+            seen = distance >= 0
+            if window is not None:
+                seen &= distance < window
+            known = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+            known = self.biases[window, repeats] = known.repeat(1, repeats, 1).unsqueeze(1)
+        return known
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """All new tokens of one forward pass, `num_tokens` of them behind each other."""
+
+    storage: KvStorage
+    slots: Tensor
+    """`[num_tokens] int64`: where the new tokens go in the cache."""
+    positions: Tensor
+    """`[num_tokens] int64`: their positions in their sequences."""
+    groups: list[SegmentGroup]
+
+
+def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> PackedStep:
+    """Lays out a step of segments that lie behind each other in this order."""
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for index, segment in enumerate(segments):
+        # Padding at most doubles either side.
+        shape = (segment.num_tokens.bit_length(), segment.sequence.length.bit_length())
+        shapes.setdefault(shape, []).append(index)
+    counts = np.array([segment.num_tokens for segment in segments])
+    lengths = np.array([segment.sequence.length for segment in segments])
+    starts = np.cumsum(counts) - counts
+    slots = np.empty(counts.sum(), dtype=np.int64)
+    positions = np.empty_like(slots)
+    groups = []
+    for members in shapes.values():
+        count, length, start = counts[members, None], lengths[members, None], starts[members, None]
+        query = np.arange(count.max())
+        real = query < count
+        tokens = start + np.minimum(query, count - 1)
+        position = length - count + np.minimum(query, count - 1)
+        places = slots_of([segments[index].sequence for index in members], int(length.max()))
+        positions[tokens] = position
+        slots[tokens] = np.take_along_axis(places, position, axis=1)
+        mask = None if real.all() else _tensor(real, device)
+        groups.append(SegmentGroup(_tensor(tokens, device), mask, _tensor(places, device), _tensor(position, device)))
+    return PackedStep(storage, _tensor(slots, device), _tensor(positions, device), groups)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    packed_step: PackedStep | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """What transformers' layers call.
+
+    Args:
+        module: the layer, which knows its index.
+        query: `[1, heads, num_tokens, head_dim]`, positions applied.
+        key: `[1, kv_heads, num_tokens, head_dim]`.
+        value: `[1, kv_heads, num_tokens, value_dim]`.
+        attention_mask: None; who sees whom follows from the step.
+        scaling: of the scores; None is 1 / sqrt(head_dim).
+        sliding_window: positions that a query sees, its own included; None is all.
+        softcap: bound of the scores by tanh, before masking.
+        s_aux: attention sinks, which are not supported.
+        packed_step: the step's layout.
+
+    Returns:
+        `[1, num_tokens, heads, value_dim]`.
+
+    Raises:
+        InvalidRequestError: the model needs something that is not supported here.
+    """
+    assert packed_step is not None
+    assert attention_mask is None
+    if s_aux is not None:
+        raise InvalidRequestError("models with attention sinks are not supported")
+    new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    keys, values = packed_step.storage.layer(int(module.layer_idx), new_keys, new_values)  # type: ignore[arg-type]
+    keys.index_copy_(0, packed_step.slots, new_keys)
+    values.index_copy_(0, packed_step.slots, new_values)
+    queries = query[0].transpose(0, 1)  # [num_tokens, heads, head_dim]
+    result = queries.new_empty(*queries.shape[:2], value.shape[-1])
+    for group in packed_step.groups:
+        attended = _attend(
+            _take(queries, group.tokens),
+            _take(keys, group.slots),
+            _take(values, group.slots),
+            group,
+            scaling,
+            sliding_window,
+            softcap,
+        )
+        if group.real is None:
+            result.index_copy_(0, group.tokens.flatten(), attended.flatten(0, 1))
+        else:
+            result[group.tokens[group.real]] = attended[group.real]
+    return result.unsqueeze(0), None
+
+
+def _attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: SegmentGroup,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Returns `[rows, queries, heads, value_dim]`.
+
+    The query heads that share a key head are laid behind each other as further queries, so no key is repeated.
+    """
+    rows, num_queries, heads, head_dim = queries.shape
+    kv_heads = keys.shape[2]
+    repeats = heads // kv_heads
+    folded = queries.view(rows, num_queries, kv_heads, repeats, head_dim).permute(0, 2, 3, 1, 4)
+    folded = folded.reshape(rows, kv_heads, repeats * num_queries, head_dim)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    bias = group.bias(window, repeats, queries.dtype)
+    if softcap is None:
+        attended = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scaling)
+    else:
+        scores = folded @ keys.transpose(-1, -2) * (head_dim**-0.5 if scaling is None else scaling)
+        scores = torch.tanh(scores / softcap) * softcap + bias
+        attended = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
+    attended = attended.reshape(rows, kv_heads, repeats, num_queries, -1).permute(0, 3, 1, 2, 4)
+    return attended.reshape(rows, num_queries, heads, -1)
+
+
+def _take(source: Tensor, index: Tensor) -> Tensor:
+    """Returns `source[index]`, several times as fast on a CPU."""
+    return source.index_select(0, index.flatten()).view(*index.shape, *source.shape[1:])
+
+
+def _tensor(array: NDArray[np.int64] | NDArray[np.bool_], device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)

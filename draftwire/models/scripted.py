@@ -1,0 +1,157 @@
+"""A pair without models: tokens, times and acceptance follow a script, everything else is real.
+
+A scripted drafter and target speak the protocol through the real services, with real caches, rules and random
+numbers; only the forward passes are replaced by waiting. So load, faults and the cost of the services themselves can
+be measured and tested on any machine.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from draftwire.errors import InvalidRequestError
+from draftwire.models.cached_model import Reading, appended
+from draftwire.models.kv_cache import KvCache
+from draftwire.models.loading import ModelCard
+
+PREFIX = "scripted:"
+LETTERS = 26
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """How a pair behaves. Both services take the same script."""
+
+    verify_ms: float = 0.0
+    """How long a step of the target takes, milliseconds."""
+    draft_ms: float = 0.0
+    """How long drawing a draft token takes, for all sessions of a step together, milliseconds."""
+    calibration_ms: float = 0.0
+    """How long reading committed tokens takes before drafting, milliseconds."""
+    read_us: float = 0.0
+    """How long either model takes in addition for each token that it reads, microseconds."""
+    acceptance: tuple[float, ...] = (0.8,)
+    """Probability that the draft token at each position is accepted if those before it were, at temperature 1; the
+    last number holds for all further positions."""
+    vocab_size: int = 320
+    """Rows of both models' outputs, at least 256."""
+    context_length: int = 32_768
+    """Positions of both models."""
+
+    def __post_init__(self) -> None:
+        for name in ("verify_ms", "draft_ms", "calibration_ms", "read_us"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise InvalidRequestError(f"script: {name} must not be negative")
+        if not self.acceptance or not all(0.0 <= value <= 1.0 for value in self.acceptance):
+            raise InvalidRequestError("script: acceptance takes probabilities, such as 0.8/0.6/0.5")
+        if self.vocab_size < 256 or self.context_length < 2:
+            raise InvalidRequestError("script: vocab_size must be at least 256 and context_length at least 2")
+
+    @classmethod
+    def parse(cls, text: str) -> "Script":
+        """Reads a script from a model name such as `scripted:verify_ms=5,draft_ms=1,acceptance=0.8/0.6`.
+
+        Raises:
+            InvalidRequestError: an unknown name, or a value out of range.
+        """
+        given = dict(item.partition("=")[::2] for item in text.removeprefix(PREFIX).split(",") if item)
+        unknown = given.keys() - {field.name for field in fields(cls)}
+        if unknown:
+            known = ", ".join(field.name for field in fields(cls))
+            raise InvalidRequestError(f"script: unknown {', '.join(sorted(unknown))}; known: {known}")
+        try:
+            return cls(**_values(given))
+        except ValueError as error:
+            raise InvalidRequestError(f"script: {error}") from error
+
+    def acceptance_at(self, position: int) -> float:
+        """Returns the acceptance of a position in the block."""
+        return self.acceptance[min(position, len(self.acceptance) - 1)]
+
+    def card(self) -> ModelCard:
+        """Describes either model: one token for each byte."""
+        return ModelCard.of(
+            _byte_tokenizer(),
+            name="scripted",
+            revision="",
+            dtype="float32",
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            stop_token_ids=(),
+        )
+
+
+def is_scripted(model: str) -> bool:
+    """Whether a model's name is a script."""
+    return model.startswith(PREFIX)
+
+
+def expected_tokens(first: int, count: int) -> list[int]:
+    """Returns what the drafter proposes at positions `first` to `first + count - 1`: the alphabet, over and over."""
+    return [ord("a") + position % LETTERS for position in range(first, first + count)]
+
+
+class ScriptedTarget:
+    """A `SequenceModel` that waits instead of computing. Its logits make the rules accept as the script says."""
+
+    def __init__(self, script: Script, cache_tokens: int) -> None:
+        """Takes a script and the room of the KV cache, in tokens."""
+        self.vocab_size = script.vocab_size
+        self.cache = KvCache(cache_tokens)
+        self._script = script
+
+    def read(self, readings: Sequence[Reading]) -> Tensor:
+        """See `SequenceModel.read`. The last kept row stands after the whole block, the others before draft tokens."""
+        with appended(self.cache, readings):
+            num_tokens = sum(len(reading.token_ids) for reading in readings)
+            wait(self._script.verify_ms / 1e3 + self._script.read_us * num_tokens / 1e6)
+        chosen, accepted = [], []
+        for reading in readings:
+            chosen += expected_tokens(reading.sequence.length - reading.keep + 1, reading.keep)
+            accepted += [self._script.acceptance_at(position) for position in range(reading.keep)]
+        probs = np.zeros((len(chosen), self.vocab_size))
+        rows, tokens = np.arange(len(chosen)), np.array(chosen, dtype=np.int64)
+        probs[rows, tokens] = accepted
+        probs[rows, tokens - 32] = 1.0 - np.array(accepted)  # the capital letter
+        return torch.from_numpy(probs).log().float()
+
+
+def wait(seconds: float) -> None:
+    """Waits in the place of a forward pass."""
+    if seconds > 0.0:
+        time.sleep(seconds)
+
+
+def _values(given: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        if name == "acceptance":
+            values[name] = tuple(float(part) for part in text.split("/"))
+        else:
+            values[name] = int(text) if name in ("vocab_size", "context_length") else float(text)
+    return values
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer whose token i is the byte i."""
+    alphabet = _byte_letters()
+    model = models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def _byte_letters() -> list[str]:
+    """Returns the letters that byte-level tokenizers write for the bytes 0 to 255 (the table of GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [letters[byte] for byte in range(256)]

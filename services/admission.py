@@ -1,0 +1,45 @@
+"""Who may open a session: as many as there is room for, so that nobody who was let in has to leave."""
+
+from dataclasses import dataclass, field
+
+from draftwire.errors import NoRoomError
+from draftwire.models.kv_cache import blocks_for
+from draftwire.services.leases import SessionKey
+
+
+@dataclass(slots=True)
+class Room:
+    """Reservations of sessions and of KV cache. Pure accounting: it is what the engine never uses more of."""
+
+    max_sessions: int
+    kv_cache_tokens: int
+    _blocks: dict[SessionKey, int] = field(default_factory=dict)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of the KV cache that no session has reserved."""
+        return blocks_for(self.kv_cache_tokens) - sum(self._blocks.values())
+
+    @property
+    def usage(self) -> float:
+        """Share of the KV cache that is reserved, 0 to 1."""
+        return sum(self._blocks.values()) / blocks_for(self.kv_cache_tokens)
+
+    def reserve(self, key: SessionKey, num_tokens: int) -> None:
+        """Reserves room for a session of at most `num_tokens` tokens.
+
+        Raises:
+            NoRoomError: there is none now. Nothing has changed.
+        """
+        if len(self._blocks) >= self.max_sessions:
+            raise NoRoomError(f"{self.max_sessions} sessions are open, which is the limit")
+        if blocks_for(num_tokens) > self.num_free_blocks:
+            raise NoRoomError(
+                f"the session may take {num_tokens} tokens of the KV cache's {self.kv_cache_tokens}, "
+                "and other sessions have reserved too much of it"
+            )
+        self._blocks[key] = blocks_for(num_tokens)
+
+    def release(self, key: SessionKey) -> None:
+        """Gives back a session's reservation."""
+        del self._blocks[key]

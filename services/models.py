@@ -1,0 +1,61 @@
+"""What the services run: models by name or folder, or scripts. Called on the torch thread."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.scripted import ScriptedDrafter
+from draftwire.drafting.strategy import DraftingStrategy
+from draftwire.models.cached_model import CachedModel, SequenceModel
+from draftwire.models.loading import LoadedModel, ModelCard, load_model
+from draftwire.models.scripted import Script, ScriptedTarget, is_scripted
+from draftwire.services.settings import EngineSettings, ModelSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a verifier runs."""
+
+    card: ModelCard
+    model: SequenceModel
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What a drafter runs."""
+
+    card: ModelCard
+    strategy: DraftingStrategy
+
+
+def load_target(settings: ModelSettings, engine: EngineSettings) -> Target:
+    """Loads a verifier's model; see `load_model`."""
+    if is_scripted(settings.model):
+        script = Script.parse(settings.model)
+        return Target(_limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
+    loaded = _load(settings)
+    return Target(_limited(loaded.card, engine), CachedModel(loaded.model, engine.kv_cache_tokens))
+
+
+def load_drafter(settings: ModelSettings, engine: EngineSettings) -> Drafter:
+    """Loads a drafter's model; see `load_model`."""
+    if is_scripted(settings.model):
+        script = Script.parse(settings.model)
+        return Drafter(_limited(script.card(), engine), ScriptedDrafter(script))
+    loaded = _load(settings)
+    card = _limited(loaded.card, engine)
+    substitute = card.description.stop_token_ids[0] if card.description.stop_token_ids else 0
+    model = CachedModel(loaded.model, engine.kv_cache_tokens)
+    return Drafter(card, LanguageModelDrafter(model, card.description.context_length, substitute))
+
+
+def _load(settings: ModelSettings) -> LoadedModel:
+    torch.set_num_threads(settings.threads)
+    return load_model(settings.model, settings.dtype, settings.device, settings.revision)
+
+
+def _limited(card: ModelCard, engine: EngineSettings) -> ModelCard:
+    """Shortens the context to what the KV cache can hold of one session."""
+    context_length = min(card.description.context_length, engine.kv_cache_tokens)
+    return replace(card, description=replace(card.description, context_length=context_length))

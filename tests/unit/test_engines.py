@@ -1,0 +1,475 @@
+"""The engines on scripted models: what they read, reuse and free, step by step, under the real schedulers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwire.distributions import DraftDistributions
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.scripted import ScriptedDrafter
+from draftwire.drafting.strategy import DraftingStrategy
+from draftwire.errors import InvalidRequestError
+from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
+from draftwire.models.scripted import Script, ScriptedTarget, expected_tokens
+from draftwire.randomness import KEY_BYTES
+from draftwire.rounds import (
+    Calibration,
+    CommittedTokens,
+    DraftBlock,
+    DraftSessionSpec,
+    Fence,
+    PlainRun,
+    TargetSessionSpec,
+    Verdict,
+)
+from draftwire.sampling import SamplingParams
+from draftwire.services.admission import Room
+from draftwire.services.drafter import scheduler as drafting
+from draftwire.services.drafter.engine import DraftEngine
+from draftwire.services.prefill import SMALLEST_CHUNK, PrefillPacer
+from draftwire.services.verifier import scheduler as verifying
+from draftwire.services.verifier.engine import TargetEngine
+from draftwire.verification.target import StillReading
+
+CACHE_TOKENS = 2048
+CERTAIN = Script(acceptance=(1.0,))
+"""All that is drafted is accepted."""
+PROMPT = list(range(40))
+
+
+class Verifier:
+    """Scheduler and engine in turn, with a look at the cache's accounts after every step."""
+
+    def __init__(self, script: Script = CERTAIN, cache_tokens: int = CACHE_TOKENS) -> None:
+        self.model = ScriptedTarget(script, cache_tokens)
+        self.engine = TargetEngine(self.model)
+        room, pacer = Room(8, cache_tokens), PrefillPacer(1e-9)  # the smallest chunk beside running sessions
+        context = min(script.context_length, cache_tokens)
+        self.scheduler = verifying.Scheduler(context, script.vocab_size, max_draft_tokens=8, room=room, pacer=pacer)
+
+    def open(self, session_id: int = 1, token_ids: list[int] | None = None, **changes: Any) -> verifying.TargetSession:
+        ids = PROMPT if token_ids is None else token_ids
+        given = {"plain_rounds": 1, "max_len": len(ids) + 100, "rule": "block"} | changes
+        spec = TargetSessionSpec(
+            session_id=session_id,
+            epoch=0,
+            first_round=0,
+            choice=0,
+            token_ids=ids,
+            prompt_len=len(ids),
+            sampling=SamplingParams(),
+            verifying_key=bytes(KEY_BYTES),
+            max_draft_tokens=8,
+            stop_token_ids=frozenset(),
+            **given,
+        )
+        return self.scheduler.open(spec, lease_id=0)
+
+    def close(self, session_id: int = 1) -> None:
+        session = self.scheduler.close(session_id, 0)
+        assert session is not None
+        self.engine.forget(session.key)
+        self.check()
+
+    def steps(self, limit: int = 99) -> Iterator[tuple[verifying.StepResult, list[verifying.Completed]]]:
+        for _ in range(limit):
+            step = self.scheduler.next_step()
+            if step is None:
+                return
+            result = self.engine.step(step)
+            self.check()
+            yield result, self.scheduler.complete(step, result)
+
+    def run(self) -> list[verifying.Completed]:
+        return [completed for _, told in self.steps() for completed in told]
+
+    def offer(self, session: verifying.TargetSession, token_ids: list[int], vocab_size: int = 320) -> None:
+        rows = torch.zeros(len(token_ids), vocab_size)
+        for row, token in zip(rows, token_ids, strict=True):
+            row[token] = 1.0
+        self.scheduler.offer_block(DraftBlock(session.fence, token_ids, DraftDistributions.from_rows(rows)))
+
+    def check(self) -> None:
+        self.model.cache.check_integrity()
+        used = self.model.cache.num_blocks - self.model.cache.num_free_blocks
+        reserved = self.model.cache.num_blocks - self.scheduler.room.num_free_blocks
+        assert used <= reserved, "nobody uses more than was reserved"
+
+
+def is_empty(cache: KvCache) -> bool:
+    return not cache.sequences and cache.num_free_blocks == cache.num_blocks
+
+
+# The target's engine
+
+
+@pytest.mark.parametrize("cache_tokens", [16, 40, CACHE_TOKENS])
+def test_warm_up_of_the_target_leaves_the_cache_empty(cache_tokens: int) -> None:
+    model = ScriptedTarget(CERTAIN, cache_tokens)
+    costs = TargetEngine(model).warm_up()
+    assert is_empty(model.cache)
+    model.cache.check_integrity()
+    assert all(1 <= size <= blocks_for(cache_tokens) * BLOCK_SIZE and seconds >= 0.0 for size, seconds in costs)
+
+
+@pytest.mark.parametrize("cache_tokens", [64, CACHE_TOKENS])
+def test_warm_up_of_the_target_tries_a_small_and_a_large_step(cache_tokens: int) -> None:
+    costs = TargetEngine(ScriptedTarget(Script(read_us=200.0), cache_tokens)).warm_up()
+    assert [size for size, _ in costs] == [2, 64]
+    assert all(seconds >= 200e-6 * size for size, seconds in costs)
+
+
+PARTS = 3
+LONG_PROMPT = [200] * (SMALLEST_CHUNK * (PARTS - 1) + 1)
+"""Takes so many steps beside a running session."""
+
+
+def test_prompt_is_read_in_parts_beside_a_running_session() -> None:
+    verifier = Verifier()
+    running = verifier.open(1, plain_rounds=20)
+    list(verifier.steps(limit=1))
+    reader = verifier.open(2, LONG_PROMPT)
+    results = [result for result, _ in verifier.steps(limit=PARTS)]
+    waiting = [[type(outcome) is StillReading for outcome in result.outcomes].count(True) for result in results]
+    assert waiting == [1] * (PARTS - 1) + [0]
+    assert [result.num_tokens - 1 for result in results] == [SMALLEST_CHUNK] * (PARTS - 1) + [1]
+    assert len(running.committed) == len(PROMPT) + 1 + PARTS
+    assert len(reader.committed) == len(LONG_PROMPT) + 1
+    assert (running.num_unread, reader.num_unread) == (1, 1)
+
+
+def test_blocks_of_several_sessions_are_judged_in_one_step() -> None:
+    verifier = Verifier()
+    sessions = [verifier.open(number, [number] * (10 * number)) for number in (1, 2, 3)]
+    verifier.run()
+    for length, session in zip((1, 4, 8), sessions, strict=True):
+        verifier.offer(session, expected_tokens(len(session.committed), length))
+    ((_, told),) = verifier.steps()
+    assert [verdict.num_accepted_tokens for _, verdict in told if isinstance(verdict, Verdict)] == [1, 4, 8]
+    for session in sessions:
+        start = len(session.spec.token_ids)
+        assert session.committed.ids[start:] == expected_tokens(start, len(session.committed) - start)
+
+
+def test_rejected_tokens_leave_the_cache() -> None:
+    verifier = Verifier(Script(acceptance=(1.0, 0.0)))
+    session = verifier.open()
+    verifier.run()
+    verifier.offer(session, expected_tokens(len(session.committed), 8))
+    ((_, verdict),) = verifier.run()
+    assert isinstance(verdict, Verdict)
+    assert verdict.num_accepted_tokens == 1
+    (sequence,) = verifier.model.cache.sequences
+    assert sequence.length == len(session.committed) - 1
+
+
+def test_bad_block_is_refused_and_its_session_goes_on_beside_others() -> None:
+    verifier = Verifier()
+    bad, good = verifier.open(1), verifier.open(2)
+    verifier.run()
+    verifier.offer(bad, [330], vocab_size=340)  # more rows than the target has
+    verifier.offer(good, expected_tokens(len(good.committed), 2))
+    fence = bad.fence
+    told = {session.spec.session_id: result for session, result in verifier.run()}
+    assert isinstance(told[1], InvalidRequestError)
+    assert isinstance(told[2], Verdict)
+    assert bad.fence == fence
+    verifier.scheduler.run_plain(PlainRun(bad.fence, 2))
+    assert len(verifier.run()) == 2
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+def test_forgotten_session_frees_its_blocks(num_steps: int) -> None:
+    verifier = Verifier()
+    verifier.open(1, plain_rounds=20)
+    verifier.open(2, [200] * 100, plain_rounds=20)
+    list(verifier.steps(limit=num_steps))
+    verifier.close(1)
+    assert len(verifier.model.cache.sequences) == (1 if num_steps else 0)
+    verifier.close(2)
+    assert is_empty(verifier.model.cache)
+
+
+def test_session_that_is_not_known_can_be_forgotten() -> None:
+    verifier = Verifier()
+    verifier.engine.forget((9, 9))
+    verifier.open()
+    verifier.run()
+    verifier.close()
+    verifier.engine.forget((1, 0))
+    assert is_empty(verifier.model.cache)
+
+
+@pytest.mark.parametrize("first_is_closed", [False, True])
+def test_beginning_that_another_session_has_read_is_reused_and_reported(first_is_closed: bool) -> None:
+    verifier = Verifier()
+    verifier.open(1)
+    verifier.run()
+    if first_is_closed:
+        verifier.close(1)
+    verifier.open(2, [*PROMPT[:35], 7, 8, 9])
+    ((result, ((_, verdict),)),) = verifier.steps()
+    assert isinstance(verdict, Verdict)
+    assert verdict.num_cached_tokens == 2 * BLOCK_SIZE  # whole blocks
+    assert result.num_tokens == 38 - 2 * BLOCK_SIZE
+    assert verifier.scheduler.prefix_tokens == {"queried": 40 + 38, "reused": 32}
+
+
+def test_last_token_is_read_even_where_the_whole_prompt_is_known() -> None:
+    verifier = Verifier()
+    for session_id in (1, 2):
+        verifier.open(session_id, PROMPT[:32])
+        verifier.run()
+    assert verifier.scheduler.prefix_tokens["reused"] == 16
+
+
+@pytest.mark.parametrize(("salts", "reused"), [(("a", "a"), 32), (("a", "b"), 0), (("a", ""), 0)])
+def test_tokens_are_shared_only_under_the_same_salt(salts: tuple[str, str], reused: int) -> None:
+    verifier = Verifier()
+    for session_id, salt in enumerate(salts):
+        verifier.open(session_id, cache_salt=salt)
+        verifier.run()
+    assert verifier.scheduler.prefix_tokens["reused"] == reused
+
+
+def test_session_that_is_opened_anew_under_its_old_name_starts_afresh() -> None:
+    verifier = Verifier()
+    verifier.open(1, plain_rounds=5)
+    verifier.run()
+    verifier.close(1)
+    session = verifier.open(1, [9, 8, 7])
+    verifier.run()
+    (sequence,) = verifier.model.cache.sequences
+    assert sequence.length == 3
+    assert session.committed.ids[:3] == [9, 8, 7]
+
+
+def test_sessions_that_were_admitted_never_run_out_of_cache() -> None:
+    """Three sessions that fill the cache to the last block and decode to their ends."""
+    verifier = Verifier(cache_tokens=12 * BLOCK_SIZE)
+    sessions = [verifier.open(n, [n] * 20, plain_rounds=99, max_len=4 * BLOCK_SIZE) for n in (1, 2, 3)]
+    assert verifier.scheduler.room.num_free_blocks == 0
+    told = verifier.run()
+    assert all(isinstance(result, Verdict) for _, result in told)
+    assert [len(session.committed) for session in sessions] == [4 * BLOCK_SIZE] * 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 1)), min_size=1, max_size=6),
+    acceptance=st.floats(0.0, 1.0),
+    lengths=st.lists(st.integers(0, 8), min_size=1, max_size=12),
+    leaves=st.integers(0, 12),
+)
+def test_accounts_of_the_target_add_up_whatever_sessions_do(
+    prompts: list[tuple[int, int]], acceptance: float, lengths: list[int], leaves: int
+) -> None:
+    """`steps` checks the cache after each step; here, too, what each sequence holds."""
+    verifier = Verifier(Script(acceptance=(acceptance,)))
+    waiting = list(enumerate(prompts))
+    for round_number, length in enumerate(lengths):
+        if waiting:
+            session_id, (prompt_len, first) = waiting.pop()
+            verifier.open(session_id, [first] * prompt_len)
+        if round_number == leaves:
+            verifier.close(next(iter(verifier.scheduler.sessions))[0])
+        list(verifier.steps(limit=1 + length))
+        for session in list(verifier.scheduler.sessions.values()):
+            if not session.queued and length:
+                verifier.offer(session, expected_tokens(len(session.committed), length))
+    verifier.run()
+    assert sum(sequence.length for sequence in verifier.model.cache.sequences) == sum(
+        len(session.committed) - 1 for session in verifier.scheduler.sessions.values()
+    )
+    for session_id, _ in list(verifier.scheduler.sessions):
+        verifier.close(session_id)
+    assert is_empty(verifier.model.cache)
+
+
+# The drafter's engine
+
+
+class DraftSide:
+    """The drafter's scheduler and engine in turn; blocks are checked against what was asked for."""
+
+    def __init__(self, strategy: DraftingStrategy, cache: KvCache | None = None) -> None:
+        self.engine = DraftEngine(strategy)
+        self.cache = cache or KvCache(CACHE_TOKENS)
+        room, pacer = Room(8, CACHE_TOKENS), PrefillPacer(1e-9)
+        self.scheduler = drafting.Scheduler(CACHE_TOKENS, max_draft_tokens=8, room=room, pacer=pacer)
+
+    def open(self, session_id: int = 1, token_ids: list[int] | None = None, cache_salt: str = "") -> None:
+        ids = PROMPT if token_ids is None else token_ids
+        spec = DraftSessionSpec(
+            session_id=session_id,
+            epoch=0,
+            choice=0,
+            token_ids=ids,
+            prompt_len=len(ids),
+            sampling=SamplingParams(),
+            drafting_key=bytes(KEY_BYTES),
+            verifier_address="v:1",
+            target_vocab_size=300,
+            max_draft_tokens=8,
+            max_len=len(ids) + 100,
+            cache_salt=cache_salt,
+        )
+        self.scheduler.open(spec, lease_id=0)
+
+    def calibrate(self, new: list[int], number: int, session_id: int = 1, num_draft_tokens: int = 4) -> Calibration:
+        known = self.scheduler.sessions[session_id, 0].committed.ids
+        committed = [*known, *new]
+        fence = Fence(session_id, 0, number, len(committed), CommittedTokens(committed).hash)
+        calibration = Calibration(fence, len(known), new, num_draft_tokens)
+        self.scheduler.calibrate(calibration)
+        return calibration
+
+    def close(self, session_id: int = 1) -> None:
+        session = self.scheduler.close(session_id, 0)
+        assert session is not None
+        self.engine.forget(session.key)
+        self.cache.check_integrity()
+
+    def steps(self, limit: int = 99) -> Iterator[tuple[drafting.StepResult, list[drafting.Completed]]]:
+        for _ in range(limit):
+            step = self.scheduler.next_step()
+            if step is None:
+                return
+            result = self.engine.step(step)
+            self.cache.check_integrity()
+            reserved = self.cache.num_blocks - self.scheduler.room.num_free_blocks
+            assert self.cache.num_blocks - self.cache.num_free_blocks <= reserved
+            yield result, self.scheduler.complete(step, result)
+
+    def blocks(self) -> list[DraftBlock]:
+        return [each.block for _, completed in self.steps() for each in completed if each.block is not None]
+
+
+def scripted() -> DraftSide:
+    return DraftSide(ScriptedDrafter(CERTAIN))
+
+
+def with_cache() -> DraftSide:
+    """A real drafter, whose forward passes alone are scripted."""
+    model = ScriptedTarget(CERTAIN, CACHE_TOKENS)
+    return DraftSide(LanguageModelDrafter(model, CACHE_TOKENS), model.cache)
+
+
+either_strategy = pytest.mark.parametrize("make", [scripted, with_cache])
+
+
+@either_strategy
+def test_warm_up_of_the_drafter_leaves_nothing_behind_and_tells_what_was_read(make: Any) -> None:
+    side = make()
+    costs = side.engine.warm_up()
+    assert [size for size, _ in costs] == [2, 64]
+    assert all(seconds >= 0.0 for _, seconds in costs)
+    assert is_empty(side.cache)
+    side.cache.check_integrity()
+
+
+@either_strategy
+def test_block_is_what_was_asked_for(make: Any) -> None:
+    side = make()
+    for session_id in (1, 2):
+        side.open(session_id, [session_id] * 20 * session_id)
+    assert side.blocks() == []
+    asked = [side.calibrate([50, 51], 3, 1, num_draft_tokens=2), side.calibrate([], 7, 2, num_draft_tokens=5)]
+    ((result, completed),) = side.steps()
+    for calibration, each in zip(asked, completed, strict=True):
+        assert each.block is not None
+        assert (each.block.fence, each.block.attempt) == (calibration.fence, 0)
+        assert each.block.token_ids == expected_tokens(calibration.fence.prefix_len, calibration.num_draft_tokens)
+        rows = each.block.distributions.rows(each.block.token_ids, 300)
+        assert rows.shape == (calibration.num_draft_tokens, 300)
+    assert list(result.num_unread) == [0, 0]
+
+
+@either_strategy
+def test_drafter_reads_a_prompt_in_parts_beside_a_running_session(make: Any) -> None:
+    side = make()
+    side.open(1)
+    side.blocks()
+    side.open(2, LONG_PROMPT)
+    opened = []
+    for number in range(PARTS):
+        side.calibrate([], number, 1)
+        ((result, completed),) = side.steps(limit=1)
+        assert result.num_read <= SMALLEST_CHUNK + 1
+        assert [each.session.spec.session_id for each in completed if each.block is not None] == [1]
+        opened.append([each.is_opened for each in completed].count(True))
+    assert opened == [0] * (PARTS - 1) + [1]
+
+
+@either_strategy
+def test_accepted_and_rejected_tokens_are_followed_by_the_right_block(make: Any) -> None:
+    side = make()
+    side.open()
+    side.blocks()
+    (block,) = [side.calibrate([60], 1), *side.blocks()][1:]
+    for number, new in enumerate(([*block.token_ids, 61], [*block.token_ids[:1], 62], [63], []), start=2):
+        side.calibrate(new, number)
+        (block,) = side.blocks()
+        length = len(side.scheduler.sessions[1, 0].committed)
+        assert block.token_ids == expected_tokens(length, 4)
+        assert block.fence.prefix_len == length
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_forgotten_session_of_the_drafter_frees_its_blocks(num_steps: int) -> None:
+    side = with_cache()
+    side.open(1)
+    side.open(2, [200] * 100)
+    side.calibrate([7], 1, 1)
+    list(side.steps(limit=num_steps))
+    side.close(1)
+    assert len(side.cache.sequences) == (1 if num_steps else 0)
+    side.close(2)
+    assert is_empty(side.cache)
+    side.engine.forget((1, 0))
+
+
+@pytest.mark.parametrize(("salts", "reused"), [(("a", "a"), 32), (("a", "b"), 0)])
+def test_beginning_that_another_session_of_the_drafter_has_read_is_reused(salts: tuple[str, str], reused: int) -> None:
+    side = with_cache()
+    for session_id, salt in enumerate(salts):
+        side.open(session_id, cache_salt=salt)
+        results = [result for result, _ in side.steps()]
+        assert list(results[0].num_reused) == [reused if session_id else 0]
+        assert sum(result.num_read for result in results) == 40 - results[0].num_reused[0]
+    assert side.scheduler.prefix_tokens == {"queried": 80, "reused": reused}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 1)), min_size=1, max_size=5),
+    rounds=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=12),
+    leaves=st.integers(0, 12),
+)
+def test_accounts_of_the_drafter_add_up_whatever_sessions_do(
+    prompts: list[tuple[int, int]], rounds: list[tuple[int, int, int]], leaves: int
+) -> None:
+    """Calibrations come before, between and after steps; `steps` checks the cache after each."""
+    side = with_cache()
+    waiting = list(enumerate(prompts))
+    for number, (num_new, num_draft_tokens, num_steps) in enumerate(rounds):
+        if waiting:
+            session_id, (prompt_len, first) = waiting.pop()
+            side.open(session_id, [first] * prompt_len)
+        if number == leaves:
+            side.close(next(iter(side.scheduler.sessions))[0])
+        for session_id, _ in list(side.scheduler.sessions):
+            length = len(side.scheduler.sessions[session_id, 0].committed)
+            new = [*expected_tokens(length, num_new), 9][:num_new] if num_new % 2 else [9] * num_new
+            side.calibrate(new, number, session_id, num_draft_tokens)
+        list(side.steps(limit=num_steps))
+    side.blocks()
+    needed = sum(blocks_for(sequence.length) for sequence in side.cache.sequences)
+    assert sum(len(sequence.blocks) for sequence in side.cache.sequences) == needed
+    for session_id, _ in list(side.scheduler.sessions):
+        side.close(session_id)
+    assert is_empty(side.cache)

@@ -1,0 +1,214 @@
+"""Pacing of prompts: what a step costs is learnt, long prompts hardly delay running sessions, and shares are fair."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from draftwire.services.prefill import LARGEST_CHUNK, SMALLEST_CHUNK, SMALLEST_SHARE, ChunkCost, PrefillPacer, share
+
+UNHURRIED = settings(deadline=None)  # the machine may be busy
+FIXED_S = st.floats(0.0, 1.0)
+PER_TOKEN_S = st.floats(1e-6, 0.1)
+
+
+def learnt(*steps: tuple[int, int, float]) -> ChunkCost:
+    """Learns from prompt tokens, other tokens and seconds of each step."""
+    cost = ChunkCost()
+    for step in steps:
+        cost.learn(*step)
+    return cost
+
+
+# The cost of a chunk
+
+
+@pytest.mark.parametrize("steps", [[], [(0, 5, 0.1)], [(0, 5, 0.1), (0, 300, 0.3)] * 100])
+def test_cost_of_a_prompt_token_is_unknown_before_the_first_was_read(steps: list[tuple[int, int, float]]) -> None:
+    assert learnt(*steps).seconds_per_token is None
+
+
+@given(FIXED_S, PER_TOKEN_S, st.integers(1, 300), st.lists(st.integers(1, 512), min_size=1, max_size=20))
+@UNHURRIED
+def test_cost_is_the_slope_of_a_line_unless_chunks_are_a_small_share_of_their_steps(
+    fixed_s: float, per_token_s: float, others: int, chunks: list[int]
+) -> None:
+    cost = learnt((0, others, fixed_s + per_token_s * others))
+    least = True
+    for chunk in chunks:
+        seconds = fixed_s + per_token_s * (others + chunk)
+        cost.learn(chunk, others, seconds)
+        least = least and per_token_s * chunk >= SMALLEST_SHARE * seconds
+    assert cost.seconds_per_token is not None
+    assert cost.seconds_per_token >= per_token_s * 0.999
+    if least:
+        assert cost.seconds_per_token == pytest.approx(per_token_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.1, 0.104])
+def test_chunk_that_seems_to_be_free_counts_for_a_share_of_its_step(seconds: float) -> None:
+    """Noise can make a step with a chunk shorter than one without. A cost of nothing would let in everything."""
+    cost = learnt((0, 5, 0.1), (20, 5, seconds))
+    assert cost.seconds_per_token == pytest.approx(SMALLEST_SHARE * seconds / 20)
+
+
+@pytest.mark.parametrize(("others", "alone"), [(5, 0.1), (6, 0.1), (300, 0.3), (100, 0.1), (1, 0.0)])
+def test_step_with_a_chunk_is_compared_with_steps_of_its_own_size_or_smaller(others: int, alone: float) -> None:
+    cost = learnt((0, 5, 0.1), (0, 300, 0.3), (20, others, 1.0))
+    assert cost.seconds_per_token == pytest.approx((1.0 - alone) / 20)
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.001, 0.004), (0.004, 0.001)])
+def test_cost_follows_changes(before: float, after: float) -> None:
+    """The weight of the old steps falls to 0.8**30, 0.1 %."""
+    steps = [(chunk, 4, 0.02 + rate * (chunk + 4)) for rate in (before, after) for chunk in (0, 64) * 30]
+    assert learnt(*steps[:60]).seconds_per_token == pytest.approx(before, rel=0.01)
+    assert learnt(*steps).seconds_per_token == pytest.approx(after, rel=0.05)
+
+
+# The budget
+
+
+def pacer_that_knows(per_token_s: float, max_added_latency_s: float) -> PrefillPacer:
+    return PrefillPacer(max_added_latency_s, learnt((100, 0, 100 * per_token_s)))
+
+
+@pytest.mark.parametrize("per_token_s", [0.0, 1e-6, 0.01, 10.0])
+def test_budget_is_the_largest_chunk_while_nobody_can_be_delayed(per_token_s: float) -> None:
+    assert pacer_that_knows(per_token_s, max_added_latency_s=0.05).budget(sessions_run=False) == LARGEST_CHUNK
+    assert PrefillPacer(0.05).budget(sessions_run=False) == LARGEST_CHUNK
+
+
+def test_budget_is_the_smallest_chunk_while_the_cost_is_unknown() -> None:
+    assert PrefillPacer(0.05).budget(sessions_run=True) == SMALLEST_CHUNK
+
+
+@given(st.floats(0.0, 10.0), st.floats(1e-3, 10.0))
+@UNHURRIED
+def test_budget_stays_within_its_bounds_and_uses_up_its_part_of_the_latency(
+    per_token_s: float, latency_s: float
+) -> None:
+    """A token waits for two chunks at the drafter and two at the verifier; together they stay below the bound."""
+    budget = pacer_that_knows(per_token_s, latency_s).budget(sessions_run=True)
+    assert SMALLEST_CHUNK <= budget <= LARGEST_CHUNK
+    if budget > SMALLEST_CHUNK:
+        assert 4 * budget * per_token_s <= latency_s * 1.001
+    if budget < LARGEST_CHUNK:
+        assert 4 * (budget + 1) * per_token_s >= latency_s * 0.999
+
+
+# Shares
+
+
+@given(st.integers(0, 600), st.lists(st.integers(0, 400), max_size=40))
+@UNHURRIED
+def test_shares_are_fair_and_waste_nothing(budget: int, wanted: list[int]) -> None:
+    """Max-min fairness: what one gets is less than another's by more than one token only if it wants no more."""
+    shares = share(budget, wanted)
+    assert len(shares) == len(wanted)
+    assert all(0 <= got <= most for got, most in zip(shares, wanted, strict=True))
+    assert sum(shares) == min(budget, sum(wanted))
+    for got, most in zip(shares, wanted, strict=True):
+        if got < most:
+            assert max(shares) <= got + 1
+
+
+@pytest.mark.parametrize(
+    ("budget", "wanted", "shares"),
+    [
+        (10, [], []),
+        (10, [4], [4]),
+        (10, [400], [10]),
+        (30, [5, 100, 100], [5, None, None]),  # the rest is divided among the long ones
+        (30, [100, 5, 3], [22, 5, 3]),
+        (512, [1] * 64, [1] * 64),
+        (0, [3, 4], [0, 0]),
+    ],
+)
+def test_what_one_does_not_need_goes_to_the_others(budget: int, wanted: list[int], shares: list[int | None]) -> None:
+    for got, expected in zip(share(budget, wanted), shares, strict=True):
+        assert expected is None or got == expected
+
+
+# Everything together
+
+
+@dataclass
+class Simulation:
+    """Sessions that decode `num_running` tokens a step beside a long prompt that the pacer lets in."""
+
+    fixed_s: float
+    per_token_s: float
+    max_added_latency_s: float
+    num_running: int = 5
+    noise: float = 0.0
+    """Standard deviation of a step's duration, relative."""
+    generator: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def __post_init__(self) -> None:
+        self.pacer = PrefillPacer(self.max_added_latency_s)
+        for size in (2, 64):  # the warm-up
+            self._step(size, 0)
+
+    def decode(self, num_steps: int, sizes: tuple[int, ...] = ()) -> None:
+        """Runs steps without a prompt."""
+        for _ in range(num_steps):
+            self._step(0, self.generator.choice(sizes or (self.num_running,)))
+
+    def read(self, prompt_len: int) -> list[float]:
+        """Reads a prompt and returns what each step took longer for it, seconds without noise."""
+        added = []
+        while prompt_len:
+            (chunk,) = share(self.pacer.budget(sessions_run=True), [prompt_len])
+            prompt_len -= chunk
+            self._step(chunk, self.num_running)
+            added.append(self.per_token_s * chunk)
+        return added
+
+    def _step(self, num_prompt_tokens: int, num_other_tokens: int) -> None:
+        seconds = self.fixed_s + self.per_token_s * (num_prompt_tokens + num_other_tokens)
+        seconds *= max(0.1, 1.0 + self.generator.gauss(0.0, self.noise))
+        self.pacer.cost.learn(num_prompt_tokens, num_other_tokens, seconds)
+
+
+@given(FIXED_S, PER_TOKEN_S, st.floats(1e-3, 1.0), st.integers(1, 64), st.integers(0, 300))
+@UNHURRIED
+def test_four_chunks_of_a_long_prompt_stay_below_the_bound(
+    fixed_s: float, per_token_s: float, latency_s: float, num_running: int, num_before: int
+) -> None:
+    """So a token is delayed less than the bound, at drafter and verifier together. The smallest chunk always runs."""
+    simulation = Simulation(fixed_s, per_token_s, latency_s, num_running)
+    simulation.decode(num_before)
+    added = simulation.read(3000)
+    assert 4 * max(added) <= max(latency_s, 4 * SMALLEST_CHUNK * per_token_s) * 1.01
+
+
+@given(st.floats(0.0, 0.01), PER_TOKEN_S, st.integers(1, 64))
+@UNHURRIED
+def test_prompt_is_read_as_fast_as_the_bound_allows_where_steps_are_short_beside_it(
+    fixed_s: float, per_token_s: float, num_running: int
+) -> None:
+    """Half as fast at least, once the cost is learnt. Beside steps as long as the bound, chunks may stay small."""
+    latency_s = 0.1
+    assume(fixed_s + per_token_s * num_running <= latency_s / 4.0)
+    simulation = Simulation(fixed_s, per_token_s, latency_s, num_running)
+    simulation.decode(20)
+    simulation.read(4000)
+    fitting = min(LARGEST_CHUNK, max(SMALLEST_CHUNK, latency_s / 4.0 / per_token_s))
+    assert len(simulation.read(4000)) <= 4000 / (0.5 * fitting) + 1
+
+
+def test_long_prompt_after_many_small_steps_of_noisy_duration_does_not_stall_the_running_sessions() -> None:
+    """A 100 ms step plus 1 ms a token: 12 tokens fit into a quarter of 50 ms, and 512 would add half a second.
+
+    Steps of 4 to 6 tokens whose durations vary by 5 % say next to nothing about the cost of a token: a line through
+    them alone finds tokens free in about one case of six.
+    """
+    worst = 0.0
+    for seed in range(50):
+        simulation = Simulation(0.1, 0.001, 0.05, noise=0.05, generator=random.Random(seed))
+        simulation.decode(150, sizes=(4, 5, 6))
+        worst = max(worst, *simulation.read(2000))
+    assert worst <= 0.05
