@@ -71,6 +71,8 @@ def speculate(
                 key = DrawKey(drafting_key, 0, round_number)
                 request = DraftRequest(block_length, run.sampling, key, target.vocab_size)
                 (draft,) = drafter.step([Drafting(drafted, request)]).drafts
+                if isinstance(draft, DraftwireError):
+                    raise draft
                 assert draft is not None, "a step without a limit drafts"
                 tokens, distributions = draft.token_ids, draft.distributions
             key = DrawKey(verifying_key, 0, round_number)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from draftwire.errors import NoRoomError
-from draftwire.models.kv_cache import blocks_for
+from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.services.leases import SessionKey
 
 
@@ -32,11 +32,11 @@ class Room:
             NoRoomError: there is none now. Nothing has changed.
         """
         if len(self._blocks) >= self.max_sessions:
-            raise NoRoomError(f"{self.max_sessions} sessions are open, which is the limit")
+            raise NoRoomError(f"{self.max_sessions} sessions are open, which is the limit; retry later")
         if blocks_for(num_tokens) > self.num_free_blocks:
             raise NoRoomError(
-                f"the session may take {num_tokens} tokens of the KV cache's {self.kv_cache_tokens}, "
-                "and other sessions have reserved too much of it"
+                f"no room for a session of up to {num_tokens} tokens: {self.num_free_blocks * BLOCK_SIZE} of the KV "
+                f"cache's {self.kv_cache_tokens} tokens are not reserved; ask for fewer max_tokens, or retry later"
             )
         self._blocks[key] = blocks_for(num_tokens)
 

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-SMALLEST_CHUNK = 8
+SMALLEST_CHUNK = 4
 """Tokens that are read in a step at least, so that every prompt gets on."""
 LARGEST_CHUNK = 512
 """Tokens that are read in a step at most; bounds the memory that a step takes."""
-CHUNKS_PER_TOKEN = 4
-"""How many chunks can delay one token of a running session: at the drafter and at the verifier alike, that of the step
-under way when its work arrives and that of the step that its work is part of."""
+CHUNKS_PER_TOKEN = 6
+"""How many chunks have to fit into what may be added to a token. Four can delay it: at the drafter and at the verifier
+alike, that of the step under way when its work arrives and that of the step that its work is part of. The time of two
+more is for what reading costs besides: sessions fall out of step with each other, cores and memory are shared."""
 MEMORY = 0.8
 """Weight of what was learnt before, for each step."""
 SMALLEST_SHARE = 0.05
@@ -48,17 +49,29 @@ class PrefillPacer:
 
     max_added_latency_s: float
     """How long the reading of prompts may delay a token of a running session, drafter and verifier together."""
-    cost: ChunkCost = field(default_factory=ChunkCost)
+    beside: ChunkCost = field(default_factory=ChunkCost)
+    """What prompt tokens cost in steps that serve running sessions as well."""
+    alone: ChunkCost = field(default_factory=ChunkCost)
+    """What they cost in steps of their own, the fixed cost of a step included."""
 
-    def budget(self, sessions_run: bool) -> int:
+    def learn(self, num_prompt_tokens: int, num_other_tokens: int, seconds: float) -> None:
+        """Adds how long a step took."""
+        cost = self.beside if num_other_tokens else self.alone
+        cost.learn(num_prompt_tokens, num_other_tokens, seconds)
+
+    def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
         """Returns the tokens of prompts that the next step may read, all sessions together.
 
         Args:
             sessions_run: whether any session is past its prompt and could be delayed.
+            is_alone: whether the step does nothing else.
         """
         if not sessions_run:
             return LARGEST_CHUNK
-        seconds_per_token = self.cost.seconds_per_token
+        own, other = (self.alone, self.beside) if is_alone else (self.beside, self.alone)
+        seconds_per_token = own.seconds_per_token
+        if seconds_per_token is None:
+            seconds_per_token = other.seconds_per_token
         if seconds_per_token is None:
             return SMALLEST_CHUNK
         fitting = self.max_added_latency_s / CHUNKS_PER_TOKEN / max(seconds_per_token, 1e-9)
@@ -70,19 +83,20 @@ def _faded(old: float | None, new: float) -> float:
 
 
 def share(budget: int, wanted: Sequence[int]) -> list[int]:
-    """Divides a budget evenly; what one does not need goes to the others. Short prompts are not stuck behind long ones.
+    """Divides a budget: half of it to the first, so that it gets on, the rest to those who need least, one by one.
+
+    So short prompts pass long ones, prompts that came together are done one by one instead of all at the end, and no
+    prompt waits for ever.
 
     Args:
         budget: tokens.
-        wanted: tokens that each could use; where there are more of them than tokens, the first ones get one.
+        wanted: tokens that each could use, in the order in which they came.
     """
     shares = [0] * len(wanted)
-    waiting = [index for index, tokens in enumerate(wanted) if tokens]
-    while budget and waiting:
-        each = max(1, budget // len(waiting))
-        for index in waiting:
-            given = min(each, wanted[index] - shares[index], budget)
-            shares[index] += given
-            budget -= given
-        waiting = [index for index in waiting if shares[index] < wanted[index]]
+    first = [(0, -(-budget // 2))] if wanted else []
+    shortest = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    for index, most in [*first, *((index, budget) for index in shortest)]:
+        given = min(wanted[index] - shares[index], most, budget)
+        shares[index] += given
+        budget -= given
     return shares

@@ -71,7 +71,7 @@ class EngineSettings:
     kv_cache_tokens: int = 65_536
     """Room of the KV cache, tokens of all sessions together. A session reserves its prompt and its max_tokens when it
     opens; what does not fit is refused with RESOURCE_EXHAUSTED. Also limits the context."""
-    max_added_latency_ms: float = 50.0
+    max_added_latency_ms: float = 100.0
     """How long the reading of long prompts may delay the next tokens of running sessions, milliseconds."""
 
     def __post_init__(self) -> None:

@@ -4,7 +4,29 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "qwen2", "qwen3", "granite")
+"""What `tiny_network` makes: grouped key heads, sliding windows, bounded or scaled scores, learned positions."""
+WINDOW = 4
+"""Positions that a layer with a sliding window sees."""
 
 
 def save_tiny_model(
@@ -53,3 +75,80 @@ def save_tiny_model(
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=names[0]).save_pretrained(folder)
     return folder
+
+
+def tiny_shape(vocab_size: int, context_length: int) -> dict[str, int | None]:
+    """Returns what the configurations of most architectures have in common."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": context_length,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+
+
+def tiny_network(
+    architecture: str,
+    vocab_size: int = 11,
+    context_length: int = 256,
+    seed: int = 1,
+    dtype: torch.dtype = torch.float64,
+) -> PreTrainedModel:
+    """Returns a model of two layers with random weights, whose next token depends on all that it sees.
+
+    Args:
+        architecture: one of `ARCHITECTURES`.
+        vocab_size: rows of the output.
+        context_length: positions.
+        seed: of the weights.
+        dtype: of the weights; float64 tells a wrong key from rounding.
+    """
+    shape = tiny_shape(vocab_size, context_length)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        match architecture:
+            case "llama":
+                model = LlamaForCausalLM(LlamaConfig(**shape))
+            case "mistral":
+                model = MistralForCausalLM(MistralConfig(**shape, sliding_window=WINDOW))
+            case "gemma2":  # the first layer has a window, the second has none
+                model = Gemma2ForCausalLM(
+                    Gemma2Config(**shape, head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=1.5)
+                )
+            case "gpt2":
+                model = GPT2LMHeadModel(
+                    GPT2Config(
+                        vocab_size=vocab_size,
+                        n_positions=context_length,
+                        n_embd=16,
+                        n_layer=2,
+                        n_head=4,
+                        bos_token_id=None,
+                        eos_token_id=None,
+                    )
+                )
+            case "qwen2":  # the first layer sees all, the second has a window
+                config = Qwen2Config(**shape, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)
+                model = Qwen2ForCausalLM(config)
+            case "qwen3":
+                model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8))
+            case "granite":
+                model = GraniteForCausalLM(GraniteConfig(**shape, attention_multiplier=0.9))
+            case _:
+                raise AssertionError(architecture)
+        return randomize(model).to(dtype).eval()
+
+
+def randomize(model: PreTrainedModel) -> PreTrainedModel:
+    """Draws a model's weight matrices anew, much larger than they are at the start of training."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.6)
+    return model

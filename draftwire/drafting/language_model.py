@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftwire.distributions import DraftDistributions, draw
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
+from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.sampling import probabilities_by_row
 
@@ -111,54 +112,63 @@ class LanguageModelDrafter:
         if not readings:
             return DraftStep([None] * len(draftings))
         logits = self.model.read(readings)
-        for drafting in draftings:
-            cast(LanguageModelSequence, drafting.sequence).publish()
         calibrated = time.perf_counter()
         drafts_of = self._draw(logits, [(sequence, request) for _, sequence, request in members])
-        results: list[Draft | None] = [None] * len(draftings)
-        for (index, _, _), draft in zip(members, drafts_of, strict=True):
+        results: list[Draft | DraftwireError | None] = [None] * len(draftings)
+        for (index, sequence, _), draft in zip(members, drafts_of, strict=True):
             results[index] = draft
+            if isinstance(draft, Draft):
+                sequence.ids += draft.token_ids
+                sequence.publish()
         num_read = sum(len(reading.token_ids) for reading in readings)
         return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated)
 
-    def _draw(self, logits: Tensor, members: list[tuple[LanguageModelSequence, DraftRequest]]) -> list[Draft]:
+    def _draw(
+        self, logits: Tensor, members: list[tuple[LanguageModelSequence, DraftRequest]]
+    ) -> list[Draft | DraftwireError]:
         """Draws block after block, position by position.
+
+        A block whose next logits are not finite ends there: a failure of the model for that sequence alone.
 
         Args:
             logits: `[members, vocab]`, after each member's committed tokens.
             members: sequences with what is wanted for them.
         """
-        # Those who want most come first, so that the members still drawing are always the first ones.
-        order = sorted(range(len(members)), key=lambda index: -members[index][1].num_tokens)
-        logits = logits[order]
-        ordered = [members[index] for index in order]
-        limits = [min(request.vocab_size, self.model.vocab_size) for _, request in ordered]
-        uniforms = [request.key.uniforms(request.num_tokens) for _, request in ordered]
-        token_ids: list[list[int]] = [[] for _ in ordered]
-        rows: list[list[Tensor]] = [[] for _ in ordered]
-        for position in range(ordered[0][1].num_tokens if ordered else 0):
-            active = [index for index, (_, request) in enumerate(ordered) if position < request.num_tokens]
-            probs = self._probabilities(logits, [ordered[index][1] for index in active], limits)
-            drawn = draw(probs, torch.stack([uniforms[index][position] for index in active])).tolist()
-            for index, token in zip(active, drawn, strict=True):
+        limits = [min(request.vocab_size, self.model.vocab_size) for _, request in members]
+        uniforms = [request.key.uniforms(request.num_tokens) for _, request in members]
+        token_ids: list[list[int]] = [[] for _ in members]
+        rows: list[list[Tensor]] = [[] for _ in members]
+        active = list(range(len(members)))  # those that the rows of `logits` belong to
+        while active:
+            finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+            if not all(finite):
+                logits = logits[torch.tensor(finite, device=logits.device)]
+                active = [index for index, is_finite in zip(active, finite, strict=True) if is_finite]
+                if not active:
+                    break
+            requests = [members[index][1] for index in active]
+            probs = self._probabilities(logits, requests, [limits[index] for index in active])
+            drawn = draw(probs, torch.stack([uniforms[index][len(token_ids[index])] for index in active])).tolist()
+            for row, index, token in zip(probs, active, drawn, strict=True):
                 token_ids[index].append(token)
-                rows[index].append(probs[index, : limits[index]])
-            unfinished = [index for index in active if position + 1 < ordered[index][1].num_tokens]
-            if unfinished:
-                logits = self.model.read([Reading(ordered[i][0].cached, [token_ids[i][-1]], 1) for i in unfinished])
-        drafts: list[Draft | None] = [None] * len(members)
-        for place, (sequence, request), tokens, row, limit in zip(order, ordered, token_ids, rows, limits, strict=True):
-            sequence.ids += tokens
-            greedy = request.sampling.greedy
-            distributions = (
-                DraftDistributions.one_hot(limit) if greedy else DraftDistributions.from_rows(torch.stack(row))
-            )
-            drafts[place] = Draft(tokens, distributions)
-        return cast(list[Draft], drafts)
+                rows[index].append(row[: limits[index]])
+            active = [index for index in active if len(token_ids[index]) < members[index][1].num_tokens]
+            if active:
+                logits = self.model.read([Reading(members[i][0].cached, [token_ids[i][-1]], 1) for i in active])
+        each = zip(members, token_ids, rows, limits, strict=True)
+        return [_draft(request, tokens, drawn_from, limit) for (_, request), tokens, drawn_from, limit in each]
 
     def _probabilities(self, logits: Tensor, requests: list[DraftRequest], limits: list[int]) -> Tensor:
         """Returns what the next tokens are drawn from and what is sent, `[requests, vocab] float32` on the CPU."""
-        for row, limit in enumerate(limits[: len(requests)]):
+        for row, limit in enumerate(limits):
             if limit < logits.shape[1]:
                 logits[row, limit:] = -torch.inf
         return probabilities_by_row(logits, [request.sampling for request in requests]).float().cpu()
+
+
+def _draft(request: DraftRequest, token_ids: list[int], rows: list[Tensor], limit: int) -> Draft | DraftwireError:
+    if not token_ids:
+        return UnavailableError("the draft model gave no finite logits")
+    greedy = request.sampling.greedy
+    distributions = DraftDistributions.one_hot(limit) if greedy else DraftDistributions.from_rows(torch.stack(rows))
+    return Draft(token_ids, distributions)

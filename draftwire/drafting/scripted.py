@@ -8,6 +8,7 @@ import torch
 
 from draftwire.distributions import DraftDistributions
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
+from draftwire.errors import DraftwireError
 from draftwire.models.scripted import Script, expected_tokens, wait
 
 
@@ -63,7 +64,7 @@ class ScriptedDrafter:
         wait(self._script.calibration_ms / 1e3 + self._script.read_us * num_read / 1e6)
         calibrated = time.perf_counter()
         wait(self._script.draft_ms / 1e3 * max((request.num_tokens for _, _, request in members), default=0))
-        drafts: list[Draft | None] = [None] * len(draftings)
+        drafts: list[Draft | DraftwireError | None] = [None] * len(draftings)
         for index, sequence, request in members:
             drafts[index] = self._draft(sequence, request)
         return DraftStep(drafts, num_read, calibrated - started, time.perf_counter() - calibrated)

@@ -1,10 +1,11 @@
 """The interface that every way of drafting has."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from draftwire.distributions import DraftDistributions
+from draftwire.errors import DraftwireError
 from draftwire.randomness import DrawKey
 from draftwire.sampling import SamplingParams
 
@@ -67,13 +68,13 @@ class Drafting:
 class DraftStep:
     """What a step gave."""
 
-    drafts: list[Draft | None]
-    """One for each drafting; None where nothing was drafted."""
+    drafts: list[Draft | DraftwireError | None]
+    """One for each drafting; None where nothing was to be drafted yet, an error where the sequence cannot go on."""
     num_read: int = 0
     """Tokens that were read before anything was drawn."""
     calibration_s: float = 0.0
     """How long that took, seconds."""
-    draft_s: float = field(default=0.0)
+    draft_s: float = 0.0
     """How long drawing took, seconds."""
 
 

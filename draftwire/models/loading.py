@@ -124,6 +124,10 @@ def _context_length(model: PreTrainedModel) -> int:
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if not length:
         raise InvalidRequestError(f"the configuration of {model.name_or_path} states no context length")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this the rotation of all positions changes, also of those already in the cache and of other sessions'.
+        length = min(length, rope.get("original_max_position_embeddings") or length)
     return int(length)
 
 

@@ -163,8 +163,7 @@ def paged_attention(
     """
     assert packed_step is not None
     assert attention_mask is None
-    if s_aux is not None:
-        raise InvalidRequestError("models with attention sinks are not supported")
+    _check_supported(module, sliding_window, s_aux)
     new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     keys, values = packed_step.storage.layer(int(module.layer_idx), new_keys, new_values)  # type: ignore[arg-type]
     keys.index_copy_(0, packed_step.slots, new_keys)
@@ -186,6 +185,15 @@ def paged_attention(
         else:
             result[group.tokens[group.real]] = attended[group.real]
     return result.unsqueeze(0), None
+
+
+def _check_supported(module: torch.nn.Module, sliding_window: int | None, s_aux: Tensor | None) -> None:
+    """Refuses what a layer wants and `paged_attention` does not know of; meets every layer when a service warms up."""
+    if s_aux is not None:
+        raise InvalidRequestError("models with attention sinks are not supported")
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if kinds and kinds[module.layer_idx] == "sliding_attention" and sliding_window is None:
+        raise InvalidRequestError("the model's layers do not say how far their sliding windows reach")
 
 
 def _attend(

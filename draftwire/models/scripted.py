@@ -61,7 +61,10 @@ class Script:
         Raises:
             InvalidRequestError: an unknown name, or a value out of range.
         """
-        given = dict(item.partition("=")[::2] for item in text.removeprefix(PREFIX).split(",") if item)
+        items = [item for item in text.removeprefix(PREFIX).split(",") if item]
+        given = dict(item.partition("=")[::2] for item in items)
+        if len(given) < len(items):
+            raise InvalidRequestError(f"script: a setting is named twice in {text!r}")
         unknown = given.keys() - {field.name for field in fields(cls)}
         if unknown:
             known = ", ".join(field.name for field in fields(cls))

@@ -116,8 +116,8 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
             judging = judgings[index]
             outcomes[index] = Judgement([*judging.draft_tokens[:num_accepted], extra], num_accepted)
             model.cache.truncate(judging.sequence, len(judging.committed) + num_accepted)
-    for judging in judgings:
-        model.cache.publish(judging.sequence, judging.committed)
+            # Only now: logits that are finite show that nothing in the cache is not.
+            model.cache.publish(judging.sequence, judging.committed)
     num_tokens = sum(len(reading.token_ids) for reading in readings)
     return StepOutcome([outcomes[index] for index in range(len(judgings))], batches, num_tokens)
 

@@ -84,7 +84,7 @@ class DrafterCore:
             pacer=PrefillPacer(settings.max_added_latency_ms / 1e3),
         )
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
-            self._scheduler.pacer.cost.learn(num_tokens, 0, seconds)
+            self._scheduler.pacer.learn(num_tokens, 0, seconds)
         self.metrics.watch(self._scheduler)
 
     def stop(self) -> None:
@@ -167,11 +167,14 @@ class DrafterCore:
                 opening = self._opening.get(completed.session.key)
                 if opening is not None and not opening.done():
                     opening.set_result(None)
-            if completed.block is not None:
+            outcome = completed.outcome
+            if isinstance(outcome, DraftBlock):
                 try:
-                    self._push(completed.session, completed.block)
+                    self._push(completed.session, outcome)
                 except UnavailableError as error:
-                    self._fail(completed.session.key, error)
+                    outcome = error
+            if isinstance(outcome, DraftwireError):
+                self._fail(completed.session.key, outcome)
 
     def _push(self, session: DraftSession, block: DraftBlock) -> None:
         link = self._links.get(session.spec.verifier_address)

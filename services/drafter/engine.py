@@ -2,11 +2,12 @@
 
 import time
 
-from draftwire.drafting.strategy import Drafting, DraftingStrategy, DraftRequest, DraftSequence
+from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
+from draftwire.errors import DraftwireError
 from draftwire.randomness import KEY_BYTES, DrawKey
 from draftwire.rounds import DraftBlock, DraftTimings
 from draftwire.sampling import SamplingParams
-from draftwire.services.drafter.scheduler import Step, StepItem, StepResult
+from draftwire.services.drafter.scheduler import Outcome, Step, StepItem, StepResult
 from draftwire.services.leases import SessionKey
 
 WARM_UP_TOKENS = (2, 64)
@@ -43,15 +44,8 @@ class DraftEngine:
         prepared_s = time.perf_counter() - started
         done = self.strategy.step(draftings)
         timings = DraftTimings(int((prepared_s + done.calibration_s) * 1e6), int(done.draft_s * 1e6))
-        blocks: list[DraftBlock | None] = []
-        for item, draft in zip(step.items, done.drafts, strict=True):
-            if draft is None or item.calibration is None:
-                blocks.append(None)
-                continue
-            fence, attempt = item.calibration.fence, item.calibration.attempt
-            blocks.append(DraftBlock(fence, draft.token_ids, draft.distributions, attempt, timings))
         return StepResult(
-            blocks=blocks,
+            outcomes=[_outcome(item, draft, timings) for item, draft in zip(step.items, done.drafts, strict=True)],
             num_unread=[max(0, drafting.sequence.num_unread) for drafting in draftings],
             num_reused=[drafting.sequence.num_reused for drafting in draftings],
             num_read=done.num_read,
@@ -78,3 +72,10 @@ class DraftEngine:
         key = DrawKey(spec.drafting_key, spec.choice, calibration.fence.round, calibration.attempt)
         request = DraftRequest(calibration.num_draft_tokens, spec.sampling, key, spec.target_vocab_size)
         return Drafting(sequence, request, item.max_read)
+
+
+def _outcome(item: StepItem, draft: Draft | DraftwireError | None, timings: DraftTimings) -> Outcome:
+    if item.calibration is None or not isinstance(draft, Draft):
+        return draft if isinstance(draft, DraftwireError) else None
+    fence, attempt = item.calibration.fence, item.calibration.attempt
+    return DraftBlock(fence, draft.token_ids, draft.distributions, attempt, timings)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftwire.errors import InvalidRequestError, NoRoomError, ProtocolViolationError
+from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, ProtocolViolationError
 from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence
 from draftwire.services.admission import Room
 from draftwire.services.leases import SessionKey
@@ -61,11 +61,15 @@ class Step:
     items: Sequence[StepItem]
 
 
+Outcome = DraftBlock | DraftwireError | None
+"""Of a session's part in a step: a block, an error that ends the session, or None where only tokens were read."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the engine did in a step. Sequences hold one entry for each item."""
 
-    blocks: Sequence[DraftBlock | None]
+    outcomes: Sequence[Outcome]
     num_unread: Sequence[int]
     num_reused: Sequence[int]
     num_read: int
@@ -79,8 +83,8 @@ class Completed:
     """What a step means for one session."""
 
     session: DraftSession
-    block: DraftBlock | None
-    """To be sent."""
+    outcome: Outcome
+    """A block is to be sent, an error ends the session."""
     is_opened: bool
     """Whether its prompt was read to the end in this step."""
 
@@ -176,9 +180,11 @@ class Scheduler:
 
     def next_step(self) -> Step | None:
         """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
-        reading = [session for session in self._ready if session.is_reading]
+        ready = {session.key for session in self._ready}
+        reading = [session for session in self.sessions.values() if session.is_reading and session.key in ready]
         sessions_run = any(not session.is_reading for session in self.sessions.values())
-        shares = share(self.pacer.budget(sessions_run), [session.num_unread for session in reading])
+        budget = self.pacer.budget(sessions_run, is_alone=len(reading) == len(self._ready))
+        shares = share(budget, [session.num_unread for session in reading])
         limits = dict(zip((session.key for session in reading), shares, strict=True))
         items = [self._item(session, limits.get(session.key)) for session in self._ready if limits.get(session.key, 1)]
         if not items:
@@ -190,8 +196,8 @@ class Scheduler:
         """Returns what is to be told and sent. Sessions that were closed meanwhile are left out."""
         completed: list[Completed] = []
         num_prompt_tokens = 0
-        each = zip(step.items, result.blocks, result.num_unread, result.num_reused, strict=True)
-        for item, block, num_unread, num_reused in each:
+        each = zip(step.items, result.outcomes, result.num_unread, result.num_reused, strict=True)
+        for item, outcome, num_unread, num_reused in each:
             session = item.session
             if session.num_reused is None:
                 session.num_reused = num_reused
@@ -204,13 +210,13 @@ class Scheduler:
                 continue
             is_opened = session.is_reading and num_unread == 0
             session.is_reading = session.is_reading and num_unread > 0
-            if session.calibration is item.calibration and block is not None:
+            if session.calibration is item.calibration and outcome is not None:
                 session.calibration = None
             session.queued = session.is_reading or session.calibration is not None
             if session.queued:
                 self._ready.append(session)
-            completed.append(Completed(session, block, is_opened))
-        self.pacer.cost.learn(num_prompt_tokens, result.num_read - num_prompt_tokens, result.calibration_s)
+            completed.append(Completed(session, outcome, is_opened))
+        self.pacer.learn(num_prompt_tokens, result.num_read - num_prompt_tokens, result.calibration_s)
         return completed
 
     def _item(self, session: DraftSession, max_read: int | None) -> StepItem:

@@ -1,6 +1,7 @@
 """The life of a service process: bind, load, serve, drain, stop."""
 
 import asyncio
+import gc
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -77,6 +78,8 @@ async def run_service(service: Service) -> int:
         await server.start()
         if not await _start(service, stopping):
             return 0
+        gc.collect()
+        gc.freeze()  # what is loaded now stays: collections need not look at it again and again
         gate.refusal = ""
         for name in service.grpc_names:
             await probe.set(name, SERVING)

@@ -74,7 +74,7 @@ class VerifierCore:
             pacer=PrefillPacer(settings.max_added_latency_ms / 1e3),
         )
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
-            self._scheduler.pacer.cost.learn(num_tokens, 0, seconds)
+            self._scheduler.pacer.learn(num_tokens, 0, seconds)
         self.metrics.watch(self._scheduler)
 
     def stop(self) -> None:
@@ -174,8 +174,8 @@ class VerifierCore:
         self.metrics.steps.inc()
         for session, event in self._scheduler.complete(step, result):
             if isinstance(event, Verdict):
-                self.metrics.count(event)
                 self._leases.send(session.lease_id, event)
+                self.metrics.count(event)
             elif isinstance(event, InvalidRequestError):
                 self.refuse_block(session.key, str(event))
             else:

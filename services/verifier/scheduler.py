@@ -189,9 +189,10 @@ class Scheduler:
 
     def next_step(self) -> Step | None:
         """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
-        reading = [session for session in self._ready if session.is_reading]
+        ready = {session.key for session in self._ready}
+        reading = [session for session in self.sessions.values() if session.is_reading and session.key in ready]
         sessions_run = any(not session.is_reading for session in self.sessions.values())
-        budget = self.pacer.budget(sessions_run)
+        budget = self.pacer.budget(sessions_run, is_alone=len(reading) == len(self._ready))
         shares = share(budget, [session.num_unread for session in reading])
         limits = dict(zip((session.key for session in reading), shares, strict=True))
         items = [
@@ -228,7 +229,7 @@ class Scheduler:
                 session.block, session.queued = None, False
                 told.append((session, outcome))
         num_other_tokens = result.num_tokens - num_prompt_tokens
-        self.pacer.cost.learn(num_prompt_tokens, num_other_tokens, result.verify_us / 1e6)
+        self.pacer.learn(num_prompt_tokens, num_other_tokens, result.verify_us / 1e6)
         return told
 
     def _commit(self, item: StepItem, judgement: Judgement, started_at: float, verify_us: int) -> Verdict:

@@ -4,6 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.law import stack_options
 from draftwire.client import Client
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.models.scripted import expected_tokens
 from draftwire.services.local_stack import LocalStack
 from draftwire.verification import RULES
 from tests.tiny_models import save_tiny_model
@@ -261,3 +264,107 @@ def test_full_verifier_refuses_with_no_room(pair: tuple[Path, Path]) -> None:
             except NoRoomError:
                 refused += 1
         assert 1 <= refused < 8
+
+
+def test_prompt_that_was_read_before_is_not_read_again(stack: LocalStack, client: Client) -> None:
+    """The metrics tell at both services; another salt reads again."""
+    names = ("prefix_cache_queries", "prefix_cache_hits")
+    prompt = [index % 3 for index in range(2 * BLOCK_SIZE + 8)]
+    wait_until(lambda: client.generate(PROMPT, max_tokens=30).statistics.num_drafts > 0)  # the drafter is connected
+    ids, counts = [], []
+    for salt in ("first", "first", "second"):
+        before = [read_metric(stack, service, name) for service in ("verifier", "drafter") for name in names]
+        completion = client.generate(prompt, temperature=0.0, max_tokens=20, cache_salt=salt)
+        assert completion.statistics.num_drafts > 0
+        ids.append(completion.token_ids)
+        after = [read_metric(stack, service, name) for service in ("verifier", "drafter") for name in names]
+        counts.append([new - old for new, old in zip(after, before, strict=True)])
+        hits = counts[-1][1]
+        assert completion.statistics.num_cached_prompt_tokens == hits
+    read, reused = [len(prompt), 0] * 2, [len(prompt), 2 * BLOCK_SIZE] * 2
+    assert counts == [read, reused, read]
+    assert ids[0] == ids[1] == ids[2]
+
+
+SCRIPT = "scripted:acceptance=0.8/0.5,verify_ms=2"
+SCRIPTED_ROOM = 2048
+SCRIPTED_PROMPT = "abcde"
+
+
+@pytest.fixture(scope="module")
+def scripted_stack() -> Iterator[LocalStack]:
+    """A stack without models, whose verifier has little room and takes its time."""
+    options = stack_options(Path(SCRIPT), Path(SCRIPT))
+    options["verifier"]["kv_cache_tokens"] = SCRIPTED_ROOM
+    with LocalStack(options) as running:
+        yield running
+
+
+@pytest.fixture
+def scripted_client(scripted_stack: LocalStack) -> Iterator[Client]:
+    with Client(scripted_stack.address) as connected:
+        yield connected
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_scripted_pair_is_accepted_as_its_script_says(scripted_client: Client, rule: str) -> None:
+    """Some 1,500 blocks; false alarm of either comparison below 1e-6, by Hoeffding's bound."""
+
+    def draw(seed: int):
+        options = {"max_tokens": 200, "num_speculative_tokens": 3, "rejection_sample_method": rule}
+        return scripted_client.generate(SCRIPTED_PROMPT, seed=seed, **options)
+
+    with ThreadPoolExecutor(8) as pool:
+        completions = list(pool.map(draw, range(16)))
+    assert all(len(completion.token_ids) == 200 and not completion.drafter_error for completion in completions)
+    # Blocks at the end are shorter; each position is compared among those that reached it, but for these few.
+    blocks = sum(completion.statistics.num_drafts for completion in completions)
+    accepted = [sum(c.statistics.num_accepted_tokens_per_pos[position] for c in completions) for position in range(3)]
+    assert blocks > 1_000
+    assert accepted[0] / blocks == pytest.approx(0.8, abs=0.09)
+    assert accepted[1] / accepted[0] == pytest.approx(0.5, abs=0.1)
+    rate = sum(accepted) / sum(completion.statistics.num_draft_tokens for completion in completions)
+    assert rate == pytest.approx((0.8 + 0.8 * 0.5 + 0.8 * 0.5 * 0.5) / 3, abs=0.05)
+
+
+def test_one_step_serves_many_sessions(scripted_stack: LocalStack, scripted_client: Client) -> None:
+    names = {"verifier": "target_passes", "drafter": "blocks_sent"}
+
+    def counts() -> dict[str, tuple[float, float]]:
+        return {
+            service: (read_metric(scripted_stack, service, "engine_steps"), read_metric(scripted_stack, service, name))
+            for service, name in names.items()
+        }
+
+    before = counts()
+    with ThreadPoolExecutor(8) as pool:
+        completions = list(pool.map(lambda seed: scripted_client.generate("x", max_tokens=100, seed=seed), range(8)))
+    after = counts()
+    steps, rounds = (after["verifier"][index] - before["verifier"][index] for index in range(2))
+    assert rounds >= sum(completion.statistics.num_rounds for completion in completions)
+    assert steps < 0.6 * rounds
+    draft_steps, blocks = (after["drafter"][index] - before["drafter"][index] for index in range(2))
+    assert draft_steps < blocks
+
+
+def test_full_kv_cache_refuses_new_sessions_and_leaves_the_running_ones_alone(
+    scripted_stack: LocalStack, scripted_client: Client
+) -> None:
+    prompt = list(SCRIPTED_PROMPT.encode())
+    half = SCRIPTED_ROOM // 2
+    count = half - len(prompt)
+    options = {"max_tokens": count, "temperature": 0.0, "num_speculative_tokens": 0}
+    streams = [iter(scripted_client.stream(prompt, **options)) for _ in range(2)]
+    ids = [next(stream).token_ids for stream in streams]
+    assert read_metric(scripted_stack, "verifier", "kv_cache_usage_perc") == 1.0
+    for _ in range(20):
+        with pytest.raises(NoRoomError, match="KV cache") as refusal:
+            scripted_client.generate(prompt, max_tokens=count)
+        assert refusal.value.retry_after_s > 0.0
+    with pytest.raises(NoRoomError):
+        scripted_client.generate("x", max_tokens=1)
+    assert read_metric(scripted_stack, "verifier", "num_sessions") == 2
+    for stream, started in zip(streams, ids, strict=True):
+        assert [*started, *(token for piece in stream for token in piece.token_ids)] == expected_tokens(5, count)
+    wait_until(lambda: read_metric(scripted_stack, "verifier", "kv_cache_usage_perc") == 0.0)
+    assert len(scripted_client.generate(prompt, max_tokens=8).token_ids) == 8

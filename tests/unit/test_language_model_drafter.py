@@ -1,5 +1,7 @@
 """A language model drafts what it would have drafted had it read the committed tokens and nothing else."""
 
+import copy
+import itertools
 import random
 from collections.abc import Callable
 
@@ -7,19 +9,20 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from draftwire.distributions import Encoding, draw
-from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.strategy import Draft, DraftRequest, DraftSequence
-from draftwire.models import cached_model
+from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
+from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.randomness import DrawKey
 from draftwire.sampling import SamplingParams, probabilities
 
 torch.set_num_threads(1)
 
 VOCAB_SIZE = 11
-CONTEXT_LENGTH = 64
+CONTEXT_LENGTH = 128
 KEY = bytes(range(16))
 PROMPT = [1, 5, 9, 2]
 GREEDY = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_k=1)]
@@ -27,14 +30,38 @@ SAMPLED = [SamplingParams(), SamplingParams(temperature=0.6, top_k=5, top_p=0.9)
 MakeDrafter = Callable[..., LanguageModelDrafter]
 
 
-@pytest.fixture(scope="module")
-def make_drafter(tmp_path_factory: pytest.TempPathFactory) -> MakeDrafter:
-    def make(substitute_id: int = 0, dtype: torch.dtype = torch.float64) -> LanguageModelDrafter:
-        return LanguageModelDrafter(loaded[dtype], CONTEXT_LENGTH, substitute_id)
+class CountingModel(CachedModel):
+    """Notes how many tokens each call reads for each sequence."""
 
+    def __init__(self, model: PreTrainedModel, cache_tokens: int) -> None:
+        super().__init__(model, cache_tokens)
+        self.calls: list[list[int]] = []
+
+    def read(self, readings: list[Reading]) -> Tensor:
+        self.calls.append([len(reading.token_ids) for reading in readings])
+        return super().read(readings)
+
+
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, PreTrainedModel]:
     folder = save_tiny_model(tmp_path_factory.mktemp("drafter"), VOCAB_SIZE, 4, CONTEXT_LENGTH)
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
-    loaded = {dtype: LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval() for dtype in dtypes}
+    return {dtype: LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval() for dtype in dtypes}
+
+
+@pytest.fixture(scope="module")
+def reference(networks: dict[torch.dtype, PreTrainedModel]) -> PreTrainedModel:
+    """A copy with transformers' own attention."""
+    copied = copy.deepcopy(networks[torch.float64])
+    copied.set_attn_implementation("sdpa")
+    return copied
+
+
+@pytest.fixture
+def make_drafter(networks: dict[torch.dtype, PreTrainedModel]) -> MakeDrafter:
+    def make(substitute_id: int = 0, dtype: torch.dtype = torch.float64) -> LanguageModelDrafter:
+        return LanguageModelDrafter(CountingModel(networks[dtype], 4096), CONTEXT_LENGTH, substitute_id)
+
     return make
 
 
@@ -54,207 +81,352 @@ def request(
     return DraftRequest(num_tokens, sampling, DrawKey(KEY, 0, round, attempt), vocab_size)
 
 
-def started(drafter: LanguageModelDrafter, committed: list[int]) -> DraftSequence:
-    """A sequence that has read the committed tokens and nothing else."""
-    sequence = drafter.new_sequence()
-    sequence.calibrate(0, committed)
-    return sequence
+salts = itertools.count()
+
+
+def started(drafter: LanguageModelDrafter, committed: list[int]) -> LanguageModelSequence:
+    """A sequence that shares nothing and knows the committed tokens and nothing else."""
+    return drafter.open(committed, f"alone {next(salts)}")
+
+
+def drafted(drafter: LanguageModelDrafter, sequence: LanguageModelSequence, wanted: DraftRequest) -> Draft:
+    """What a step for one sequence drafts."""
+    (draft,) = drafter.step([Drafting(sequence, wanted)]).drafts
+    drafter.model.cache.check_integrity()
+    assert draft is not None
+    return draft
+
+
+def fresh(drafter: LanguageModelDrafter, committed: list[int], wanted: DraftRequest) -> Draft:
+    """What is drafted after the committed tokens without any history."""
+    sequence = started(drafter, committed)
+    draft = drafted(drafter, sequence, wanted)
+    sequence.close()
+    return draft
 
 
 def rows_of(draft: Draft, vocab_size: int = VOCAB_SIZE) -> Tensor:
     return draft.distributions.rows(draft.token_ids, vocab_size)
 
 
-def assert_equal(draft: Draft, expected: Draft) -> None:
+def assert_equal(draft: Draft | None, expected: Draft, vocab_size: int = VOCAB_SIZE) -> None:
+    assert draft is not None
     assert draft.token_ids == expected.token_ids
     assert draft.distributions.encoding is expected.distributions.encoding
-    assert (rows_of(draft) - rows_of(expected)).abs().max() <= 1e-6
+    assert draft.distributions.vocab_size == expected.distributions.vocab_size
+    assert (rows_of(draft, vocab_size) - rows_of(expected, vocab_size)).abs().max() <= 1e-6
 
 
 @torch.inference_mode()
-def true_logits(drafter: LanguageModelDrafter, ids: list[int]) -> Tensor:
+def true_logits(reference: PreTrainedModel, ids: list[int]) -> Tensor:
     """The logits after `ids`, `[vocab]`, from the bare model."""
-    return drafter.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+    return reference(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
 def test_tiny_drafter_depends_on_its_context(drafter: LanguageModelDrafter) -> None:
     # Otherwise the tests below would prove nothing.
-    rows = [rows_of(started(drafter, [first, 2, 3]).draft(request(1))) for first in range(VOCAB_SIZE)]
+    rows = [rows_of(fresh(drafter, [first, 2, 3], request(1))) for first in range(VOCAB_SIZE)]
     assert all((rows[0] - row).abs().max() > 1e-3 for row in rows[1:])
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("sampling", [GREEDY[0], *SAMPLED[:2]], ids=str)
 def test_after_any_rounds_a_draft_equals_that_of_a_fresh_sequence(
-    drafter: LanguageModelDrafter, sampling: SamplingParams, seed: int, monkeypatch: pytest.MonkeyPatch
+    drafter: LanguageModelDrafter, sampling: SamplingParams, seed: int
 ) -> None:
-    monkeypatch.setattr(cached_model, "PREFILL_CHUNK", 3)
     generator = random.Random(seed)
     committed = list(PROMPT)
     sequence = started(drafter, committed)
-    for number in range(9):
+    for number in range(11):
         wanted = request(generator.randint(1, 5), sampling, number)
-        draft = sequence.draft(wanted)
-        assert_equal(draft, started(drafter, committed).draft(wanted))
+        while sequence.num_unread > 3:
+            assert drafter.step([Drafting(sequence, wanted, max_read=3)]).drafts == [None]
+        draft = drafted(drafter, sequence, wanted)
+        assert_equal(draft, fresh(drafter, committed, wanted))
         accepted = draft.token_ids[: generator.randint(0, len(draft.token_ids))]
         new = [*accepted, generator.randrange(VOCAB_SIZE)]
         if generator.random() < 0.3:  # rounds that the verifier decoded alone
-            new += [generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 3))]
+            new += [generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 6))]
         sequence.calibrate(len(committed), new)
         committed += new
+    assert sequence.cached.num_published > 0, "long enough to have published blocks"
 
 
 @pytest.mark.parametrize("num_accepted", range(6))
 def test_every_number_of_accepted_tokens_rolls_back_to_the_committed_ones(
     drafter: LanguageModelDrafter, num_accepted: int
 ) -> None:
-    sequence = started(drafter, PROMPT)
-    drafted = sequence.draft(request()).token_ids
     for extra in range(VOCAB_SIZE):
-        sequence.calibrate(len(PROMPT), [*drafted[:num_accepted], extra])
-        fresh = started(drafter, [*PROMPT, *drafted[:num_accepted], extra])
-        assert_equal(sequence.draft(request(round=1)), fresh.draft(request(round=1)))
-        sequence.calibrate(len(PROMPT), drafted)
+        sequence = started(drafter, PROMPT)
+        guessed = drafted(drafter, sequence, request()).token_ids
+        sequence.calibrate(len(PROMPT), [*guessed[:num_accepted], extra])
+        expected = fresh(drafter, [*PROMPT, *guessed[:num_accepted], extra], request(round=1))
+        assert_equal(drafted(drafter, sequence, request(round=1)), expected)
 
 
 def test_block_that_is_drafted_again_does_not_see_the_discarded_one(drafter: LanguageModelDrafter) -> None:
     sequence = started(drafter, PROMPT)
-    discarded = sequence.draft(request())
+    discarded = drafted(drafter, sequence, request())
     sequence.calibrate(len(PROMPT), [])
-    again = sequence.draft(request(attempt=1))
-    assert_equal(again, started(drafter, PROMPT).draft(request(attempt=1)))
+    again = drafted(drafter, sequence, request(attempt=1))
+    assert_equal(again, fresh(drafter, PROMPT, request(attempt=1)))
     assert again.token_ids != discarded.token_ids
 
 
 def test_rounds_without_a_draft_are_committed_too(drafter: LanguageModelDrafter) -> None:
     sequence = started(drafter, PROMPT)
+    drafter.step([Drafting(sequence, None)])
     sequence.calibrate(len(PROMPT), [3])
     sequence.calibrate(len(PROMPT) + 1, [4, 5])
-    assert_equal(sequence.draft(request()), started(drafter, [*PROMPT, 3, 4, 5]).draft(request()))
+    assert_equal(drafted(drafter, sequence, request()), fresh(drafter, [*PROMPT, 3, 4, 5], request()))
 
 
 def test_accepted_tokens_are_not_read_again(drafter: LanguageModelDrafter) -> None:
     sequence = started(drafter, PROMPT)
-    drafted = sequence.draft(request(5)).token_ids
-    widths: list[int] = []
-    embeddings = drafter.model.get_input_embeddings()
-    hook = embeddings.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
-    try:
-        other = (drafted[3] + 1) % VOCAB_SIZE
-        sequence.calibrate(len(PROMPT), [*drafted[:3], other])
-    finally:
-        hook.remove()
-    assert widths == [1]
+    guessed = drafted(drafter, sequence, request(5)).token_ids
+    other = (guessed[3] + 1) % VOCAB_SIZE
+    sequence.calibrate(len(PROMPT), [*guessed[:3], other])
+    drafter.model.calls.clear()
+    assert sequence.num_unread == 1
+    step = drafter.step([Drafting(sequence, request(3))])
+    assert step.num_read == 1
+    assert drafter.model.calls == [[1], [1], [1]]
 
 
 def test_one_token_prompt_can_be_drafted_from(drafter: LanguageModelDrafter) -> None:
     sequence = started(drafter, [7])
-    sequence.draft(request())
+    drafted(drafter, sequence, request())
     sequence.calibrate(1, [3])
-    assert_equal(sequence.draft(request(round=1)), started(drafter, [7, 3]).draft(request(round=1)))
+    assert_equal(drafted(drafter, sequence, request(round=1)), fresh(drafter, [7, 3], request(round=1)))
 
 
-@pytest.mark.parametrize("sampling", SAMPLED, ids=str)
+@pytest.mark.parametrize("sampling", [*GREEDY, *SAMPLED], ids=str)
 @pytest.mark.parametrize("target_vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 5, VOCAB_SIZE - 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_are_drawn_from_exactly_the_rows_that_are_sent(
     make_drafter: MakeDrafter, dtype: torch.dtype, sampling: SamplingParams, target_vocab_size: int
 ) -> None:
     drafter = make_drafter(dtype=dtype)
-    for number in range(20):
-        wanted = request(5, sampling, number, vocab_size=target_vocab_size)
-        draft = started(drafter, PROMPT).draft(wanted)
+    wanted = [request(1 + number % 5, sampling, number, vocab_size=target_vocab_size) for number in range(20)]
+    draftings = [Drafting(started(drafter, [number % VOCAB_SIZE, *PROMPT]), one) for number, one in enumerate(wanted)]
+    for one, draft in zip(wanted, drafter.step(draftings).drafts, strict=True):
         rows = rows_of(draft, target_vocab_size)
-        assert draw(rows, wanted.key.uniforms(5)).tolist() == draft.token_ids
+        assert len(draft.token_ids) == one.num_tokens
+        assert draw(rows, one.key.uniforms(one.num_tokens)).tolist() == draft.token_ids
 
 
 @pytest.mark.parametrize("sampling", SAMPLED, ids=str)
 def test_rows_are_the_models_distributions_in_the_drafted_context(
-    drafter: LanguageModelDrafter, sampling: SamplingParams
+    drafter: LanguageModelDrafter, reference: PreTrainedModel, sampling: SamplingParams
 ) -> None:
-    draft = started(drafter, PROMPT).draft(request(5, sampling))
+    draft = fresh(drafter, PROMPT, request(5, sampling))
     assert draft.distributions.encoding is Encoding.DENSE_FLOAT32
     for position, row in enumerate(rows_of(draft)):
-        logits = true_logits(drafter, PROMPT + draft.token_ids[:position])
+        logits = true_logits(reference, PROMPT + draft.token_ids[:position])
         assert (row - probabilities(logits, sampling)).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("sampling", GREEDY, ids=str)
 def test_greedy_draft_is_the_argmax_and_travels_as_one_hot(
-    drafter: LanguageModelDrafter, sampling: SamplingParams
+    drafter: LanguageModelDrafter, reference: PreTrainedModel, sampling: SamplingParams
 ) -> None:
-    draft = started(drafter, PROMPT).draft(request(5, sampling))
+    draft = fresh(drafter, PROMPT, request(5, sampling))
     assert draft.distributions.encoding is Encoding.ONE_HOT
     assert draft.distributions.data == b""
     for position, token in enumerate(draft.token_ids):
-        assert token == int(true_logits(drafter, PROMPT + draft.token_ids[:position]).argmax())
+        assert token == int(true_logits(reference, PROMPT + draft.token_ids[:position]).argmax())
 
 
 @pytest.mark.parametrize("sampling", [*GREEDY, *SAMPLED], ids=str)
 def test_ids_beyond_a_smaller_target_vocabulary_are_never_drafted(
-    drafter: LanguageModelDrafter, sampling: SamplingParams
+    drafter: LanguageModelDrafter, reference: PreTrainedModel, sampling: SamplingParams
 ) -> None:
     target_vocab_size = 4
     for first in range(VOCAB_SIZE):
-        draft = started(drafter, [first, 2]).draft(request(6, sampling, first, vocab_size=target_vocab_size))
+        draft = fresh(drafter, [first, 2], request(6, sampling, first, vocab_size=target_vocab_size))
         assert max(draft.token_ids) < target_vocab_size
         assert draft.distributions.vocab_size == target_vocab_size
         for position, row in enumerate(rows_of(draft, target_vocab_size)):
-            logits = true_logits(drafter, [first, 2, *draft.token_ids[:position]])[:target_vocab_size]
+            logits = true_logits(reference, [first, 2, *draft.token_ids[:position]])[:target_vocab_size]
             assert (row - probabilities(logits, sampling)).abs().max() <= 1e-6
 
 
 def test_ids_that_the_drafter_lacks_are_read_as_the_substitute(make_drafter: MakeDrafter) -> None:
-    drafter = make_drafter(substitute_id=3)
-    wanted = request(vocab_size=VOCAB_SIZE + 100)
+    drafter, wide = make_drafter(substitute_id=3), VOCAB_SIZE + 100
+    wanted = request(vocab_size=wide)
     sequence = started(drafter, [1, VOCAB_SIZE, 2])
-    draft = sequence.draft(wanted)
-    assert_equal_padded(draft, started(drafter, [1, 3, 2]).draft(wanted))
+    draft = drafted(drafter, sequence, wanted)
+    assert_equal(draft, fresh(drafter, [1, 3, 2], wanted), wide)
     assert max(draft.token_ids) < VOCAB_SIZE
-    sequence.calibrate(3, [draft.token_ids[0], VOCAB_SIZE + 99])
-    expected = started(drafter, [1, 3, 2, draft.token_ids[0], 3]).draft(wanted)
-    assert_equal_padded(sequence.draft(wanted), expected)
+    sequence.calibrate(3, [draft.token_ids[0], wide - 1])
+    expected = fresh(drafter, [1, 3, 2, draft.token_ids[0], 3], wanted)
+    assert_equal(drafted(drafter, sequence, wanted), expected, wide)
 
 
-def assert_equal_padded(draft: Draft, expected: Draft) -> None:
-    assert draft.token_ids == expected.token_ids
-    wide = VOCAB_SIZE + 100
-    assert (rows_of(draft, wide) - rows_of(expected, wide)).abs().max() <= 1e-6
-
-
+@pytest.mark.parametrize("substitute_id", range(VOCAB_SIZE))
 def test_drafted_substitute_is_not_mistaken_for_the_committed_id_that_it_stands_for(
-    make_drafter: MakeDrafter,
+    make_drafter: MakeDrafter, substitute_id: int
 ) -> None:
-    drafter = make_drafter(substitute_id=3)
+    drafter = make_drafter(substitute_id=substitute_id)
     sequence = started(drafter, PROMPT)
-    drafted = sequence.draft(request()).token_ids
-    committed = [*drafted[:2], VOCAB_SIZE + 1, 4]
-    sequence.calibrate(len(PROMPT), committed)
-    fresh = started(drafter, [*PROMPT, *drafted[:2], 3, 4])
-    assert_equal(sequence.draft(request(round=1)), fresh.draft(request(round=1)))
+    guessed = drafted(drafter, sequence, request()).token_ids
+    sequence.calibrate(len(PROMPT), [*guessed[:2], VOCAB_SIZE + 1, 4])
+    expected = fresh(drafter, [*PROMPT, *guessed[:2], substitute_id, 4], request(round=1))
+    assert_equal(drafted(drafter, sequence, request(round=1)), expected)
 
 
 def test_number_of_wanted_tokens_does_not_change_the_first_ones(drafter: LanguageModelDrafter) -> None:
-    long = started(drafter, PROMPT).draft(request(8))
+    long = fresh(drafter, PROMPT, request(8))
     for count in range(1, 8):
-        short = started(drafter, PROMPT).draft(request(count))
+        short = fresh(drafter, PROMPT, request(count))
         assert short.token_ids == long.token_ids[:count]
         assert len(rows_of(short)) == count
 
 
-def test_sequences_of_one_drafter_do_not_disturb_each_other(drafter: LanguageModelDrafter) -> None:
-    first, second = started(drafter, PROMPT), started(drafter, [3, 3, 3])
-    expected = started(drafter, PROMPT).draft(request())
-    second.draft(request(round=1))
-    assert_equal(first.draft(request()), expected)
+@pytest.mark.parametrize("seed", range(6))
+def test_sequences_of_a_step_draft_what_each_would_draft_alone(drafter: LanguageModelDrafter, seed: int) -> None:
+    generator = random.Random(seed)
+    sequences, texts = [], []
+    for _ in range(9):
+        text = [generator.randrange(VOCAB_SIZE) for _ in range(generator.choice([1, 2, 9, 30, 47]))]
+        texts.append(text)
+        sequences.append(started(drafter, text))
+    for number in range(4):
+        wanted = [
+            request(
+                generator.randint(1, 6),
+                generator.choice([*GREEDY, *SAMPLED]),
+                number,
+                generator.randrange(5),
+                generator.choice([4, VOCAB_SIZE - 1, VOCAB_SIZE]),
+            )
+            for _ in sequences
+        ]
+        draftings = [
+            Drafting(sequence, one if generator.random() < 0.8 else None)
+            for sequence, one in zip(sequences, wanted, strict=True)
+        ]
+        generator.shuffle(draftings)
+        step = drafter.step(draftings)
+        drafter.model.cache.check_integrity()
+        for drafting, draft in zip(draftings, step.drafts, strict=True):
+            index = sequences.index(drafting.sequence)
+            new = [generator.randrange(VOCAB_SIZE)]
+            if drafting.request is None:
+                assert draft is None
+            else:
+                assert_equal(draft, fresh(drafter, texts[index], drafting.request))
+                new = draft.token_ids[: generator.randint(0, len(draft.token_ids))] + new
+            sequences[index].calibrate(len(texts[index]), new)
+            texts[index] += new
+
+
+def test_step_takes_one_forward_pass_for_each_position_of_the_longest_block(drafter: LanguageModelDrafter) -> None:
+    counts = [2, 5, 1, 3]
+    draftings = [Drafting(started(drafter, PROMPT), request(count)) for count in counts]
+    step = drafter.step(draftings)
+    assert step.num_read == 4 * len(PROMPT)
+    assert [len(call) for call in drafter.model.calls] == [4, 3, 2, 1, 1], "the last token of a block is never read"
+    assert drafter.model.calls[0] == [len(PROMPT)] * 4
+    assert step.calibration_s > 0.0
+    assert step.draft_s > 0.0
+
+
+def test_more_than_max_read_tokens_are_read_in_parts_before_anything_is_drafted(drafter: LanguageModelDrafter) -> None:
+    prompt = [number % VOCAB_SIZE for number in range(23)]
+    sequence, other = started(drafter, prompt), started(drafter, PROMPT)
+    expected = [fresh(drafter, prompt, request()), fresh(drafter, PROMPT, request())]
+    drafter.model.calls.clear()
+    unread = []
+    for _ in range(2):
+        step = drafter.step([Drafting(sequence, request(), max_read=10), Drafting(other, request(), max_read=10)])
+        assert step.drafts[0] is None
+        assert_equal(step.drafts[1], expected[1])
+        other.calibrate(len(PROMPT), [])
+        unread.append(sequence.num_unread)
+    assert unread == [13, 3]
+    step = drafter.step([Drafting(sequence, request(), max_read=3)])
+    assert step.num_read == 3
+    assert_equal(step.drafts[0], expected[0])
+
+
+def test_step_may_read_for_some_and_draft_for_others(drafter: LanguageModelDrafter) -> None:
+    reading, drafting = started(drafter, PROMPT), started(drafter, PROMPT)
+    step = drafter.step([Drafting(reading, None), Drafting(drafting, request())])
+    assert step.drafts[0] is None
+    assert_equal(step.drafts[1], fresh(drafter, PROMPT, request()))
+    assert reading.num_unread == 0
+    reading.calibrate(len(PROMPT), [])
+    assert reading.num_unread == 1
+    assert_equal(drafted(drafter, reading, request()), fresh(drafter, PROMPT, request()))
+
+
+def test_step_with_nothing_to_do_reads_nothing(drafter: LanguageModelDrafter) -> None:
+    sequence = started(drafter, PROMPT)
+    drafter.step([Drafting(sequence, None)])
+    step = drafter.step([Drafting(sequence, None)])
+    assert (step.drafts, step.num_read, len(drafter.model.calls)) == ([None], 0, 1)
+    assert drafter.step([]).drafts == []
+
+
+def test_beginning_that_another_session_has_read_is_not_read_again(drafter: LanguageModelDrafter) -> None:
+    prompt = [number % VOCAB_SIZE for number in range(50)]
+    first = drafter.open(prompt, "tenant")
+    expected = fresh(drafter, prompt, request())
+    assert_equal(drafted(drafter, first, request()), expected)
+    second, stranger = drafter.open(prompt, "tenant"), drafter.open(prompt, "other tenant")
+    assert (first.num_reused, second.num_reused, stranger.num_reused) == (0, 48, 0)
+    assert second.num_unread == 2
+    drafter.model.calls.clear()
+    assert_equal(drafted(drafter, second, request()), expected)
+    assert drafter.model.calls[0] == [2]
+    assert_equal(drafted(drafter, stranger, request()), expected)
+    first.close()
+    assert drafter.open(prompt[:40], "tenant").num_reused == 32
+
+
+def test_drafted_tokens_are_never_offered_to_other_sequences(drafter: LanguageModelDrafter) -> None:
+    prompt = [1] * (BLOCK_SIZE - 2)
+    sequence = drafter.open(prompt)
+    guessed = drafted(drafter, sequence, request(6)).token_ids
+    drafter.step([Drafting(sequence, None)])
+    assert drafter.open([*prompt, *guessed, 1, 1]).num_reused == 0
+    sequence.calibrate(len(prompt), [(guessed[0] + 1) % VOCAB_SIZE])
+    drafter.step([Drafting(sequence, request())])
+    assert drafter.open([*prompt, *guessed, 1, 1]).num_reused == 0
+
+
+def test_committed_block_is_offered_only_when_its_last_token_will_not_be_read_again(
+    drafter: LanguageModelDrafter,
+) -> None:
+    prompt = [number % VOCAB_SIZE for number in range(BLOCK_SIZE)]
+    sequence = drafter.open(prompt)
+    for attempt in range(3):  # each draft reads the last token again, which must not be shared by then
+        draft = drafted(drafter, sequence, request(attempt=attempt))
+        assert drafter.open([*prompt, 1]).num_reused == 0
+        sequence.calibrate(len(prompt), [])
+    sequence.calibrate(len(prompt), draft.token_ids[:2])
+    drafted(drafter, sequence, request(round=1))
+    assert drafter.open([*prompt, 1]).num_reused == BLOCK_SIZE
+
+
+def test_closed_sequence_gives_its_room_back(drafter: LanguageModelDrafter) -> None:
+    cache = drafter.model.cache
+    before = cache.num_free_blocks
+    for _ in range(50):
+        sequence = drafter.open(PROMPT * 20)
+        drafter.step([Drafting(sequence, request())])
+        sequence.close()
+    assert cache.num_free_blocks == before
+    assert cache.sequences == set()
 
 
 def test_draft_before_a_calibration_is_a_bug_of_the_caller(drafter: LanguageModelDrafter) -> None:
     sequence = started(drafter, PROMPT)
-    sequence.draft(request())
-    with pytest.raises(AssertionError):
-        sequence.draft(request(round=1))
+    drafter.step([Drafting(sequence, request())])
+    with pytest.raises(AssertionError, match="calibrate comes first"):
+        drafter.step([Drafting(sequence, request(round=1))])
 
 
-def test_drafter_describes_itself(drafter: LanguageModelDrafter) -> None:
-    assert (drafter.vocab_size, drafter.context_length) == (VOCAB_SIZE, CONTEXT_LENGTH)
+def test_drafter_tells_its_context(drafter: LanguageModelDrafter) -> None:
+    assert drafter.context_length == CONTEXT_LENGTH

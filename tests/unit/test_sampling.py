@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draftwire.errors import InvalidRequestError
-from draftwire.sampling import SamplingParams, probabilities
+from draftwire.sampling import SamplingParams, probabilities, probabilities_by_row
 
 torch.set_num_threads(1)
 
@@ -143,6 +143,53 @@ def test_logits_are_not_changed() -> None:
     logits = random_logits(4, 50, seed=8)
     before = logits.clone()
     probabilities(logits, SamplingParams(0.5, 5, 0.5))
+    assert torch.equal(logits, before)
+
+
+MIXED = [
+    SamplingParams(),
+    SamplingParams(0.0),
+    SamplingParams(0.7, 5, 0.9),
+    SamplingParams(),
+    SamplingParams(top_k=1),
+    SamplingParams(1.6, 0, 0.3),
+    SamplingParams(0.7, 5, 0.9),
+    SamplingParams(0.7, 5),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rows_with_parameters_of_their_own_are_as_if_alone(dtype: torch.dtype) -> None:
+    logits = random_logits(len(MIXED), 50, seed=10).to(dtype)
+    for order in (MIXED, MIXED[::-1], MIXED[3:] + MIXED[:3], [MIXED[2]] * len(MIXED)):
+        rows = probabilities_by_row(logits, order)
+        assert rows.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert rows.shape == logits.shape
+        for row, given, params in zip(rows, logits, order, strict=True):
+            alone = probabilities(given, params)
+            assert torch.equal(alone > 0.0, row > 0.0)
+            assert (alone - row).abs().max() <= 1e-7
+
+
+def test_rows_of_equal_parameters_are_exactly_those_computed_together() -> None:
+    # The drafter computes rows in batches of any make-up, and what it draws from is what is sent.
+    logits = random_logits(8, 50, seed=12)
+    assert torch.equal(probabilities_by_row(logits, [MIXED[2]] * 8), probabilities(logits, MIXED[2]))
+
+
+@pytest.mark.parametrize("bad", range(len(MIXED)))
+def test_bad_row_among_good_ones_with_other_parameters_is_an_error(bad: int) -> None:
+    logits = random_logits(len(MIXED), 50, seed=11)
+    probabilities_by_row(logits, MIXED)
+    logits[bad, 7] = math.nan
+    with pytest.raises(ValueError, match="logits"):
+        probabilities_by_row(logits, MIXED)
+
+
+def test_logits_with_parameters_by_row_are_not_changed() -> None:
+    logits = random_logits(len(MIXED), 50, seed=8)
+    before = logits.clone()
+    probabilities_by_row(logits, MIXED)
     assert torch.equal(logits, before)
 
 

@@ -1,4 +1,4 @@
-"""Training can be interrupted anywhere and gives the same result; the evaluation set stays out of it."""
+"""Training can be interrupted anywhere and gives the same result; the evaluation set stays out of it and is counted."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from draftwire.training.corpus import HELD_OUT_PERCENT, SourceFile, encode_files, standard_library
+from draftwire.training.evaluation import held_out_loss, measure_acceptance
 from draftwire.training.trainer import Trainer, TrainingPlan, windows
 
 torch.set_num_threads(1)
@@ -216,3 +217,30 @@ def test_every_encoded_file_starts_with_end_of_text() -> None:
     ids = encode_files(tokenizer, [SourceFile("x.py", "a b"), SourceFile("y.py", "b")], end_of_text=0)
     assert ids.dtype == np.uint16
     assert ids.tolist() == [0, 1, 2, 0, 2]
+
+
+def test_held_out_loss_is_the_mean_over_whole_windows(folder: Path) -> None:
+    model = load(folder)
+    expected = torch.stack([loss(model, torch.from_numpy(TOKENS[i : i + 9].astype(np.int64))[None]) for i in (0, 8)])
+    assert held_out_loss(model, TOKENS[:24], sequence_length=8) == pytest.approx(expected.mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_model_that_drafts_for_itself_is_always_accepted(rule: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, VOCAB_SIZE, 3, context_length=256)
+    for temperature in (0.0, 1.0):
+        measured = measure_acceptance(load(path), load(path), [[1, 2], [3]], rule, temperature, block_length=3)
+        assert (measured.rule, measured.temperature, measured.block_length) == (rule, temperature, 3)
+        # Equal models differ by the rounding of float32 at most, once in a million tokens.
+        assert measured.acceptance_rate == 1.0
+        assert measured.block_efficiency == 4.0
+
+
+def test_acceptance_counts_accepted_over_drafted_and_tokens_over_rounds(tmp_path: Path) -> None:
+    folders = [save_tiny_model(tmp_path / str(seed), VOCAB_SIZE, seed, context_length=256) for seed in (3, 4)]
+    models = [load(path) for path in folders]
+    for _ in range(2):  # a pair may be measured again
+        measured = measure_acceptance(models[0], models[1], [[1, 2], [3]], "block", 1.0, block_length=1)
+        assert 0.0 < measured.acceptance_rate < 1.0
+        # A block of one gives a token, and one more if it is accepted; only the last block of a text may be empty.
+        assert measured.block_efficiency == pytest.approx(1.0 + measured.acceptance_rate, abs=0.02)

@@ -1,0 +1,730 @@
+"""Many sessions in the same steps write, each of them, what it would write alone.
+
+The schedulers and engines of verifier and drafter are joined without transport by a small gateway. Models are float64,
+so that the rounding of differently shaped batches cannot change a token: tokens are compared for equality. (A draw
+that lies within 1e-12 of a border would differ; about one in 10^8 runs of this file draws one.)
+"""
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draftwire.distributions import DraftDistributions, draw
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.local_loop import LocalRun, speculate
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
+from draftwire.randomness import DrawKey, Role, derive_key
+from draftwire.rounds import (
+    Calibration,
+    CommittedTokens,
+    DraftBlock,
+    DraftSessionSpec,
+    Fence,
+    FenceVerdict,
+    PlainRun,
+    TargetSessionSpec,
+    Verdict,
+)
+from draftwire.sampling import SamplingParams, probabilities
+from draftwire.services.admission import Room
+from draftwire.services.drafter import scheduler as drafting
+from draftwire.services.drafter.engine import DraftEngine
+from draftwire.services.prefill import PrefillPacer
+from draftwire.services.verifier import engine as target_engine
+from draftwire.services.verifier import scheduler as verifying
+from draftwire.verification import RULES, rule_named
+from draftwire.verification.rule import BlockBatch, verify
+from draftwire.verification.target import Judgement, judge
+from tests.tiny_models import save_tiny_model
+
+VOCAB_SIZE = 7
+CONTEXT_LENGTH = 160
+MAX_DRAFT_TOKENS = 5
+LEASE = 1
+SUBSTITUTE = 0
+GREEDY = SamplingParams(0.0)
+SAMPLINGS = [GREEDY, SamplingParams(), SamplingParams(0.7), SamplingParams(1.3, top_k=3), SamplingParams(0.9, 0, 0.8)]
+UNTIL_DONE = 3_000
+"""Turns that all sessions of a test can take at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A pair, as the services wrap it and, for reference, as transformers has it. `target` and `drafter` are paged."""
+
+    target: PreTrainedModel
+    drafter: PreTrainedModel
+    reference_target: PreTrainedModel
+    reference_drafter: PreTrainedModel
+
+
+def load_pair(folder: Path, drafter_vocab_size: int = VOCAB_SIZE) -> Models:
+    target = save_tiny_model(folder / "target", VOCAB_SIZE, seed=6, context_length=CONTEXT_LENGTH)
+    drafter = save_tiny_model(folder / "drafter", drafter_vocab_size, seed=9, context_length=CONTEXT_LENGTH)
+    return Models(
+        *(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in (target, drafter) * 2)
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return load_pair(tmp_path_factory.mktemp("pair"))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a request asks for, and how its gateway will go about it."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = GREEDY
+    rule: str = "block"
+    salt: str = ""
+    block_lengths: tuple[int, ...] = (4,)
+    """Draft tokens in round 0, 1, 2 and so on, over and over; 0 is a plain run."""
+    plain_rounds: int = 1
+    """Length of plain runs."""
+    opens_plain: bool = True
+    """Whether it begins with a plain run on the verifier, as the real gateway does, or with a block."""
+    stop_token_ids: frozenset[int] = frozenset()
+    continues: bool = False
+    """Whether its prompt follows what another session has written, as the next turn of a chat does."""
+    seed: int = 0
+
+    @property
+    def max_len(self) -> int:
+        return len(self.prompt) + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """One round of a session, as it came out."""
+
+    prefix_len: int
+    draft_tokens: list[int]
+    distributions: DraftDistributions | None
+    attempt: int
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class Client:
+    """The gateway's side of a session."""
+
+    session_id: int
+    plan: Plan
+    committed: CommittedTokens
+    drafter_knows: int
+    has_drafter: bool = True
+    is_open: bool = True
+    is_done: bool = False
+    """Ended by itself."""
+    asked: int = 0
+    """Draft tokens that were asked of the drafter for the current round."""
+    attempt: int = 0
+    offered: DraftBlock | None = None
+    """The block that the verifier took for the current round."""
+    rounds: list[Decided] = field(default_factory=list)
+
+    @property
+    def fence(self) -> Fence:
+        return Fence(self.session_id, 0, len(self.rounds), len(self.committed), self.committed.hash)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.committed.ids[len(self.plan.prompt) :]
+
+
+@dataclass(slots=True)
+class TightPacer(PrefillPacer):
+    """Reads so many prompt tokens in a step, however long that takes."""
+
+    tokens: int = 1
+
+    def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
+        return self.tokens
+
+
+class Half:
+    """A scheduler with its engine: one of the two services. A step is begun, carried out and completed one by one."""
+
+    def __init__(self, scheduler, engine, cache) -> None:
+        self.scheduler = scheduler
+        self.engine = engine
+        self.cache = cache
+        self.sizes: Counter[int] = Counter()
+        """Steps by number of sessions."""
+        self._step = None
+        self._result = None
+        self._posted = []
+
+    @property
+    def step_runs(self) -> bool:
+        return self._step is not None
+
+    def turn(self) -> list:
+        """Goes one of the three ways on; returns what a completed step gave."""
+        if self._step is None:
+            self._step = self.scheduler.next_step()
+            if self._step is not None:
+                self.sizes[len(self._step.items)] += 1
+        elif self._result is None:
+            self._result = self.engine.step(self._step)
+            self.cache.check_integrity()
+            for key in self._posted:
+                self.engine.forget(key)
+            self._posted.clear()
+        else:
+            completed = self.scheduler.complete(self._step, self._result)
+            self._step = self._result = None
+            return completed
+        self.cache.check_integrity()
+        return []
+
+    def close(self, session_id: int) -> None:
+        """Closes a session. As on the torch thread, its cache is freed behind the step that runs."""
+        session = self.scheduler.close(session_id, 0)
+        if session is None:
+            return
+        if self._step is not None and self._result is None:
+            self._posted.append(session.key)
+        else:
+            self.engine.forget(session.key)
+        self.cache.check_integrity()
+
+    def check_empty(self) -> None:
+        assert not self.scheduler.sessions
+        assert self.scheduler.room.usage == 0.0
+        assert not self.cache.sequences
+        assert self.cache.num_free_blocks == self.cache.num_blocks
+
+
+class Stack:
+    """Verifier, drafter and gateway in one process. Whatever happens next is for the test to say."""
+
+    def __init__(self, models: Models, target_room: int = 4096, drafter_room: int = 4096, budget: int = 512) -> None:
+        """Takes rooms of the two caches in tokens, and the prompt tokens that each step may read."""
+        self.models = models
+        self.clients: list[Client] = []
+        self.blocks: deque[DraftBlock] = deque()
+        """On their way to the verifier."""
+        self.events: deque = deque()
+        """On their way to the gateway."""
+        self.seen: Counter[str] = Counter()
+        self.target_probs: dict[tuple[bytes, int, int], Tensor] = {}
+        """What the rules saw, by verifying key, round and attempt."""
+        self.corrupt_next_block = False
+        target, drafter = CachedModel(models.target, target_room), CachedModel(models.drafter, drafter_room)
+        self.target = Half(
+            verifying.Scheduler(
+                CONTEXT_LENGTH, VOCAB_SIZE, MAX_DRAFT_TOKENS, Room(64, target_room), TightPacer(1.0, tokens=budget)
+            ),
+            target_engine.TargetEngine(target),
+            target.cache,
+        )
+        self.drafter = Half(
+            drafting.Scheduler(
+                CONTEXT_LENGTH, MAX_DRAFT_TOKENS, Room(64, drafter_room), TightPacer(1.0, tokens=budget)
+            ),
+            DraftEngine(LanguageModelDrafter(drafter, CONTEXT_LENGTH, SUBSTITUTE)),
+            drafter.cache,
+        )
+
+    @property
+    def open_clients(self) -> list[Client]:
+        return [client for client in self.clients if client.is_open]
+
+    def open(self, plan: Plan) -> Client | None:
+        """Opens a session, without a drafter where that has no room; None if the verifier has none."""
+        session_id = len(self.clients)
+        seed, prompt_len = plan.seed, len(plan.prompt)
+        spec = TargetSessionSpec(
+            session_id=session_id,
+            epoch=0,
+            first_round=0,
+            choice=0,
+            token_ids=list(plan.prompt),
+            prompt_len=prompt_len,
+            sampling=plan.sampling,
+            rule=plan.rule,
+            verifying_key=derive_key(seed, Role.VERIFYING),
+            max_draft_tokens=MAX_DRAFT_TOKENS,
+            plain_rounds=min(plan.plain_rounds, plan.max_tokens) if plan.opens_plain else 0,
+            stop_token_ids=plan.stop_token_ids,
+            max_len=plan.max_len,
+            cache_salt=plan.salt,
+        )
+        is_room = blocks_for(plan.max_len) <= self.target.scheduler.room.num_free_blocks
+        try:
+            self.target.scheduler.open(spec, LEASE)
+        except NoRoomError:
+            assert not is_room
+            self.seen["refused"] += 1
+            return None
+        client = Client(session_id, plan, CommittedTokens(list(plan.prompt)), prompt_len)
+        self.clients.append(client)
+        draft_spec = DraftSessionSpec(
+            session_id=session_id,
+            epoch=0,
+            choice=0,
+            token_ids=list(plan.prompt),
+            prompt_len=prompt_len,
+            sampling=plan.sampling,
+            drafting_key=derive_key(seed, Role.DRAFTING),
+            verifier_address="",
+            target_vocab_size=VOCAB_SIZE,
+            max_draft_tokens=MAX_DRAFT_TOKENS,
+            max_len=plan.max_len,
+            cache_salt=plan.salt,
+        )
+        try:
+            self.drafter.scheduler.open(draft_spec, LEASE)
+        except NoRoomError:
+            client.has_drafter = False
+            self.seen["refused by the drafter"] += 1
+        if not plan.opens_plain:
+            self._ask(client)
+        return client
+
+    def close(self, client: Client) -> None:
+        self.seen["closed in a step"] += self.target.step_runs + self.drafter.step_runs
+        client.is_open = False
+        self.target.close(client.session_id)
+        self.drafter.close(client.session_id)
+
+    def lose_drafter(self, client: Client) -> None:
+        """Goes on without a drafter, whose block may still be on its way."""
+        if client.has_drafter:
+            client.has_drafter = False
+            self.drafter.close(client.session_id)
+            if client.asked:
+                self.race(client)
+
+    def ask_again(self, client: Client) -> None:
+        """Asks for another block for a round, though the first one may still come."""
+        if client.has_drafter and client.asked:
+            client.attempt += 1
+            base_len = len(client.committed)
+            calibration = Calibration(client.fence, base_len, [], client.asked, client.attempt)
+            self.drafter.scheduler.calibrate(calibration)
+
+    def race(self, client: Client) -> None:
+        """Asks for a plain round where a block was asked for; whichever comes first is decided."""
+        if client.asked:
+            verdict = self.target.scheduler.run_plain(PlainRun(client.fence, 1))
+            assert verdict is not FenceVerdict.VIOLATION
+
+    def turn_target(self) -> None:
+        def recording(model, judgings):
+            done = judge(model, judgings)
+            judged = [
+                judging for judging, done in zip(judgings, done.outcomes, strict=True) if isinstance(done, Judgement)
+            ]
+            rules = list(dict.fromkeys(judging.rule.name for judging in judged))
+            rows_of = {rule: iter(blocks.target_probs) for rule, blocks in zip(rules, done.blocks, strict=True)}
+            for judging, outcome in zip(judgings, done.outcomes, strict=True):
+                if isinstance(outcome, Judgement):
+                    rows = next(rows_of[judging.rule.name])
+                    key = judging.key
+                    self.target_probs[key.key, key.round, key.attempt] = rows[: len(judging.draft_tokens) + 1]
+                elif not isinstance(outcome, InvalidRequestError):
+                    self.seen["read in part"] += 1
+            return done
+
+        with mock.patch.object(target_engine, "judge", recording):
+            self.events += self.target.turn()
+
+    def turn_drafter(self) -> None:
+        self.blocks += [done.outcome for done in self.drafter.turn() if done.outcome is not None]
+
+    def deliver_block(self) -> None:
+        """Brings the oldest block to the verifier."""
+        if not self.blocks:
+            return
+        block = self.blocks.popleft()
+        if self.corrupt_next_block:
+            self.corrupt_next_block = False
+            data = block.distributions.data[:-4] or b"none"
+            block = replace(block, distributions=replace(block.distributions, data=data))
+        verdict = self.target.scheduler.offer_block(block)
+        assert verdict is not FenceVerdict.VIOLATION
+        self.seen[f"block {verdict.value}"] += 1
+        if verdict is FenceVerdict.CURRENT:
+            self.clients[block.fence.session_id].offered = block
+
+    def deliver_event(self) -> None:
+        """Brings the verifier's oldest message to the gateway."""
+        if not self.events:
+            return
+        session, event = self.events.popleft()
+        client = self.clients[session.spec.session_id]
+        if not client.is_open:
+            return
+        if isinstance(event, Verdict):
+            self._commit(client, event)
+        else:
+            assert isinstance(event, InvalidRequestError)
+            self.seen["block refused"] += 1
+            self.race(client)
+
+    def turn_all(self) -> None:
+        """Brings everything a good deal further."""
+        for _ in range(3):
+            self.turn_drafter()
+        while self.blocks:
+            self.deliver_block()
+        for _ in range(3):
+            self.turn_target()
+        while self.events:
+            self.deliver_event()
+
+    def finish(self, waiting: Sequence[Plan] = ()) -> None:
+        """Runs everything to its end, and opens what waits as soon as there is room."""
+        left = deque(waiting)
+        for _ in range(UNTIL_DONE):
+            while left and self.open(self.resolve(left[0])) is not None:
+                left.popleft()
+            if not left and not self.open_clients and not (self.target.step_runs or self.drafter.step_runs):
+                break
+            self.turn_all()
+        else:
+            pytest.fail("some session does not get on")
+        self.target.check_empty()
+        self.drafter.check_empty()
+
+    def resolve(self, plan: Plan) -> Plan:
+        """Puts what another session has written before a prompt that continues it."""
+        if not plan.continues or not self.clients:
+            return plan
+        written = self.clients[plan.seed % len(self.clients)].committed.ids
+        room = CONTEXT_LENGTH - plan.max_len
+        return replace(plan, prompt=(*written[:room], *plan.prompt), continues=False)
+
+    def _commit(self, client: Client, verdict: Verdict) -> None:
+        assert verdict.fence == client.fence
+        block = client.offered if verdict.num_draft_tokens else None
+        drafted = block.token_ids if block else []
+        assert len(drafted) == verdict.num_draft_tokens
+        distributions, attempt = (block.distributions, block.attempt) if block else (None, 0)
+        prefix_len = len(client.committed)
+        client.rounds.append(Decided(prefix_len, drafted, distributions, attempt, verdict.token_ids))
+        client.committed.append(verdict.token_ids)
+        client.asked = client.attempt = 0
+        client.offered = None
+        assert len(client.committed) <= client.plan.max_len
+        stopped = not client.plan.stop_token_ids.isdisjoint(verdict.token_ids)
+        if stopped or len(client.committed) == client.plan.max_len:
+            client.is_done = True
+            self.seen["reused"] += verdict.num_cached_tokens
+            self.close(client)
+        elif verdict.plain_rounds_left == 0:
+            self._ask(client)
+
+    def _ask(self, client: Client) -> None:
+        left = client.plan.max_len - len(client.committed)
+        lengths = client.plan.block_lengths
+        wanted = min(lengths[len(client.rounds) % len(lengths)], left - 1)
+        if wanted == 0 or not client.has_drafter:
+            run = PlainRun(client.fence, min(client.plan.plain_rounds, left))
+            assert self.target.scheduler.run_plain(run) is FenceVerdict.CURRENT
+            return
+        base_len, client.drafter_knows = client.drafter_knows, len(client.committed)
+        client.asked = wanted
+        calibration = Calibration(client.fence, base_len, client.committed.ids[base_len:], wanted)
+        self.drafter.scheduler.calibrate(calibration)
+
+    @torch.inference_mode()
+    def check(self, client: Client) -> None:
+        """Makes sure that every round is what the session alone would have done: a proof by induction over rounds.
+
+        The reference is transformers with neither cache nor batch of sessions; the rows are the session's own rounds.
+        """
+        if not client.rounds:
+            return
+        plan, models = client.plan, self.models
+        texts = [client.committed.ids[: done.prefix_len] + done.draft_tokens for done in client.rounds]
+        longest = max(map(len, texts))
+        ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])  # causal: what follows is not seen
+        target_logits = models.reference_target(input_ids=ids).logits
+        drafter_vocab_size = models.reference_drafter.config.vocab_size
+        readable = torch.where(ids < drafter_vocab_size, ids, SUBSTITUTE)
+        draft_logits = models.reference_drafter(input_ids=readable).logits[..., :VOCAB_SIZE]
+        for number, done in enumerate(client.rounds):
+            length = len(done.draft_tokens)
+            rows = slice(done.prefix_len - 1, done.prefix_len + length)
+            target_probs = probabilities(target_logits[number, rows], plan.sampling)
+            draft_probs = probabilities(draft_logits[number, rows][:length], plan.sampling).float()
+            verifying_key = derive_key(plan.seed, Role.VERIFYING)
+            seen = self.target_probs[verifying_key, number, done.attempt]
+            assert (seen - target_probs).abs().max() < 1e-9, "the rule saw the target's own rows"
+            if done.distributions is not None:
+                key = DrawKey(derive_key(plan.seed, Role.DRAFTING), 0, number, done.attempt)
+                assert draw(draft_probs, key.uniforms(length)).tolist() == done.draft_tokens
+                sent = done.distributions.rows(done.draft_tokens, VOCAB_SIZE)
+                draft_probs = pad(draft_probs, (0, VOCAB_SIZE - draft_probs.shape[-1]))
+                assert (sent - draft_probs).abs().max() < 1e-6, "the drafter sent its own rows"
+            blocks = BlockBatch(
+                target_probs.unsqueeze(0),
+                pad(draft_probs, (0, VOCAB_SIZE - draft_probs.shape[-1])).unsqueeze(0),
+                torch.tensor([done.draft_tokens], dtype=torch.int64),
+                torch.tensor([length]),
+            )
+            uniforms = DrawKey(verifying_key, 0, number, done.attempt).uniforms(2).unsqueeze(0)
+            outcome = verify(rule_named(plan.rule), blocks, uniforms)
+            accepted = done.draft_tokens[: int(outcome.num_accepted)]
+            assert done.token_ids == [*accepted, int(outcome.extra_tokens)]
+
+
+PIECES = [[generator.randrange(VOCAB_SIZE) for _ in range(BLOCK_SIZE)] for generator in map(random.Random, range(3))]
+TEXTS = [[token for piece in order for token in PIECES[piece]] for order in ([0, 1, 2, 0], [0, 2, 1, 1], [1, 1, 0, 2])]
+"""Prompts are beginnings of these, so that many of them share blocks, and have equal blocks after other beginnings."""
+
+
+def mixed_plans(count: int, salts: Sequence[str] = ("",)) -> list[Plan]:
+    """Returns requests of all kinds, whose prompts begin alike or not."""
+    plans = []
+    for index in range(count):
+        generator = random.Random(index)
+        shared = TEXTS[index % 2][: generator.choice([0, 5, 16, 17, 33, 48])]
+        own = [generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 20))]
+        plans.append(
+            Plan(
+                prompt=(*shared, *own),
+                max_tokens=generator.randint(8, 40),
+                sampling=SAMPLINGS[index % len(SAMPLINGS)],
+                rule=list(RULES)[index % len(RULES)],
+                salt=salts[index % len(salts)],
+                block_lengths=(generator.randint(0, MAX_DRAFT_TOKENS),),
+                plain_rounds=generator.randint(1, 3),
+                opens_plain=False,
+                seed=index,
+            )
+        )
+    return plans
+
+
+def texts_of(stack: Stack) -> list[list[int]]:
+    return [client.generated for client in stack.clients]
+
+
+def test_sessions_together_write_what_the_loop_in_one_process_writes_for_each(models: Models) -> None:
+    plans = mixed_plans(20)
+    stack = Stack(models, budget=24)
+    for plan in plans[:4]:
+        stack.open(plan)
+    for _ in range(6):
+        stack.turn_all()
+    stack.finish(plans[4:])  # finds what the first ones have read
+    for plan, text in zip(plans, texts_of(stack), strict=True):
+        target, drafter = CachedModel(models.target, CONTEXT_LENGTH), CachedModel(models.drafter, CONTEXT_LENGTH)
+        run = LocalRun(plan.sampling, plan.max_tokens, plan.block_lengths[0], plan.rule, plan.seed)
+        rounds = speculate(target, LanguageModelDrafter(drafter, CONTEXT_LENGTH), list(plan.prompt), run)
+        assert text == [token for done in rounds for token in done.token_ids]
+    assert max(stack.target.sizes) >= 12, "most sessions took part in the same steps"
+    assert max(stack.drafter.sizes) >= 8
+    reused = [half.scheduler.prefix_tokens["reused"] for half in (stack.target, stack.drafter)]
+    assert min(reused) >= 3 * BLOCK_SIZE, "some prompts were read once for several sessions"
+    assert stack.seen["read in part"] > 10, "prompts were read in pieces"
+
+
+def test_reuse_of_prefixes_changes_no_token_and_happens_only_where_salts_are_equal(models: Models) -> None:
+    plans = mixed_plans(12)
+    texts = []
+    for salts in ([""], ["one", "other"], [str(index) for index in range(len(plans))]):
+        stack = Stack(models, budget=64)
+        for plan, salted in zip(plans, mixed_plans(len(plans), salts), strict=True):
+            assert replace(salted, salt="") == plan
+            stack.open(salted)
+            stack.turn_all()  # so that the next one finds what this one has read
+        stack.finish()
+        texts.append(texts_of(stack))
+        for half in (stack.target, stack.drafter):
+            assert half.scheduler.prefix_tokens["queried"] == sum(len(plan.prompt) for plan in plans)
+            assert (half.scheduler.prefix_tokens["reused"] > 0) == (len(salts) < len(plans))
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_second_turn_of_a_chat_reuses_what_the_first_has_written(models: Models) -> None:
+    stack = Stack(models)
+    first = stack.open(Plan(tuple(TEXTS[2][:20]), 40, SamplingParams(), block_lengths=(5,)))
+    assert first is not None
+    stack.finish()
+    second = stack.open(Plan((*first.committed.ids, 3, 1), 20, SamplingParams(), block_lengths=(5,), seed=1))
+    assert second is not None
+    stack.finish()
+    for client in (first, second):
+        stack.check(client)
+    for half in (stack.target, stack.drafter):
+        assert half.scheduler.prefix_tokens["reused"] == len(first.committed) // BLOCK_SIZE * BLOCK_SIZE
+
+
+def test_room_for_the_reservations_is_enough_and_who_has_none_is_refused(models: Models) -> None:
+    plan = Plan(tuple(TEXTS[2][:30]), 34, block_lengths=(5,))  # greedy, so that all are at their fullest at once
+    room = 3 * plan.max_len
+    assert room == 3 * blocks_for(plan.max_len) * BLOCK_SIZE, "a block more would not fit"
+    stack = Stack(models, room, room, budget=16)
+    for seed in range(3):
+        assert stack.open(replace(plan, salt=str(seed), seed=seed)) is not None
+    assert stack.open(replace(plan, seed=3)) is None
+    fullest = 0
+    while len(stack.open_clients) == 3:
+        stack.turn_all()
+        fullest = max(fullest, stack.target.cache.num_blocks - stack.target.cache.num_free_blocks)
+    assert fullest == stack.target.cache.num_blocks, "all of the cache was in use"
+    assert stack.open(replace(plan, seed=3)) is not None
+    stack.finish([replace(plan, salt=str(seed), seed=seed) for seed in range(4, 9)])
+    assert stack.seen["refused"] > 1
+    assert all(client.is_done for client in stack.clients)
+    for client in stack.clients:
+        stack.check(client)
+
+
+def test_block_that_is_asked_for_while_an_older_one_is_drafted_is_drafted_too(models: Models) -> None:
+    stack = Stack(models)
+    client = stack.open(Plan(tuple(TEXTS[0][:20]), 20, SamplingParams(), opens_plain=False))
+    assert client is not None
+    for _ in range(4):  # the prompt is read, and a step that drafts the first block has begun
+        stack.turn_drafter()
+    stack.race(client)
+    for _ in range(3):
+        stack.turn_target()
+    stack.deliver_event()
+    assert stack.drafter.step_runs
+    assert client.asked
+    stack.finish()
+    assert stack.seen["block stale"] == 1
+    assert [len(done.draft_tokens) for done in client.rounds[:2]] == [0, 4]
+    stack.check(client)
+
+
+@pytest.mark.parametrize("drafter_vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 2])
+def test_vocabularies_of_different_sizes_work_in_the_same_steps(tmp_path: Path, drafter_vocab_size: int) -> None:
+    stack = Stack(load_pair(tmp_path, drafter_vocab_size), budget=32)
+    stack.finish(mixed_plans(8))
+    for client in stack.clients:
+        stack.check(client)
+
+
+class Action(Enum):
+    """What may happen next. The likelier ones have several numbers."""
+
+    OPEN = range(0, 4)
+    TURN_TARGET = range(4, 13)
+    TURN_DRAFTER = range(13, 20)
+    DELIVER_BLOCK = range(20, 25)
+    DELIVER_EVENT = range(25, 31)
+    CANCEL = range(31, 32)
+    ASK_AGAIN = range(32, 33)
+    RACE = range(33, 36)
+    LOSE_DRAFTER = range(36, 37)
+    CORRUPT_BLOCK = range(37, 38)
+
+
+ACTIONS = [action for action in Action for _ in action.value]
+
+
+@st.composite
+def plans(draw_from: st.DrawFn) -> Plan:
+    """Requests of all kinds; their prompts often share whole blocks with others."""
+    shared = draw_from(st.sampled_from(TEXTS))[: draw_from(st.sampled_from([0, 1, 16, 17, 32, 40, 48]))]
+    own = draw_from(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=not shared, max_size=24))
+    return Plan(
+        prompt=(*shared, *own),
+        max_tokens=draw_from(st.integers(1, 30)),
+        sampling=draw_from(st.sampled_from(SAMPLINGS)),
+        rule=draw_from(st.sampled_from(list(RULES))),
+        salt=draw_from(st.sampled_from(["", "", "", "a"])),
+        block_lengths=tuple(draw_from(st.lists(st.integers(0, MAX_DRAFT_TOKENS), min_size=1, max_size=4))),
+        plain_rounds=draw_from(st.integers(1, 3)),
+        opens_plain=draw_from(st.booleans()),
+        stop_token_ids=draw_from(st.sampled_from([frozenset(), frozenset(), frozenset({3})])),
+        continues=draw_from(st.sampled_from([False, False, True])),
+    )
+
+
+def carry_out(stack: Stack, action: Action, which: int, left: deque[Plan]) -> None:
+    """Does one thing, if it can be done now, to one of the open sessions."""
+    clients = stack.open_clients
+    client = clients[which % len(clients)] if clients else None
+    match action:
+        case Action.OPEN if left:
+            if stack.open(stack.resolve(left[0])) is not None:
+                left.popleft()
+        case Action.TURN_TARGET:
+            stack.turn_target()
+        case Action.TURN_DRAFTER:
+            stack.turn_drafter()
+        case Action.DELIVER_BLOCK:
+            stack.deliver_block()
+        case Action.DELIVER_EVENT:
+            stack.deliver_event()
+        case Action.CANCEL if client is not None:
+            stack.close(client)
+        case Action.ASK_AGAIN if client is not None:
+            stack.ask_again(client)
+        case Action.RACE if client is not None:
+            stack.race(client)
+        case Action.LOSE_DRAFTER if client is not None:
+            stack.lose_drafter(client)
+        case Action.CORRUPT_BLOCK:
+            stack.corrupt_next_block = True
+
+
+def test_random_schedules_change_no_token_of_any_session(models: Models) -> None:
+    """Whatever is opened, cancelled, asked twice, refused, lost or late, and in whichever order it happens."""
+    seen: Counter[str] = Counter()
+
+    @given(
+        requests=st.lists(plans(), min_size=1, max_size=10),
+        actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9)), min_size=80, max_size=250),
+        rooms=st.tuples(st.integers(160, 600), st.integers(160, 600)),
+        budget=st.sampled_from([1, 3, 16, 40, 512]),
+    )
+    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    def check(requests: list[Plan], actions: list[tuple[Action, int]], rooms: tuple[int, int], budget: int) -> None:
+        stack = Stack(models, *rooms, budget)
+        left = deque(replace(plan, seed=seed) for seed, plan in enumerate(requests))
+        for action, which in actions:
+            carry_out(stack, action, which, left)
+        stack.corrupt_next_block = False
+        stack.finish(left)
+        for client in stack.clients:
+            stack.check(client)
+        seen.update(stack.seen)
+        seen["together"] += sum(count for size, count in stack.target.sizes.items() if size > 1)
+
+    check()
+    expected = {
+        "together",
+        "reused",
+        "read in part",
+        "refused",
+        "refused by the drafter",
+        "closed in a step",
+        "block current",
+        "block stale",
+        "block refused",
+    }
+    assert expected <= (+seen).keys(), f"the schedules are too tame: {seen}"

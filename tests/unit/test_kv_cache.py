@@ -1,0 +1,467 @@
+"""The accounts of the KV cache add up, and no sequence ever reads what was not written for its very beginning.
+
+The state machine plays the model: what is written for a token depends on the salt and on every token up to it, as keys
+and values do. A place then holds the right thing only if its whole history was right.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from draftwire.errors import NoRoomError
+from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK, CachedSequence, KvCache, blocks_for, slots_of
+
+NULL_SLOTS = range(NULL_BLOCK * BLOCK_SIZE, (NULL_BLOCK + 1) * BLOCK_SIZE)
+Key = tuple[str, str]
+"""Salt and text up to the end of a block."""
+TEXTS = ("a" * 200, "a" * 32 + "b" * 168, "b" * 200, "a" * 64 + "c" * 136)
+SALTS = ("", "tenant")
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+@dataclass
+class Expected:
+    """What a sequence should be."""
+
+    sequence: CachedSequence
+    salt: str
+    text: str
+    holds: list[Key | None] = field(default_factory=list)
+    """For each published block its key if this is the block that others share, None if it stayed private."""
+
+    @property
+    def num_final(self) -> int:
+        return len(self.holds) * BLOCK_SIZE
+
+
+class KvCacheMachine(RuleBasedStateMachine):
+    """Compares a cache with a plain account of texts: who holds what, what is kept, and in which order it is lost."""
+
+    @initialize(num_blocks=st.integers(2, 14))
+    def make(self, num_blocks: int) -> None:
+        self.cache = KvCache(num_blocks * BLOCK_SIZE - 3)
+        assert self.cache.num_blocks == num_blocks
+        self.written: list[Key | None] = [None] * self.cache.num_slots
+        self.live: list[Expected] = []
+        self.users: dict[Key, int] = {}
+        self.idle: OrderedDict[Key, None] = OrderedDict()
+
+    def pick(self, data: st.DataObject) -> Expected:
+        return data.draw(st.sampled_from(self.live))
+
+    def num_unused(self) -> int:
+        shared = sum(1 for users in self.users.values() if users)
+        private = sum(blocks_for(len(one.text)) - sum(1 for key in one.holds if key is not None) for one in self.live)
+        return self.cache.num_blocks - shared - private - len(self.idle)
+
+    def write(self, one: Expected, position: int, entry: Key) -> None:
+        slot = int(slots_of([one.sequence], position + 1)[0, position])
+        assert slot not in NULL_SLOTS
+        self.written[slot] = entry
+
+    def grow(self, one: Expected, more: str) -> bool:
+        """Appends, and writes `more` after what there is. Returns whether there was room."""
+        needed = blocks_for(len(one.text) + len(more)) - blocks_for(len(one.text))
+        unused = self.num_unused()
+        if needed > unused + len(self.idle):
+            before = [(other.sequence.blocks.copy(), other.sequence.length) for other in self.live]
+            with pytest.raises(NoRoomError):
+                self.cache.append(one.sequence, len(more))
+            assert before == [(other.sequence.blocks, other.sequence.length) for other in self.live]
+            return False
+        self.cache.append(one.sequence, len(more))
+        for _ in range(needed - unused):
+            key, _ = self.idle.popitem(last=False)
+            del self.users[key]
+        start = len(one.text)
+        one.text += more
+        for position in range(start, len(one.text)):
+            self.write(one, position, (one.salt, one.text[: position + 1]))
+        return True
+
+    @rule(text=st.sampled_from(TEXTS), length=st.integers(0, 90), salt=st.sampled_from(SALTS))
+    def open(self, text: str, length: int, salt: str) -> None:
+        sequence = self.cache.open(ids(text[:length]), salt)
+        holds: list[Key | None] = []
+        while (len(holds) + 1) * BLOCK_SIZE < length:
+            key = (salt, text[: (len(holds) + 1) * BLOCK_SIZE])
+            if key not in self.users:
+                break
+            self.users[key] += 1
+            self.idle.pop(key, None)
+            holds.append(key)
+        num_reused = len(holds) * BLOCK_SIZE
+        assert sequence.num_reused == sequence.length == num_reused
+        self.live.append(Expected(sequence, salt, text[:num_reused], holds))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), text=st.sampled_from(TEXTS), count=st.integers(1, 50))
+    def append(self, data: st.DataObject, text: str, count: int) -> None:
+        one = self.pick(data)
+        self.grow(one, text[len(one.text) :][:count] or "d")
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        one = self.pick(data)
+        length = data.draw(st.integers(one.num_final, len(one.text)))
+        self.cache.truncate(one.sequence, length)
+        one.text = one.text[:length]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), tail=st.text("de", max_size=3))
+    def publish(self, data: st.DataObject, tail: str) -> None:
+        one = self.pick(data)
+        final = data.draw(st.integers(0, len(one.text)))
+        # Tokens that are committed but not read yet do not count.
+        self.cache.publish(one.sequence, ids(one.text[:final] + (tail if final == len(one.text) else "")))
+        for index in range(len(one.holds), final // BLOCK_SIZE):
+            key = (one.salt, one.text[: (index + 1) * BLOCK_SIZE])
+            one.holds.append(None if key in self.users else key)
+            self.users.setdefault(key, 1)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), num_nodes=st.integers(0, 24))
+    def read_tree_and_keep_path(self, data: st.DataObject, num_nodes: int) -> None:
+        one = self.pick(data)
+        text, base_len = one.text, len(one.text)
+        if num_nodes == 0 or not self.grow(one, "?" * num_nodes):
+            return
+        path = sorted(data.draw(st.sets(st.integers(0, num_nodes - 1))))
+        kept = ""
+        for index in path:  # a node's keys know its ancestors, wherever it lies
+            kept += "t"
+            self.write(one, base_len + index, (one.salt, text + kept))
+        sources, targets = self.cache.keep_path(one.sequence, base_len, path)
+        assert sources.shape == targets.shape == (len(path),)
+        moved = [self.written[source] for source in sources]
+        for target, entry in zip(targets, moved, strict=True):
+            self.written[target] = entry
+        one.text = text + kept
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        one = self.pick(data)
+        self.live.remove(one)
+        self.cache.close(one.sequence)
+        assert one.sequence.blocks == []
+        for key in reversed(one.holds):
+            if key is not None:
+                self.users[key] -= 1
+                if not self.users[key]:
+                    self.idle[key] = None
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        self.cache.check_integrity()
+        assert self.cache.num_free_blocks == self.num_unused() + len(self.idle)
+        assert self.cache.sequences == {one.sequence for one in self.live}
+
+    @invariant()
+    def every_sequence_reads_what_was_written_for_its_text_and_salt(self) -> None:
+        for one in self.live:
+            assert one.sequence.length == len(one.text)
+            slots = slots_of([one.sequence], len(one.text) + 20)[0].tolist()
+            for position, slot in enumerate(slots[: len(one.text)]):
+                assert self.written[slot] == (one.salt, one.text[: position + 1])
+            assert set(slots[len(one.text) :]) <= set(NULL_SLOTS)
+
+    @invariant()
+    def blocks_that_may_be_written_are_held_by_one_sequence(self) -> None:
+        blocks = [set(one.sequence.blocks) for one in self.live]
+        for index, one in enumerate(self.live):
+            writable = set(one.sequence.blocks[len(one.holds) :])
+            assert NULL_BLOCK not in blocks[index]
+            assert not any(writable & other for place, other in enumerate(blocks) if place != index)
+
+
+# Without shrinking, which takes longer than a test may.
+KvCacheMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate)
+)
+TestKvCache = KvCacheMachine.TestCase
+
+
+def read(cache: KvCache, text: str, salt: str = "") -> CachedSequence:
+    """Opens a sequence that has read all of `text` and published it."""
+    sequence = cache.open(ids(text), salt)
+    cache.append(sequence, len(text) - sequence.length)
+    cache.publish(sequence, ids(text))
+    return sequence
+
+
+def num_known(cache: KvCache, text: str, salt: str = "") -> int:
+    """Returns how much of a text would be reused, and leaves no trace but in the order of eviction."""
+    sequence = cache.open(ids(text), salt)
+    cache.close(sequence)
+    return sequence.num_reused
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 48])
+def test_at_least_one_token_is_left_to_be_read(length: int) -> None:
+    cache = KvCache(200)
+    text = "abcdefghijklmnopqrstuvwxyz" * 2
+    read(cache, text)
+    reused = cache.open(ids(text[:length])).num_reused
+    assert reused == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert reused < length
+
+
+def test_sequence_of_another_salt_shares_nothing() -> None:
+    cache = KvCache(200)
+    held = read(cache, "a" * 40, salt="one")
+    assert num_known(cache, "a" * 40, salt="two") == num_known(cache, "a" * 40) == 0
+    assert num_known(cache, "a" * 40, salt="one") == 32
+    assert not set(read(cache, "a" * 40, salt="two").blocks) & set(held.blocks)
+
+
+def test_block_is_known_by_everything_before_it() -> None:
+    cache = KvCache(400)
+    read(cache, "a" * 16 + "b" * 16 + "c")
+    assert num_known(cache, "x" * 16 + "b" * 16 + "c") == 0
+    assert num_known(cache, "b" * 16 + "c") == 0
+    assert num_known(cache, "a" * 16 + "x" * 16 + "c") == 16
+
+
+def test_token_ids_of_any_vocabulary_are_told_apart() -> None:
+    cache = KvCache(400)
+    sequence = cache.open()
+    cache.append(sequence, 16)
+    cache.publish(sequence, [2**16 + 1] * 16)
+    assert cache.open([1] * 17).num_reused == 0
+    assert cache.open([2**16 + 1] * 17).num_reused == 16
+
+
+def test_end_of_a_text_is_lost_before_its_beginning() -> None:
+    cache = KvCache(4 * BLOCK_SIZE)
+    text = "a" * 65
+    cache.close(read(cache, text[:64]))
+    for num_lost in range(1, 5):
+        other = cache.open()
+        cache.append(other, num_lost * BLOCK_SIZE)
+        cache.close(other)
+        assert num_known(cache, text) == 64 - num_lost * BLOCK_SIZE
+
+
+def test_text_that_was_left_longest_ago_is_lost_first() -> None:
+    cache = KvCache(3 * BLOCK_SIZE)
+    for letter in "abc":
+        cache.close(read(cache, letter * 16))
+    assert num_known(cache, "a" * 17) == 16  # which makes it the youngest
+    other = cache.open()
+    cache.append(other, 1)
+    known = [letter for letter in "abc" if num_known(cache, letter * 17)]
+    assert known == ["a", "c"]
+
+
+def test_room_that_was_never_kept_is_taken_before_anything_is_lost() -> None:
+    cache = KvCache(4 * BLOCK_SIZE)
+    cache.close(read(cache, "a" * 32))
+    other = cache.open()
+    cache.append(other, 2 * BLOCK_SIZE)
+    assert num_known(cache, "a" * 33) == 32
+
+
+def test_blocks_that_a_sequence_holds_are_never_lost() -> None:
+    cache = KvCache(3 * BLOCK_SIZE)
+    first = read(cache, "a" * 32)
+    sharing = cache.open(ids("a" * 33))
+    cache.close(first)
+    other = cache.open()
+    cache.append(other, BLOCK_SIZE)
+    with pytest.raises(NoRoomError):
+        cache.append(other, 1)
+    assert num_known(cache, "a" * 33) == 32
+    cache.close(sharing)
+    cache.append(other, 2 * BLOCK_SIZE)
+
+
+def test_failed_append_loses_nothing_that_was_kept() -> None:
+    cache = KvCache(4 * BLOCK_SIZE)
+    cache.close(read(cache, "a" * 32))
+    sequence = cache.open()
+    cache.append(sequence, 20)
+    before = copy.deepcopy((sequence.blocks, sequence.length, cache.num_free_blocks))
+    with pytest.raises(NoRoomError, match="64 tokens"):
+        cache.append(sequence, 2 * BLOCK_SIZE + 13)
+    assert before == (sequence.blocks, sequence.length, cache.num_free_blocks)
+    assert num_known(cache, "a" * 33) == 32
+    cache.append(sequence, 2 * BLOCK_SIZE + 12)
+
+
+def test_closing_gives_all_room_back() -> None:
+    cache = KvCache(10 * BLOCK_SIZE)
+    for round_number in range(20):
+        sequences = [read(cache, letter * 33) for letter in "abc"]
+        assert cache.num_free_blocks == 1
+        for sequence in sequences if round_number % 2 else reversed(sequences):
+            cache.close(sequence)
+        assert cache.num_free_blocks == 10
+
+
+def test_second_of_two_that_read_the_same_text_at_once_keeps_its_own_blocks_and_may_go_on() -> None:
+    cache = KvCache(20 * BLOCK_SIZE)
+    text = "a" * 48
+    first, second = cache.open(ids(text)), cache.open(ids(text))
+    for sequence in (first, second):
+        cache.append(sequence, 48)
+    cache.publish(first, ids(text[:16]))
+    cache.publish(second, ids(text))
+    assert not set(first.blocks) & set(second.blocks)
+    cache.check_integrity()
+    assert cache.open(ids(text + "x")).blocks == [first.blocks[0], *second.blocks[1:]]
+
+
+def test_only_full_blocks_of_what_is_in_the_cache_are_offered() -> None:
+    cache = KvCache(200)
+    sequence = cache.open()
+    cache.append(sequence, 31)
+    cache.publish(sequence, ids("a" * 64))
+    assert sequence.num_published == 1
+    assert num_known(cache, "a" * 64) == 16
+
+
+def test_published_tokens_cannot_be_forgotten() -> None:
+    cache = KvCache(200)
+    sequence = read(cache, "a" * 40)
+    cache.truncate(sequence, 32)
+    with pytest.raises(AssertionError):
+        cache.truncate(sequence, 31)
+    with pytest.raises(AssertionError):
+        cache.truncate(sequence, 33)
+
+
+def test_slots_of_many_sequences_are_rows_padded_with_the_null_block() -> None:
+    cache = KvCache(200)
+    long, short, empty = cache.open(), cache.open(), cache.open()
+    cache.append(long, 20)
+    cache.append(short, 3)
+    table = slots_of([long, short, empty], 20)
+    assert table.dtype == np.int64
+    for row, sequence in zip(table.tolist(), (long, short, empty), strict=True):
+        for position, slot in enumerate(row):
+            if position < sequence.length:
+                block, offset = divmod(position, BLOCK_SIZE)
+                assert slot == sequence.blocks[block] * BLOCK_SIZE + offset
+            else:
+                assert slot in NULL_SLOTS
+    assert slots_of([long, short], 2).tolist() == table[:2, :2].tolist()
+    assert slots_of([long], 0).shape == (1, 0)
+
+
+def test_kept_path_is_copied_from_the_nodes_to_behind_the_base() -> None:
+    cache = KvCache(200)
+    sequence, other = cache.open(), cache.open()
+    for count in (10, 10, 20):  # blocks of two sequences in turn, so that places are not simply consecutive
+        cache.append(sequence, count)
+        cache.append(other, count)
+    places = slots_of([sequence], 40)[0]
+    sources, targets = cache.keep_path(sequence, 14, [0, 3, 19, 25])
+    assert sources.tolist() == places[[14, 17, 33, 39]].tolist()
+    assert targets.tolist() == places[[14, 15, 16, 17]].tolist()
+    assert sequence.length == 18
+    assert len(sequence.blocks) == 2
+
+
+def test_path_that_is_no_path_is_a_bug_of_the_caller() -> None:
+    cache = KvCache(200)
+    sequence = cache.open()
+    cache.append(sequence, 10)
+    with pytest.raises(AssertionError, match="ancestors"):
+        cache.keep_path(sequence, 4, [0, 0])
+
+
+def too_long(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    one.length += BLOCK_SIZE
+
+
+def block_twice(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    one.blocks[-1] = one.blocks[-2]
+
+
+def published_beyond_the_end(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    one.num_published = len(one.blocks)
+
+
+def written_by_two(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    two.blocks[-1] = one.blocks[-1]
+    cache._users[one.blocks[-1]] = 2
+
+
+def offered_while_written(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    cache._hashes[one.blocks[-1]] = b"x"
+    cache._published[b"x"] = one.blocks[-1]
+
+
+def miscounted_holders(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    cache._users[one.blocks[0]] += 1
+
+
+def free_though_held(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    cache._free.append(one.blocks[0])
+
+
+def lost_block(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    cache._free.pop()
+
+
+def null_block_given_out(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    cache._free.append(NULL_BLOCK)
+
+
+def free_twice(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    cache._free[0] = cache._free[1]
+
+
+def hash_of_another_block(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    cache._published[cache._hashes[one.blocks[0]]] = one.blocks[1]
+
+
+def free_but_offered(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    cache._hashes[cache._free[0]] = b"x"
+    cache._published[b"x"] = cache._free[0]
+
+
+def idle_but_not_offered(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
+    cache._idle[cache._free.pop()] = None
+
+
+@pytest.mark.parametrize(
+    ("plant", "complaint"),
+    [
+        (too_long, "as many blocks as it needs"),
+        (block_twice, "each of its blocks once"),
+        (published_beyond_the_end, "published tokens are in the cache"),
+        (written_by_two, "belongs to one sequence"),
+        (offered_while_written, "still written is not offered"),
+        (miscounted_holders, "holders are counted"),
+        (free_though_held, "free, idle or held"),
+        (lost_block, "free, idle or held"),
+        (null_block_given_out, "free, idle or held"),
+        (free_twice, "free, idle or held"),
+        (hash_of_another_block, "each hash names its block"),
+        (free_but_offered, "a free block is not offered"),
+        (idle_but_not_offered, "kept for being offered"),
+    ],
+)
+def test_check_of_integrity_notices(
+    plant: Callable[[KvCache, CachedSequence, CachedSequence], None], complaint: str
+) -> None:
+    cache = KvCache(20 * BLOCK_SIZE)
+    one, two = read(cache, "a" * 40), read(cache, "a" * 16 + "b" * 24)
+    cache.close(read(cache, "c" * 40))
+    cache.check_integrity()
+    plant(cache, one, two)
+    with pytest.raises(AssertionError, match=complaint):
+        cache.check_integrity()

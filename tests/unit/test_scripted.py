@@ -1,0 +1,248 @@
+"""A scripted pair behaves as its script says, through the real rules and caches."""
+
+import math
+import time
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import binomtest
+
+from draftwire.drafting.scripted import ScriptedDrafter
+from draftwire.drafting.strategy import Drafting, DraftRequest
+from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.local_loop import LocalRun, Round, speculate
+from draftwire.models.cached_model import Reading, SequenceModel
+from draftwire.models.scripted import PREFIX, Script, ScriptedTarget, expected_tokens, is_scripted
+from draftwire.randomness import DrawKey
+from draftwire.sampling import SamplingParams
+from draftwire.verification import RULES
+
+torch.set_num_threads(1)
+
+PROMPT = list(b"def f")
+KEY = DrawKey(bytes(16), 0, 0)
+
+
+def rounds_of(script: Script, sampling: SamplingParams, run_tokens: int, block_length: int, rule: str) -> list[Round]:
+    target = ScriptedTarget(script, run_tokens + 64)
+    run = LocalRun(sampling, run_tokens, block_length, rule, seed=3)
+    rounds = list(speculate(target, ScriptedDrafter(script), PROMPT, run))
+    target.cache.check_integrity()
+    assert target.cache.sequences == set()
+    return rounds
+
+
+def test_script_is_read_from_a_models_name() -> None:
+    text = "verify_ms=5,draft_ms=1.5,calibration_ms=2,read_us=3e1,acceptance=0.8/1/0,vocab_size=512,context_length=99"
+    expected = Script(5.0, 1.5, 2.0, 30.0, (0.8, 1.0, 0.0), 512, 99)
+    assert Script.parse(PREFIX + text) == Script.parse(text) == expected
+    assert Script.parse(PREFIX) == Script()
+    assert Script.parse(PREFIX + "acceptance=0.5") == Script(acceptance=(0.5,))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("verify=5", "verify"),
+        ("verify_ms", "float"),
+        ("verify_ms=", "float"),
+        ("verify_ms=x", "x"),
+        ("verify_ms=-1", "verify_ms"),
+        ("draft_ms=nan", "draft_ms"),
+        ("calibration_ms=inf", "calibration_ms"),
+        ("read_us=-0.1", "read_us"),
+        ("acceptance=", "float"),
+        ("acceptance=0.8/", "float"),
+        ("acceptance=1.1", "acceptance"),
+        ("acceptance=0.5/-0.1", "acceptance"),
+        ("acceptance=nan", "acceptance"),
+        ("vocab_size=255", "vocab_size"),
+        ("vocab_size=300.5", "300.5"),
+        ("context_length=1", "context_length"),
+        ("=5", "unknown"),
+        ("verify_ms=5;draft_ms=1", "5;draft_ms"),
+        (" verify_ms=5", "unknown"),
+        ("__class__=5", "__class__"),
+    ],
+)
+def test_bad_script_is_refused_by_name(text: str, named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
+        Script.parse(PREFIX + text)
+
+
+def test_script_that_says_a_thing_twice_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="verify_ms"):
+        Script.parse(PREFIX + "verify_ms=5,verify_ms=50")
+
+
+def test_script_without_acceptance_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="acceptance"):
+        Script(acceptance=())
+
+
+def test_only_names_with_the_prefix_are_scripts() -> None:
+    assert is_scripted("scripted:")
+    assert is_scripted("scripted:verify_ms=5")
+    assert not is_scripted("models/scripted")
+    assert not is_scripted("./scripted:verify_ms=5")
+
+
+def test_last_acceptance_holds_for_all_further_positions() -> None:
+    script = Script(acceptance=(0.9, 0.5))
+    assert [script.acceptance_at(position) for position in range(4)] == [0.9, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("text", ["", "plain", "def f(x):\n\treturn 'é😀' + x  # ok\r\n", " a  b ", "\x00\x7f", "ÿ"])
+def test_tokens_of_the_card_are_bytes_and_give_the_text_back(text: str) -> None:
+    tokenizer = Script().card().tokenizer
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_every_byte_is_a_token_of_its_own() -> None:
+    card = Script(vocab_size=512, context_length=77).card()
+    assert len(set(card.vocabulary)) == len(card.vocabulary) == 256
+    assert (card.description.vocab_size, card.description.context_length) == (512, 77)
+    assert card.description.stop_token_ids == ()
+    for byte in range(128):
+        assert card.tokenizer.decode([byte]) == chr(byte)
+
+
+def test_both_cards_of_a_script_name_one_vocabulary_and_another_script_shares_it() -> None:
+    first, second = Script().card(), Script(vocab_size=500).card()
+    assert first.description.vocabulary_fingerprint == second.description.vocabulary_fingerprint
+
+
+def test_drafter_proposes_the_alphabet_by_position() -> None:
+    assert bytes(expected_tokens(0, 28)) == b"abcdefghijklmnopqrstuvwxyzab"
+    assert expected_tokens(5, 3) == expected_tokens(0, 8)[5:]
+    drafter = ScriptedDrafter(Script())
+    sequence = drafter.open(PROMPT)
+    for sampling in (SamplingParams(), SamplingParams(0.0)):
+        (draft,) = drafter.step([Drafting(sequence, DraftRequest(4, sampling, KEY, 320))]).drafts
+        assert draft is not None
+        assert draft.token_ids == expected_tokens(len(PROMPT), 4)
+        rows = draft.distributions.rows(draft.token_ids, 320)
+        assert torch.equal(rows.argmax(dim=1), torch.tensor(draft.token_ids))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_position_is_accepted_as_often_as_the_script_says(rule: str) -> None:
+    """Exact binomial tests, four for each of two rules: a false alarm has a probability of at most 8e-7."""
+    acceptance = (0.9, 0.4, 0.75)
+    rounds = rounds_of(Script(acceptance=acceptance), SamplingParams(), 4000, 4, rule)
+    whole = [one for one in rounds if int(one.blocks.lengths[0]) == 4]
+    for position, expected in enumerate((*acceptance, acceptance[-1])):
+        tried = sum(one.num_accepted >= position for one in whole)
+        accepted = sum(one.num_accepted > position for one in whole)
+        assert tried > 150
+        assert binomtest(accepted, tried, expected).pvalue > 1e-7
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_text_is_the_alphabet_with_a_capital_for_each_refusal(rule: str) -> None:
+    rounds = rounds_of(Script(acceptance=(0.7,)), SamplingParams(), 300, 3, rule)
+    text = bytes(token for one in rounds for token in one.token_ids)
+    assert text.lower() == bytes(expected_tokens(len(PROMPT), len(text)))
+    for one in rounds:
+        assert not any(chr(token).isupper() for token in one.token_ids[: one.num_accepted])
+        if one.num_accepted < int(one.blocks.lengths[0]):
+            assert chr(one.token_ids[-1]).isupper()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("probability", [0.0, 1.0])
+def test_certain_acceptance_and_refusal_are_certain(rule: str, probability: float) -> None:
+    rounds = rounds_of(Script(acceptance=(probability,)), SamplingParams(), 200, 4, rule)
+    assert all(one.num_accepted == int(one.blocks.lengths[0]) * probability for one in rounds)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_decoding_accepts_where_acceptance_is_more_likely_than_not(rule: str) -> None:
+    rounds = rounds_of(Script(acceptance=(0.9, 0.6, 0.4, 1.0)), SamplingParams(0.0), 300, 4, rule)
+    whole = Counter(one.num_accepted for one in rounds if int(one.blocks.lengths[0]) == 4)
+    assert set(whole) == {2}
+
+
+def test_colder_sampling_accepts_what_is_likely_more_often() -> None:
+    """At temperature 1/2 the odds of 0.7 to 0.3 are squared. False alarm: at most 1e-7."""
+    rounds = rounds_of(Script(acceptance=(0.7,)), SamplingParams(0.5), 1500, 1, "block")
+    whole = [one for one in rounds if int(one.blocks.lengths[0]) == 1]
+    assert binomtest(sum(one.num_accepted for one in whole), len(whole), 0.49 / 0.58).pvalue > 1e-7
+
+
+def waited(seconds: float, expected_s: float) -> None:
+    """The machine may be busy, so that only waiting too little is judged closely."""
+    assert expected_s - 1e-3 <= seconds < expected_s + 1.0
+
+
+def test_step_of_the_target_takes_its_time_and_that_of_every_token() -> None:
+    target: SequenceModel = ScriptedTarget(Script(verify_ms=20, read_us=500), 1000)
+    readings = [Reading(target.cache.open(), [1] * 30, 1), Reading(target.cache.open(), [1] * 10, 0)]
+    started = time.perf_counter()
+    assert target.read(readings).shape == (1, 320)
+    waited(time.perf_counter() - started, 0.02 + 40 * 500e-6)
+
+
+def test_step_of_the_drafter_takes_its_time_once_for_all_sessions() -> None:
+    drafter = ScriptedDrafter(Script(draft_ms=10, calibration_ms=20, read_us=1000))
+    sequences = [drafter.open([1] * count) for count in (10, 5, 5)]
+    counts = (3, 1, 2)
+    draftings = [
+        Drafting(sequence, DraftRequest(count, SamplingParams(), KEY, 320))
+        for sequence, count in zip(sequences, counts, strict=True)
+    ]
+    started = time.perf_counter()
+    step = drafter.step(draftings)
+    waited(time.perf_counter() - started, 0.02 + 20 * 1e-3 + 3 * 0.01)
+    waited(step.calibration_s, 0.02 + 20 * 1e-3)
+    waited(step.draft_s, 3 * 0.01)
+    assert step.num_read == 20
+
+
+def test_script_without_times_does_not_wait() -> None:
+    started = time.perf_counter()
+    rounds = rounds_of(Script(), SamplingParams(), 50, 4, "block")
+    assert (time.perf_counter() - started) / len(rounds) < 0.5
+
+
+def test_drafter_reads_in_parts_and_drafts_when_it_has_read_all() -> None:
+    drafter = ScriptedDrafter(Script())
+    sequence = drafter.open([1] * 10)
+    wanted = DraftRequest(2, SamplingParams(), KEY, 320)
+    for num_read, num_unread in ((4, 6), (4, 2)):
+        step = drafter.step([Drafting(sequence, wanted, max_read=4)])
+        assert (step.drafts, step.num_read, sequence.num_unread) == ([None], num_read, num_unread)
+    step = drafter.step([Drafting(sequence, None, max_read=4)])
+    assert (step.drafts, step.num_read, sequence.num_unread) == ([None], 2, 0)
+    sequence.calibrate(10, [2, 3])
+    assert sequence.num_unread == 2
+    assert drafter.step([Drafting(sequence, wanted, max_read=4)]).drafts[0].token_ids == expected_tokens(12, 2)
+    sequence.calibrate(12, [])
+    assert sequence.num_unread == 1
+
+
+def test_target_has_a_real_cache_with_room_and_shared_beginnings() -> None:
+    target = ScriptedTarget(Script(), 48)
+    first = target.cache.open(PROMPT * 7)
+    target.read([Reading(first, PROMPT * 7, 1)])
+    target.cache.publish(first, PROMPT * 7)
+    second = target.cache.open(PROMPT * 7)
+    assert second.num_reused == 32
+    with pytest.raises(NoRoomError):
+        target.read([Reading(second, [1], 1)])
+    assert second.length == 32
+
+
+def test_logits_stand_before_the_draft_tokens_and_after_the_block() -> None:
+    target = ScriptedTarget(Script(acceptance=(0.9, 0.25)), 320)
+    logits = target.read([Reading(target.cache.open(), [1] * 5, 0), Reading(target.cache.open(), [1] * 8, 3)])
+    assert logits.shape == (3, 320)
+    probs = logits.softmax(dim=-1)
+    for row, (position, accepted) in enumerate(((6, 0.9), (7, 0.25), (8, 0.25))):
+        token = expected_tokens(position, 1)[0]
+        assert float(probs[row, token]) == pytest.approx(accepted)
+        assert float(probs[row, token - 32]) == pytest.approx(1.0 - accepted)
+    assert not math.isnan(float(logits.sum()))
