@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from draftwire.distributions import DraftDistributions
-from draftwire.errors import InvalidRequestError, NoRoomError, ProtocolViolationError
+from draftwire.errors import InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
 from draftwire.models.kv_cache import blocks_for
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence
@@ -475,6 +475,22 @@ def test_calibration_that_comes_before_the_prompt_is_read_teaches_the_pacer_no_n
     for _ in run_steps(scheduler, engine):
         assert scheduler.pacer.alone.seconds_per_token is not None
         assert scheduler.pacer.alone.seconds_per_token > 0.0
+
+
+def test_sequence_that_cannot_go_on_ends_its_session_and_no_other() -> None:
+    """The scheduler reports the error once and does not try again; whoever closes the session is told."""
+    scheduler, engine = make_scheduler(), Engine()
+    sessions = [scheduler.open(make_spec(session_id), lease_id=0) for session_id in (1, 2)]
+    list(run_steps(scheduler, engine))
+    for session in sessions:
+        scheduler.calibrate(make_calibration(session.committed.ids, [10], session_id=session.spec.session_id))
+    step = next_step(scheduler)
+    result = engine.run(step)
+    error = UnavailableError("no finite logits")
+    ill, well = scheduler.complete(step, replace(result, outcomes=[error, result.outcomes[1]]))
+    assert ill.outcome is error
+    assert isinstance(well.outcome, DraftBlock)
+    assert scheduler.next_step() is None
 
 
 # Prompts

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from draftwire.distributions import Encoding, draw
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
+from draftwire.errors import UnavailableError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.randomness import DrawKey
@@ -430,3 +431,51 @@ def test_draft_before_a_calibration_is_a_bug_of_the_caller(drafter: LanguageMode
 
 def test_drafter_tells_its_context(drafter: LanguageModelDrafter) -> None:
     assert drafter.context_length == CONTEXT_LENGTH
+
+
+class FailingModel(CountingModel):
+    """Gives no finite logits for one sequence from one of its calls on."""
+
+    failing: tuple[LanguageModelSequence, int] | None = None
+
+    def read(self, readings: list[Reading]) -> Tensor:
+        logits = super().read(readings)
+        if self.failing is not None:
+            sequence, call = self.failing
+            rows = itertools.accumulate((reading.keep for reading in readings), initial=0)
+            for row, reading in zip(rows, readings, strict=False):
+                if reading.sequence is sequence.cached and len(self.calls) >= call and reading.keep:
+                    logits[row] = torch.nan
+        return logits
+
+
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_logits_that_are_not_finite_end_the_block_of_their_sequence_alone(
+    networks: dict[torch.dtype, PreTrainedModel], call: int
+) -> None:
+    """Whether a token is drawn is decided before it is drawn; what was drawn before is sent."""
+    healthy, ill = (
+        LanguageModelDrafter(model, CONTEXT_LENGTH)
+        for model in (CountingModel(networks[torch.float64], 4096), FailingModel(networks[torch.float64], 4096))
+    )
+    prompts = [PROMPT, [7, 3], [2, 2, 8]]
+    drafts = []
+    for drafter in (healthy, ill):
+        sequences = [drafter.open(prompt) for prompt in prompts]
+        assert isinstance(drafter.model, CountingModel)
+        if isinstance(drafter.model, FailingModel):
+            drafter.model.failing = sequences[1], call
+        wanted = [Drafting(sequence, request(round=number)) for number, sequence in enumerate(sequences)]
+        drafts.append(drafter.step(wanted).drafts)
+        drafter.model.cache.check_integrity()
+    whole, cut = drafts[0][1], drafts[1][1]
+    for expected, draft in zip(drafts[0][::2], drafts[1][::2], strict=True):
+        assert isinstance(draft, Draft)
+        assert draft == expected
+    assert isinstance(whole, Draft)
+    if call == 1:
+        assert isinstance(cut, UnavailableError)
+    else:
+        assert isinstance(cut, Draft)
+        assert cut.token_ids == whole.token_ids[: call - 1]
+        assert cut.distributions.data == whole.distributions.data[: len(cut.distributions.data)]
