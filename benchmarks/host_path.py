@@ -4,7 +4,8 @@
 
 Runs scripted pairs, and the embedded pair, through the three processes on loopback. The host time of a round is the
 time between two deltas at the client less the model time that the response reports for a round (reading, drafting and
-verifying, as the services measure it). The gateway's capacity is taken from the CPU time that it used, all threads.
+verifying, as the services measure it). Three messages make a round; what one costs on a bare stream is measured beside
+it. The gateway's capacity is taken from the CPU time that it used, all threads.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from benchmarks.bare_hop import bare_hop_us
 from benchmarks.load import Answer, Ask, run_load
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
@@ -142,6 +144,7 @@ def main() -> None:
     arguments = parser.parse_args()
     embedded = options(embedded_model("target"), embedded_model("drafter"))
     results = {
+        "bare_hop_us": {"at once": bare_hop_us(0.0), "after 5 ms of rest": bare_hop_us(0.005)},
         "round_with_instant_models": measure_round(options(SCRIPTED, SCRIPTED), ["hello"] * 10, 400),
         "round_with_waiting_models": measure_round(options(WAITING, WAITING), ["hello"] * 5, 400),
         "round_with_the_embedded_pair": measure_round(embedded, load_prompts()[:8], 128),
