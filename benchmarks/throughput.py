@@ -3,7 +3,7 @@
     python -m benchmarks.throughput --output benchmarks/results/throughput.json
 
 Every repetition measures all settings one after the other, so that a ratio compares neighbours in time; reported are
-medians over the repetitions. Each session's own speed and the mean number of sessions in a step are given too.
+medians over the repetitions. The mean number of rounds that a step decides is given too.
 """
 
 import argparse
@@ -37,8 +37,8 @@ class Measurement:
     concurrency: int
     tokens_per_second: float
     """Of all sessions together."""
-    sessions_per_step: float
-    """Mean number of sessions that a forward pass of the target served."""
+    rounds_per_step: float
+    """Mean number of rounds that a forward pass of the target decided."""
     block_efficiency: float
 
 
@@ -55,7 +55,7 @@ def measure(stack: LocalStack, prompts: list[str], mode: str, concurrency: int, 
         mode=mode,
         concurrency=concurrency,
         tokens_per_second=sum(answer.statistics.num_generated_tokens for answer in answers) / seconds,
-        sessions_per_step=passes / steps,
+        rounds_per_step=passes / steps,
         block_efficiency=(
             sum(answer.statistics.num_emitted_tokens for answer in answers)
             / sum(answer.statistics.num_rounds for answer in answers)

@@ -1,5 +1,9 @@
 """Everything that can go wrong in a way that a caller can act on, as one tree."""
 
+RETRY_KEY = "grpc-retry-pushback-ms"
+"""Trailing metadata of a full server: when to try again, milliseconds. gRPC itself reads it where a client has retries
+configured. Source: gRPC proposal A6, "Client Retries"."""
+
 
 class DraftwireError(Exception):
     """Base of all errors that are meant to be read by whoever caused them. The message holds no prompt and no token."""
@@ -31,6 +35,12 @@ class NoRoomError(DraftwireError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+    @classmethod
+    def hinted(cls, message: str, hint: object) -> "NoRoomError":
+        """Makes one from a status and the value of its `RETRY_KEY`, which may be missing or nonsense."""
+        text = str(hint)
+        return cls(message, int(text) / 1e3) if text.isdecimal() else cls(message)
 
 
 class UnavailableError(DraftwireError):

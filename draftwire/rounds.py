@@ -9,6 +9,9 @@ import numpy as np
 from draftwire.distributions import DraftDistributions
 from draftwire.sampling import SamplingParams
 
+MAX_SALT_LENGTH = 256
+"""Characters of a `cache_salt`, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fence:

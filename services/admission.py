@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from draftwire.errors import NoRoomError
+from draftwire.errors import NoRoomError, ProtocolViolationError
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.services.leases import SessionKey
 
@@ -43,3 +43,30 @@ class Room:
     def release(self, key: SessionKey) -> None:
         """Gives back a session's reservation."""
         del self._blocks[key]
+
+
+@dataclass(slots=True)
+class ClosedEarly:
+    """Sessions that were closed before they were opened, because the two messages travel on different connections.
+
+    Such an opening comes too late: nobody would close the session again.
+    """
+
+    bound: int = 4096
+    """Sessions that are remembered; the oldest are forgotten."""
+    _keys: dict[SessionKey, None] = field(default_factory=dict)
+
+    def add(self, key: SessionKey) -> None:
+        """Remembers a session that is closed and not open."""
+        self._keys[key] = None
+        if len(self._keys) > self.bound:
+            del self._keys[next(iter(self._keys))]
+
+    def refuse(self, key: SessionKey) -> None:
+        """Makes sure that a session was not closed early.
+
+        Raises:
+            ProtocolViolationError: it was.
+        """
+        if key in self._keys:
+            raise ProtocolViolationError("the session was closed before it was opened")

@@ -72,7 +72,8 @@ class EngineSettings:
     """Room of the KV cache, tokens of all sessions together. A session reserves its prompt and its max_tokens when it
     opens; what does not fit is refused with RESOURCE_EXHAUSTED. Also limits the context."""
     max_added_latency_ms: float = 100.0
-    """How long the reading of long prompts may delay the next tokens of running sessions, milliseconds."""
+    """How much the reading of long prompts may add to the time of a running session's next tokens, at drafter and
+    verifier together, milliseconds. Set it alike at both."""
 
     def __post_init__(self) -> None:
         require(self.max_sessions >= 1, "max_sessions must be at least 1")

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from draftwire.errors import (
+    RETRY_KEY,
     DraftwireError,
     InvalidRequestError,
     ModelMismatchError,
@@ -28,8 +29,6 @@ _ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.FAILED_PRECONDITION: ModelMismatchError,
 }
-_RETRY_KEY = "grpc-retry-pushback-ms"
-"""Trailing metadata of a full server: when to try again, milliseconds."""
 _FINISH_REASONS = {gateway_pb2.FINISH_REASON_STOP: "stop", gateway_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -247,6 +246,5 @@ def _error_of(error: grpc.RpcError) -> DraftwireError:
     details = error.details() or code.name
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         hints = {item.key: item.value for item in error.trailing_metadata() or ()}
-        hint = str(hints.get(_RETRY_KEY, ""))
-        return NoRoomError(details, int(hint) / 1e3) if hint.isdecimal() else NoRoomError(details)
+        return NoRoomError.hinted(details, hints.get(RETRY_KEY))
     return _ERRORS.get(code, UnavailableError)(details)

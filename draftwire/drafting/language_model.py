@@ -33,7 +33,7 @@ class LanguageModelSequence:
     @property
     def num_unread(self) -> int:
         """See `DraftSequence.num_unread`; at least 1 after `calibrate`."""
-        return self._num_committed - self.cached.length
+        return max(0, self._num_committed - self.cached.length)
 
     @property
     def num_reused(self) -> int:
@@ -103,7 +103,7 @@ class LanguageModelDrafter:
         for index, drafting in enumerate(draftings):
             sequence = cast(LanguageModelSequence, drafting.sequence)
             unread = sequence.unread(drafting.max_read)
-            drafts = drafting.request is not None and len(unread) >= sequence.num_unread
+            drafts = drafting.request is not None and len(unread) == sequence.num_unread
             if unread:
                 readings.append(Reading(sequence.cached, unread, int(drafts)))
             if drafts:
@@ -140,14 +140,17 @@ class LanguageModelDrafter:
         rows: list[list[Tensor]] = [[] for _ in members]
         active = list(range(len(members)))  # those that the rows of `logits` belong to
         while active:
+            for row, index in enumerate(active):
+                if limits[index] < logits.shape[1]:
+                    logits[row, limits[index] :] = -torch.inf
             finite = torch.isfinite(logits.amax(dim=-1)).tolist()
             if not all(finite):
                 logits = logits[torch.tensor(finite, device=logits.device)]
                 active = [index for index, is_finite in zip(active, finite, strict=True) if is_finite]
                 if not active:
                     break
-            requests = [members[index][1] for index in active]
-            probs = self._probabilities(logits, requests, [limits[index] for index in active])
+            params = [members[index][1].sampling for index in active]
+            probs = probabilities_by_row(logits, params).float().cpu()  # as they are sent
             drawn = draw(probs, torch.stack([uniforms[index][len(token_ids[index])] for index in active])).tolist()
             for row, index, token in zip(probs, active, drawn, strict=True):
                 token_ids[index].append(token)
@@ -157,13 +160,6 @@ class LanguageModelDrafter:
                 logits = self.model.read([Reading(members[i][0].cached, [token_ids[i][-1]], 1) for i in active])
         each = zip(members, token_ids, rows, limits, strict=True)
         return [_draft(request, tokens, drawn_from, limit) for (_, request), tokens, drawn_from, limit in each]
-
-    def _probabilities(self, logits: Tensor, requests: list[DraftRequest], limits: list[int]) -> Tensor:
-        """Returns what the next tokens are drawn from and what is sent, `[requests, vocab] float32` on the CPU."""
-        for row, limit in enumerate(limits):
-            if limit < logits.shape[1]:
-                logits[row, limit:] = -torch.inf
-        return probabilities_by_row(logits, [request.sampling for request in requests]).float().cpu()
 
 
 def _draft(request: DraftRequest, token_ids: list[int], rows: list[Tensor], limit: int) -> Draft | DraftwireError:

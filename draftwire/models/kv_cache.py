@@ -79,7 +79,7 @@ class KvCache:
 
         At least one of the tokens is left to be read, because reading it is what gives logits.
         """
-        sequence = CachedSequence(_digest(b"draftwire", salt.encode()))
+        sequence = CachedSequence(_digest(b"salt", salt.encode()))
         sequence.chain = sequence.salt
         for start in range(0, len(token_ids) - BLOCK_SIZE, BLOCK_SIZE):
             chain = _chain(sequence.chain, token_ids[start : start + BLOCK_SIZE])
@@ -215,8 +215,8 @@ def slots_of(sequences: Sequence[CachedSequence], width: int) -> NDArray[np.int6
 
 
 def _chain(previous: bytes, token_ids: Sequence[int]) -> bytes:
-    return _digest(previous, np.asarray(token_ids, dtype="<u4").tobytes())
+    return _digest(b"chain", previous, np.asarray(token_ids, dtype="<u4").tobytes())
 
 
-def _digest(*parts: bytes) -> bytes:
-    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+def _digest(purpose: bytes, *parts: bytes) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=16, person=purpose).digest()

@@ -61,7 +61,7 @@ class OpenDraftSessionRequest(_message.Message):
     context. Room for them is reserved.
     """
     cache_salt: _builtins.str
-    """What was computed is shared only between sessions of the same salt."""
+    """What was computed is shared only between sessions of the same salt. At most 256 characters."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All ids that are committed now."""

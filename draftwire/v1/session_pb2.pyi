@@ -276,7 +276,9 @@ class Verdict(_message.Message):
     verify_duration_us: _builtins.int
     """Time of the target's forward pass and the rule, microseconds."""
     queue_duration_us: _builtins.int
-    """Time that the work waited for the device, microseconds."""
+    """From the arrival of the work to the step that decided it, microseconds. In a session's first verdict this includes
+    the steps that read its prompt.
+    """
     calibration_duration_us: _builtins.int
     """As in DraftBlock; 0 in a plain round."""
     draft_duration_us: _builtins.int

@@ -66,7 +66,7 @@ class OpenTargetSessionRequest(_message.Message):
     them is reserved, so that an open session never runs out of it.
     """
     cache_salt: _builtins.str
-    """Keys and values are shared only between sessions of the same salt."""
+    """Keys and values are shared only between sessions of the same salt. At most 256 characters."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed ids: the prompt and, in a session that is moved, what was generated before."""

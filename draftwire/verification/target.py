@@ -91,7 +91,7 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
         readings.append(Reading(judging.sequence, unread + judging.draft_tokens, len(judging.draft_tokens) + 1))
     if not readings:
         return StepOutcome([outcomes[index] for index in range(len(judgings))], [])
-    lengths = {id(judging): judging.sequence.length for judging in judgings}
+    lengths = [judging.sequence.length for judging in judgings]
     logits = model.read(readings)
 
     counts = [len(judgings[index].draft_tokens) + 1 for index in decided]
@@ -100,7 +100,7 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
     for index, is_finite in zip(decided, finite, strict=True):
         if not bool(is_finite.all()):
             outcomes[index] = UnavailableError("the target gave no finite logits")
-            model.cache.truncate(judgings[index].sequence, lengths[id(judgings[index])])
+            model.cache.truncate(judgings[index].sequence, lengths[index])
     batches: list[BlockBatch] = []
     members_of: dict[str, list[int]] = {}
     for index in decided:

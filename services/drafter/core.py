@@ -118,11 +118,15 @@ class DrafterCore:
         try:
             await self._link(spec.verifier_address)
             await opened
+            if self._scheduler.sessions.get(session.key) is not session:
+                raise ProtocolViolationError("session was closed while it opened")
         except BaseException:
-            del self._opening[session.key]
-            self.close_session(*session.key)
+            if self._scheduler.sessions.get(session.key) is session:
+                self.close_session(*session.key)
             raise
-        del self._opening[session.key]
+        finally:
+            if self._opening.get(session.key) is opened:
+                del self._opening[session.key]
 
     def close_session(self, session_id: int, epoch: int) -> None:
         """Ends a session, if it is open, and frees its sequence."""

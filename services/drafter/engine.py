@@ -46,7 +46,7 @@ class DraftEngine:
         timings = DraftTimings(int((prepared_s + done.calibration_s) * 1e6), int(done.draft_s * 1e6))
         return StepResult(
             outcomes=[_outcome(item, draft, timings) for item, draft in zip(step.items, done.drafts, strict=True)],
-            num_unread=[max(0, drafting.sequence.num_unread) for drafting in draftings],
+            num_unread=[drafting.sequence.num_unread for drafting in draftings],
             num_reused=[drafting.sequence.num_reused for drafting in draftings],
             num_read=done.num_read,
             calibration_s=done.calibration_s,

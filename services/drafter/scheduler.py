@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, ProtocolViolationError
+from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
 from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence
-from draftwire.services.admission import Room
+from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.leases import SessionKey
 from draftwire.services.prefill import PrefillPacer, share
 
@@ -37,6 +37,11 @@ class DraftSession:
     def key(self) -> SessionKey:
         """Names the session in one epoch."""
         return self.spec.session_id, self.spec.epoch
+
+    @property
+    def reads_much(self) -> bool:
+        """Whether more is to be read than a round commits: a prompt, or what was committed while that was read."""
+        return self.is_reading or self.num_unread > self.spec.max_draft_tokens + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class Scheduler:
     """Messages that had no effect, by reason."""
     prefix_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens of opened sessions ("queried") and how many of them did not have to be read ("reused")."""
+    closed_early: ClosedEarly = field(default_factory=ClosedEarly)
     _ready: list[DraftSession] = field(default_factory=list)
 
     def open(self, spec: DraftSessionSpec, lease_id: int) -> DraftSession:
@@ -109,11 +115,15 @@ class Scheduler:
 
         Raises:
             InvalidRequestError: ids or parameters are out of range.
-            NoRoomError: too many sessions are open, the prompt leaves no room to draft in, or the cache has no room.
+            ProtocolViolationError: the session was closed before it was opened.
+            NoRoomError: too many sessions are open, or the cache has no room for this one.
         """
         key = (spec.session_id, spec.epoch)
         if key in self.sessions:
             raise InvalidRequestError("session is open already")
+        self.closed_early.refuse(key)
+        if spec.target_vocab_size < 1:
+            raise InvalidRequestError("target_vocab_size must be at least 1")
         if not 1 <= spec.max_draft_tokens <= self.max_draft_tokens:
             raise InvalidRequestError(
                 f"num_speculative_tokens {spec.max_draft_tokens} is not in 1..{self.max_draft_tokens}, "
@@ -121,8 +131,6 @@ class Scheduler:
             )
         if not spec.token_ids:
             raise InvalidRequestError("the prompt is empty")
-        if len(spec.token_ids) >= self.context_length:
-            raise NoRoomError(f"{len(spec.token_ids)} prompt tokens exceed the drafter's context")
         if not len(spec.token_ids) < spec.max_len <= self.context_length:
             raise InvalidRequestError(
                 f"max_len {spec.max_len} is not in {len(spec.token_ids) + 1}..{self.context_length}, from one token "
@@ -159,6 +167,7 @@ class Scheduler:
             raise ProtocolViolationError("calibration for another prefix than the session's")
         if len(session.committed) + calibration.num_draft_tokens > session.spec.max_len:
             raise ProtocolViolationError("calibration beyond the session's max_len")
+        session.num_unread += len(calibration.token_ids)
         session.last_asked = (fence.round, calibration.attempt)
         session.calibration = calibration  # takes the place of an older one, whose block nobody wants any more
         if not session.queued:
@@ -168,7 +177,9 @@ class Scheduler:
     def close(self, session_id: int, epoch: int) -> DraftSession | None:
         """Forgets a session and what waits for it; returns it if there was one."""
         session = self.sessions.pop((session_id, epoch), None)
-        if session is not None:
+        if session is None:
+            self.closed_early.add((session_id, epoch))
+        else:
             self.room.release(session.key)
             if session in self._ready:
                 self._ready.remove(session)
@@ -181,7 +192,7 @@ class Scheduler:
     def next_step(self) -> Step | None:
         """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
         ready = {session.key for session in self._ready}
-        reading = [session for session in self.sessions.values() if session.is_reading and session.key in ready]
+        reading = [session for session in self.sessions.values() if session.reads_much and session.key in ready]
         sessions_run = any(not session.is_reading for session in self.sessions.values())
         budget = self.pacer.budget(sessions_run, is_alone=len(reading) == len(self._ready))
         shares = share(budget, [session.num_unread for session in reading])
@@ -203,8 +214,8 @@ class Scheduler:
                 session.num_reused = num_reused
                 session.num_unread -= num_reused
                 self.prefix_tokens.update(queried=len(session.spec.token_ids), reused=num_reused)
-            if session.is_reading:
-                num_prompt_tokens += min(session.num_unread, item.max_read or 0)
+            if item.max_read is not None:
+                num_prompt_tokens += min(session.num_unread, item.max_read)
             session.num_unread = num_unread
             if self.sessions.get(session.key) is not session:
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import structlog
@@ -25,9 +25,10 @@ log = structlog.get_logger()
 class GrpcBlockLink:
     """One long-lived stream to one verifier, for the blocks of all sessions."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel, max_message_bytes: int) -> None:
         """Use `connect`."""
         self.address = address
+        self._max_message_bytes = max_message_bytes
         self.broken = False
         self._channel = channel
         self._outbox = Outbox[DraftBlock]()
@@ -42,7 +43,7 @@ class GrpcBlockLink:
             UnavailableError: no welcome in time.
         """
         channel = open_channel(address, max_message_bytes)
-        link = cls(address, channel)
+        link = cls(address, channel, max_message_bytes)
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         hello = verifier_pb2.DrafterHello(model=messages.model_to_proto(card.description))
         call = stub.PushDraftBlocks(link._requests(hello), wait_for_ready=True)
@@ -78,9 +79,10 @@ class GrpcBlockLink:
     async def _requests(self, hello: verifier_pb2.DrafterHello) -> AsyncIterator[verifier_pb2.PushDraftBlocksRequest]:
         yield verifier_pb2.PushDraftBlocksRequest(hello=hello)
         while blocks := await self._outbox.take_all():
-            yield verifier_pb2.PushDraftBlocksRequest(
-                blocks=verifier_pb2.DraftBlocks(blocks=[messages.block_to_proto(block) for block in blocks])
-            )
+            for part in in_parts(blocks, self._max_message_bytes // 2):
+                yield verifier_pb2.PushDraftBlocksRequest(
+                    blocks=verifier_pb2.DraftBlocks(blocks=[messages.block_to_proto(block) for block in part])
+                )
 
     async def _watch(
         self, call: grpc.aio.StreamStreamCall[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse]
@@ -98,3 +100,17 @@ class GrpcBlockLink:
             self._outbox.close()
         log.warning("drafter.verifier_lost", address=self.address, reason=reason)
         await self._channel.close()
+
+
+def in_parts(blocks: list[DraftBlock], most_bytes: int) -> Iterator[list[DraftBlock]]:
+    """Splits what leaves together so that no part's distributions exceed a size, unless a single block does."""
+    part: list[DraftBlock] = []
+    size = 0
+    for block in blocks:
+        block_size = len(block.distributions.data)
+        if part and size + block_size > most_bytes:
+            yield part
+            part, size = [], 0
+        part.append(block)
+        size += block_size
+    yield part

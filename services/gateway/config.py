@@ -20,12 +20,15 @@ class LoopSettings:
     """A drafter whose block is not verified within this time is given up for the session."""
     verdict_timeout_s: float = 120.0
     """A verifier that is silent for this long during its own work is lost."""
+    prompt_timeout_s: float = 900.0
+    """How long the verifier may take for the first token: a long prompt is read beside running sessions."""
 
     def __post_init__(self) -> None:
         require(self.plain_run_rounds >= 1, "plain_run_rounds must be at least 1")
         require(self.bridge_rounds >= 1, "bridge_rounds must be at least 1")
         require(self.block_timeout_s > 0.0, "block_timeout_s must be positive")
         require(self.verdict_timeout_s > 0.0, "verdict_timeout_s must be positive")
+        require(self.prompt_timeout_s > 0.0, "prompt_timeout_s must be positive")
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class GenerationLoop:
     async def _next_verdict(self) -> Verdict:
         """Returns the verdict of the current round, dealing with everything else that arrives before it."""
         while True:
-            timeout = self._settings.block_timeout_s if self._waits_for_block else self._settings.verdict_timeout_s
+            timeout = self._timeout
             try:
                 async with asyncio.timeout(timeout):
                     event = await self._inbox.get()
@@ -230,6 +230,13 @@ class GenerationLoop:
         if self._waits_for_block:
             self._waits_for_block = False
             self._ask_for_round()
+
+    @property
+    def _timeout(self) -> float:
+        """How long the current round's verdict may take, seconds."""
+        if self._waits_for_block:
+            return self._settings.block_timeout_s
+        return self._settings.prompt_timeout_s if self._round == 0 else self._settings.verdict_timeout_s
 
     def _close(self, peer: TargetPort | DrafterPort) -> None:
         with suppress(DraftwireError):  # a peer that cannot be told ends the session with its lease

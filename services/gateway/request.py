@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.randomness import MAX_SEED, new_seed
+from draftwire.rounds import MAX_SALT_LENGTH
 from draftwire.sampling import SamplingParams
 from draftwire.verification import rule_named
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
-MAX_SALT_LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
+    MAX_SALT_LENGTH,
     Calibration,
     DraftBlock,
     DraftSessionSpec,
@@ -219,7 +220,7 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
         plain_rounds=message.plain_rounds,
         stop_token_ids=frozenset(message.stop_token_ids),
         max_len=message.max_len,
-        cache_salt=message.cache_salt,
+        cache_salt=_checked_salt(message.cache_salt),
     )
 
 
@@ -260,7 +261,7 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
         target_vocab_size=message.target_vocab_size,
         max_draft_tokens=message.max_draft_tokens,
         max_len=message.max_len,
-        cache_salt=message.cache_salt,
+        cache_salt=_checked_salt(message.cache_salt),
     )
 
 
@@ -296,6 +297,12 @@ def _checked_key(key: bytes) -> bytes:
     if len(key) != KEY_BYTES:
         raise InvalidRequestError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     return key
+
+
+def _checked_salt(salt: str) -> str:
+    if len(salt) > MAX_SALT_LENGTH:
+        raise InvalidRequestError(f"cache_salt has at most {MAX_SALT_LENGTH} characters")
+    return salt
 
 
 def failure_to_proto(session_id: int, epoch: int, error: Exception) -> session_pb2.SessionFailure:

@@ -5,6 +5,7 @@ import asyncio
 import grpc
 
 from draftwire.errors import (
+    RETRY_KEY,
     DraftwireError,
     InvalidRequestError,
     ModelMismatchError,
@@ -33,11 +34,6 @@ ERROR: dict[grpc.StatusCode, type[DraftwireError]] = {
 """The way back, for a service that is another's client. Everything else is UnavailableError."""
 
 CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {int(code.value[0]): code for code in grpc.StatusCode}
-
-
-RETRY_KEY = "grpc-retry-pushback-ms"
-"""Trailing metadata that gRPC itself reads where a client has retries configured, milliseconds.
-Source: gRPC proposal A6, "Client Retries"."""
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -72,8 +68,7 @@ def error_of(error: grpc.aio.AioRpcError) -> DraftwireError:
     """Returns the error that a peer's status stands for."""
     message = error.details() or error.code().name
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        hint = str(dict(error.trailing_metadata() or ()).get(RETRY_KEY, ""))
-        return NoRoomError(message, int(hint) / 1e3) if hint.isdecimal() else NoRoomError(message)
+        return NoRoomError.hinted(message, dict(error.trailing_metadata() or ()).get(RETRY_KEY))
     return ERROR.get(error.code(), UnavailableError)(message)
 
 

@@ -65,7 +65,7 @@ class VerifierCore:
         settings = self.config.engine
         target = await self._torch.run(load_target, self.config.loading, settings)
         self.card = target.card
-        self._engine = TargetEngine(target.model)
+        self._engine = TargetEngine(target.model, target.card.description.context_length)
         self._scheduler = Scheduler(
             context_length=self.description.context_length,
             vocab_size=self.description.vocab_size,

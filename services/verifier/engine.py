@@ -3,7 +3,7 @@
 import time
 
 from draftwire.models.cached_model import SequenceModel
-from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
+from draftwire.models.kv_cache import CachedSequence
 from draftwire.randomness import KEY_BYTES, DrawKey
 from draftwire.sampling import SamplingParams
 from draftwire.services.leases import SessionKey
@@ -18,9 +18,10 @@ WARM_UP_TOKENS = (2, 64)
 class TargetEngine:
     """The target model with one cached sequence per session."""
 
-    def __init__(self, model: SequenceModel) -> None:
-        """Takes a loaded model."""
+    def __init__(self, model: SequenceModel, context_length: int) -> None:
+        """Takes a loaded model and the positions that it can attend to."""
         self.model = model
+        self._context_length = context_length
         self._sequences: dict[SessionKey, CachedSequence] = {}
 
     def warm_up(self) -> list[tuple[int, float]]:
@@ -34,7 +35,7 @@ class TargetEngine:
         for num_tokens in (WARM_UP_TOKENS[0], *WARM_UP_TOKENS):  # the first one is not typical
             started = time.perf_counter()
             sequence = self.model.cache.open()
-            num_tokens = min(num_tokens, self.model.cache.num_free_blocks * BLOCK_SIZE)
+            num_tokens = min(num_tokens, self._context_length - 1)
             judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
             self.model.cache.close(sequence)
             costs.append((num_tokens, time.perf_counter() - started))

@@ -21,7 +21,7 @@ from draftwire.rounds import (
     Verdict,
     judge_fence,
 )
-from draftwire.services.admission import Room
+from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.leases import SessionKey
 from draftwire.services.prefill import PrefillPacer, share
 from draftwire.verification import rule_named
@@ -99,6 +99,11 @@ class StepResult:
     verify_us: int
 
 
+MAX_UINT32 = 2**32 - 1
+"""Largest number that the messages hold."""
+MAX_FIRST_ROUND = 2**31
+"""Leaves room to count rounds."""
+
 Completed = tuple[TargetSession, Verdict | DraftwireError]
 """InvalidRequestError refuses the session's block, whose round stays open; other errors end the session."""
 
@@ -118,6 +123,7 @@ class Scheduler:
     """Messages that had no effect, by reason."""
     prefix_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens of opened sessions ("queried") and how many of them did not have to be read ("reused")."""
+    closed_early: ClosedEarly = field(default_factory=ClosedEarly)
     _ready: list[TargetSession] = field(default_factory=list)
 
     def open(self, spec: TargetSessionSpec, lease_id: int) -> TargetSession:
@@ -125,12 +131,14 @@ class Scheduler:
 
         Raises:
             InvalidRequestError: ids or parameters are out of range.
+            ProtocolViolationError: the session was closed before it was opened.
             NoRoomError: too many sessions are open, or the KV cache has no room for this one.
         """
         self._check(spec)
         key = (spec.session_id, spec.epoch)
         if key in self.sessions:
             raise InvalidRequestError("session is open already")
+        self.closed_early.refuse(key)
         self.room.reserve(key, spec.max_len)
         committed = CommittedTokens(spec.token_ids)
         session = TargetSession(spec, lease_id, committed, spec.first_round, spec.plain_rounds, len(committed))
@@ -177,7 +185,9 @@ class Scheduler:
     def close(self, session_id: int, epoch: int) -> TargetSession | None:
         """Forgets a session and what waits for it; returns it if there was one."""
         session = self.sessions.pop((session_id, epoch), None)
-        if session is not None:
+        if session is None:
+            self.closed_early.add((session_id, epoch))
+        else:
             self.room.release(session.key)
             if session in self._ready:
                 self._ready.remove(session)
@@ -238,7 +248,7 @@ class Scheduler:
         session.committed.append(judgement.token_ids)
         session.round += 1
         session.block, session.queued = None, False
-        queue_us = int(max(0.0, started_at - session.queued_at) * 1e6)
+        queue_us = min(int(max(0.0, started_at - session.queued_at) * 1e6), MAX_UINT32)
         if block is None:
             stopped = judgement.token_ids[-1] in session.spec.stop_token_ids
             full = len(session.committed) >= session.spec.max_len
@@ -284,6 +294,8 @@ class Scheduler:
             raise InvalidRequestError(
                 f"{len(spec.token_ids)} prompt tokens; must be 1 to {self.context_length - 1}, the context less one"
             )
+        if spec.first_round > MAX_FIRST_ROUND:
+            raise InvalidRequestError(f"first_round {spec.first_round} is above {MAX_FIRST_ROUND}")
         if not 1 <= spec.prompt_len <= len(spec.token_ids):
             raise InvalidRequestError(f"prompt_len {spec.prompt_len} is not within the {len(spec.token_ids)} ids")
         if max(spec.token_ids) >= self.vocab_size:

@@ -241,7 +241,7 @@ class Stack:
             verifying.Scheduler(
                 CONTEXT_LENGTH, VOCAB_SIZE, MAX_DRAFT_TOKENS, Room(64, target_room), TightPacer(1.0, tokens=budget)
             ),
-            target_engine.TargetEngine(target),
+            target_engine.TargetEngine(target, CONTEXT_LENGTH),
             target.cache,
         )
         self.drafter = Half(

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwire.errors import NoRoomError
+from draftwire.errors import NoRoomError, ProtocolViolationError
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
-from draftwire.services.admission import Room
+from draftwire.services.admission import ClosedEarly, Room
 
 UNHURRIED = settings(deadline=None)  # the machine may be busy
 
@@ -85,3 +85,14 @@ def test_cache_has_room_for_whatever_was_admitted(kv_cache_tokens: int, wishes: 
         assert room.num_free_blocks == cache.num_free_blocks
         assert 0.0 <= room.usage <= 1.0
     cache.check_integrity()
+
+
+def test_only_so_many_sessions_that_were_closed_early_are_remembered() -> None:
+    closed = ClosedEarly(bound=3)
+    for session_id in range(5):
+        closed.add((session_id, 0))
+    for session_id in (0, 1):
+        closed.refuse((session_id, 0))
+    for session_id in (2, 3, 4):
+        with pytest.raises(ProtocolViolationError):
+            closed.refuse((session_id, 0))

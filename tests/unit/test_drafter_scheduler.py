@@ -16,7 +16,7 @@ from draftwire.models.kv_cache import blocks_for
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence
 from draftwire.sampling import SamplingParams
-from draftwire.services.admission import Room
+from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.drafter.scheduler import Completed, DraftSession, Scheduler, Step, StepItem, StepResult
 from draftwire.services.prefill import ChunkCost, PrefillPacer
 
@@ -214,7 +214,8 @@ def test_session_that_is_open_cannot_be_opened_again() -> None:
         ({"token_ids": []}, InvalidRequestError),
         ({"max_draft_tokens": 0}, InvalidRequestError),
         ({"max_draft_tokens": 6}, InvalidRequestError),
-        ({"token_ids": [1] * CONTEXT_LENGTH}, NoRoomError),
+        ({"token_ids": [1] * CONTEXT_LENGTH}, InvalidRequestError),
+        ({"target_vocab_size": 0}, InvalidRequestError),
         ({"max_len": CONTEXT_LENGTH + 1}, InvalidRequestError),
         ({"max_len": len(PROMPT)}, InvalidRequestError),
         ({"max_len": 0}, InvalidRequestError),
@@ -477,6 +478,31 @@ def test_calibration_that_comes_before_the_prompt_is_read_teaches_the_pacer_no_n
         assert scheduler.pacer.alone.seconds_per_token > 0.0
 
 
+def test_much_that_was_committed_while_the_prompt_was_read_is_read_in_parts_too() -> None:
+    scheduler, engine, session = opened_session(make_scheduler(context_length=1000, budget=30), max_len=1000)
+    scheduler.calibrate(make_calibration(PROMPT, [10] * 100, round_number=100))
+    parts = []
+    while (step := scheduler.next_step()) is not None:
+        (item,) = step.items
+        parts.append(item.max_read)
+        (done,) = scheduler.complete(step, engine.run(step))
+        assert not done.is_opened, "its prompt was read before"
+    assert parts == [30, 30, 30, None]
+    assert isinstance(done.outcome, DraftBlock)
+    assert done.outcome.fence.round == 100
+    assert session.calibration is None
+
+
+def test_session_that_was_closed_before_it_was_opened_is_refused() -> None:
+    """The two messages travel on different connections; nobody would close it again."""
+    scheduler = make_scheduler()
+    scheduler.close(1, 0)
+    with pytest.raises(ProtocolViolationError):
+        scheduler.open(make_spec(1), lease_id=0)
+    assert scheduler.room.num_free_blocks == make_scheduler().room.num_free_blocks
+    scheduler.open(make_spec(1, epoch=1), lease_id=0)
+
+
 def test_sequence_that_cannot_go_on_ends_its_session_and_no_other() -> None:
     """The scheduler reports the error once and does not try again; whoever closes the session is told."""
     scheduler, engine = make_scheduler(), Engine()
@@ -664,6 +690,7 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = make_scheduler(max_sessions=4, context_length=64, kv_cache_tokens=160, budget=3)
+        self.scheduler.closed_early = ClosedEarly(bound=0)  # so that every session can be opened sooner or later
         self.engine = Engine()
         self.step: Step | None = None
         self.expected: dict[tuple[int, int], list[int]] = {}

@@ -46,9 +46,9 @@ class Verifier:
 
     def __init__(self, script: Script = CERTAIN, cache_tokens: int = CACHE_TOKENS) -> None:
         self.model = ScriptedTarget(script, cache_tokens)
-        self.engine = TargetEngine(self.model)
         room, pacer = Room(8, cache_tokens), PrefillPacer(1e-9)  # the smallest chunk beside running sessions
         context = min(script.context_length, cache_tokens)
+        self.engine = TargetEngine(self.model, context)
         self.scheduler = verifying.Scheduler(context, script.vocab_size, max_draft_tokens=8, room=room, pacer=pacer)
 
     def open(self, session_id: int = 1, token_ids: list[int] | None = None, **changes: Any) -> verifying.TargetSession:
@@ -110,15 +110,15 @@ def is_empty(cache: KvCache) -> bool:
 @pytest.mark.parametrize("cache_tokens", [16, 40, CACHE_TOKENS])
 def test_warm_up_of_the_target_leaves_the_cache_empty(cache_tokens: int) -> None:
     model = ScriptedTarget(CERTAIN, cache_tokens)
-    costs = TargetEngine(model).warm_up()
+    costs = TargetEngine(model, cache_tokens).warm_up()
     assert is_empty(model.cache)
     model.cache.check_integrity()
     assert all(1 <= size <= blocks_for(cache_tokens) * BLOCK_SIZE and seconds >= 0.0 for size, seconds in costs)
 
 
-@pytest.mark.parametrize("cache_tokens", [64, CACHE_TOKENS])
+@pytest.mark.parametrize("cache_tokens", [80, CACHE_TOKENS])
 def test_warm_up_of_the_target_tries_a_small_and_a_large_step(cache_tokens: int) -> None:
-    costs = TargetEngine(ScriptedTarget(Script(read_us=200.0), cache_tokens)).warm_up()
+    costs = TargetEngine(ScriptedTarget(Script(read_us=200.0), cache_tokens), cache_tokens).warm_up()
     assert [size for size, _ in costs] == [2, 64]
     assert all(seconds >= 200e-6 * size for size, seconds in costs)
 

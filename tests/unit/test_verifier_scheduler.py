@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from draftwire.distributions import DraftDistributions
-from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
 from draftwire.models.kv_cache import blocks_for
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
@@ -27,7 +27,7 @@ from draftwire.rounds import (
     Verdict,
 )
 from draftwire.sampling import SamplingParams
-from draftwire.services.admission import Room
+from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.prefill import PrefillPacer
 from draftwire.services.verifier.scheduler import Completed, Scheduler, Step, StepItem, StepResult, TargetSession
 from draftwire.verification.target import Judgement, Outcome, StillReading
@@ -555,6 +555,16 @@ def test_tokens_that_a_refused_block_kept_from_being_read_teach_the_pacer_nothin
     assert scheduler.pacer.alone.seconds_per_token == pytest.approx(0.01)
 
 
+def test_session_that_was_closed_before_it_was_opened_is_refused() -> None:
+    """The two messages travel on different connections; nobody would close it again."""
+    scheduler = make_scheduler()
+    scheduler.close(1, 0)
+    with pytest.raises(ProtocolViolationError):
+        scheduler.open(make_spec(1), lease_id=0)
+    assert scheduler.room.num_free_blocks == make_scheduler().room.num_free_blocks
+    scheduler.open(replace(make_spec(1), epoch=1), lease_id=0)
+
+
 def test_plain_run_counts_down_and_ends() -> None:
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(plain_rounds=3), lease_id=0)
@@ -948,6 +958,7 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = make_scheduler(max_sessions=4, context_length=64, kv_cache_tokens=160, budget=3)
+        self.scheduler.closed_early = ClosedEarly(bound=0)  # so that every session can be opened sooner or later
         self.engine = Engine()
         self.step: Step | None = None
         self.expected: dict[tuple[int, int], tuple[int, list[int]]] = {}

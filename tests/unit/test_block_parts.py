@@ -1,0 +1,30 @@
+"""What leaves together is split so that no message grows beyond its limit."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwire.distributions import DraftDistributions, Encoding
+from draftwire.rounds import DraftBlock, Fence
+from draftwire.services.drafter.wire import in_parts
+
+
+def blocks_of(sizes: list[int]) -> list[DraftBlock]:
+    return [
+        DraftBlock(Fence(number, 0, 0, 1, 0), [1], DraftDistributions(Encoding.DENSE_FLOAT32, 8, bytes(size)))
+        for number, size in enumerate(sizes)
+    ]
+
+
+@given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 300))
+def test_parts_hold_every_block_in_order_and_stay_below_the_limit(sizes: list[int], most_bytes: int) -> None:
+    blocks = blocks_of(sizes)
+    parts = list(in_parts(blocks, most_bytes))
+    assert [block for part in parts for block in part] == blocks
+    for part in parts:
+        assert len(part) == 1 or sum(len(block.distributions.data) for block in part) <= most_bytes
+
+
+@pytest.mark.parametrize(("most_bytes", "num_parts"), [(1000, 1), (30, 1), (29, 2), (10, 3), (1, 3)])
+def test_no_more_parts_than_needed(most_bytes: int, num_parts: int) -> None:
+    assert len(list(in_parts(blocks_of([10, 10, 10]), most_bytes))) == num_parts
