@@ -10,7 +10,7 @@ from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.models.cached_model import CachedModel, SequenceModel
 from draftwire.models.loading import LoadedModel, ModelCard, load_model
 from draftwire.models.scripted import Script, ScriptedTarget, is_scripted
-from draftwire.services.settings import EngineSettings, ModelSettings
+from draftwire.services.settings import EngineSettings, ModelSettings, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Drafter:
 def load_target(settings: ModelSettings, engine: EngineSettings) -> Target:
     """Loads a verifier's model; see `load_model`."""
     if is_scripted(settings.model):
-        script = Script.parse(settings.model)
+        script = _script(settings)
         return Target(_limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
     loaded = _load(settings)
     return Target(_limited(loaded.card, engine), CachedModel(loaded.model, engine.kv_cache_tokens))
@@ -41,13 +41,21 @@ def load_target(settings: ModelSettings, engine: EngineSettings) -> Target:
 def load_drafter(settings: ModelSettings, engine: EngineSettings) -> Drafter:
     """Loads a drafter's model; see `load_model`."""
     if is_scripted(settings.model):
-        script = Script.parse(settings.model)
+        script = _script(settings)
         return Drafter(_limited(script.card(), engine), ScriptedDrafter(script))
     loaded = _load(settings)
     card = _limited(loaded.card, engine)
     substitute = card.description.stop_token_ids[0] if card.description.stop_token_ids else 0
     model = CachedModel(loaded.model, engine.kv_cache_tokens)
     return Drafter(card, LanguageModelDrafter(model, card.description.context_length, substitute))
+
+
+def _script(settings: ModelSettings) -> Script:
+    """Reads a script; settings that would have no effect are refused."""
+    plain = ModelSettings(settings.model, threads=settings.threads)
+    require(settings == plain, "a scripted model has no revision, dtype or device")
+    torch.set_num_threads(settings.threads)  # the rules are computed
+    return Script.parse(settings.model)
 
 
 def _load(settings: ModelSettings) -> LoadedModel:

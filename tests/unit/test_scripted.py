@@ -3,6 +3,7 @@
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.scripted import PREFIX, Script, ScriptedTarget, expected_tokens, is_scripted
 from draftwire.randomness import DrawKey
 from draftwire.sampling import SamplingParams
+from draftwire.services.models import load_drafter, load_target
+from draftwire.services.settings import EngineSettings, ModelSettings
 from draftwire.verification import RULES
 
 torch.set_num_threads(1)
@@ -246,3 +249,11 @@ def test_logits_stand_before_the_draft_tokens_and_after_the_block() -> None:
         assert float(probs[row, token]) == pytest.approx(accepted)
         assert float(probs[row, token - 32]) == pytest.approx(1.0 - accepted)
     assert not math.isnan(float(logits.sum()))
+
+
+@pytest.mark.parametrize("setting", [{"dtype": "bfloat16"}, {"device": "cuda:0"}, {"revision": "main"}])
+@pytest.mark.parametrize("load", [load_target, load_drafter])
+def test_setting_that_a_script_would_ignore_is_refused(load: Callable[..., object], setting: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequestError, match="scripted"):
+        load(ModelSettings("scripted:", **setting), EngineSettings())
+    load(ModelSettings("scripted:"), EngineSettings())
