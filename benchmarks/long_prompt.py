@@ -1,10 +1,12 @@
 """Does a long prompt stall the sessions that are running? Their gaps between tokens, before and while it is read.
 
     python -m benchmarks.long_prompt --output benchmarks/results/long_prompt.json
+    python -m benchmarks.long_prompt --pair scripted --output benchmarks/results/long_prompt_scripted.json
 
-Eight sessions decode, then a prompt of 4,096 tokens arrives. The models are the embedded pair with a longer context
-declared: what they write beyond their training is of no use, what it costs is real. Measured for the drafter and the
-verifier together, in plain and in speculative mode.
+Eight sessions decode, then a prompt of 4,096 tokens arrives. Measured for the drafter and the verifier together, in
+plain and in speculative mode. The embedded pair has a longer context declared: what it writes beyond its training is of
+no use, what it costs is real, and all processes share this machine's cores. A scripted pair waits instead of computing,
+as if each model had a device of its own.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from draftwire.v1 import gateway_pb2_grpc
 
 CONTEXT_LENGTH = 8192
 RUNNING = 8
+SCRIPT = "scripted:verify_ms=8,draft_ms=2,calibration_ms=2,read_us=500,acceptance=0.8/0.7/0.6/0.5"
 SETTLE_SECONDS = 3.0
 """How long the sessions run before the prompt comes."""
 
@@ -73,7 +76,7 @@ class Run:
     """The same from its arrival to its first token."""
 
 
-async def measure(address: str, prompt_tokens: int, num_speculative_tokens: int, run_tokens: int) -> Run:
+async def measure(address: str, text: str, num_speculative_tokens: int, run_tokens: int) -> Run:
     """Runs the sessions and sends the prompt."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
@@ -82,8 +85,6 @@ async def measure(address: str, prompt_tokens: int, num_speculative_tokens: int,
         running = [asyncio.create_task(complete(stub, ask, answer)) for ask, answer in zip(asks, answers, strict=False)]
         await asyncio.sleep(SETTLE_SECONDS)
         long = Answer(time.perf_counter())
-        # One letter and a space are one token each for the embedded tokenizer, or two: the statistics say how many.
-        text = " ".join("abcdefghijklmnopqrstuvwxyz"[i * 7 % 26] for i in range(prompt_tokens))
         await complete(stub, Ask(text, 8, num_speculative_tokens), long)
         first = long.delta_times[0]
         for task in running:
@@ -96,6 +97,12 @@ async def measure(address: str, prompt_tokens: int, num_speculative_tokens: int,
         before=[gap for answer in answers for gap in answer.gaps_between(started + SETTLE_SECONDS / 3, sent)],
         during=[gap for answer in answers for gap in answer.gaps_between(sent, first)],
     )
+
+
+def long_text(pair: str, num_tokens: int) -> str:
+    """Returns a text of that many tokens: letters, which the embedded tokenizer reads together with a space."""
+    letters = ("abcdefghijklmnopqrstuvwxyz"[index * 7 % 26] for index in range(num_tokens))
+    return ("" if pair == "scripted" else " ").join(letters)
 
 
 def summary(runs: list[Run]) -> dict[str, object]:
@@ -113,6 +120,7 @@ def summary(runs: list[Run]) -> dict[str, object]:
 def main() -> None:
     """Measures both modes, prints the gaps, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--pair", choices=("embedded", "scripted"), default="embedded")
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--max-added-latency-ms", type=float, default=100.0)
     parser.add_argument("--repetitions", type=int, default=3)
@@ -121,8 +129,11 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         engine = {"max_added_latency_ms": arguments.max_added_latency_ms, "threads": 1}
-        options = {
-            name: {"model": lengthened(embedded_model(model), Path(folder)), **engine}
+        options: dict[str, dict[str, object]] = {
+            name: {
+                "model": SCRIPT if arguments.pair == "scripted" else lengthened(embedded_model(model), Path(folder)),
+                **engine,
+            }
             for name, model in (("verifier", "target"), ("drafter", "drafter"))
         }
         results = {}
@@ -130,8 +141,8 @@ def main() -> None:
             runs = []
             for _ in range(arguments.repetitions):  # each on services of its own, where no prefix is known yet
                 with LocalStack({**options, "gateway": {}}) as stack:
-                    settings = (arguments.prompt_tokens, num_speculative_tokens, arguments.run_tokens)
-                    runs.append(asyncio.run(measure(stack.address, *settings)))
+                    text = long_text(arguments.pair, arguments.prompt_tokens)
+                    runs.append(asyncio.run(measure(stack.address, text, num_speculative_tokens, arguments.run_tokens)))
             results[mode] = summary(runs)
     write_report(arguments, {"max_added_latency_ms": arguments.max_added_latency_ms, **results})
 
