@@ -11,6 +11,9 @@ CHUNKS_PER_TOKEN = 6
 """How many chunks have to fit into what may be added to a token. Four can delay it: at the drafter and at the verifier
 alike, that of the step under way when its work arrives and that of the step that its work is part of. The time of two
 more is for what reading costs besides: sessions fall out of step with each other, cores and memory are shared."""
+PROBE_EVERY = 16
+"""One of so many steps beside running sessions reads no prompt. Without such steps nobody would know what a chunk adds
+where prompts never cease to wait: all of a step would count as the chunk's, and chunks would shrink to nothing."""
 MEMORY = 0.8
 """Weight of what was learnt before, for each step."""
 SMALLEST_SHARE = 0.05
@@ -54,13 +57,15 @@ class PrefillPacer:
     alone: ChunkCost = field(default_factory=ChunkCost)
     """What they cost in steps of their own, the fixed cost of a step included."""
 
+    _steps_beside: int = 0
+
     def learn(self, num_prompt_tokens: int, num_other_tokens: int, seconds: float) -> None:
         """Adds how long a step took."""
         cost = self.beside if num_other_tokens else self.alone
         cost.learn(num_prompt_tokens, num_other_tokens, seconds)
 
     def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
-        """Returns the tokens of prompts that the next step may read, all sessions together.
+        """Returns the tokens of prompts that the next step may read, all sessions together. Call once for each step.
 
         Args:
             sessions_run: whether any session is past its prompt and could be delayed.
@@ -68,6 +73,10 @@ class PrefillPacer:
         """
         if not sessions_run:
             return LARGEST_CHUNK
+        if not is_alone:
+            self._steps_beside += 1
+            if self._steps_beside % PROBE_EVERY == 0:
+                return 0
         own, other = (self.alone, self.beside) if is_alone else (self.beside, self.alone)
         seconds_per_token = own.seconds_per_token
         if seconds_per_token is None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from draftwire.services.prefill import (
     CHUNKS_PER_TOKEN,
     LARGEST_CHUNK,
+    PROBE_EVERY,
     SMALLEST_CHUNK,
     SMALLEST_SHARE,
     ChunkCost,
@@ -223,3 +224,11 @@ def test_long_prompt_after_many_small_steps_of_noisy_duration_does_not_stall_the
         simulation.decode(150, sizes=(4, 5, 6))
         worst = max(worst, *simulation.read(2000))
     assert worst <= 0.05
+
+
+def test_chunks_grow_although_prompts_never_cease_to_wait() -> None:
+    """20 ms a step and 0.5 ms a token: 33 tokens fit into a sixth of 100 ms. No step was without a prompt before."""
+    simulation = Simulation(0.02, 0.0005, max_added_latency_s=0.1)
+    added = simulation.read(20_000)
+    assert added.count(0.0) == len(added) // PROBE_EVERY
+    assert max(added[-50:]) > 0.8 * 0.1 / CHUNKS_PER_TOKEN
