@@ -32,10 +32,11 @@ class TorchThread:
 
         def work() -> None:
             try:
-                settle, outcome = future.set_result, function(*args, **kwargs)
+                result = function(*args, **kwargs)
             except BaseException as error:
-                settle, outcome = future.set_exception, error  # type: ignore[assignment]
-            loop.call_soon_threadsafe(_settle, future, settle, outcome)
+                loop.call_soon_threadsafe(_settle, future, future.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(_settle, future, future.set_result, result)
 
         self._work.put(work)
         return await future

@@ -9,6 +9,7 @@ Registered with transformers as an attention implementation: every model whose l
 """
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
@@ -165,7 +166,7 @@ def paged_attention(
     assert attention_mask is None
     _check_supported(module, sliding_window, s_aux)
     new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    keys, values = packed_step.storage.layer(int(module.layer_idx), new_keys, new_values)  # type: ignore[arg-type]
+    keys, values = packed_step.storage.layer(cast(int, module.layer_idx), new_keys, new_values)
     keys.index_copy_(0, packed_step.slots, new_keys)
     values.index_copy_(0, packed_step.slots, new_values)
     queries = query[0].transpose(0, 1)  # [num_tokens, heads, head_dim]

@@ -216,7 +216,8 @@ class Scheduler:
                 self.prefix_tokens.update(queried=len(session.spec.token_ids), reused=num_reused)
             if item.max_read is not None:
                 num_prompt_tokens += min(session.num_unread, item.max_read)
-            session.num_unread = num_unread
+            # What was committed during the step is unread as well.
+            session.num_unread = num_unread + len(session.committed) - session.num_told
             if self.sessions.get(session.key) is not session:
                 continue
             is_opened = session.is_reading and num_unread == 0

@@ -27,6 +27,11 @@ from draftwire.services.prefill import PrefillPacer, share
 from draftwire.verification import rule_named
 from draftwire.verification.target import Judgement, Outcome, StillReading
 
+MAX_UINT32 = 2**32 - 1
+"""Largest number that the messages hold."""
+MAX_FIRST_ROUND = 2**31
+"""Leaves room to count rounds."""
+
 
 @dataclass(slots=True, eq=False)
 class TargetSession:
@@ -98,11 +103,6 @@ class StepResult:
     """Tokens that the forward pass read, draft tokens included."""
     verify_us: int
 
-
-MAX_UINT32 = 2**32 - 1
-"""Largest number that the messages hold."""
-MAX_FIRST_ROUND = 2**31
-"""Leaves room to count rounds."""
 
 Completed = tuple[TargetSession, Verdict | DraftwireError]
 """InvalidRequestError refuses the session's block, whose round stays open; other errors end the session."""

@@ -493,6 +493,16 @@ def test_much_that_was_committed_while_the_prompt_was_read_is_read_in_parts_too(
     assert session.calibration is None
 
 
+def test_much_that_is_committed_during_a_step_is_read_in_parts_too() -> None:
+    scheduler, engine, _ = opened_session(make_scheduler(context_length=1000, budget=30), max_len=1000)
+    scheduler.calibrate(make_calibration(PROMPT, [10]))
+    step = next_step(scheduler)
+    scheduler.calibrate(make_calibration([*PROMPT, 10], [11] * 100, round_number=99))
+    scheduler.complete(step, engine.run(step))
+    (item,) = next_step(scheduler).items
+    assert item.max_read == 30
+
+
 def test_session_that_was_closed_before_it_was_opened_is_refused() -> None:
     """The two messages travel on different connections; nobody would close it again."""
     scheduler = make_scheduler()
