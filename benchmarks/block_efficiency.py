@@ -1,9 +1,10 @@
-"""Block verification against token verification: tokens per forward pass of the target, measured and predicted.
+"""What each verification rule accepts: tokens per forward pass of the target and acceptance rate, with intervals.
 
     python -m benchmarks.block_efficiency --output benchmarks/results/block_efficiency.json
 
-Measured: every prompt is continued through the three services, once with each rule, at the same settings. Predicted:
-the prompts are continued in one process, and each drafted block is asked what either rule is expected to accept of it,
+Measured: every prompt is continued through the three services, once with each rule, at the same settings. `typical` is
+there for comparison: its texts are not the target's. Predicted, for `block` and `token`: the prompts are continued in
+one process, and each drafted block is asked what either rule is expected to accept of it,
 
     token: sum over i of prod over j <= i of min(1, r_j)        block: sum over i of a_i
 
@@ -12,9 +13,9 @@ both sums come from the same blocks. Intervals are 95 %, by bootstrap over the p
 """
 
 import argparse
-import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported; its threads share two cores
@@ -26,6 +27,7 @@ from rich.progress import track
 from transformers import AutoTokenizer
 
 from benchmarks.prompts import load_prompts
+from benchmarks.report import write_report
 from draftwire.cli.up import stack_options
 from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
@@ -34,10 +36,14 @@ from draftwire.models.cached_model import CachedModel
 from draftwire.models.loading import load_model
 from draftwire.sampling import SamplingParams
 from draftwire.services.local_stack import LocalStack
-from draftwire.verification import RULES
+from draftwire.verification import RULES, LawRule
+from draftwire.verification.block import BlockRule
+from draftwire.verification.token import TokenRule
 
 Counts = NDArray[np.float64]
-"""`[prompts, 2]`: draft tokens accepted (or expected to be) and blocks, per prompt."""
+"""`[prompts, 3]`: draft tokens accepted (or expected to be), blocks, and draft tokens, per prompt."""
+
+PREDICTED: dict[str, LawRule] = {rule.name: rule for rule in (BlockRule(), TokenRule())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +60,20 @@ class Estimate:
 
 def block_efficiency(counts: Counts) -> float:
     """Returns tokens per forward pass over the rounds that judged a block."""
-    accepted, blocks = counts.sum(axis=0)
+    accepted, blocks, _ = counts.sum(axis=0)
     return float(accepted / blocks) + 1.0
 
 
-def estimate(counts: Counts) -> Estimate:
-    """Returns the block efficiency with its interval."""
-    values = [block_efficiency(counts[picked]) for picked in _resamples(len(counts))]
-    return Estimate(block_efficiency(counts), *np.percentile(values, [2.5, 97.5]).tolist())
+def acceptance_rate(counts: Counts) -> float:
+    """Returns accepted draft tokens over draft tokens."""
+    accepted, _, drafted = counts.sum(axis=0)
+    return float(accepted / drafted)
+
+
+def estimate(measure_of: Callable[[Counts], float], counts: Counts) -> Estimate:
+    """Returns a measure with its interval."""
+    values = [measure_of(counts[picked]) for picked in _resamples(len(counts))]
+    return Estimate(measure_of(counts), *np.percentile(values, [2.5, 97.5]).tolist())
 
 
 def gain(counts: Counts, baseline: Counts) -> Estimate:
@@ -80,7 +92,7 @@ def _resamples(count: int, repeats: int = 2_000) -> NDArray[np.int64]:
 
 def measure(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Counts]:
     """Continues every prompt through the services with every rule."""
-    counts: dict[str, list[tuple[int, int]]] = {rule: [] for rule in RULES}
+    counts: dict[str, list[tuple[int, int, int]]] = {rule: [] for rule in RULES}
     options = stack_options(arguments.target, arguments.drafter, arguments.block_length)
     with LocalStack(options) as stack, Client(stack.address) as client:
         for seed, prompt in track(list(enumerate(prompts)), "services"):
@@ -93,7 +105,8 @@ def measure(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
                     num_speculative_tokens=arguments.block_length,
                     rejection_sample_method=rule,
                 ).statistics
-                counts[rule].append((statistics.num_accepted_tokens, statistics.num_drafts))
+                one = (statistics.num_accepted_tokens, statistics.num_drafts, statistics.num_draft_tokens)
+                counts[rule].append(one)
     return {rule: np.array(rows, dtype=np.float64) for rule, rows in counts.items()}
 
 
@@ -104,21 +117,22 @@ def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
     cached_target = CachedModel(target.model, context_length)
     strategy = LanguageModelDrafter(CachedModel(drafter.model, context_length), context_length)
     tokenizer = AutoTokenizer.from_pretrained(_models(arguments)[0]["model"])
-    counts: dict[str, list[tuple[float, int]]] = {rule: [] for rule in RULES}
+    counts: dict[str, list[tuple[float, int, int]]] = {rule: [] for rule in PREDICTED}
     sampling = SamplingParams(arguments.temperature)
     for seed, prompt in track(list(enumerate(prompts)), "prediction"):
-        expected = dict.fromkeys(RULES, 0.0)
-        blocks = 0
+        expected = dict.fromkeys(PREDICTED, 0.0)
+        blocks = drafted = 0
         run = LocalRun(sampling, arguments.max_tokens, arguments.block_length, "block", seed)
         prompt_ids = tokenizer(prompt)["input_ids"]
         for done in speculate(cached_target, strategy, prompt_ids, run):
             if done.blocks.lengths[0] == 0:
                 continue
             blocks += 1
-            for name, rule in RULES.items():
+            drafted += int(done.blocks.lengths[0])
+            for name, rule in PREDICTED.items():
                 expected[name] += float(rule.stop_law(done.blocks).expected_accepted()[0])
-        for name in RULES:
-            counts[name].append((expected[name], blocks))
+        for name in PREDICTED:
+            counts[name].append((expected[name], blocks, drafted))
     return {rule: np.array(rows, dtype=np.float64) for rule, rows in counts.items()}
 
 
@@ -141,22 +155,17 @@ def main() -> None:
     torch.set_num_threads(2)
     prompts = load_prompts()[: arguments.prompts]
     results = {"measured": measure(prompts, arguments), "predicted": predict(prompts, arguments)}
-    report: dict[str, object] = {
-        "prompts": len(prompts),
-        "max_tokens": arguments.max_tokens,
-        "block_length": arguments.block_length,
-        "temperature": arguments.temperature,
-    }
+    report: dict[str, object] = {}
     for kind, counts in results.items():
-        for rule in RULES:
-            report[f"{kind}_block_efficiency_{rule}"] = asdict(estimate(counts[rule]))
-            print(f"{kind:>9} {rule:>5}: block efficiency {estimate(counts[rule])}")
-        gained = gain(counts["block"], counts["token"])
-        report[f"{kind}_gain_percent"] = asdict(gained)
-        print(f"{kind:>9}: block over token {gained} %")
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+        for rule, own in counts.items():
+            efficiency, acceptance = estimate(block_efficiency, own), estimate(acceptance_rate, own)
+            report[f"{kind}_{rule}"] = {"block_efficiency": efficiency, "acceptance_rate": acceptance}
+            print(f"{kind:>9} {rule:>7}: block efficiency {efficiency}, acceptance rate {acceptance}")
+        for rule in set(counts) - {"token"}:
+            gained = gain(counts[rule], counts["token"])
+            report[f"{kind}_gain_percent_{rule}_over_token"] = gained
+            print(f"{kind:>9} {rule:>7}: over token {gained} %")
+    write_report(arguments, report)
 
 
 if __name__ == "__main__":

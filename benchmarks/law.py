@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 from draftwire.client import Client
 from draftwire.client.sync import Completion
-from draftwire.sampling import SamplingParams, probabilities
+from draftwire.sampling import PARAMETERS, SamplingParams, Span, probabilities_of_spans
 from draftwire.services.local_stack import LocalStack
 from draftwire.verification import RULES
 from tests.tiny_models import save_tiny_model
@@ -45,6 +45,7 @@ JUDGED = 5
 BLOCK_LENGTH = 3
 CONTEXT_LENGTH = 64
 CONCURRENCY = 16
+LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless]
 SMALLEST_CELL = 5.0
 """Outcomes expected less often are merged."""
 
@@ -78,7 +79,9 @@ def exact_law(model_folder: Path, sampling: SamplingParams) -> dict[tuple[int, .
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64)
     texts = list(product(range(VOCAB_SIZE), repeat=LENGTH - 1))
     ids = torch.tensor([[*PROMPT, *text] for text in texts])
-    rows = probabilities(model(input_ids=ids).logits[:, len(PROMPT) - 1 :], sampling)  # [texts, LENGTH, vocab]
+    logits = model(input_ids=ids).logits[:, len(PROMPT) - 1 :]
+    spans = [Span(sampling, LENGTH, [*PROMPT, *text], len(PROMPT)) for text in texts]
+    rows = probabilities_of_spans(logits.flatten(0, 1), spans).reshape(logits.shape)  # [texts, LENGTH, vocab]
     masses = rows[:, :-1].gather(-1, ids[:, len(PROMPT) :].unsqueeze(-1)).prod(1) * rows[:, -1]  # [texts, vocab]
     law: Counter[tuple[int, ...]] = Counter()
     for text, last in zip(texts, masses.tolist(), strict=True):
@@ -105,12 +108,10 @@ def draw_completions(
         return client.generate(
             PROMPT,
             max_tokens=LENGTH,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
             seed=seed,
             num_speculative_tokens=BLOCK_LENGTH,
             rejection_sample_method=rule,
+            **options_of(sampling),
         )
 
     with (
@@ -159,8 +160,21 @@ def other_request(generator: random.Random) -> dict[str, Any]:
         "seed": generator.getrandbits(64),
         "num_speculative_tokens": generator.randint(0, 8),
         "rejection_sample_method": generator.choice(list(RULES)),
+        "min_p": generator.choice([0.0, 0.0, 0.2]),
+        "repetition_penalty": generator.choice([1.0, 1.0, 1.3]),
+        "presence_penalty": generator.choice([0.0, 0.0, 0.5, -1.0]),
+        "frequency_penalty": generator.choice([0.0, 0.0, 0.5]),
+        "logit_bias": generator.choice([{}, {}, {1: 2.0}]),
+        "allowed_token_ids": generator.choice([(), (), (0, 2)]),
         "cache_salt": generator.choice(["", "", "other"]),
     }
+
+
+def options_of(sampling: SamplingParams) -> dict[str, Any]:
+    """Returns the options of a request with these parameters."""
+    values = {name: getattr(sampling, name) for name in PARAMETERS}
+    allowed = sampling.allowed_token_ids or ()
+    return values | {"logit_bias": dict(sampling.logit_bias), "allowed_token_ids": allowed}
 
 
 def compare(
@@ -208,7 +222,7 @@ def main() -> None:
     """Runs the comparison for every rule and prints a line of JSON for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--samples", type=int, default=20_000)
-    parser.add_argument("--rules", nargs="+", choices=list(RULES), default=list(RULES))
+    parser.add_argument("--rules", nargs="+", choices=LOSSLESS, default=LOSSLESS)
     parser.add_argument("--concurrency", type=int, default=CONCURRENCY, help="requests that run at once")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)

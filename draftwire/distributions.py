@@ -1,17 +1,25 @@
 """The distributions that draft tokens are drawn from, and their bytes on the wire.
 
-The promise that makes the output exact is kept here: `draw` reads the very float32 numbers that `encode` writes, and
-`decode` gives them back to the bit.
+The promise that makes the output exact is kept here: `draw` reads the very float32 numbers that travel, and `rows`
+gives them back to the bit.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from draftwire.errors import InvalidRequestError
+
+WHOLE_ROW = 8192
+"""Up to so many weights `draw` reads as one running sum."""
+
+CHUNK = 128
+"""Of more than that it sums so many at a time."""
 
 
 class Encoding(Enum):
@@ -19,6 +27,127 @@ class Encoding(Enum):
 
     DENSE_FLOAT32 = "dense_float32"
     ONE_HOT = "one_hot"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRows:
+    """Distributions of draft tokens that say something about every token."""
+
+    probs: Tensor
+    """`[rows, vocab]` float, each row summing to 1."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the rows say something about."""
+        return self.probs.shape[1]
+
+    def probs_of(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Returns the probability of `tokens` in `rows`, both `[...] int64`."""
+        return self.probs[rows, tokens]
+
+    def residual_mass(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
+        """Returns sum over tokens of [scale * target - draft]+.
+
+        Args:
+            target_probs: `[any, vocab]` distributions of the target.
+            target_rows: `[...] int64`, which of them.
+            rows: `[...] int64`, which distributions of the drafter.
+            scales: `[...] float64`.
+
+        Returns:
+            `[...] float64`.
+        """
+        excess = target_probs[target_rows]  # a copy, so it may change
+        excess *= scales.unsqueeze(-1).to(excess.dtype)
+        excess -= self.probs[rows]
+        return excess.clamp_(min=0.0).sum(dim=-1).to(torch.float64)
+
+    def subtract_(self, weights: Tensor, rows: Tensor, scales: Tensor) -> None:
+        """Makes `weights` [weights - scale * draft]+, in place.
+
+        Args:
+            weights: `[batch, vocab]`, >= 0.
+            rows: `[batch] int64`.
+            scales: `[batch] float64`; 0 leaves the weights as they are.
+        """
+        scaled = self.probs.index_select(0, rows)
+        weights.sub_(scaled.mul_(scales.unsqueeze(1).to(scaled.dtype))).clamp_(min=0.0)
+
+    def to(self, device: torch.device) -> "DenseRows":
+        """Returns the same on another device."""
+        return DenseRows(self.probs.to(device))
+
+    def dense(self) -> Tensor:
+        """Returns `[rows, vocab]`."""
+        return self.probs
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """Distributions of draft tokens that are 0 but for a few tokens each."""
+
+    token_ids: Tensor
+    """`[rows, support] int64`: the tokens of each row, each once; unused places hold any valid id."""
+    probs: Tensor
+    """`[rows, support]` float: their probabilities, above 0 in used places and 0 in unused ones."""
+    vocab_size: int
+    """Tokens that there are."""
+
+    def probs_of(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """See `DenseRows.probs_of`."""
+        is_token = self.token_ids[rows] == tokens.unsqueeze(-1)
+        return torch.where(is_token, self.probs[rows], 0.0).sum(dim=-1)
+
+    def residual_mass(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
+        """See `DenseRows.residual_mass`. Reads only the tokens of the support: outside it all of the target counts."""
+        draft = self.probs[rows].to(torch.float64)
+        target = target_probs[target_rows.unsqueeze(-1), self.token_ids[rows]].to(torch.float64)
+        target = torch.where(draft > 0.0, target, 0.0)
+        inside = (scales.unsqueeze(-1) * target - draft).clamp(min=0.0).sum(dim=-1)
+        return inside + scales * (1.0 - target.sum(dim=-1)).clamp(min=0.0)
+
+    def subtract_(self, weights: Tensor, rows: Tensor, scales: Tensor) -> None:
+        """See `DenseRows.subtract_`. Touches only the weights of the support."""
+        taken = self.probs.index_select(0, rows).to(torch.float64) * scales.unsqueeze(1)
+        token_ids = self.token_ids.index_select(0, rows)
+        weights.scatter_add_(1, token_ids, -taken.to(weights.dtype))
+        weights.scatter_reduce_(1, token_ids, torch.zeros_like(taken, dtype=weights.dtype), "amax")
+
+    def to(self, device: torch.device) -> "SparseRows":
+        """See `DenseRows.to`."""
+        return SparseRows(self.token_ids.to(device), self.probs.to(device), self.vocab_size)
+
+    def dense(self) -> Tensor:
+        """See `DenseRows.dense`."""
+        result = self.probs.new_zeros(len(self.probs), self.vocab_size)
+        return result.scatter_add_(1, self.token_ids, self.probs)
+
+
+DraftRows = DenseRows | SparseRows
+"""The distributions that the draft tokens of a batch were drawn from, a row for each."""
+
+
+def no_rows(vocab_size: int) -> DraftRows:
+    """Returns the rows of blocks without tokens."""
+    return SparseRows(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1), vocab_size)
+
+
+def joined(parts: Sequence[DraftRows]) -> DraftRows:
+    """Returns the rows of several blocks, one after the other. All are dense or all are sparse."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, DenseRows) for part in parts):
+        return DenseRows(torch.cat([part.probs for part in parts]))
+    sparse = [part for part in parts if isinstance(part, SparseRows)]
+    assert len(sparse) == len(parts), "dense and sparse blocks are verified apart"
+    support = max(part.probs.shape[1] for part in sparse)
+    padded = [(0, support - part.probs.shape[1]) for part in sparse]
+    return SparseRows(
+        torch.cat([pad(part.token_ids, padding) for part, padding in zip(sparse, padded, strict=True)]),
+        torch.cat([pad(part.probs, padding) for part, padding in zip(sparse, padded, strict=True)]),
+        sparse[0].vocab_size,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +155,9 @@ class DraftDistributions:
     """The distributions of a block, as they travel.
 
     Attributes:
-        encoding: the layout of `data`.
-        vocab_size: entries per dense row.
-        data: `[draft_len, vocab_size] float32` little-endian for DENSE_FLOAT32, empty for ONE_HOT.
+        encoding: the layout of `data`. NONE says nothing about them, for rules that do not ask.
+        vocab_size: tokens that the drafter has: entries per dense row.
+        data: `[draft_len, vocab_size] float32` little-endian for DENSE_FLOAT32, empty for the others.
     """
 
     encoding: Encoding
@@ -45,12 +174,17 @@ class DraftDistributions:
         """Says that every token of the block was the only possible one."""
         return cls(Encoding.ONE_HOT, vocab_size, b"")
 
-    def rows(self, token_ids: list[int], target_vocab_size: int) -> Tensor:
+    @classmethod
+    def none(cls, vocab_size: int) -> "DraftDistributions":
+        """Says nothing: the tokens travel alone."""
+        return cls(Encoding.NONE, vocab_size, b"")
+
+    def rows(self, token_ids: list[int], target_vocab_size: int) -> DraftRows:
         """Decodes and validates the distributions of `token_ids`.
 
         Returns:
-            `[draft_len, target_vocab_size]` float32, each row a distribution up to float32 rounding; tokens that the
-            drafter does not have get 0.
+            `draft_len` rows over `target_vocab_size` tokens, each a distribution up to float32 rounding; tokens that
+            the drafter does not have get 0. Rows of NONE are as those of ONE_HOT, and mean nothing.
 
         Raises:
             InvalidRequestError: wrong size, a row that is no distribution, or a drawn token of probability 0.
@@ -61,16 +195,16 @@ class DraftDistributions:
         if any(token >= self.vocab_size for token in token_ids):
             raise InvalidRequestError("draft token beyond the draft vocabulary")
         index = torch.tensor(token_ids, dtype=torch.int64).unsqueeze(1)
-        result = torch.zeros(length, target_vocab_size)
-        if self.encoding is Encoding.ONE_HOT:
+        if self.encoding is not Encoding.DENSE_FLOAT32:
             if self.data:
-                raise InvalidRequestError("one-hot draft distributions carry no data")
-            return result.scatter_(1, index, 1.0)
+                raise InvalidRequestError(f"draft distributions of encoding {self.encoding.value} carry no data")
+            return SparseRows(index, torch.ones(length, 1), target_vocab_size)
         if len(self.data) != 4 * length * self.vocab_size:
             raise InvalidRequestError(
                 f"draft distributions of {len(self.data)} bytes, expected {4 * length * self.vocab_size}"
             )
         numbers = np.frombuffer(self.data, dtype="<f4").reshape(length, self.vocab_size)
+        result = torch.zeros(length, target_vocab_size)
         result[:, : self.vocab_size] = torch.from_numpy(numbers.astype(np.float32))
         if not bool((result >= 0.0).all()):  # NaN fails the comparison
             raise InvalidRequestError("draft distribution has a negative entry or a NaN")
@@ -78,7 +212,7 @@ class DraftDistributions:
             raise InvalidRequestError("draft distribution does not sum to 1")
         if not bool((result.gather(1, index) > 0.0).all()):
             raise InvalidRequestError("draft token has probability 0 in the distribution it claims to be drawn from")
-        return result
+        return DenseRows(result)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -89,10 +223,57 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: `[batch] float64` in [0, 1).
 
     Returns:
-        `[batch] int64`; an index of weight 0 is never drawn.
+        `[batch] int64`; an index of weight 0 is never drawn. Probabilities are those of the weights up to the rounding
+        of sums of 128 of them.
     """
-    cumulated = weights.to(torch.float64).cumsum(dim=-1)
-    total = cumulated[:, -1:]
+    if weights.shape[1] <= WHOLE_ROW:
+        cumulated = weights.cumsum(dim=1, dtype=torch.float64)
+        return _first_above(cumulated, uniforms.unsqueeze(1) * cumulated[:, -1:]).squeeze(1)
+    # First the chunk, then the index in it: a sum is much faster than a running sum.
+    chunks = weights[:, : weights.shape[1] // CHUNK * CHUNK].unflatten(1, (-1, CHUNK)).sum(dim=2)
+    rest = weights[:, chunks.shape[1] * CHUNK :].sum(dim=1, keepdim=True)
+    cumulated = torch.cat([chunks, rest], dim=1).cumsum(dim=1, dtype=torch.float64)
+    threshold = uniforms.unsqueeze(1) * cumulated[:, -1:]
+    chunk = _first_above(cumulated, threshold)
+    before = pad(cumulated, (1, 0)).gather(1, chunk)
+    index = chunk * CHUNK + torch.arange(CHUNK, device=weights.device)
+    inside = weights.gather(1, index.clamp(max=weights.shape[1] - 1)) * (index < weights.shape[1])
+    inside_cumulated = inside.cumsum(dim=1, dtype=torch.float64)
+    return index.gather(1, _first_above(inside_cumulated, threshold - before)).squeeze(1)
+
+
+def _first_above(cumulated: Tensor, threshold: Tensor) -> Tensor:
+    """Returns the first index where a running sum is above a threshold, `[batch, 1]`; there is one, after rounding too.
+
+    Args:
+        cumulated: `[batch, n] float64`, the last one above 0.
+        threshold: `[batch, 1] float64`, 0 or more.
+    """
     # u * total may round up to total, where no index is left; the largest number below total always has one.
-    threshold = torch.minimum(uniforms.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, threshold, right=True).squeeze(1)
+    total = cumulated[:, -1:]
+    return torch.searchsorted(cumulated, threshold.minimum(torch.nextafter(total, total.new_zeros(()))), right=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RaceOutcome:
+    """Who won a race."""
+
+    winners: Tensor
+    """`[batch] int64`: each index with its probability, if the times are independent exponentials."""
+    leads: Tensor
+    """`[batch] float64`: by how much the winner's log-weight could fall before another index won, >= 0."""
+
+
+def race(weights: Tensor, times: Tensor) -> RaceOutcome:
+    """Draws one index from each row of unnormalised weights: the one that reaches the end first at that speed.
+
+    With times e that is argmax (log weight - log e), where -log e is Gumbel noise.
+
+    Args:
+        weights: `[batch, vocab]`, >= 0, each row with a positive sum.
+        times: `[batch, vocab] float64`, > 0.
+    """
+    best = torch.topk(weights.to(torch.float64) / times, min(2, weights.shape[1]), dim=-1)
+    # Of one index alone the second is 0: no other can win.
+    seconds = best.values[:, 1] if weights.shape[1] > 1 else torch.zeros_like(best.values[:, 0])
+    return RaceOutcome(best.indices[:, 0], best.values[:, 0].log() - seconds.log())

@@ -14,8 +14,8 @@ from draftwire.errors import DraftwireError
 from draftwire.models.cached_model import SequenceModel
 from draftwire.randomness import DrawKey, Role, derive_key
 from draftwire.sampling import SamplingParams
-from draftwire.verification import rule_named
-from draftwire.verification.rule import BlockBatch
+from draftwire.verification import GreedyBlockRule, new_rule
+from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.target import Judgement, Judging, judge
 
 
@@ -28,7 +28,10 @@ class LocalRun:
     block_length: int
     """Draft tokens per round."""
     rule: str
+    """One that servers offer, or `greedy_block`, whose blocks are all of one length: its last round may be too long."""
     seed: int
+    stop_token_ids: frozenset[int] = frozenset()
+    """The tokens that `SamplingParams.min_tokens` keeps away; none ends the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,10 @@ def speculate(
         prompt_ids: at least one token.
         run: what to generate.
     """
-    rule = rule_named(run.rule)
+    rule = new_rule(run.rule)
     drafting_key, verifying_key = derive_key(run.seed, Role.DRAFTING), derive_key(run.seed, Role.VERIFYING)
+    if rule.is_coupled:
+        drafting_key = verifying_key = derive_key(run.seed, Role.COUPLING)
     committed, drafter_knows = list(prompt_ids), len(prompt_ids)
     with ExitStack() as cleanup:
         judged, drafted = target.cache.open(committed), drafter.open(committed)
@@ -63,24 +68,46 @@ def speculate(
         cleanup.callback(drafted.close)
         end, round_number = len(prompt_ids) + run.num_tokens, 0
         while len(committed) < end:
-            block_length = min(run.block_length, end - len(committed) - 1)
+            block_length = run.block_length
+            if not isinstance(rule, GreedyBlockRule):
+                block_length = min(block_length, end - len(committed) - 1)
             tokens, distributions = [], None
             if block_length:
                 drafted.calibrate(drafter_knows, committed[drafter_knows:])
                 drafter_knows = len(committed)
                 key = DrawKey(drafting_key, 0, round_number)
-                request = DraftRequest(block_length, run.sampling, key, target.vocab_size)
+                request = DraftRequest(
+                    block_length,
+                    run.sampling,
+                    key,
+                    target.vocab_size,
+                    is_coupled=rule.is_coupled,
+                    needs_probs=rule.needs_draft_probs,
+                    prompt_len=len(prompt_ids),
+                    stop_token_ids=run.stop_token_ids,
+                )
                 (draft,) = drafter.step([Drafting(drafted, request)]).drafts
                 if isinstance(draft, DraftwireError):
                     raise draft
                 assert draft is not None, "a step without a limit drafts"
                 tokens, distributions = draft.token_ids, draft.distributions
             key = DrawKey(verifying_key, 0, round_number)
-            step = judge(target, [Judging(judged, committed, tokens, distributions, run.sampling, rule, key)])
+            judging = Judging(
+                judged,
+                committed,
+                tokens,
+                distributions,
+                run.sampling,
+                rule,
+                key,
+                prompt_len=len(prompt_ids),
+                stop_token_ids=run.stop_token_ids,
+            )
+            step = judge(target, [judging])
             (judgement,) = step.outcomes
             if isinstance(judgement, DraftwireError):
                 raise judgement
             assert isinstance(judgement, Judgement), "a step without a limit decides"
             committed += judgement.token_ids
             round_number += 1
-            yield Round(judgement.token_ids, judgement.num_accepted, step.blocks[0])
+            yield Round(judgement.token_ids, judgement.num_accepted, step.decided[0].blocks)

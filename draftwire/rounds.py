@@ -110,6 +110,8 @@ class Verdict:
     verify_us: int = 0
     queue_us: int = 0
     timings: DraftTimings = field(default_factory=DraftTimings)
+    num_near_ties: int = 0
+    """Tokens of the round that rounding could have changed, as far as the rule counts them."""
     num_cached_tokens: int = 0
     """Tokens that the target did not have to read, because another session had, over the whole session."""
 
@@ -147,6 +149,7 @@ class TargetSessionSpec:
     sampling: SamplingParams
     rule: str
     verifying_key: bytes
+    """Of the role COUPLING under a coupled rule, where the drafter has the same; else of VERIFYING."""
     max_draft_tokens: int
     plain_rounds: int
     stop_token_ids: frozenset[int]
@@ -165,7 +168,11 @@ class DraftSessionSpec:
     token_ids: list[int]
     prompt_len: int
     sampling: SamplingParams
+    rule: str
+    """How the blocks will be judged: says what has to be drafted and sent."""
     drafting_key: bytes
+    """Of the role COUPLING under a coupled rule; else of DRAFTING."""
+    stop_token_ids: frozenset[int]
     verifier_address: str
     target_vocab_size: int
     max_draft_tokens: int

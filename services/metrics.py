@@ -72,6 +72,7 @@ class VerifierMetrics(EngineMetrics):
         self.drafts = self.counter("spec_decode_num_drafts", "Rounds that judged a draft block.")
         self.draft_tokens = self.counter("spec_decode_num_draft_tokens", "Draft tokens judged.")
         self.accepted = self.counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self.near_ties = self.counter("near_ties", "Tokens that rounding could have changed, under the rule coupled.")
         self.accepted_per_position = self.counter(
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the block.", ("position",)
         )
@@ -80,6 +81,7 @@ class VerifierMetrics(EngineMetrics):
         """Counts one decided round."""
         self.target_passes.inc()
         self.tokens.inc(len(verdict.token_ids))
+        self.near_ties.inc(verdict.num_near_ties)
         if verdict.num_draft_tokens:
             self.drafts.inc()
             self.draft_tokens.inc(verdict.num_draft_tokens)
@@ -103,6 +105,9 @@ class GatewayMetrics(ServiceMetrics):
     def __init__(self) -> None:
         super().__init__()
         self.requests = self.counter("requests", "Requests ended, by result.", ("result",))
+        self.lossy_requests = self.counter(
+            "lossy_requests", "Requests ended that asked for a rule that changes the distribution.", ("method",)
+        )
         self.drafters_lost = self.counter("drafters_lost", "Sessions that went on without their drafter.")
 
 

@@ -11,8 +11,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from draftwire.verification import BlockBatch, VerificationRule
-from draftwire.verification.rule import cut_impossible, extra_token_weights
+from draftwire.verification import BlockBatch, LawRule
+from draftwire.verification.blocks import cut_impossible
 
 Sequence = tuple[int, ...]
 
@@ -37,10 +37,10 @@ def sequence_law(table: Tensor, length: int) -> dict[Sequence, float]:
     return law
 
 
-def outcome_law(rule: VerificationRule, target_rows: Tensor, draft_rows: Tensor, tokens: Sequence) -> Tensor:
+def outcome_law(rule: LawRule, target_rows: Tensor, draft_rows: Tensor, tokens: Sequence) -> Tensor:
     """Returns the probability of accepting i tokens and then emitting y, `[len(tokens) + 1, vocab]`, for this block."""
     blocks = cut_impossible(
-        BlockBatch(
+        BlockBatch.padded(
             target_rows.unsqueeze(0),
             draft_rows.unsqueeze(0),
             torch.tensor([tokens], dtype=torch.int64).reshape(1, len(tokens)),
@@ -50,13 +50,13 @@ def outcome_law(rule: VerificationRule, target_rows: Tensor, draft_rows: Tensor,
     law = rule.stop_law(blocks)
     result = torch.zeros(len(tokens) + 1, target_rows.shape[1], dtype=torch.float64)
     for accepted in range(int(blocks.lengths[0]) + 1):
-        weights = extra_token_weights(blocks, law, torch.tensor([accepted]))[0]
+        weights = rule.extra_weights(blocks, law, torch.tensor([accepted]))[0]
         result[accepted] = law.accepted_probs[0, accepted] * weights / weights.sum()
     return result
 
 
 def speculative_law(
-    rule: VerificationRule, target: Tensor, drafter: Tensor, block_lengths: list[int], length: int
+    rule: LawRule, target: Tensor, drafter: Tensor, block_lengths: list[int], length: int
 ) -> dict[Sequence, float]:
     """Returns the law of the first `length` tokens that rounds of speculation emit.
 

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from draftwire import __version__
+from draftwire.cli.check_rule import check_rule
 from draftwire.cli.generate import generate
 from draftwire.cli.up import demo, up
 from draftwire.errors import DraftwireError
@@ -25,6 +26,7 @@ for name in SERVICES:
 app.command()(up)
 app.command()(demo)
 app.command()(generate)
+app.command()(check_rule)
 
 
 @app.callback(invoke_without_command=True)

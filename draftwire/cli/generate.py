@@ -17,10 +17,17 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; the server's default is 1.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens this likely beside the most likely one.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: avoid tokens of the text.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Above 0: avoid generated tokens.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Above 0: avoid them more each time.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="No stop token before so many tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     seed: Annotated[int | None, typer.Option(help="Make the run repeatable.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft tokens per round; 0 is plain.")] = None,
-    rejection_sample_method: Annotated[str | None, typer.Option(help="Verification rule: block or token.")] = None,
+    rejection_sample_method: Annotated[
+        str | None, typer.Option(help="block, token, coupled, or typical (lossy).")
+    ] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the gateway to come up.")] = 5.0,
 ) -> None:
     """Stream a completion, then print what it took."""
@@ -31,6 +38,11 @@ def generate(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            min_tokens=min_tokens,
             stop=stop or (),
             seed=seed,
             num_speculative_tokens=num_speculative_tokens,
@@ -55,5 +67,8 @@ def print_statistics(completion: Completion) -> None:
         f"seed {completion.seed}[/dim]",
         soft_wrap=True,
     )
+    if completion.is_lossy:
+        name = completion.rejection_sample_method
+        console.print(f"[yellow]{name} is lossy: the text is not distributed as the target's[/yellow]", soft_wrap=True)
     if completion.drafter_error:
         console.print(f"[yellow]went on without the drafter: {completion.drafter_error}[/yellow]", soft_wrap=True)

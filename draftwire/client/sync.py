@@ -6,7 +6,7 @@ print(piece.text, end="")
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -52,6 +52,8 @@ class Completion:
     """The seed that was used."""
     rejection_sample_method: str
     """The verification rule that was used."""
+    is_lossy: bool
+    """Whether that rule changes the distribution of the text."""
     drafter_error: str
     """Why the completion went on without a drafter; empty if it did not have to."""
     statistics: gateway_pb2.GenerationStatistics
@@ -132,6 +134,13 @@ class Client:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        allowed_token_ids: Sequence[int] = (),
+        min_tokens: int | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
@@ -149,6 +158,13 @@ class Client:
             temperature: 0 is greedy.
             top_k: keep the k most likely tokens.
             top_p: keep the most likely tokens up to this mass.
+            min_p: keep tokens at least so many times as likely as the most likely one.
+            repetition_penalty: makes tokens of prompt and output less likely; 1 is off.
+            presence_penalty: subtracted from the logits of generated tokens.
+            frequency_penalty: subtracted from a token's logit once for each time it was generated.
+            logit_bias: added to the logits of these token ids.
+            allowed_token_ids: no other token is possible; empty allows all.
+            min_tokens: nothing ends the text before so many tokens, but stop strings do.
             max_tokens: most tokens to generate; without it, what the context leaves.
             stop: the text ends before the first of these.
             stop_token_ids: generation ends with the first of these.
@@ -168,7 +184,18 @@ class Client:
             self.wait_ready(wait_for_server_s)
         try:
             request = gateway_pb2.GenerateRequest(
-                sampling=session_pb2.SamplingParameters(temperature=temperature, top_k=top_k, top_p=top_p),
+                sampling=session_pb2.SamplingParameters(
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
+                    min_p=min_p,
+                    repetition_penalty=repetition_penalty,
+                    presence_penalty=presence_penalty,
+                    frequency_penalty=frequency_penalty,
+                    logit_bias=logit_bias,
+                    allowed_token_ids=allowed_token_ids,
+                    min_tokens=min_tokens,
+                ),
                 max_tokens=max_tokens,
                 stop=stop,
                 stop_token_ids=stop_token_ids,
@@ -236,6 +263,7 @@ def _completion(text: str, token_ids: list[int], finish: gateway_pb2.GenerateFin
         finish_reason=_FINISH_REASONS[finish.reason],
         seed=finish.seed,
         rejection_sample_method=finish.rejection_sample_method,
+        is_lossy=finish.is_lossy,
         drafter_error=finish.drafter_error,
         statistics=finish.statistics,
     )

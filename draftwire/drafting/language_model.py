@@ -7,11 +7,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from draftwire.distributions import DraftDistributions, draw
+from draftwire.distributions import DraftDistributions, draw, race
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.models.cached_model import Reading, SequenceModel
-from draftwire.sampling import probabilities_by_row
+from draftwire.randomness import exponentials, uniforms
+from draftwire.sampling import Span, is_distribution, probabilities_of_spans
 
 
 class LanguageModelSequence:
@@ -134,37 +135,93 @@ class LanguageModelDrafter:
             logits: `[members, vocab]`, after each member's committed tokens.
             members: sequences with what is wanted for them.
         """
-        limits = [min(request.vocab_size, self.model.vocab_size) for _, request in members]
-        uniforms = [request.key.uniforms(request.num_tokens) for _, request in members]
-        token_ids: list[list[int]] = [[] for _ in members]
-        rows: list[list[Tensor]] = [[] for _ in members]
-        active = list(range(len(members)))  # those that the rows of `logits` belong to
+        most = max(request.num_tokens for _, request in members) if members else 0
+        numbers = uniforms([request.key for _, request in members], most).tolist()
+        blocks = [
+            _Block(sequence, request, min(request.vocab_size, self.model.vocab_size), own)
+            for (sequence, request), own in zip(members, numbers, strict=True)
+        ]
+        active = blocks  # those that the rows of `logits` belong to
         while active:
-            for row, index in enumerate(active):
-                if limits[index] < logits.shape[1]:
-                    logits[row, limits[index] :] = -torch.inf
-            finite = torch.isfinite(logits.amax(dim=-1)).tolist()
-            if not all(finite):
-                logits = logits[torch.tensor(finite, device=logits.device)]
-                active = [index for index, is_finite in zip(active, finite, strict=True) if is_finite]
-                if not active:
-                    break
-            params = [members[index][1].sampling for index in active]
-            probs = probabilities_by_row(logits, params).float().cpu()  # as they are sent
-            drawn = draw(probs, torch.stack([uniforms[index][len(token_ids[index])] for index in active])).tolist()
-            for row, index, token in zip(probs, active, drawn, strict=True):
-                token_ids[index].append(token)
-                rows[index].append(row[: limits[index]])
-            active = [index for index in active if len(token_ids[index]) < members[index][1].num_tokens]
+            for row, block in zip(logits, active, strict=True):
+                row[block.limit :] = -torch.inf
+            probs = probabilities_of_spans(logits, [block.span for block in active]).float()  # as they are sent
+            is_good = is_distribution(probs).tolist()
+            for group in (True, False):
+                rows = [row for row, block in enumerate(active) if block.request.is_coupled is group and is_good[row]]
+                if rows:
+                    _draw_tokens([active[row] for row in rows], probs[torch.tensor(rows, device=probs.device)])
+            active = [block for block, good in zip(active, is_good, strict=True) if good and block.num_left]
             if active:
-                logits = self.model.read([Reading(members[i][0].cached, [token_ids[i][-1]], 1) for i in active])
-        each = zip(members, token_ids, rows, limits, strict=True)
-        return [_draft(request, tokens, drawn_from, limit) for (_, request), tokens, drawn_from, limit in each]
+                logits = self.model.read([Reading(block.sequence.cached, [block.token_ids[-1]], 1) for block in active])
+        return [block.draft() for block in blocks]
 
 
-def _draft(request: DraftRequest, token_ids: list[int], rows: list[Tensor], limit: int) -> Draft | DraftwireError:
-    if not token_ids:
-        return UnavailableError("the draft model gave no finite logits")
-    greedy = request.sampling.greedy
-    distributions = DraftDistributions.one_hot(limit) if greedy else DraftDistributions.from_rows(torch.stack(rows))
-    return Draft(token_ids, distributions)
+class _Block:
+    """One block while it is drawn."""
+
+    def __init__(
+        self, sequence: LanguageModelSequence, request: DraftRequest, limit: int, numbers: list[float]
+    ) -> None:
+        self.sequence = sequence
+        self.request = request
+        self.limit = limit
+        self.token_ids: list[int] = []
+        self.rows: list[Tensor] = []
+        self._numbers = numbers
+
+    @property
+    def number(self) -> float:
+        """The uniform number that draws the next token."""
+        return self._numbers[len(self.token_ids)]
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to be drawn."""
+        return self.request.num_tokens - len(self.token_ids)
+
+    @property
+    def position(self) -> int:
+        """Where in the text the next token stands."""
+        return len(self.sequence.ids) + len(self.token_ids)
+
+    @property
+    def span(self) -> Span:
+        """The place of the next token."""
+        request = self.request
+        text = [*self.sequence.ids, *self.token_ids] if request.sampling.reads_text else ()
+        return Span(request.sampling, 1, text, request.prompt_len, request.stop_token_ids)
+
+    def add(self, token: int, row: Tensor) -> None:
+        """Takes a token that was drawn from `row`."""
+        self.token_ids.append(token)
+        if self.request.needs_probs:
+            self.rows.append(row[: self.limit])
+
+    def draft(self) -> Draft | DraftwireError:
+        """Returns what was drawn."""
+        if not self.token_ids:
+            return UnavailableError("the draft model gave no finite logits")
+        if not self.request.needs_probs:
+            return Draft(self.token_ids, DraftDistributions.none(self.limit))
+        if self.request.sampling.greedy:
+            return Draft(self.token_ids, DraftDistributions.one_hot(self.limit))
+        return Draft(self.token_ids, DraftDistributions.from_rows(torch.stack(self.rows)))
+
+
+def _draw_tokens(blocks: list[_Block], probs: Tensor) -> None:
+    """Draws the next token of blocks that are all coupled, or none of them.
+
+    Args:
+        blocks: whose tokens.
+        probs: `[blocks, vocab]`.
+    """
+    if blocks[0].request.is_coupled:
+        words = torch.tensor([block.request.key.text_words for block in blocks], device=probs.device)
+        positions = torch.tensor([block.position for block in blocks], device=probs.device)
+        drawn = race(probs, exponentials(words, positions, probs.shape[1])).winners
+    else:
+        probs = probs.cpu()
+        drawn = draw(probs, torch.tensor([block.number for block in blocks], dtype=torch.float64))
+    for block, token, row in zip(blocks, drawn.tolist(), probs, strict=True):
+        block.add(token, row)

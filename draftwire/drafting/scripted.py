@@ -72,6 +72,8 @@ class ScriptedDrafter:
     def _draft(self, sequence: ScriptedSequence, request: DraftRequest) -> Draft:
         tokens = expected_tokens(sequence.num_committed, request.num_tokens)
         limit = min(request.vocab_size, self._script.vocab_size)
+        if not request.needs_probs:
+            return Draft(tokens, DraftDistributions.none(limit))
         if request.sampling.greedy:
             return Draft(tokens, DraftDistributions.one_hot(limit))
         rows = torch.zeros(len(tokens), limit).scatter_(1, torch.tensor(tokens).unsqueeze(1), 1.0)

@@ -22,11 +22,19 @@ class DraftRequest:
     """Names the random numbers to use."""
     vocab_size: int
     """Rows of the target's vocabulary; ids beyond it are never proposed."""
+    is_coupled: bool = False
+    """Draw with the noise of the places in the text, as the target does."""
+    needs_probs: bool = True
+    """Whether the verifier's rule asks for the distributions."""
+    prompt_len: int = 0
+    """How many of the committed tokens are the prompt."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """The tokens that `SamplingParams.min_tokens` keeps away."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guessed tokens, each drawn from exactly the distribution that goes with it."""
+    """Guessed tokens, each drawn from exactly the distribution that goes with it, if one does."""
 
     token_ids: list[int]
     distributions: DraftDistributions

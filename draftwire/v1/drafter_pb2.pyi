@@ -38,6 +38,8 @@ class OpenDraftSessionRequest(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LEN_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -49,7 +51,9 @@ class OpenDraftSessionRequest(_message.Message):
     prompt_len: _builtins.int
     """How many of `token_ids` are the prompt."""
     drafting_key: _builtins.bytes
-    """16 bytes that key the drafter's random numbers, independent of the verifier's."""
+    """16 bytes that key the drafter's random numbers, independent of the verifier's but under "coupled", where they are
+    the same.
+    """
     verifier_address: _builtins.str
     """Where the blocks go: host:port of the verifier."""
     target_vocab_size: _builtins.int
@@ -62,6 +66,8 @@ class OpenDraftSessionRequest(_message.Message):
     """
     cache_salt: _builtins.str
     """What was computed is shared only between sessions of the same salt. At most 256 characters."""
+    rejection_sample_method: _builtins.str
+    """How the verifier will judge the blocks. Under "coupled" and "typical" token ids are sent without distributions."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All ids that are committed now."""
@@ -69,6 +75,10 @@ class OpenDraftSessionRequest(_message.Message):
     @_builtins.property
     def sampling(self) -> _session_pb2.SamplingParameters:
         """What the target does to its logits. The drafter does the same, to be accepted more often."""
+
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that min_tokens keeps away."""
 
     def __init__(
         self,
@@ -86,10 +96,12 @@ class OpenDraftSessionRequest(_message.Message):
         max_draft_tokens: _builtins.int = ...,
         max_len: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        rejection_sample_method: _builtins.str = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "prompt_len", b"prompt_len", "sampling", b"sampling", "session_id", b"session_id", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

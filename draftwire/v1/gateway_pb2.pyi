@@ -144,11 +144,15 @@ class GenerateRequest(_message.Message):
     max_tokens: _builtins.int
     """Most tokens to generate, 1 to what the context leaves. Absent: what the context leaves."""
     seed: _builtins.int
-    """Makes a run repeatable as far as numerics and block borders allow. Absent: drawn by the gateway."""
+    """Makes a run repeatable as far as numerics and block borders allow, under "coupled" whatever the block borders.
+    Absent: drawn by the gateway.
+    """
     num_speculative_tokens: _builtins.int
     """Draft tokens per round, 0 to the server's limit; 0 is plain decoding. Absent: the server's default."""
     rejection_sample_method: _builtins.str
-    """"block" or "token". Absent: the server's default."""
+    """Verification rule: "block", "token", "coupled" or "typical". Absent: the server's default, which is never a lossy
+    rule.
+    """
     prompt_len: _builtins.int
     """How many of `token_ids` are the prompt, when a stream is resumed. Not accepted yet unless it is all of them."""
     num_choices: _builtins.int
@@ -295,6 +299,7 @@ class GenerationStatistics(_message.Message):
     QUEUE_DURATION_US_FIELD_NUMBER: _builtins.int
     NUM_EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_NEAR_TIES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     num_generated_tokens: _builtins.int
@@ -323,6 +328,8 @@ class GenerationStatistics(_message.Message):
     """Tokens committed by rounds, before the output was cut at a stop or at max_tokens."""
     num_cached_prompt_tokens: _builtins.int
     """Tokens of the prompt whose keys and values the target took over from earlier requests."""
+    num_near_ties: _builtins.int
+    """Under "coupled": tokens that rounding could have changed. If 0, the same seed gives the same text on any drafter."""
     @_builtins.property
     def num_accepted_tokens_per_pos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted draft tokens by position in the block."""
@@ -345,10 +352,11 @@ class GenerationStatistics(_message.Message):
         queue_duration_us: _builtins.int = ...,
         num_emitted_tokens: _builtins.int = ...,
         num_cached_prompt_tokens: _builtins.int = ...,
+        num_near_ties: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "duration_us", b"duration_us", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "duration_us", b"duration_us", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,6 +374,7 @@ class GenerateFinish(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     DRAFTER_ERROR_FIELD_NUMBER: _builtins.int
+    IS_LOSSY_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Which completion."""
     reason: Global___FinishReason.ValueType
@@ -376,6 +385,8 @@ class GenerateFinish(_message.Message):
     """The rule that was used."""
     drafter_error: _builtins.str
     """Why the completion went on without a drafter; empty if it did not have to."""
+    is_lossy: _builtins.bool
+    """Whether that rule changes the distribution of the text."""
     @_builtins.property
     def statistics(self) -> Global___GenerationStatistics:
         """What it cost."""
@@ -389,10 +400,11 @@ class GenerateFinish(_message.Message):
         seed: _builtins.int = ...,
         rejection_sample_method: _builtins.str = ...,
         drafter_error: _builtins.str = ...,
+        is_lossy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["statistics", b"statistics"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "drafter_error", b"drafter_error", "reason", b"reason", "rejection_sample_method", b"rejection_sample_method", "seed", b"seed", "statistics", b"statistics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "drafter_error", b"drafter_error", "is_lossy", b"is_lossy", "reason", b"reason", "rejection_sample_method", b"rejection_sample_method", "seed", b"seed", "statistics", b"statistics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -458,6 +470,7 @@ class GetServerResponse(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTION_SAMPLE_METHODS_FIELD_NUMBER: _builtins.int
+    LOSSY_REJECTION_SAMPLE_METHODS_FIELD_NUMBER: _builtins.int
     num_speculative_tokens: _builtins.int
     """Default of GenerateRequest.num_speculative_tokens."""
     max_speculative_tokens: _builtins.int
@@ -474,6 +487,10 @@ class GetServerResponse(_message.Message):
     def rejection_sample_methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Rules that may be asked for, the default first."""
 
+    @_builtins.property
+    def lossy_rejection_sample_methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of them that change the distribution of the text."""
+
     def __init__(
         self,
         *,
@@ -482,10 +499,11 @@ class GetServerResponse(_message.Message):
         num_speculative_tokens: _builtins.int = ...,
         max_speculative_tokens: _builtins.int = ...,
         rejection_sample_methods: _abc.Iterable[_builtins.str] | None = ...,
+        lossy_rejection_sample_methods: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "max_speculative_tokens", b"max_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens", "rejection_sample_methods", b"rejection_sample_methods", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "lossy_rejection_sample_methods", b"lossy_rejection_sample_methods", "max_speculative_tokens", b"max_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens", "rejection_sample_methods", b"rejection_sample_methods", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,6 +33,8 @@ class _DistributionEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_
     """No data: every token was the only one its position could have (a greedy drafter)."""
     DISTRIBUTION_ENCODING_SPARSE_UINT16: _DistributionEncoding.ValueType  # 3
     """Per position a support of token ids and 16-bit integer weights. Not accepted yet: INVALID_ARGUMENT."""
+    DISTRIBUTION_ENCODING_NONE: _DistributionEncoding.ValueType  # 4
+    """No data: nothing is said, for rules that do not ask. Others refuse the block."""
 
 class DistributionEncoding(_DistributionEncoding, metaclass=_DistributionEncodingEnumTypeWrapper):
     """How DraftDistributions.data is laid out. All numbers are little-endian."""
@@ -45,6 +47,8 @@ DISTRIBUTION_ENCODING_ONE_HOT: DistributionEncoding.ValueType  # 2
 """No data: every token was the only one its position could have (a greedy drafter)."""
 DISTRIBUTION_ENCODING_SPARSE_UINT16: DistributionEncoding.ValueType  # 3
 """Per position a support of token ids and 16-bit integer weights. Not accepted yet: INVALID_ARGUMENT."""
+DISTRIBUTION_ENCODING_NONE: DistributionEncoding.ValueType  # 4
+"""No data: nothing is said, for rules that do not ask. Others refuse the block."""
 Global___DistributionEncoding: _TypeAlias = DistributionEncoding  # noqa: Y015
 
 class _ExtraTokenKind:
@@ -119,36 +123,113 @@ Global___Fence: _TypeAlias = Fence  # noqa: Y015
 
 @_typing.final
 class SamplingParameters(_message.Message):
-    """How logits become a distribution. Applied in this order: temperature, top_k, top_p."""
+    """How logits become a distribution, at every position. Applied in this order: logit_bias, allowed_token_ids and
+    min_tokens, repetition_penalty, presence_penalty and frequency_penalty, temperature, top_k, top_p, min_p. What is out
+    of range is refused with INVALID_ARGUMENT.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy decoding. Finite and >= 0, at most 100; else INVALID_ARGUMENT. Absent: 1."""
+    """0 is greedy decoding. At most 100. Absent: 1."""
     top_k: _builtins.int
-    """Keep the k most likely tokens. 0 or absent: all."""
+    """Keep the k most likely tokens, and those as likely as the last of them. 0 or absent: all."""
     top_p: _builtins.float
-    """Keep the smallest set of most likely tokens whose mass reaches top_p. In (0, 1]; else INVALID_ARGUMENT. Absent: 1."""
+    """Keep the smallest set of most likely tokens whose mass reaches top_p, and those as likely as its last. In (0, 1].
+    Absent: 1.
+    """
+    min_p: _builtins.float
+    """Keep tokens at least this many times as likely as the most likely one. In [0, 1]. 0 or absent: all."""
+    repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of tokens that prompt or output have. In (0, 100]. Absent: 1."""
+    presence_penalty: _builtins.float
+    """Subtracted from the logits of tokens that were generated. In [-2, 2]."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a token's logit once for each time that it was generated. In [-2, 2]."""
+    min_tokens: _builtins.int
+    """No stop token is possible before so many tokens are generated."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids. In [-100, 100]; at most 1,024 ids, each within the target's vocabulary."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If not empty, no other token is possible."""
+
     def __init__(
         self,
         *,
         temperature: _builtins.float | None = ...,
         top_k: _builtins.int | None = ...,
         top_p: _builtins.float | None = ...,
+        min_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__min_tokens: _TypeAlias = _typing.Literal["min_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_tokens: _TypeAlias = _typing.Literal["_min_tokens", b"_min_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
@@ -265,6 +346,7 @@ class Verdict(_message.Message):
     CALIBRATION_DURATION_US_FIELD_NUMBER: _builtins.int
     DRAFT_DURATION_US_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_NEAR_TIES_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -285,6 +367,10 @@ class Verdict(_message.Message):
     """As in DraftBlock; 0 in a plain round."""
     num_cached_tokens: _builtins.int
     """Tokens whose keys and values were taken over from other sessions instead of being computed, over the whole session."""
+    num_near_ties: _builtins.int
+    """Under "coupled": tokens of this round whose lead over the second-best was so small that rounding could have changed
+    them. 0 under other rules.
+    """
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that was decided and the prefix that its tokens continue."""
@@ -307,10 +393,11 @@ class Verdict(_message.Message):
         calibration_duration_us: _builtins.int = ...,
         draft_duration_us: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
+        num_near_ties: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

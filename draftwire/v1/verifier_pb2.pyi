@@ -54,9 +54,11 @@ class OpenTargetSessionRequest(_message.Message):
     prompt_len: _builtins.int
     """How many of `token_ids` are the prompt."""
     rejection_sample_method: _builtins.str
-    """Verification rule: "block" or "token"."""
+    """Verification rule: "block", "token", "coupled" or "typical"."""
     verifying_key: _builtins.bytes
-    """16 bytes that key the verifier's random numbers. No drafter ever sees them."""
+    """16 bytes that key the verifier's random numbers. No drafter ever sees them, but under "coupled", where both sides
+    draw with the same noise.
+    """
     max_draft_tokens: _builtins.int
     """Most draft tokens in a block of this session."""
     plain_rounds: _builtins.int
@@ -77,7 +79,7 @@ class OpenTargetSessionRequest(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens after which a plain run ends early."""
+        """Tokens after which a plain run ends early, and that min_tokens keeps away."""
 
     def __init__(
         self,

@@ -2,10 +2,25 @@
 
 from draftwire.errors import InvalidRequestError
 from draftwire.verification.block import BlockRule
-from draftwire.verification.rule import BlockBatch, Outcome, StopLaw, VerificationRule, verify
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.coupled import CoupledRule
+from draftwire.verification.greedy_block import GreedyBlockRule
+from draftwire.verification.rule import (
+    FixedNoise,
+    KeyedNoise,
+    LawRule,
+    Noise,
+    Outcome,
+    StopLaw,
+    VerificationRule,
+    verify,
+)
 from draftwire.verification.token import TokenRule
+from draftwire.verification.typical import TypicalRule
 
-RULES: dict[str, VerificationRule] = {rule.name: rule for rule in (BlockRule(), TokenRule())}
+RULES: dict[str, VerificationRule] = {
+    rule.name: rule for rule in (BlockRule(), TokenRule(), CoupledRule(), TypicalRule())
+}
 """All rules that a server offers, the default first."""
 
 DEFAULT_RULE = "block"
@@ -22,13 +37,28 @@ def rule_named(name: str) -> VerificationRule:
     return RULES[name]
 
 
+def new_rule(name: str) -> VerificationRule:
+    """Returns a rule for one run in one process, where `greedy_block`, which remembers its run, is possible as well.
+
+    Raises:
+        InvalidRequestError: there is none of that name.
+    """
+    return GreedyBlockRule() if name == GreedyBlockRule.name else rule_named(name)
+
+
 __all__ = [
     "DEFAULT_RULE",
     "RULES",
     "BlockBatch",
+    "FixedNoise",
+    "GreedyBlockRule",
+    "KeyedNoise",
+    "LawRule",
+    "Noise",
     "Outcome",
     "StopLaw",
     "VerificationRule",
+    "new_rule",
     "rule_named",
     "verify",
 ]

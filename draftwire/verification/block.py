@@ -17,22 +17,19 @@ least i tokens are accepted with probability a_i, and no rule that can be chaine
 import torch
 from torch import Tensor
 
-from draftwire.verification.rule import BlockBatch, StopLaw
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.rule import LawRule, StopLaw
 
 
-class BlockRule:
+class BlockRule(LawRule):
     """Accept the longest prefix whose test succeeds."""
 
     name = "block"
 
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
-        """See `VerificationRule.stop_law`."""
+        """See `LawRule.stop_law`."""
         weights = block_weights(blocks)
-        tests = _test_probs(blocks, weights)
-        ones = weights.new_ones(len(weights), 1)
-        later_fail = (1.0 - tests).flip(1).cumprod(dim=1).flip(1)  # [batch, max_len]: tests i .. n all fail
-        accepted = torch.cat([ones, tests], dim=1) * torch.cat([later_fail, ones], dim=1)
-        return StopLaw(accepted, weights)
+        return StopLaw(largest_success(_test_probs(blocks, weights)), weights)
 
 
 def block_weights(blocks: BlockBatch) -> Tensor:
@@ -42,19 +39,36 @@ def block_weights(blocks: BlockBatch) -> Tensor:
     the sum of log r_1 .. log r_i. This form needs no loop over positions and cannot overflow.
     """
     walk = blocks.ratios().log().cumsum(dim=1)  # -inf from the first impossible token on, and in the padding
+    ones = walk.new_ones(blocks.batch_size, 1)
+    if blocks.max_len == 0:
+        return ones
     highest = walk.clamp(min=0.0).cummax(dim=1).values
-    return torch.cat([walk.new_ones(len(walk), 1), (walk - highest).exp()], dim=1)
+    return torch.cat([ones, (walk - highest).exp()], dim=1)
+
+
+def largest_success(test_probs: Tensor) -> Tensor:
+    """Returns the law of the largest i whose independent test succeeds, 0 if none does.
+
+    Args:
+        test_probs: `[batch, max_len] float64`, of the tests 1 .. n.
+
+    Returns:
+        `[batch, max_len + 1] float64`.
+    """
+    ones = test_probs.new_ones(len(test_probs), 1)
+    later_fail = (1.0 - test_probs).flip(1).cumprod(dim=1).flip(1)  # tests i .. n all fail
+    return torch.cat([ones, test_probs], dim=1) * torch.cat([later_fail, ones], dim=1)
 
 
 def _test_probs(blocks: BlockBatch, weights: Tensor) -> Tensor:
     """Returns h_1 .. h_n, `[batch, max_len] float64`; 0 in the padding."""
-    inner = weights[:, 1:-1]  # a_1 .. a_{n-1} of the longest block
-    target, draft = blocks.target_probs[:, 1:-1], blocks.draft_probs[:, 1:]
-    mass = (inner.unsqueeze(-1).to(target.dtype) * target - draft).clamp(min=0.0).sum(dim=-1, dtype=torch.float64)
+    if blocks.max_len == 0:
+        return weights[:, 1:]
+    mass = blocks.residual_mass(weights[:, :-1])[:, 1:]  # S_1 .. S_{n-1}
+    inner = weights[:, 1:-1]
     total = mass + (1.0 - inner)  # in this order: (mass + 1) - inner would lose a small mass
     # 0 / 0 means target == draft after a fully weighted prefix, where a later test succeeds with certainty: any value.
     inside_probs = torch.where(total > 0.0, mass / torch.where(total > 0.0, total, 1.0), 1.0)
-    tests = torch.cat([inside_probs, weights[:, -1:]], dim=1)[:, : weights.shape[1] - 1]
-    positions = torch.arange(1, tests.shape[1] + 1, device=tests.device)
-    tests = torch.where(positions == blocks.lengths.unsqueeze(1), weights[:, 1:], tests)  # h_n = a_n
-    return torch.where(blocks.inside, tests, 0.0)
+    tests = torch.cat([inside_probs, weights[:, -1:]], dim=1)
+    tests = torch.where(blocks.positions + 1 == blocks.lengths.unsqueeze(1), weights[:, 1:], tests)  # h_n = a_n
+    return tests.masked_fill_(~blocks.inside, 0.0)

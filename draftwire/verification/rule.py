@@ -1,49 +1,129 @@
-"""What a verification rule is: the law of how many draft tokens it accepts, and what the extra token is drawn from.
+"""What a verification rule is: it keeps a prefix of each draft block and adds one token.
 
-A rule judges a *block*: draft tokens x_1 .. x_n with the distributions that they were drawn from. It keeps a prefix of
-the block and adds one token, such that the result is distributed as if the target had been sampled token by token.
+A *lossless* rule does so such that the result is distributed as if the target had been sampled token by token.
 
-Every rule here is stated by two tensors instead of by coin flips: the probability of each number of accepted tokens
+Most rules here are stated by two tensors instead of by coin flips: the probability of each number of accepted tokens
 given the block, and the scale of the residual that the extra token is drawn from. That makes a rule a page of tensor
-code without randomness, which a test can enumerate exactly, and leaves drawing to one function shared by all rules.
+code without randomness, which a test can enumerate exactly, and leaves drawing to one function shared by all of them.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from draftwire import randomness
 from draftwire.distributions import draw
+from draftwire.randomness import DrawKey
+from draftwire.verification.blocks import BlockBatch, cut_impossible
+
+
+class Noise(Protocol):
+    """The random numbers of one step, which no drafter can know but those of `exponentials`."""
+
+    def uniforms(self, count: int) -> Tensor:
+        """Returns independent uniforms in [0, 1) for each block, fresh in every round, `[batch, count] float64`."""
+
+    def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
+        """Returns an exponential variable for every token at some places of the text, the same in every round.
+
+        Args:
+            blocks: `[rows] int64`, which blocks.
+            offsets: `[rows] int64`, how many tokens after their committed ones.
+            vocab_size: tokens.
+
+        Returns:
+            `[rows, vocab_size] float64`, above 0.
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class BlockBatch:
-    """Blocks of different lengths, padded to the longest; padded entries may hold anything finite."""
+class KeyedNoise:
+    """Random numbers from the sessions' keys, the same on every device and in every batch."""
 
-    target_probs: Tensor
-    """`[batch, max_len + 1, vocab]` float: the target's distribution before each draft token, then after the last."""
-    draft_probs: Tensor
-    """`[batch, max_len, vocab]` float: the distribution that each draft token was drawn from."""
-    draft_tokens: Tensor
-    """`[batch, max_len] int64`, each below `vocab`."""
-    lengths: Tensor
-    """`[batch] int64`: draft tokens in each block, 0 to `max_len`; 0 is plain decoding."""
+    keys: Sequence[DrawKey]
+    """One for each block."""
+    positions: Sequence[int]
+    """Committed tokens before each block."""
+    device: torch.device
+
+    def uniforms(self, count: int) -> Tensor:
+        """See `Noise.uniforms`."""
+        return randomness.uniforms(self.keys, count).to(self.device)
+
+    def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
+        """See `Noise.exponentials`."""
+        words = torch.tensor([key.text_words for key in self.keys], device=self.device)
+        positions = torch.tensor(self.positions, device=self.device)
+        return randomness.exponentials(words[blocks], positions[blocks] + offsets, vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedNoise:
+    """Given numbers, for proofs."""
+
+    given_uniforms: Tensor
+    """`[batch, at least what is asked for] float64`."""
+    given_exponentials: Tensor | None = None
+    """`[batch, max_len + 1, vocab] float64`."""
+
+    def uniforms(self, count: int) -> Tensor:
+        """See `Noise.uniforms`."""
+        assert count <= self.given_uniforms.shape[1], "more uniforms are drawn than were given"
+        return self.given_uniforms[:, :count]
+
+    def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
+        """See `Noise.exponentials`."""
+        assert self.given_exponentials is not None, "exponentials are drawn but none were given"
+        return self.given_exponentials[blocks, offsets, :vocab_size]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rule decided about each block."""
+
+    num_accepted: Tensor
+    """`[batch] int64`."""
+    extra_tokens: Tensor
+    """`[batch] int64`: the token after the accepted ones."""
+    num_near_ties: Tensor | None = None
+    """`[batch] int64`: how many of the tokens rounding could have changed; None where the rule does not count."""
+
+
+class VerificationRule(Protocol):
+    """A rule for chains of draft tokens."""
 
     @property
-    def inside(self) -> Tensor:
-        """`[batch, max_len] bool`: which entries are no padding."""
-        return torch.arange(self.draft_tokens.shape[1], device=self.lengths.device) < self.lengths.unsqueeze(1)
+    def name(self) -> str:
+        """What requests call it."""
 
-    def ratios(self) -> Tensor:
-        """Returns target over draft probability of each draft token, `[batch, max_len] float64`; 0 in the padding.
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the output is distributed as the target's."""
 
-        A draft token of draft probability 0 cannot have been drawn. `verify` cuts such a block, so none is left here.
+    @property
+    def needs_draft_probs(self) -> bool:
+        """Whether it reads the distributions that the draft tokens were drawn from."""
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether it works best with draft tokens that won the race of `Noise.exponentials`."""
+
+    def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
+        """Decides about each block. Whatever else is in the batch has no effect.
+
+        Args:
+            blocks: with positive draft probability for each draft token, if the rule needs them.
+            noise: numbers to decide with.
         """
-        index = self.draft_tokens.unsqueeze(-1)
-        target = self.target_probs[:, :-1].gather(-1, index).squeeze(-1).to(torch.float64)
-        draft = self.draft_probs.gather(-1, index).squeeze(-1).to(torch.float64)
-        return torch.where(self.inside, target / torch.where(draft > 0.0, draft, 1.0), 0.0)
+
+
+def verify(rule: VerificationRule, blocks: BlockBatch, noise: Noise) -> Outcome:
+    """Applies a rule to blocks, which are cut before tokens that cannot have been drawn."""
+    return rule.decide(cut_impossible(blocks) if rule.needs_draft_probs else blocks, noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,64 +142,28 @@ class StopLaw:
         return self.accepted_probs @ counts
 
 
-class VerificationRule(Protocol):
-    """A lossless rule for chains of draft tokens."""
+class LawRule(ABC):
+    """A rule that is stated as a law, and draws from it."""
 
-    @property
-    def name(self) -> str:
-        """What requests call it."""
+    name: str
+    is_lossless = True
+    needs_draft_probs = True
+    is_coupled = False
 
+    @abstractmethod
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
         """Returns how the rule decides. Pure: no randomness, no state, and no block affects another."""
 
+    def extra_weights(self, blocks: BlockBatch, law: StopLaw, num_accepted: Tensor) -> Tensor:
+        """Returns what the extra token is drawn from after `num_accepted` tokens, `[batch, vocab]`, not normalised.
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a rule decided about each block."""
+        Reads one row of each block.
+        """
+        scales = law.residual_scales.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+        return blocks.residual(num_accepted, scales)
 
-    num_accepted: Tensor
-    """`[batch] int64`."""
-    extra_tokens: Tensor
-    """`[batch] int64`: the token after the accepted ones."""
-
-
-def verify(rule: VerificationRule, blocks: BlockBatch, uniforms: Tensor) -> Outcome:
-    """Applies a rule.
-
-    Args:
-        rule: how to decide.
-        blocks: what to decide about.
-        uniforms: `[batch, 2] float64` in [0, 1), independent of each other and of how the blocks were drawn.
-    """
-    blocks = cut_impossible(blocks)
-    law = rule.stop_law(blocks)
-    num_accepted = draw(law.accepted_probs, uniforms[:, 0])
-    weights = extra_token_weights(blocks, law, num_accepted)
-    return Outcome(num_accepted, draw(weights, uniforms[:, 1]))
-
-
-def cut_impossible(blocks: BlockBatch) -> BlockBatch:
-    """Cuts each block before its first token of draft probability 0, which no honest drafter can have drawn."""
-    drawn_probs = blocks.draft_probs.gather(-1, blocks.draft_tokens.unsqueeze(-1)).squeeze(-1)
-    possible = (drawn_probs > 0.0) & blocks.inside
-    lengths = possible.to(torch.int64).cumprod(dim=1).sum(dim=1)
-    return BlockBatch(blocks.target_probs, blocks.draft_probs, blocks.draft_tokens, lengths)
-
-
-def extra_token_weights(blocks: BlockBatch, law: StopLaw, num_accepted: Tensor) -> Tensor:
-    """Returns what the extra token is drawn from after `num_accepted` tokens, `[batch, vocab]`, not normalised.
-
-    Reads one row of each block. A residual without mass is only reachable by rounding (the two distributions are
-    equal there); the target's own row then stands in for it.
-    """
-    batch = torch.arange(len(blocks.lengths), device=blocks.lengths.device)
-    target = blocks.target_probs[batch, num_accepted]
-    max_len = blocks.draft_tokens.shape[1]
-    if max_len == 0:
-        return target
-    draft = blocks.draft_probs[batch, num_accepted.clamp(max=max_len - 1)]
-    scale = law.residual_scales[batch, num_accepted].unsqueeze(1).to(target.dtype)
-    residual = (scale * target - draft).clamp(min=0.0)
-    stopped_inside = (num_accepted < blocks.lengths).unsqueeze(1)
-    has_mass = residual.sum(dim=1, keepdim=True) > 0.0
-    return torch.where(stopped_inside & has_mass, residual, target)
+    def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
+        """See `VerificationRule.decide`."""
+        law, uniforms = self.stop_law(blocks), noise.uniforms(2)
+        num_accepted = draw(law.accepted_probs, uniforms[:, 0])
+        return Outcome(num_accepted, draw(self.extra_weights(blocks, law, num_accepted), uniforms[:, 1]))

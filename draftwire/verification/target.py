@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from draftwire.distributions import DraftDistributions
+from draftwire.distributions import DenseRows, DraftDistributions, DraftRows, Encoding, no_rows
 from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableError
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.randomness import DrawKey
-from draftwire.sampling import SamplingParams, probabilities_by_row
-from draftwire.verification.rule import BlockBatch, VerificationRule, verify
+from draftwire.sampling import SamplingParams, Span, is_distribution, probabilities_of_spans
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,18 @@ class Judging:
     rule: VerificationRule
     key: DrawKey
     """Names the random numbers to decide with."""
+    prompt_len: int = 0
+    """How many of the committed ids are the prompt."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """The tokens that `SamplingParams.min_tokens` keeps away."""
     max_read: int | None = None
     """If the cache lacks more committed tokens than this, only so many are read and nothing is decided."""
+
+    @property
+    def span(self) -> Span:
+        """The places before each draft token and after the last."""
+        text = [*self.committed, *self.draft_tokens] if self.sampling.reads_text else ()
+        return Span(self.sampling, len(self.draft_tokens) + 1, text, self.prompt_len, self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,8 @@ class Judgement:
     token_ids: list[int]
     """The accepted draft tokens, then the extra one."""
     num_accepted: int
+    num_near_ties: int = 0
+    """Tokens that rounding could have changed, as far as the rule counts them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +71,47 @@ UnavailableError if the model gave no finite logits for it."""
 
 
 @dataclass(frozen=True, slots=True)
+class Decided:
+    """What a rule saw of a step."""
+
+    members: list[int]
+    """Which of the step's judgings."""
+    blocks: BlockBatch
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What a step decided."""
 
     outcomes: list[Outcome]
     """One for each judging."""
-    blocks: list[BlockBatch]
-    """What the rules saw, a batch for each rule in the step."""
+    decided: list[Decided]
+    """A batch for each rule in the step, and one more where it had both dense and sparse draft distributions."""
     num_tokens: int = 0
     """Tokens that the forward pass read."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """A block with the target's distributions."""
+
+    index: int
+    judging: Judging
+    draft: DraftRows
+    first_row: int
+    """Of the `draft_len + 1` rows over the vocabulary that are its own."""
+
+
+@torch.inference_mode()
 def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
-    """Scores blocks after their committed tokens and decides which of their tokens to keep."""
+    """Scores blocks after their committed tokens and decides which of their tokens to keep.
+
+    Probabilities stay on the model's device, where the rules are computed; only decisions leave it.
+    """
     outcomes: dict[int, Outcome] = {}
     readings: list[Reading] = []
-    decided: list[int] = []  # which judgings get a decision
-    draft_probs: dict[int, Tensor] = {}
+    scored: list[_Scored] = []
+    num_rows = 0
     for index, judging in enumerate(judgings):
         unread = judging.committed[judging.sequence.length :]
         if judging.max_read is not None and len(unread) > judging.max_read:
@@ -83,65 +119,80 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
             readings.append(Reading(judging.sequence, unread[: judging.max_read], 0))
             continue
         try:
-            draft_probs[index] = _draft_probs(judging, model.vocab_size)
+            draft = _draft_rows(judging, model.vocab_size)
         except InvalidRequestError as error:
             outcomes[index] = error
             continue
-        decided.append(index)
+        scored.append(_Scored(index, judging, draft, num_rows))
+        num_rows += len(judging.draft_tokens) + 1
         readings.append(Reading(judging.sequence, unread + judging.draft_tokens, len(judging.draft_tokens) + 1))
     if not readings:
         return StepOutcome([outcomes[index] for index in range(len(judgings))], [])
     lengths = [judging.sequence.length for judging in judgings]
     logits = model.read(readings)
-
-    counts = [len(judgings[index].draft_tokens) + 1 for index in decided]
-    rows = dict(zip(decided, logits.split(counts) if decided else (), strict=True))
-    finite = torch.isfinite(logits.amax(dim=-1)).split(counts) if decided else ()
-    for index, is_finite in zip(decided, finite, strict=True):
-        if not bool(is_finite.all()):
-            outcomes[index] = UnavailableError("the target gave no finite logits")
-            model.cache.truncate(judgings[index].sequence, lengths[index])
-    batches: list[BlockBatch] = []
-    members_of: dict[str, list[int]] = {}
-    for index in decided:
-        if index not in outcomes:
-            members_of.setdefault(judgings[index].rule.name, []).append(index)
-    for members in members_of.values():
-        blocks = _batch([judgings[i] for i in members], [rows[i] for i in members], [draft_probs[i] for i in members])
-        batches.append(blocks)
-        uniforms = torch.stack([judgings[index].key.uniforms(2) for index in members])
-        verified = verify(judgings[members[0]].rule, blocks, uniforms)
-        accepted_counts, extras = verified.num_accepted.tolist(), verified.extra_tokens.tolist()
-        for index, num_accepted, extra in zip(members, accepted_counts, extras, strict=True):
-            judging = judgings[index]
-            outcomes[index] = Judgement([*judging.draft_tokens[:num_accepted], extra], num_accepted)
-            model.cache.truncate(judging.sequence, len(judging.committed) + num_accepted)
-            # Only now: logits that are finite show that nothing in the cache is not.
-            model.cache.publish(judging.sequence, judging.committed)
+    batches: list[Decided] = []
+    if scored:
+        target_probs = probabilities_of_spans(logits, [one.judging.span for one in scored])
+        is_good = is_distribution(target_probs).cpu()
+        for one in scored:
+            if not bool(is_good[one.first_row : one.first_row + len(one.judging.draft_tokens) + 1].all()):
+                outcomes[one.index] = UnavailableError("the target gave no finite logits")
+                model.cache.truncate(one.judging.sequence, lengths[one.index])
+        for members in _groups([one for one in scored if one.index not in outcomes]):
+            blocks = _batch(members, target_probs)
+            batches.append(Decided([one.index for one in members], blocks))
+            outcomes.update(_decide(model, members, blocks))
     num_tokens = sum(len(reading.token_ids) for reading in readings)
     return StepOutcome([outcomes[index] for index in range(len(judgings))], batches, num_tokens)
 
 
-def _draft_probs(judging: Judging, vocab_size: int) -> Tensor:
-    if judging.distributions is None:
-        return torch.zeros(0, vocab_size)
-    return judging.distributions.rows(judging.draft_tokens, vocab_size)
+def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch) -> dict[int, Outcome]:
+    """Applies the members' rule and makes their sequences end with what it kept."""
+    judgings = [one.judging for one in members]
+    positions = [len(judging.committed) for judging in judgings]
+    noise = KeyedNoise([judging.key for judging in judgings], positions, blocks.target_probs.device)
+    verified = verify(judgings[0].rule, blocks, noise)
+    near_ties = verified.num_near_ties
+    decisions = torch.stack(
+        [
+            verified.num_accepted,
+            verified.extra_tokens,
+            torch.zeros_like(blocks.lengths) if near_ties is None else near_ties,
+        ]
+    ).tolist()  # one transfer
+    outcomes: dict[int, Outcome] = {}
+    for one, num_accepted, extra, num_near_ties in zip(members, *decisions, strict=True):
+        judging = one.judging
+        token_ids = [*judging.draft_tokens[:num_accepted], extra]
+        outcomes[one.index] = Judgement(token_ids, num_accepted, num_near_ties)
+        model.cache.truncate(judging.sequence, len(judging.committed) + num_accepted)
+        # Only now: logits that are finite show that nothing in the cache is not.
+        model.cache.publish(judging.sequence, judging.committed)
+    return outcomes
 
 
-def _batch(judgings: list[Judging], logits: list[Tensor], draft_probs: list[Tensor]) -> BlockBatch:
-    """Pads blocks to the longest.
+def _draft_rows(judging: Judging, vocab_size: int) -> DraftRows:
+    distributions = judging.distributions
+    if distributions is None:
+        return no_rows(vocab_size)
+    if distributions.encoding is Encoding.NONE and judging.rule.needs_draft_probs:
+        raise InvalidRequestError(f"rule {judging.rule.name} needs the distributions that were drawn from")
+    return distributions.rows(judging.draft_tokens, vocab_size)
 
-    Args:
-        judgings: whose blocks.
-        logits: `[draft_len + 1, vocab]` each.
-        draft_probs: `[draft_len, vocab]` each.
-    """
-    params = [judging.sampling for judging, rows in zip(judgings, logits, strict=True) for _ in rows]
-    target_probs = probabilities_by_row(torch.cat(logits), params).cpu().split([len(rows) for rows in logits])
-    tokens = [torch.tensor(judging.draft_tokens, dtype=torch.int64) for judging in judgings]
-    return BlockBatch(
-        target_probs=pad_sequence(target_probs, batch_first=True),
-        draft_probs=pad_sequence(draft_probs, batch_first=True),
-        draft_tokens=pad_sequence(tokens, batch_first=True),
-        lengths=torch.tensor([len(judging.draft_tokens) for judging in judgings]),
+
+def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
+    """Returns what can be verified together: blocks of one rule whose distributions are all dense or all sparse."""
+    groups: dict[tuple[int, bool], list[_Scored]] = {}
+    for one in scored:
+        groups.setdefault((id(one.judging.rule), isinstance(one.draft, DenseRows)), []).append(one)
+    return list(groups.values())
+
+
+def _batch(members: list[_Scored], target_probs: Tensor) -> BlockBatch:
+    """Returns the members' blocks; copies no row of the target's."""
+    return BlockBatch.packed(
+        target_probs,
+        [one.draft for one in members],
+        [one.judging.draft_tokens for one in members],
+        [one.first_row for one in members],
     )

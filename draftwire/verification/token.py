@@ -6,18 +6,19 @@ Algorithm 1; Chen et al. 2023 (arXiv 2302.01318).
 
 import torch
 
-from draftwire.verification.rule import BlockBatch, StopLaw
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.rule import LawRule, StopLaw
 
 
-class TokenRule:
+class TokenRule(LawRule):
     """Accept x_i with probability min(1, target / draft); stop at the first rejection."""
 
     name = "token"
 
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
-        """See `VerificationRule.stop_law`."""
+        """See `LawRule.stop_law`."""
         keep_probs = blocks.ratios().clamp(max=1.0)  # [batch, max_len], 0 in the padding
-        ones = keep_probs.new_ones(len(keep_probs), 1)
+        ones = keep_probs.new_ones(blocks.batch_size, 1)
         reach_probs = torch.cat([ones, keep_probs.cumprod(dim=1)], dim=1)  # P(accepted >= i)
         stop_probs = torch.cat([1.0 - keep_probs, ones], dim=1)
         return StopLaw(reach_probs * stop_probs, torch.ones_like(reach_probs))

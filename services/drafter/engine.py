@@ -9,6 +9,7 @@ from draftwire.rounds import DraftBlock, DraftTimings
 from draftwire.sampling import SamplingParams
 from draftwire.services.drafter.scheduler import Outcome, Step, StepItem, StepResult
 from draftwire.services.leases import SessionKey
+from draftwire.verification import rule_named
 
 WARM_UP_TOKENS = (2, 64)
 """Sizes of the prompts that are tried before the first session."""
@@ -70,7 +71,17 @@ class DraftEngine:
             return Drafting(sequence, None, item.max_read)
         spec = session.spec
         key = DrawKey(spec.drafting_key, spec.choice, calibration.fence.round, calibration.attempt)
-        request = DraftRequest(calibration.num_draft_tokens, spec.sampling, key, spec.target_vocab_size)
+        rule = rule_named(spec.rule)
+        request = DraftRequest(
+            calibration.num_draft_tokens,
+            spec.sampling,
+            key,
+            spec.target_vocab_size,
+            is_coupled=rule.is_coupled,
+            needs_probs=rule.needs_draft_probs,
+            prompt_len=spec.prompt_len,
+            stop_token_ids=spec.stop_token_ids,
+        )
         return Drafting(sequence, request, item.max_read)
 
 

@@ -9,6 +9,7 @@ from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSess
 from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.leases import SessionKey
 from draftwire.services.prefill import PrefillPacer, share
+from draftwire.verification import rule_named
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +130,7 @@ class Scheduler:
                 f"num_speculative_tokens {spec.max_draft_tokens} is not in 1..{self.max_draft_tokens}, "
                 "the drafter's limit"
             )
+        rule_named(spec.rule)
         if not spec.token_ids:
             raise InvalidRequestError("the prompt is empty")
         if not len(spec.token_ids) < spec.max_len <= self.context_length:

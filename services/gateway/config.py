@@ -45,7 +45,7 @@ class GatewayConfig:
     max_speculative_tokens: int = 16
     """Most that a request may ask for."""
     rejection_sample_method: str = "block"
-    """Verification rule where a request does not say."""
+    """Verification rule where a request does not say: block, token or coupled. Lossy rules have to be asked for."""
     startup_timeout_s: float = 120.0
     """How long verifier and drafter may take to come up."""
     max_requests: int = 256

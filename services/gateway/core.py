@@ -32,9 +32,11 @@ class GatewayCore:
         """Takes the peers; `use_tokenizer` comes before the first request.
 
         Raises:
-            InvalidRequestError: the default rule is unknown.
+            InvalidRequestError: the default rule is unknown or lossy.
         """
-        rule_named(config.rejection_sample_method)
+        name = config.rejection_sample_method
+        if not rule_named(name).is_lossless:
+            raise InvalidRequestError(f"{name} is lossy: requests may ask for it, but it cannot be the default")
         self.config = config
         self.target = target
         self.drafter = drafter
@@ -118,3 +120,5 @@ class GatewayCore:
         finally:
             self.num_requests -= 1
             self.metrics.requests.labels(result).inc()
+            if generation.is_lossy:
+                self.metrics.lossy_requests.labels(generation.rule).inc()

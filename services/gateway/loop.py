@@ -37,6 +37,7 @@ from draftwire.services.gateway.ports import DrafterLost, DrafterPort, DrafterRe
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.text import TextStream
+from draftwire.verification import rule_named
 
 log = structlog.get_logger()
 
@@ -246,6 +247,11 @@ class GenerationLoop:
     def _fence(self) -> Fence:
         return Fence(self._session_id, self._epoch, self._round, len(self._committed), self._committed.hash)
 
+    def _key(self, role: Role) -> bytes:
+        """Returns the key of a role; under a coupled rule both sides draw with the same."""
+        is_coupled = rule_named(self._generation.rule).is_coupled
+        return derive_key(self._generation.seed, Role.COUPLING if is_coupled else role)
+
     def _target_spec(self) -> TargetSessionSpec:
         generation = self._generation
         rounds = 1 if self._drafter is not None else self._settings.plain_run_rounds
@@ -258,7 +264,7 @@ class GenerationLoop:
             prompt_len=len(generation.prompt_ids),
             sampling=generation.sampling,
             rule=generation.rule,
-            verifying_key=derive_key(generation.seed, Role.VERIFYING),
+            verifying_key=self._key(Role.VERIFYING),
             max_draft_tokens=generation.num_speculative_tokens,
             plain_rounds=min(rounds, generation.max_tokens),
             stop_token_ids=generation.stop_token_ids,
@@ -275,7 +281,9 @@ class GenerationLoop:
             token_ids=generation.prompt_ids,
             prompt_len=len(generation.prompt_ids),
             sampling=generation.sampling,
-            drafting_key=derive_key(generation.seed, Role.DRAFTING),
+            rule=generation.rule,
+            drafting_key=self._key(Role.DRAFTING),
+            stop_token_ids=generation.stop_token_ids,
             verifier_address=self._target.address,
             target_vocab_size=self._target.description.vocab_size,
             max_draft_tokens=generation.num_speculative_tokens,

@@ -53,6 +53,11 @@ class Generation:
     cache_salt: str = ""
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether the rule changes the distribution of the text."""
+        return not rule_named(self.rule).is_lossless
+
+    @property
     def max_len(self) -> int:
         """Most tokens of prompt and completion together."""
         return len(self.prompt_ids) + self.max_tokens
@@ -87,6 +92,9 @@ def complete_request(
         raise InvalidRequestError(
             f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters each"
         )
+    request.sampling.check_vocabulary(target.vocab_size)
+    if not request.sampling.min_tokens <= max_tokens:
+        raise InvalidRequestError(f"min_tokens must be at most max_tokens, {max_tokens}")
     if not all(0 <= token < target.vocab_size for token in request.stop_token_ids):
         raise InvalidRequestError(f"stop_token_ids must be in 0..{target.vocab_size - 1}")
     seed = new_seed() if request.seed is None else request.seed

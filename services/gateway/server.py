@@ -59,6 +59,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             num_speculative_tokens=core.defaults.num_speculative_tokens,
             max_speculative_tokens=core.defaults.max_speculative_tokens,
             rejection_sample_methods=[default, *(name for name in RULES if name != default)],
+            lossy_rejection_sample_methods=[name for name, rule in RULES.items() if not rule.is_lossless],
         )
 
     async def _requested(self, request: gateway_pb2.GenerateRequest) -> RequestedGeneration:
@@ -111,6 +112,7 @@ def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.Gene
         seed=generation.seed,
         rejection_sample_method=generation.rule,
         drafter_error=finish.drafter_error,
+        is_lossy=generation.is_lossy,
     )
 
 
@@ -120,6 +122,7 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
         num_generated_tokens=statistics.num_generated_tokens,
         num_emitted_tokens=statistics.num_emitted_tokens,
         num_cached_prompt_tokens=statistics.num_cached_prompt_tokens,
+        num_near_ties=statistics.num_near_ties,
         num_rounds=statistics.num_rounds,
         num_drafts=statistics.num_drafts,
         num_draft_tokens=statistics.num_draft_tokens,

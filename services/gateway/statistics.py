@@ -15,6 +15,8 @@ class Statistics:
     num_generated_tokens: int = 0
     num_emitted_tokens: int = 0
     """Tokens that the rounds committed, before the output was cut at a stop."""
+    num_near_ties: int = 0
+    """Tokens that rounding could have changed, under a rule that counts them."""
     num_rounds: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -32,6 +34,7 @@ class Statistics:
         self.num_rounds += 1
         self.num_cached_prompt_tokens = verdict.num_cached_tokens
         self.num_emitted_tokens += len(verdict.token_ids)
+        self.num_near_ties += verdict.num_near_ties
         self.verify_us += verdict.verify_us
         self.queue_us += verdict.queue_us
         if verdict.num_draft_tokens:

@@ -23,6 +23,7 @@ from draftwire.v1 import drafter_pb2, model_pb2, session_pb2, verifier_pb2
 _ENCODINGS = {
     session_pb2.DISTRIBUTION_ENCODING_DENSE_FLOAT32: Encoding.DENSE_FLOAT32,
     session_pb2.DISTRIBUTION_ENCODING_ONE_HOT: Encoding.ONE_HOT,
+    session_pb2.DISTRIBUTION_ENCODING_NONE: Encoding.NONE,
 }
 _ENCODING_NUMBERS = {value: key for key, value in _ENCODINGS.items()}
 
@@ -52,7 +53,18 @@ def fence_from_proto(message: session_pb2.Fence) -> Fence:
 
 def sampling_to_proto(params: SamplingParams) -> session_pb2.SamplingParameters:
     """Encodes sampling parameters, all of them explicitly."""
-    return session_pb2.SamplingParameters(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p)
+    return session_pb2.SamplingParameters(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        min_tokens=params.min_tokens,
+    )
 
 
 def sampling_from_proto(message: session_pb2.SamplingParameters) -> SamplingParams:
@@ -65,6 +77,13 @@ def sampling_from_proto(message: session_pb2.SamplingParameters) -> SamplingPara
         temperature=message.temperature if message.HasField("temperature") else 1.0,
         top_k=message.top_k,
         top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=tuple(message.allowed_token_ids) or None,
+        min_tokens=message.min_tokens,
     )
 
 
@@ -122,6 +141,7 @@ def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
         calibration_duration_us=verdict.timings.calibration_us,
         draft_duration_us=verdict.timings.draft_us,
         num_cached_tokens=verdict.num_cached_tokens,
+        num_near_ties=verdict.num_near_ties,
     )
 
 
@@ -144,6 +164,7 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
         queue_us=message.queue_duration_us,
         timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
         num_cached_tokens=message.num_cached_tokens,
+        num_near_ties=message.num_near_ties,
     )
 
 
@@ -234,7 +255,9 @@ def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.Op
         token_ids=spec.token_ids,
         prompt_len=spec.prompt_len,
         sampling=sampling_to_proto(spec.sampling),
+        rejection_sample_method=spec.rule,
         drafting_key=spec.drafting_key,
+        stop_token_ids=sorted(spec.stop_token_ids),
         verifier_address=spec.verifier_address,
         target_vocab_size=spec.target_vocab_size,
         max_draft_tokens=spec.max_draft_tokens,
@@ -256,7 +279,9 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
         token_ids=list(message.token_ids),
         prompt_len=message.prompt_len,
         sampling=sampling_from_proto(message.sampling),
+        rule=message.rejection_sample_method,
         drafting_key=_checked_key(message.drafting_key),
+        stop_token_ids=frozenset(message.stop_token_ids),
         verifier_address=message.verifier_address,
         target_vocab_size=message.target_vocab_size,
         max_draft_tokens=message.max_draft_tokens,

@@ -78,5 +78,7 @@ class TargetEngine:
             sampling=spec.sampling,
             rule=rule_named(spec.rule),
             key=DrawKey(spec.verifying_key, spec.choice, session.round, block.attempt if block else 0),
+            prompt_len=spec.prompt_len,
+            stop_token_ids=spec.stop_token_ids,
             max_read=item.max_read,
         )

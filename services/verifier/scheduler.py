@@ -265,6 +265,7 @@ class Scheduler:
             plain_rounds_left=session.plain_rounds_left,
             verify_us=verify_us,
             queue_us=queue_us,
+            num_near_ties=judgement.num_near_ties,
             num_cached_tokens=session.num_reused or 0,
             **({"timings": block.timings} if block else {}),
         )
@@ -290,6 +291,7 @@ class Scheduler:
 
     def _check(self, spec: TargetSessionSpec) -> None:
         rule_named(spec.rule)
+        spec.sampling.check_vocabulary(self.vocab_size)
         if not 1 <= len(spec.token_ids) < self.context_length:
             raise InvalidRequestError(
                 f"{len(spec.token_ids)} prompt tokens; must be 1 to {self.context_length - 1}, the context less one"

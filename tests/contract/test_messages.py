@@ -23,7 +23,7 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import SamplingParams
+from draftwire.sampling import PARAMETERS, SamplingParams
 from draftwire.services.gateway.server import _statistics_to_proto
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.rpc import messages
@@ -39,11 +39,21 @@ TEXT = st.text(max_size=20)
 
 FENCES = st.builds(Fence, session_id=UINT64, epoch=UINT32, round=UINT32, prefix_len=UINT32, prefix_hash=UINT64)
 TIMINGS = st.builds(DraftTimings, calibration_us=UINT32, draft_us=UINT32)
+PENALTIES = st.floats(-2.0, 2.0)
 SAMPLING = st.builds(
     SamplingParams,
     temperature=st.floats(0.0, 100.0),
     top_k=UINT32,
     top_p=st.floats(0.0, 1.0, exclude_min=True),
+    min_p=st.floats(0.0, 1.0),
+    repetition_penalty=st.floats(0.0, 100.0, exclude_min=True),
+    presence_penalty=PENALTIES,
+    frequency_penalty=PENALTIES,
+    logit_bias=st.dictionaries(UINT32, st.floats(-100.0, 100.0), max_size=4).map(
+        lambda bias: tuple(sorted(bias.items()))
+    ),
+    allowed_token_ids=st.none() | st.lists(UINT32, min_size=1, max_size=4).map(tuple),
+    min_tokens=UINT32,
 )
 ROWS = st.tuples(st.integers(0, 4), st.integers(1, 6)).flatmap(
     lambda shape: st.lists(
@@ -79,7 +89,9 @@ DRAFT_SPECS = st.builds(
     token_ids=IDS,
     prompt_len=UINT32,
     sampling=SAMPLING,
+    rule=TEXT,
     drafting_key=KEYS,
+    stop_token_ids=st.frozensets(UINT32, max_size=6),
     verifier_address=TEXT,
     target_vocab_size=UINT32,
     max_draft_tokens=UINT32,
@@ -160,7 +172,11 @@ TARGET_SPEC = TargetSessionSpec(
     max_len=400,
     cache_salt="salt",
 )
-GOLDEN_SAMPLING = "09 000000000000f03f 10 00 19 000000000000f03f"  # temperature 1.0, top_k 0, top_p 1.0
+GOLDEN_SAMPLING = (  # 58 bytes
+    "09 000000000000f03f 10 00 19 000000000000f03f"  # 1: temperature 1.0, 2: top_k 0, 3: top_p 1.0
+    "21 0000000000000000 29 000000000000f03f"  # 4: min_p 0.0, 5: repetition_penalty 1.0
+    "31 0000000000000000 39 0000000000000000 50 00"  # 6, 7: presence and frequency penalty 0.0, 10: min_tokens 0
+)
 GOLDEN_TARGET_SPEC = bytes.fromhex(
     "09 0a00000000000000"  # 1: lease_id, fixed64 little-endian
     "11 0100000000000000"  # 2: session_id, fixed64 little-endian
@@ -169,7 +185,7 @@ GOLDEN_TARGET_SPEC = bytes.fromhex(
     "28 04"  # 5: choice
     "32 03 07ac02"  # 6: token_ids, packed
     "38 01"  # 7: prompt_len
-    f"42 14 {GOLDEN_SAMPLING}"  # 8: sampling
+    f"42 3a {GOLDEN_SAMPLING}"  # 8: sampling
     "4a 05 626c6f636b"  # 9: rejection_sample_method
     "52 10 000102030405060708090a0b0c0d0e0f"  # 10: verifying_key
     "58 05"  # 11: max_draft_tokens
@@ -185,7 +201,9 @@ DRAFT_SPEC = DraftSessionSpec(
     token_ids=[7, 300],
     prompt_len=1,
     sampling=SamplingParams(),
+    rule="block",
     drafting_key=bytes(range(16)),
+    stop_token_ids=frozenset((9, 8)),
     verifier_address="v:1",
     target_vocab_size=320,
     max_draft_tokens=5,
@@ -199,13 +217,15 @@ GOLDEN_DRAFT_SPEC = bytes.fromhex(
     "20 04"  # 4: choice
     "2a 03 07ac02"  # 5: token_ids, packed
     "30 01"  # 6: prompt_len
-    f"3a 14 {GOLDEN_SAMPLING}"  # 7: sampling
+    f"3a 3a {GOLDEN_SAMPLING}"  # 7: sampling
     "42 10 000102030405060708090a0b0c0d0e0f"  # 8: drafting_key
     "4a 03 763a31"  # 9: verifier_address
     "50 c002"  # 10: target_vocab_size
     "58 05"  # 11: max_draft_tokens
     "60 9003"  # 12: max_len
     "6a 04 73616c74"  # 13: cache_salt
+    "72 05 626c6f636b"  # 14: rejection_sample_method
+    "7a 02 0809"  # 15: stop_token_ids, packed, ascending
 )
 
 
@@ -237,12 +257,18 @@ def test_sampling_parameters_survive_the_wire_to_the_bit(params: SamplingParams)
 
 
 def test_absent_sampling_parameters_get_their_defaults() -> None:
-    assert messages.sampling_from_proto(session_pb2.SamplingParameters()) == SamplingParams(1.0, 0, 1.0)
+    assert messages.sampling_from_proto(session_pb2.SamplingParameters()) == SamplingParams()
 
 
 def test_sampling_parameters_are_sent_even_where_they_are_zero() -> None:
     message = sent(messages.sampling_to_proto(SamplingParams(temperature=0.0, top_k=0, top_p=1.0)))
-    assert all(message.HasField(name) for name in ("temperature", "top_k", "top_p"))
+    names = [name for name in PARAMETERS if name not in ("logit_bias", "allowed_token_ids")]
+    assert all(message.HasField(name) for name in names)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_every_sampling_parameter_has_a_field_of_its_name(name: str) -> None:
+    assert name in session_pb2.SamplingParameters.DESCRIPTOR.fields_by_name
 
 
 @pytest.mark.parametrize(
@@ -255,6 +281,11 @@ def test_sampling_parameters_are_sent_even_where_they_are_zero() -> None:
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_p": math.nan},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"logit_bias": {3: 100.5}},
     ],
     ids=str,
 )
@@ -290,6 +321,7 @@ def test_every_encoding_has_a_number_on_the_wire(encoding: Encoding) -> None:
         verify_us=UINT32,
         queue_us=UINT32,
         timings=TIMINGS,
+        num_near_ties=UINT32,
         num_cached_tokens=UINT32,
     )
 )

@@ -27,7 +27,7 @@ SERVICERS: dict[str, type] = {
 
 DECLARATION = re.compile(
     r"^(?:(?P<kind>message|enum|service|oneof|rpc)\s+(?P<name>\w+)"  # message Fence {
-    r"|(?:(?:optional|repeated)\s+)?[\w.]+\s+(?P<field>\w+)\s*=\s*\d+"  # repeated uint32 token_ids = 5;
+    r"|(?:(?:optional|repeated)\s+)?(?:map<.*>|[\w.]+)\s+(?P<field>\w+)\s*=\s*\d+"  # repeated uint32 token_ids = 5;
     r"|(?P<value>[A-Z0-9_]+)\s*=\s*\d+)"  # FINISH_REASON_STOP = 1;
 )
 
@@ -67,7 +67,7 @@ def declared(part: FileDescriptor | Descriptor | EnumDescriptor | ServiceDescrip
             yield from (field.name for field in part.fields)
             # An `optional` field is a oneof of its own to protobuf.
             yield from (oneof.name for oneof in part.oneofs if not oneof.name.startswith("_"))
-            inner += part.nested_types
+            inner += [child for child in part.nested_types if not child.GetOptions().map_entry]
         for child in inner:
             yield child.name
             yield from declared(child)

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.law import JUDGED, compare, draw_completions, exact_law
+from benchmarks.law import JUDGED, LOSSLESS, compare, draw_completions, exact_law
 from draftwire.sampling import SamplingParams
 from draftwire.services.local_stack import LocalStack
-from draftwire.verification import RULES
 
 ALPHA = 1e-6
 """Probability of a false alarm of each test. Seeds are fixed, but block borders depend on timing."""
@@ -18,7 +17,7 @@ def law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
     return exact_law(pair[0], SamplingParams())
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize(("concurrency", "samples"), [(1, 300), (3, 500), (16, 2_000)])
 def test_sampled_outputs_follow_the_law_of_the_target(
     stack: LocalStack, law: dict[tuple[int, ...], float], rule: str, concurrency: int, samples: int
@@ -34,11 +33,23 @@ def test_sampled_outputs_follow_the_law_of_the_target(
     assert result.p_value > ALPHA, result
 
 
-def test_truncated_distributions_follow_the_law_of_the_target(stack: LocalStack, pair: tuple[Path, Path]) -> None:
-    """Beside requests of all other kinds, most of them not truncated. False alarm: 1e-6, by chi-square."""
-    sampling = SamplingParams(temperature=0.8, top_k=2, top_p=0.9)
-    law = exact_law(pair[0], sampling)
-    completions = list(draw_completions(stack.address, "block", sampling, range(600)))
-    result = compare("block", completions, law)
+PROCESSED = {
+    "truncated": SamplingParams(temperature=0.8, top_k=2, top_p=0.9),
+    "min_p": SamplingParams(temperature=1.5, min_p=0.4),
+    "penalized": SamplingParams(repetition_penalty=1.4, presence_penalty=0.8, frequency_penalty=-0.6),
+    "biased": SamplingParams(logit_bias=((0, -1.5), (2, 1.0))),
+    "masked": SamplingParams(allowed_token_ids=(0, 2)),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_processed_distributions_follow_the_law_of_the_target(
+    stack: LocalStack, pair: tuple[Path, Path], name: str, rule: str
+) -> None:
+    """Beside requests of all other kinds, most of them processed otherwise. False alarm: 1e-6, by chi-square."""
+    law = exact_law(pair[0], PROCESSED[name])
+    completions = list(draw_completions(stack.address, rule, PROCESSED[name], range(600)))
+    result = compare(rule, completions, law)
     assert result.p_value > ALPHA, result
     assert all(law[tuple(c.token_ids[-JUDGED:])] > 0.0 for c in completions), "nothing impossible was emitted"

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftwire.distributions import DraftDistributions, draw
+from draftwire.distributions import DraftDistributions, Encoding, draw, race
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
-from draftwire.randomness import DrawKey, Role, derive_key
+from draftwire.randomness import DrawKey, Role, derive_key, exponentials
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
@@ -39,16 +39,15 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import SamplingParams, probabilities
+from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
 from draftwire.services.admission import Room
 from draftwire.services.drafter import scheduler as drafting
 from draftwire.services.drafter.engine import DraftEngine
 from draftwire.services.prefill import PrefillPacer
 from draftwire.services.verifier import engine as target_engine
 from draftwire.services.verifier import scheduler as verifying
-from draftwire.verification import RULES, rule_named
-from draftwire.verification.rule import BlockBatch, verify
-from draftwire.verification.target import Judgement, judge
+from draftwire.verification import RULES, BlockBatch, KeyedNoise, rule_named, verify
+from draftwire.verification.target import StillReading, judge
 from tests.tiny_models import save_tiny_model
 
 VOCAB_SIZE = 7
@@ -57,7 +56,17 @@ MAX_DRAFT_TOKENS = 5
 LEASE = 1
 SUBSTITUTE = 0
 GREEDY = SamplingParams(0.0)
-SAMPLINGS = [GREEDY, SamplingParams(), SamplingParams(0.7), SamplingParams(1.3, top_k=3), SamplingParams(0.9, 0, 0.8)]
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(),
+    SamplingParams(0.7),
+    SamplingParams(1.3, top_k=3),
+    SamplingParams(0.9, 0, 0.8),
+    SamplingParams(1.4, min_p=0.15, logit_bias=((1, 1.5), (5, -2.0))),
+    SamplingParams(1.2, repetition_penalty=1.5, presence_penalty=0.8, frequency_penalty=0.3),
+    SamplingParams(2.0, frequency_penalty=-0.4, allowed_token_ids=(0, 1, 3, 4, 6), min_tokens=7),
+    SamplingParams(0.0, repetition_penalty=1.8, presence_penalty=1.0, min_tokens=4),
+]
 UNTIL_DONE = 3_000
 """Turns that all sessions of a test can take at most."""
 
@@ -117,6 +126,15 @@ class Plan:
     def max_len(self) -> int:
         return len(self.prompt) + self.max_tokens
 
+    def key(self, role: Role) -> bytes:
+        """Returns the drafter's or the verifier's key; under a coupled rule both have the same."""
+        return derive_key(self.seed, Role.COUPLING if rule_named(self.rule).is_coupled else role)
+
+    def probs(self, logits: Tensor, text: list[int]) -> Tensor:
+        """Returns the law after a text from its logits, `[vocab]`, as if there were nothing else to process."""
+        span = Span(self.sampling, 1, text, len(self.prompt), self.stop_token_ids)
+        return probabilities_of_spans(logits.unsqueeze(0).clone(), [span])[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Decided:
@@ -127,6 +145,7 @@ class Decided:
     distributions: DraftDistributions | None
     attempt: int
     token_ids: list[int]
+    num_near_ties: int
 
 
 @dataclass(slots=True)
@@ -259,7 +278,7 @@ class Stack:
     def open(self, plan: Plan) -> Client | None:
         """Opens a session, without a drafter where that has no room; None if the verifier has none."""
         session_id = len(self.clients)
-        seed, prompt_len = plan.seed, len(plan.prompt)
+        prompt_len = len(plan.prompt)
         spec = TargetSessionSpec(
             session_id=session_id,
             epoch=0,
@@ -269,7 +288,7 @@ class Stack:
             prompt_len=prompt_len,
             sampling=plan.sampling,
             rule=plan.rule,
-            verifying_key=derive_key(seed, Role.VERIFYING),
+            verifying_key=plan.key(Role.VERIFYING),
             max_draft_tokens=MAX_DRAFT_TOKENS,
             plain_rounds=min(plan.plain_rounds, plan.max_tokens) if plan.opens_plain else 0,
             stop_token_ids=plan.stop_token_ids,
@@ -292,7 +311,9 @@ class Stack:
             token_ids=list(plan.prompt),
             prompt_len=prompt_len,
             sampling=plan.sampling,
-            drafting_key=derive_key(seed, Role.DRAFTING),
+            rule=plan.rule,
+            drafting_key=plan.key(Role.DRAFTING),
+            stop_token_ids=plan.stop_token_ids,
             verifier_address="",
             target_vocab_size=VOCAB_SIZE,
             max_draft_tokens=MAX_DRAFT_TOKENS,
@@ -339,17 +360,14 @@ class Stack:
     def turn_target(self) -> None:
         def recording(model, judgings):
             done = judge(model, judgings)
-            judged = [
-                judging for judging, done in zip(judgings, done.outcomes, strict=True) if isinstance(done, Judgement)
-            ]
-            rules = list(dict.fromkeys(judging.rule.name for judging in judged))
-            rows_of = {rule: iter(blocks.target_probs) for rule, blocks in zip(rules, done.blocks, strict=True)}
-            for judging, outcome in zip(judgings, done.outcomes, strict=True):
-                if isinstance(outcome, Judgement):
-                    rows = next(rows_of[judging.rule.name])
+            for decided in done.decided:
+                rows = decided.blocks.padded_target_probs()
+                for row, member in enumerate(decided.members):
+                    judging = judgings[member]
                     key = judging.key
-                    self.target_probs[key.key, key.round, key.attempt] = rows[: len(judging.draft_tokens) + 1]
-                elif not isinstance(outcome, InvalidRequestError):
+                    self.target_probs[key.key, key.round, key.attempt] = rows[row, : len(judging.draft_tokens) + 1]
+            for outcome in done.outcomes:
+                if isinstance(outcome, StillReading):
                     self.seen["read in part"] += 1
             return done
 
@@ -429,7 +447,9 @@ class Stack:
         assert len(drafted) == verdict.num_draft_tokens
         distributions, attempt = (block.distributions, block.attempt) if block else (None, 0)
         prefix_len = len(client.committed)
-        client.rounds.append(Decided(prefix_len, drafted, distributions, attempt, verdict.token_ids))
+        client.rounds.append(
+            Decided(prefix_len, drafted, distributions, attempt, verdict.token_ids, verdict.num_near_ties)
+        )
         client.committed.append(verdict.token_ids)
         client.asked = client.attempt = 0
         client.offered = None
@@ -471,30 +491,42 @@ class Stack:
         drafter_vocab_size = models.reference_drafter.config.vocab_size
         readable = torch.where(ids < drafter_vocab_size, ids, SUBSTITUTE)
         draft_logits = models.reference_drafter(input_ids=readable).logits[..., :VOCAB_SIZE]
+        rule, device = rule_named(plan.rule), torch.device("cpu")
         for number, done in enumerate(client.rounds):
-            length = len(done.draft_tokens)
-            rows = slice(done.prefix_len - 1, done.prefix_len + length)
-            target_probs = probabilities(target_logits[number, rows], plan.sampling)
-            draft_probs = probabilities(draft_logits[number, rows][:length], plan.sampling).float()
-            verifying_key = derive_key(plan.seed, Role.VERIFYING)
-            seen = self.target_probs[verifying_key, number, done.attempt]
+            length, text, readable_text = len(done.draft_tokens), texts[number], readable[number].tolist()
+            places = range(done.prefix_len, done.prefix_len + length + 1)
+            target_probs = torch.stack([plan.probs(target_logits[number, end - 1], text[:end]) for end in places])
+            seen = self.target_probs[plan.key(Role.VERIFYING), number, done.attempt]
             assert (seen - target_probs).abs().max() < 1e-9, "the rule saw the target's own rows"
+            draft_probs = target_probs.new_zeros(length, VOCAB_SIZE)
             if done.distributions is not None:
-                key = DrawKey(derive_key(plan.seed, Role.DRAFTING), 0, number, done.attempt)
-                assert draw(draft_probs, key.uniforms(length)).tolist() == done.draft_tokens
-                sent = done.distributions.rows(done.draft_tokens, VOCAB_SIZE)
-                draft_probs = pad(draft_probs, (0, VOCAB_SIZE - draft_probs.shape[-1]))
-                assert (sent - draft_probs).abs().max() < 1e-6, "the drafter sent its own rows"
-            blocks = BlockBatch(
+                rows = [plan.probs(draft_logits[number, end - 1], readable_text[:end]) for end in places[:-1]]
+                drawn_from = torch.stack(rows).float()  # as it would be sent
+                key = DrawKey(plan.key(Role.DRAFTING), 0, number, done.attempt)
+                if rule.is_coupled:
+                    words = torch.tensor([key.text_words] * length)
+                    times = exponentials(words, torch.tensor(places[:-1]), drawn_from.shape[1])
+                    assert race(drawn_from, times).winners.tolist() == done.draft_tokens
+                else:
+                    assert draw(drawn_from, key.uniforms(length)).tolist() == done.draft_tokens
+                draft_probs = pad(drawn_from, (0, VOCAB_SIZE - drawn_from.shape[1]))
+                is_told = done.distributions.encoding is not Encoding.NONE
+                assert is_told == rule.needs_draft_probs
+                if is_told:
+                    sent = done.distributions.rows(done.draft_tokens, VOCAB_SIZE).dense()
+                    assert (sent - draft_probs).abs().max() < 1e-6, "the drafter sent its own rows"
+            blocks = BlockBatch.padded(
                 target_probs.unsqueeze(0),
-                pad(draft_probs, (0, VOCAB_SIZE - draft_probs.shape[-1])).unsqueeze(0),
+                draft_probs.unsqueeze(0),
                 torch.tensor([done.draft_tokens], dtype=torch.int64),
                 torch.tensor([length]),
             )
-            uniforms = DrawKey(verifying_key, 0, number, done.attempt).uniforms(2).unsqueeze(0)
-            outcome = verify(rule_named(plan.rule), blocks, uniforms)
+            key = DrawKey(plan.key(Role.VERIFYING), 0, number, done.attempt)
+            outcome = verify(rule, blocks, KeyedNoise([key], [done.prefix_len], device))
             accepted = done.draft_tokens[: int(outcome.num_accepted)]
             assert done.token_ids == [*accepted, int(outcome.extra_tokens)]
+            near_ties = outcome.num_near_ties
+            assert done.num_near_ties == (0 if near_ties is None else int(near_ties))
 
 
 PIECES = [[generator.randrange(VOCAB_SIZE) for _ in range(BLOCK_SIZE)] for generator in map(random.Random, range(3))]
@@ -519,6 +551,7 @@ def mixed_plans(count: int, salts: Sequence[str] = ("",)) -> list[Plan]:
                 block_lengths=(generator.randint(0, MAX_DRAFT_TOKENS),),
                 plain_rounds=generator.randint(1, 3),
                 opens_plain=False,
+                stop_token_ids=frozenset({3}) if index % 4 == 1 else frozenset(),
                 seed=index,
             )
         )
@@ -539,9 +572,15 @@ def test_sessions_together_write_what_the_loop_in_one_process_writes_for_each(mo
     stack.finish(plans[4:])  # finds what the first ones have read
     for plan, text in zip(plans, texts_of(stack), strict=True):
         target, drafter = CachedModel(models.target, CONTEXT_LENGTH), CachedModel(models.drafter, CONTEXT_LENGTH)
-        run = LocalRun(plan.sampling, plan.max_tokens, plan.block_lengths[0], plan.rule, plan.seed)
+        block_length = plan.block_lengths[0]
+        run = LocalRun(plan.sampling, plan.max_tokens, block_length, plan.rule, plan.seed, plan.stop_token_ids)
         rounds = speculate(target, LanguageModelDrafter(drafter, CONTEXT_LENGTH), list(plan.prompt), run)
-        assert text == [token for done in rounds for token in done.token_ids]
+        alone: list[int] = []
+        for done in rounds:
+            alone += done.token_ids
+            if not plan.stop_token_ids.isdisjoint(done.token_ids):
+                break
+        assert text == alone
     assert max(stack.target.sizes) >= 12, "most sessions took part in the same steps"
     assert max(stack.drafter.sizes) >= 8
     reused = [half.scheduler.prefix_tokens["reused"] for half in (stack.target, stack.drafter)]

@@ -1,16 +1,32 @@
-"""Draft distributions keep every bit on the wire, bad ones are refused, and drawing follows the weights."""
+"""Draft distributions keep every bit on the wire, bad ones are refused, and draws and races follow the weights."""
 
 import math
+import random
 import struct
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 from torch import Tensor
 
-from draftwire.distributions import DraftDistributions, Encoding, draw
+from draftwire.distributions import (
+    CHUNK,
+    WHOLE_ROW,
+    DenseRows,
+    DraftDistributions,
+    DraftRows,
+    Encoding,
+    SparseRows,
+    draw,
+    joined,
+    no_rows,
+    race,
+)
 from draftwire.errors import InvalidRequestError
 
 torch.set_num_threads(1)
@@ -31,11 +47,32 @@ WEIGHTS = {
     "thirds": [0.0, 1 / 3, 1 / 3, 1 / 3, 0.0],
 }
 EVERY_WEIGHTS = pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
+LONG = WHOLE_ROW + 3 * CHUNK + 5
+LAYOUTS: dict[str, Callable[[int], list[int]]] = {
+    "alone": lambda count: list(range(count)),
+    "at the start of a long row": lambda count: list(range(count)),
+    "at its end": lambda count: list(range(LONG - count, LONG)),
+    "across chunks": lambda count: list(range(CHUNK - count // 2, CHUNK - count // 2 + count)),
+    "across the last chunk and the rest": lambda count: list(
+        range(LONG - 5 - count // 2, LONG - 5 - count // 2 + count)
+    ),
+    "far apart": lambda count: [index * (LONG - 1) // max(1, count - 1) for index in range(count)],
+}
+"""Where the weights stand: rows above a length are drawn from in another way, a chunk first."""
+EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def random_rows(length: int, vocab_size: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (4.0 * torch.randn(length, vocab_size, generator=generator)).softmax(dim=-1)
+
+
+def laid_out(row: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Returns weights that stand in a row of zeros, and where they stand."""
+    places = torch.tensor(LAYOUTS[layout](len(row)))
+    result = row.new_zeros(len(row) if layout == "alone" else LONG)
+    result[places] = row
+    return result, places
 
 
 def dense(rows: list[list[float]]) -> DraftDistributions:
@@ -48,7 +85,9 @@ def dense(rows: list[list[float]]) -> DraftDistributions:
 def test_rows_come_back_from_the_wire_to_the_bit(seed: int) -> None:
     rows = random_rows(5, 97, seed)
     tokens = rows.argmax(dim=-1).tolist()
-    assert torch.equal(DraftDistributions.from_rows(rows).rows(tokens, 97).view(torch.int32), rows.view(torch.int32))
+    decoded = DraftDistributions.from_rows(rows).rows(tokens, 97)
+    assert isinstance(decoded, DenseRows)
+    assert torch.equal(decoded.probs.view(torch.int32), rows.view(torch.int32))
 
 
 @given(st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=20))
@@ -62,7 +101,8 @@ def test_every_float32_comes_back_from_the_wire_to_the_bit(numbers: list[float])
 
 def test_smallest_numbers_come_back_from_the_wire_to_the_bit() -> None:
     rows = torch.tensor([[1e-45, 1e-38, 0.0, 1.0]])
-    assert torch.equal(DraftDistributions.from_rows(rows).rows([0], 4).view(torch.int32), rows.view(torch.int32))
+    decoded = DraftDistributions.from_rows(rows).rows([0], 4).dense()
+    assert torch.equal(decoded.view(torch.int32), rows.view(torch.int32))
 
 
 def test_encoding_does_not_depend_on_how_rows_lie_in_memory() -> None:
@@ -72,24 +112,45 @@ def test_encoding_does_not_depend_on_how_rows_lie_in_memory() -> None:
     assert DraftDistributions.from_rows(strided) == DraftDistributions.from_rows(rows)
 
 
-def test_one_hot_rows_have_all_mass_at_the_drafted_tokens() -> None:
-    distributions = DraftDistributions.one_hot(3)
+@pytest.mark.parametrize("make", [DraftDistributions.one_hot, DraftDistributions.none])
+def test_rows_without_data_are_sparse_with_all_mass_at_the_drafted_tokens(
+    make: Callable[[int], DraftDistributions],
+) -> None:
+    distributions = make(3)
     assert distributions.data == b""
-    assert distributions.rows([2, 0], 5).tolist() == [[0.0, 0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]]
+    rows = distributions.rows([2, 0], 5)
+    assert isinstance(rows, SparseRows)
+    assert rows.probs.shape == rows.token_ids.shape == (2, 1)
+    assert rows.vocab_size == 5
+    assert rows.dense().tolist() == [[0.0, 0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]]
+
+
+def test_encodings_are_told_apart() -> None:
+    assert DraftDistributions.one_hot(3) == DraftDistributions(Encoding.ONE_HOT, 3, b"")
+    assert DraftDistributions.none(3) == DraftDistributions(Encoding.NONE, 3, b"")
+    assert DraftDistributions.from_rows(torch.ones(1, 1)).encoding is Encoding.DENSE_FLOAT32
+
+
+@pytest.mark.parametrize("encoding", Encoding)
+def test_empty_block_has_no_rows_in_any_encoding(encoding: Encoding) -> None:
+    rows = DraftDistributions(encoding, 3, b"").rows([], 5)
+    assert rows.dense().shape == (0, 5)
+    assert rows.vocab_size == 5
 
 
 def test_narrower_draft_vocabulary_is_padded_with_zeros() -> None:
     rows = random_rows(4, 6, 2)
     wide = DraftDistributions.from_rows(rows).rows(rows.argmax(dim=-1).tolist(), 9)
-    assert wide.shape == (4, 9)
-    assert torch.equal(wide[:, :6], rows)
-    assert bool((wide[:, 6:] == 0.0).all())
+    assert wide.vocab_size == 9
+    assert wide.dense().shape == (4, 9)
+    assert torch.equal(wide.dense()[:, :6], rows)
+    assert bool((wide.dense()[:, 6:] == 0.0).all())
 
 
 def test_decoded_rows_are_ours_to_change() -> None:
     distributions = DraftDistributions.from_rows(random_rows(2, 4, 3))
-    before = distributions.data
-    distributions.rows([0, 0], 4).zero_()
+    before = bytes(bytearray(distributions.data))
+    distributions.rows([0, 0], 4).dense().zero_()
     assert distributions.data == before
 
 
@@ -142,7 +203,7 @@ def test_float32_rounding_of_a_large_row_is_no_reason_to_refuse_it() -> None:
 @pytest.mark.parametrize("token", [3, 4, 2**31, 2**32 - 1])
 def test_token_beyond_the_draft_vocabulary_is_refused(token: int) -> None:
     third = [0.5, 0.25, 0.25]
-    for distributions in (dense([third, third]), DraftDistributions.one_hot(3)):
+    for distributions in (dense([third, third]), DraftDistributions.one_hot(3), DraftDistributions.none(3)):
         with pytest.raises(InvalidRequestError, match="beyond"):
             distributions.rows([0, token], 5)
 
@@ -154,44 +215,268 @@ def test_vocabulary_that_is_empty_or_larger_than_the_targets_is_refused(vocab_si
             DraftDistributions(encoding, vocab_size, b"").rows([0], 4)
 
 
-def test_one_hot_with_data_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="no data"):
-        DraftDistributions(Encoding.ONE_HOT, 2, b"\0").rows([0], 2)
+@pytest.mark.parametrize("encoding", [Encoding.ONE_HOT, Encoding.NONE])
+def test_data_of_an_encoding_that_carries_none_is_refused(encoding: Encoding) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{encoding.value} carry no data"):
+        DraftDistributions(encoding, 2, b"\0").rows([0], 2)
+
+
+# Dense and sparse rows
+
+
+VOCAB_SIZE = 12
+TINY_MASS = 1e-12
+
+
+def sparse_rows(supports: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> SparseRows:
+    """Rows with so many tokens each, in any order; unused places hold any id, also of used places."""
+    generator, width = random.Random(seed), max(supports)
+    ids, probs = [], []
+    for support in supports:
+        weights = [generator.uniform(0.1, 1.0) for _ in range(support)]
+        row = [weight / math.fsum(weights) for weight in weights] + [0.0] * (width - support)
+        tokens = generator.sample(range(VOCAB_SIZE), support)
+        places = [*tokens, *(generator.choice([*tokens, 0, VOCAB_SIZE - 1]) for _ in range(width - support))]
+        order = generator.sample(range(width), width)
+        ids.append([places[place] for place in order])
+        probs.append([row[place] for place in order])
+    return SparseRows(torch.tensor(ids), torch.tensor(probs, dtype=dtype), VOCAB_SIZE)
+
+
+def slow_dense(rows: SparseRows) -> list[list[float]]:
+    result = [[0.0] * rows.vocab_size for _ in rows.probs]
+    for row, (ids, probs) in enumerate(zip(rows.token_ids.tolist(), rows.probs.tolist(), strict=True)):
+        for token, prob in zip(ids, probs, strict=True):
+            result[row][token] += prob
+    return result
+
+
+def slow_residual_mass(target: Sequence[float], draft: Sequence[float], scale: float) -> float:
+    return math.fsum(max(scale * p - q, 0.0) for p, q in zip(target, draft, strict=True))
+
+
+SUPPORTS = {"one": [1, 1, 1, 1], "three": [3, 3, 3, 3], "different": [1, 4, 2, 7], "all": [12, 1, 12, 5]}
+EVERY_SUPPORT = pytest.mark.parametrize("supports", SUPPORTS.values(), ids=SUPPORTS.keys())
+
+
+@EVERY_SUPPORT
+@pytest.mark.parametrize("seed", range(3))
+def test_dense_form_of_sparse_rows_has_their_entries_and_no_others(supports: list[int], seed: int) -> None:
+    rows = sparse_rows(supports, seed)
+    assert rows.dense().tolist() == slow_dense(rows)
+    assert (rows.dense() > 0.0).sum(dim=1).tolist() == supports
+    assert torch.equal(DenseRows(rows.dense()).dense(), rows.dense())
+
+
+@EVERY_SUPPORT
+@pytest.mark.parametrize("seed", range(3))
+def test_sparse_and_dense_rows_give_tokens_the_same_probabilities(supports: list[int], seed: int) -> None:
+    sparse = sparse_rows(supports, seed)
+    expected = torch.tensor(slow_dense(sparse), dtype=torch.float64)
+    # Any shape, rows in any order and more than once, every token.
+    index = torch.tensor([[2], [0], [3], [1], [0]]).expand(5, VOCAB_SIZE)
+    token = torch.arange(VOCAB_SIZE).expand(5, VOCAB_SIZE)
+    for rows in (sparse, DenseRows(sparse.dense())):
+        assert torch.equal(rows.probs_of(index, token), expected[[2, 0, 3, 1, 0]])
+        assert torch.equal(rows.probs_of(index[:, 0], token[:, 3]), expected[[2, 0, 3, 1, 0], 3])
+
+
+@EVERY_SUPPORT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(3))
+def test_sparse_and_dense_rows_leave_the_same_residual_mass(supports: list[int], dtype: torch.dtype, seed: int) -> None:
+    sparse = sparse_rows(supports, seed, dtype)
+    target = random_rows(6, VOCAB_SIZE, seed).to(torch.float64).softmax(dim=-1).to(dtype)
+    target[1] = sparse.dense()[1]  # the same on both sides
+    target[2] = torch.eye(VOCAB_SIZE, dtype=dtype)[sparse.token_ids[2][sparse.probs[2] > 0.0][0]]  # inside the support
+    outside = (sparse.dense()[1] == 0.0).to(dtype)
+    target[3] = outside / outside.sum() if outside.sum() else torch.eye(VOCAB_SIZE, dtype=dtype)[0]
+    shape = (4, 6, 7)
+    rows = torch.arange(4).reshape(4, 1, 1).expand(shape)
+    target_rows = torch.arange(6).reshape(1, 6, 1).expand(shape)
+    scales = torch.tensor([0.0, 1e-30, 0.2, 0.5, 0.99, 1.0, 1.7], dtype=torch.float64).expand(shape)
+    expected = [
+        [[slow_residual_mass(p, q, scale) for scale in scales[0, 0].tolist()] for p in target.tolist()]
+        for q in slow_dense(sparse)
+    ]
+    for draft in (sparse, DenseRows(sparse.dense())):
+        mass = draft.residual_mass(target, target_rows, rows, scales)
+        assert mass.dtype == torch.float64
+        assert bool((mass >= 0.0).all())
+        error = (mass - torch.tensor(expected, dtype=torch.float64)).abs().max()
+        assert error <= (1e-15 if dtype == torch.float64 else 5e-7)
+    before = target.clone()
+    DenseRows(sparse.dense()).residual_mass(target, target_rows, rows, scales)
+    assert torch.equal(target, before)
+
+
+def test_residual_mass_at_scale_0_is_0() -> None:
+    sparse, target = sparse_rows([1, 3], 0, torch.float32), random_rows(1, VOCAB_SIZE, 0)
+    for rows in (sparse, DenseRows(sparse.dense())):
+        mass = rows.residual_mass(target, torch.zeros(2, dtype=torch.int64), torch.arange(2), torch.zeros(2).double())
+        assert mass.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("outside", [0.0, 5e-17, TINY_MASS, 0.25, 1.0])
+@pytest.mark.parametrize("scale", [0.3, 1.0])
+def test_target_mass_outside_the_support_is_all_residual_however_small(outside: float, scale: float) -> None:
+    draft = SparseRows(torch.tensor([[3, 5, 3]]), torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64), VOCAB_SIZE)
+    target = torch.zeros(1, VOCAB_SIZE, dtype=torch.float64)
+    target[0, [3, 5]] = (1.0 - outside) / 2.0
+    target[0, [0, 7]] = outside / 2.0
+    zero = torch.zeros(1, dtype=torch.int64)
+    mass = draft.residual_mass(target, zero, zero, torch.tensor([scale], dtype=torch.float64)).item()
+    assert mass == pytest.approx(scale * outside, rel=1e-3, abs=1.2e-16)  # as exactly as 1 - outside is known
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0])
+def test_target_whose_sum_rounds_above_1_leaves_no_negative_mass(scale: float) -> None:
+    probs = torch.tensor([[0.4, 0.6]], dtype=torch.float64)
+    for excess in (1e-16, 1e-7, 1e-3):
+        target = torch.zeros(1, VOCAB_SIZE, dtype=torch.float64)
+        target[0, [2, 9]] = probs[0] + excess
+        zero = torch.zeros(1, dtype=torch.int64)
+        # No token's share is more than the drafter's times 1 + excess.
+        draft = SparseRows(torch.tensor([[2, 9]]), probs, VOCAB_SIZE)
+        mass = draft.residual_mass(target, zero, zero, torch.tensor([scale], dtype=torch.float64)).item()
+        assert 0.0 <= mass <= 2.1 * excess + 1e-16
+        if scale < 1.0:
+            assert mass == 0.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_residual_mass_of_one_hot_rows_is_what_the_target_does_not_give_the_token(seed: int) -> None:
+    target = random_rows(3, VOCAB_SIZE, seed).double()
+    target /= target.sum(dim=1, keepdim=True)
+    draft = DraftDistributions.one_hot(VOCAB_SIZE).rows([4, 0, 11], VOCAB_SIZE)
+    index, ones = torch.arange(3), torch.ones(3, dtype=torch.float64)
+    mass = draft.residual_mass(target, index, index, ones)
+    assert mass.tolist() == pytest.approx((1.0 - target[index, [4, 0, 11]]).tolist(), abs=1e-15)
+
+
+@EVERY_SUPPORT
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sparse_and_dense_rows_subtract_the_same_and_leave_nothing_negative(
+    supports: list[int], weights_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    sparse, index = sparse_rows(supports, 5, dtype), torch.tensor([3, 0, 0, 2, 1, 3, 1])
+    scales = torch.tensor([0.0, 0.3, 1.0, 1.0, 0.05, 1e30, 1.7], dtype=torch.float64)
+    weights = random_rows(7, VOCAB_SIZE, 6).to(weights_dtype)
+    weights[:, 2] = 0.0
+    taken = scales.unsqueeze(1) * torch.tensor(slow_dense(sparse), dtype=torch.float64)[index]
+    expected = (weights.double() - taken).clamp(min=0.0)
+    for rows in (sparse, DenseRows(sparse.dense())):
+        before, remaining = rows.dense().clone(), weights.clone()
+        rows.subtract_(remaining, index, scales)
+        assert bool((remaining >= 0.0).all())
+        assert (remaining - expected).abs().max() <= (1e-15 if weights_dtype == dtype == torch.float64 else 1e-6)
+        assert torch.equal(remaining[taken == 0.0], weights[taken == 0.0])
+        assert torch.equal(rows.dense(), before)
+
+
+def test_weights_equal_to_the_scaled_draft_leave_nothing() -> None:
+    for dtype in (torch.float32, torch.float64):
+        sparse = sparse_rows([1, 4, 2, 12], 9, dtype)
+        for rows in (sparse, DenseRows(sparse.dense())):
+            before = rows.dense().clone()
+            weights = 0.5 * before
+            rows.subtract_(weights, torch.arange(4), torch.full((4,), 0.5, dtype=torch.float64))
+            assert bool((weights == 0.0).all())
+            assert torch.equal(rows.dense(), before)
+
+
+def test_parts_that_are_joined_follow_each_other_whatever_their_supports() -> None:
+    sparse = [sparse_rows(supports, seed) for seed, supports in enumerate(([2, 2], [7], [1, 1, 1], [4, 1]))]
+    no_part = SparseRows(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1, dtype=torch.float64), VOCAB_SIZE)
+    parts = [*sparse[:2], no_part, *sparse[2:]]
+    together = joined(parts)
+    assert isinstance(together, SparseRows)
+    assert together.vocab_size == VOCAB_SIZE
+    assert together.token_ids.shape == together.probs.shape == (8, 7)
+    assert torch.equal(together.dense(), torch.cat([part.dense() for part in parts]))
+    assert bool(((together.token_ids >= 0) & (together.token_ids < VOCAB_SIZE)).all())
+    dense_together = joined([DenseRows(part.dense()) for part in parts])
+    assert isinstance(dense_together, DenseRows)
+    assert torch.equal(dense_together.probs, together.dense())
+    assert dense_together.vocab_size == VOCAB_SIZE
+
+
+def test_part_that_is_joined_with_no_other_stays_as_it_is() -> None:
+    for part in (sparse_rows([2, 3], 0), DenseRows(random_rows(2, 4, 0)), no_rows(5)):
+        assert joined([part]) is part
+
+
+def test_dense_and_sparse_parts_are_not_joined() -> None:
+    sparse = sparse_rows([2, 3], 0)
+    for parts in ([sparse, DenseRows(sparse.dense())], [DenseRows(sparse.dense()), sparse]):
+        with pytest.raises(AssertionError, match="apart"):
+            joined(parts)
+
+
+def test_no_rows_join_with_one_hot_rows_and_add_none() -> None:
+    assert no_rows(VOCAB_SIZE).vocab_size == VOCAB_SIZE
+    assert no_rows(VOCAB_SIZE).dense().shape == (0, VOCAB_SIZE)
+    one_hot = DraftDistributions.one_hot(4).rows([3, 1], VOCAB_SIZE)
+    together = joined([no_rows(VOCAB_SIZE), one_hot, no_rows(VOCAB_SIZE)])
+    assert torch.equal(together.dense(), one_hot.dense())
+    assert joined([no_rows(5), no_rows(5)]).dense().shape == (0, 5)
+
+
+@pytest.mark.parametrize("rows", [sparse_rows([2, 5], 1), DenseRows(random_rows(2, 4, 1))], ids=["sparse", "dense"])
+def test_rows_on_another_device_are_the_same(rows: DraftRows) -> None:
+    moved = rows.to(torch.device("cpu"))
+    assert type(moved) is type(rows)
+    assert moved.vocab_size == rows.vocab_size
+    assert torch.equal(moved.dense(), rows.dense())
+    meta = rows.to(torch.device("meta"))
+    assert meta.vocab_size == rows.vocab_size
+    assert meta.dense().device.type == "meta"
+
+
+# Draws
 
 
 @EVERY_WEIGHTS
+@EVERY_LAYOUT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_index_of_weight_zero_is_never_drawn(weights: list[float], dtype: torch.dtype) -> None:
-    row = torch.tensor(weights, dtype=dtype)
-    random = torch.rand(2_000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def test_index_of_weight_zero_is_never_drawn(weights: list[float], layout: str, dtype: torch.dtype) -> None:
+    row, _ = laid_out(torch.tensor(weights, dtype=dtype), layout)
+    random = torch.rand(
+        2_000 if layout == "alone" else 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     # The borders between indices are where rounding could pick a neighbour.
     borders = row.double().cumsum(dim=0) / row.double().sum()
-    near = [border + side * 1.2e-16 for border in borders.tolist() for side in (-1, 0, 1)]
+    near = [border + side * 1.2e-16 for border in borders.unique().tolist() for side in (-1, 0, 1)]
     inside = [number for number in near if 0.0 <= number < 1.0]
     uniforms = torch.cat([torch.tensor(EDGE_UNIFORMS + inside, dtype=torch.float64), random])
     drawn = draw(row.expand(len(uniforms), -1), uniforms)
     assert drawn.dtype == torch.int64
-    assert bool((drawn < len(weights)).all())
+    assert bool((drawn < len(row)).all())
     assert bool((row[drawn] > 0.0).all())
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_index_of_weight_zero_is_never_drawn_from_random_sparse_rows(seed: int) -> None:
+@pytest.mark.parametrize("vocab_size", [200, WHOLE_ROW + CHUNK, WHOLE_ROW + 77])
+@pytest.mark.parametrize("seed", range(5))
+def test_index_of_weight_zero_is_never_drawn_from_random_sparse_rows(seed: int, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    rows = random_rows(50, 200, seed).masked_fill(torch.rand(50, 200, generator=generator) < 0.9, 0.0)
+    is_zero = torch.rand(50, vocab_size, generator=generator) < 0.9
+    rows = random_rows(50, vocab_size, seed).masked_fill(is_zero, 0.0)
     rows[:, 100] += 1e-30
     for number in EDGE_UNIFORMS:
         drawn = draw(rows, torch.full((50,), number, dtype=torch.float64))
+        assert bool((drawn < vocab_size).all())
         assert bool((rows.gather(1, drawn.unsqueeze(1)) > 0.0).all())
 
 
 @EVERY_WEIGHTS
-def test_each_index_gets_its_share_of_the_uniforms(weights: list[float]) -> None:
-    count = 20_000
+@EVERY_LAYOUT
+def test_each_index_gets_its_share_of_the_uniforms(weights: list[float], layout: str) -> None:
+    count = 20_000 if layout == "alone" else 400
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    row = torch.tensor(weights, dtype=torch.float64)
+    row, _ = laid_out(torch.tensor(weights, dtype=torch.float64), layout)
     drawn = draw(row.expand(count, -1), uniforms)
-    shares = torch.bincount(drawn, minlength=len(weights)) / count
+    shares = torch.bincount(drawn, minlength=len(row)) / count
     assert (shares - row / row.sum()).abs().max() <= 1.0 / count + 1e-12
 
 
@@ -201,11 +486,13 @@ def test_smallest_float64_weight_is_drawn_although_every_product_with_it_is_roun
     assert draw(row, torch.tensor([number], dtype=torch.float64)).tolist() == [1]
 
 
-def test_borders_between_float32_weights_of_a_large_vocabulary_lie_where_float64_puts_them() -> None:
-    weights = np.random.default_rng(3).uniform(0.1, 1.0, 50_000).astype(np.float32)
+@pytest.mark.parametrize(("vocab_size", "precision"), [(WHOLE_ROW, 1e-8), (50_000, 2e-4)])
+def test_borders_between_float32_weights_lie_where_float64_puts_them(vocab_size: int, precision: float) -> None:
+    # In a long row sums of 128 numbers are rounded to 2e-6 or so, 400 times; sums of all would be known to 2e-3.
+    weights = np.random.default_rng(3).uniform(0.1, 1.0, vocab_size).astype(np.float32)
     cumulated = np.cumsum(weights.astype(np.float64))
-    indices = np.arange(100, 50_000, 500)
-    for side, expected in ((-1e-5, indices), (1e-5, indices + 1)):  # float32 has steps of 2e-3 there
+    indices = np.arange(100, vocab_size, vocab_size // 100)
+    for side, expected in ((-precision, indices), (precision, indices + 1)):
         uniforms = torch.from_numpy((cumulated[indices] + side) / cumulated[-1])
         drawn = draw(torch.from_numpy(weights).expand(len(indices), -1), uniforms)
         assert drawn.tolist() == expected.tolist()
@@ -216,14 +503,126 @@ def test_smallest_and_largest_uniform_draw_first_and_last_possible_index() -> No
     assert draw(row, torch.tensor([0.0, LARGEST_BELOW_ONE], dtype=torch.float64)).tolist() == [1, 3]
 
 
-def test_each_row_is_drawn_from_with_its_own_uniform() -> None:
-    rows, uniforms = random_rows(64, 30, 4), torch.from_numpy(np.random.default_rng(0).random(64))
+@pytest.mark.parametrize("vocab_size", [30, WHOLE_ROW, WHOLE_ROW + 1, WHOLE_ROW + CHUNK - 1, WHOLE_ROW + CHUNK])
+def test_each_row_is_drawn_from_with_its_own_uniform(vocab_size: int) -> None:
+    rows, uniforms = random_rows(64, vocab_size, 4), torch.from_numpy(np.random.default_rng(0).random(64))
     alone = [int(draw(rows[i : i + 1], uniforms[i : i + 1])) for i in range(64)]
     assert draw(rows, uniforms).tolist() == alone
     assert len(set(alone)) > 5
 
 
+@pytest.mark.parametrize("vocab_size", [WHOLE_ROW - 1, WHOLE_ROW, WHOLE_ROW + 1, 12_345, WHOLE_ROW + 5 * CHUNK])
+def test_drawn_index_is_the_first_whose_running_sum_is_above_the_threshold(vocab_size: int) -> None:
+    rows, uniforms = random_rows(200, vocab_size, 6).double(), torch.from_numpy(np.random.default_rng(2).random(200))
+    uniforms[0] = 0.0
+    cumulated = np.cumsum(rows.numpy(), axis=1)
+    expected = [
+        int(np.flatnonzero(row > number * row[-1])[0]) for row, number in zip(cumulated, uniforms.tolist(), strict=True)
+    ]
+    assert draw(rows, uniforms).tolist() == expected
+
+
 def test_padding_of_a_row_with_zeros_does_not_change_what_is_drawn() -> None:
-    rows, uniforms = random_rows(64, 30, 5), torch.from_numpy(np.random.default_rng(1).random(64))
-    padded = torch.cat([rows, torch.zeros(64, 20)], dim=1)
-    assert draw(padded, uniforms).tolist() == draw(rows, uniforms).tolist()
+    rows, uniforms = random_rows(64, 30, 5).double(), torch.from_numpy(np.random.default_rng(1).random(64))
+    for width in (1, 20, LONG):
+        assert draw(torch.nn.functional.pad(rows, (0, width)), uniforms).tolist() == draw(rows, uniforms).tolist()
+
+
+# Races
+
+
+def slow_race(weights: Sequence[float], times: Sequence[float]) -> tuple[int, float]:
+    """The winner and its lead, by exact arithmetic."""
+    speeds = [Fraction(weight) / Fraction(time) for weight, time in zip(weights, times, strict=True)]
+    winner = max(range(len(speeds)), key=lambda index: speeds[index])
+    others = [speed for index, speed in enumerate(speeds) if index != winner and speed > 0]
+    return winner, math.log(speeds[winner] / max(others)) if others else math.inf
+
+
+def random_times(*shape: int, seed: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).exponential(size=shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 50])
+@pytest.mark.parametrize("zeros", [0.0, 0.5, 0.97])
+def test_winner_is_who_ends_first_and_its_lead_is_how_much_log_weight_it_could_lose(
+    dtype: torch.dtype, vocab_size: int, zeros: float
+) -> None:
+    weights, times = random_rows(60, vocab_size, 7).to(dtype), random_times(60, vocab_size, seed=8)
+    is_zero = torch.from_numpy(np.random.default_rng(9).random((60, vocab_size)) < zeros)
+    is_zero[:, vocab_size // 2] = False
+    weights = weights.masked_fill(is_zero, 0.0)
+    outcome = race(weights, times)
+    assert outcome.winners.dtype == torch.int64
+    assert outcome.leads.dtype == torch.float64
+    for index in range(60):
+        winner, lead = slow_race(weights[index].tolist(), times[index].tolist())
+        assert outcome.winners[index] == winner
+        assert outcome.leads[index].item() == pytest.approx(lead, rel=1e-9, abs=1e-13)
+
+
+def test_winner_that_loses_less_than_its_lead_still_wins_and_one_that_loses_more_does_not() -> None:
+    weights, times = random_rows(300, 20, 10).double(), random_times(300, 20, seed=11)
+    outcome = race(weights, times)
+    assert bool((outcome.leads > 1e-6).all())
+    for factor, still_wins in ((1.0 - 1e-6, True), (1.0 + 1e-6, False)):
+        lighter = weights.clone()
+        lighter.scatter_(
+            1,
+            outcome.winners.unsqueeze(1),
+            weights.gather(1, outcome.winners.unsqueeze(1)) * (-factor * outcome.leads).exp().unsqueeze(1),
+        )
+        assert bool(((race(lighter, times).winners == outcome.winners) == still_wins).all())
+
+
+def test_lead_of_a_tie_is_0_and_of_the_only_possible_index_infinite() -> None:
+    times = torch.tensor([[1.0, 1.0, 2.0]], dtype=torch.float64)
+    assert race(torch.tensor([[0.5, 0.5, 0.0]]), times).leads.tolist() == [0.0]
+    assert race(torch.tensor([[0.25, 0.25, 0.5]]), times).leads.tolist() == [0.0]
+    assert race(torch.tensor([[0.0, 1.0, 0.0]]), times).leads.tolist() == [math.inf]
+    assert race(torch.tensor([[1.0]]), times[:, :1]).leads.tolist() == [math.inf]
+
+
+@EVERY_WEIGHTS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_index_of_weight_zero_never_wins(weights: list[float], dtype: torch.dtype) -> None:
+    row = torch.tensor(weights, dtype=dtype)
+    times = random_times(500, len(weights), seed=12)
+    times[:100, row == 0.0] = 2.0**-53  # as fast as exponentials can be
+    times[:100, row > 0.0] = 37.0  # as slow
+    winners = race(row.expand(500, -1), times).winners
+    assert bool((row[winners] > 0.0).all())
+
+
+def test_one_hot_weights_win_whatever_the_times() -> None:
+    tokens = torch.arange(40) % 7
+    outcome = race(torch.eye(7)[tokens], random_times(40, 7, seed=13))
+    assert torch.equal(outcome.winners, tokens)
+    assert bool((outcome.leads == math.inf).all())
+
+
+def test_scale_of_weights_changes_neither_winners_nor_leads() -> None:
+    weights, times = random_rows(100, 30, 14).double(), random_times(100, 30, seed=15)
+    expected = race(weights, times)
+    for scale in (2.0**-60, 2.0**60):
+        outcome = race(weights * scale, times)
+        assert torch.equal(outcome.winners, expected.winners)
+        assert (outcome.leads - expected.leads).abs().max() <= 1e-12
+
+
+def test_winners_follow_the_weights() -> None:
+    """Odds of a false alarm: 1e-6."""
+    count, weights = 50_000, torch.tensor([0.4, 0.0, 0.05, 0.25, 0.3])
+    winners = race(weights.expand(count, -1), random_times(count, 5, seed=16)).winners
+    possible = weights > 0.0
+    observed = torch.bincount(winners, minlength=5)[possible].numpy()
+    assert chisquare(observed, weights[possible].double().numpy() * count, sum_check=False).pvalue > 1e-6
+
+
+def test_each_row_runs_its_own_race() -> None:
+    weights, times = random_rows(64, 30, 17), random_times(64, 30, seed=18)
+    together = race(weights, times)
+    alone = [race(weights[index : index + 1], times[index : index + 1]) for index in range(64)]
+    assert together.winners.tolist() == [int(outcome.winners) for outcome in alone]
+    assert together.leads.tolist() == [float(outcome.leads) for outcome in alone]

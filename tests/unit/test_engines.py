@@ -311,7 +311,9 @@ class DraftSide:
             token_ids=ids,
             prompt_len=len(ids),
             sampling=SamplingParams(),
+            rule="block",
             drafting_key=bytes(KEY_BYTES),
+            stop_token_ids=frozenset(),
             verifier_address="v:1",
             target_vocab_size=300,
             max_draft_tokens=8,
@@ -385,7 +387,7 @@ def test_block_is_what_was_asked_for(make: Any) -> None:
         assert (each.outcome.fence, each.outcome.attempt) == (calibration.fence, 0)
         assert each.outcome.token_ids == expected_tokens(calibration.fence.prefix_len, calibration.num_draft_tokens)
         rows = each.outcome.distributions.rows(each.outcome.token_ids, 300)
-        assert rows.shape == (calibration.num_draft_tokens, 300)
+        assert rows.dense().shape == (calibration.num_draft_tokens, 300)
     assert list(result.num_unread) == [0, 0]
 
 

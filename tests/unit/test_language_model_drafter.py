@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,14 +12,16 @@ from tiny_models import save_tiny_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from draftwire.distributions import Encoding, draw
+from draftwire.distributions import DraftDistributions, Encoding, draw, race
+from draftwire.drafting import language_model
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import UnavailableError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.randomness import DrawKey
-from draftwire.sampling import SamplingParams, probabilities
+from draftwire.randomness import DrawKey, exponentials
+from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
+from draftwire.verification import RULES
 
 torch.set_num_threads(1)
 
@@ -27,7 +30,22 @@ CONTEXT_LENGTH = 128
 KEY = bytes(range(16))
 PROMPT = [1, 5, 9, 2]
 GREEDY = [SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_k=1)]
-SAMPLED = [SamplingParams(), SamplingParams(temperature=0.6, top_k=5, top_p=0.9), SamplingParams(temperature=1.8)]
+TEXTUAL = SamplingParams(
+    1.2,
+    min_p=0.01,
+    repetition_penalty=1.6,
+    presence_penalty=0.7,
+    frequency_penalty=0.4,
+    logit_bias=((0, -1.5), (8, 2.0)),
+    min_tokens=7,
+)
+SAMPLED = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6, top_k=5, top_p=0.9),
+    TEXTUAL,
+    SamplingParams(temperature=1.8, allowed_token_ids=(0, 1, 3, 6, 9)),
+]
+STOP_TOKENS = frozenset({1, 6})
 MakeDrafter = Callable[..., LanguageModelDrafter]
 
 
@@ -78,8 +96,19 @@ def request(
     round: int = 0,
     attempt: int = 0,
     vocab_size: int = VOCAB_SIZE,
+    rule: str = "block",
 ) -> DraftRequest:
-    return DraftRequest(num_tokens, sampling, DrawKey(KEY, 0, round, attempt), vocab_size)
+    """Asks for a block. Whatever the prompt really is, two tokens of it count as one."""
+    return DraftRequest(
+        num_tokens,
+        sampling,
+        DrawKey(KEY, 0, round, attempt),
+        vocab_size,
+        is_coupled=RULES[rule].is_coupled,
+        needs_probs=RULES[rule].needs_draft_probs,
+        prompt_len=2,
+        stop_token_ids=STOP_TOKENS,
+    )
 
 
 salts = itertools.count()
@@ -107,7 +136,8 @@ def fresh(drafter: LanguageModelDrafter, committed: list[int], wanted: DraftRequ
 
 
 def rows_of(draft: Draft, vocab_size: int = VOCAB_SIZE) -> Tensor:
-    return draft.distributions.rows(draft.token_ids, vocab_size)
+    assert draft.distributions.encoding is not Encoding.NONE
+    return draft.distributions.rows(draft.token_ids, vocab_size).dense()
 
 
 def assert_equal(draft: Draft | None, expected: Draft, vocab_size: int = VOCAB_SIZE) -> None:
@@ -115,6 +145,8 @@ def assert_equal(draft: Draft | None, expected: Draft, vocab_size: int = VOCAB_S
     assert draft.token_ids == expected.token_ids
     assert draft.distributions.encoding is expected.distributions.encoding
     assert draft.distributions.vocab_size == expected.distributions.vocab_size
+    if expected.distributions.encoding is Encoding.NONE:
+        return
     assert (rows_of(draft, vocab_size) - rows_of(expected, vocab_size)).abs().max() <= 1e-6
 
 
@@ -124,6 +156,14 @@ def true_logits(reference: PreTrainedModel, ids: list[int]) -> Tensor:
     return reference(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
+def true_probs(
+    reference: PreTrainedModel, ids: list[int], sampling: SamplingParams, vocab_size: int = VOCAB_SIZE
+) -> Tensor:
+    """The law after `ids` over the first `vocab_size` tokens, `[vocab_size]`, from the bare model."""
+    logits = true_logits(reference, ids)[:vocab_size]
+    return probabilities_of_spans(logits[None].clone(), [Span(sampling, 1, ids, 2, STOP_TOKENS)])[0]
+
+
 def test_tiny_drafter_depends_on_its_context(drafter: LanguageModelDrafter) -> None:
     # Otherwise the tests below would prove nothing.
     rows = [rows_of(fresh(drafter, [first, 2, 3], request(1))) for first in range(VOCAB_SIZE)]
@@ -131,15 +171,16 @@ def test_tiny_drafter_depends_on_its_context(drafter: LanguageModelDrafter) -> N
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("sampling", [GREEDY[0], *SAMPLED[:2]], ids=str)
+@pytest.mark.parametrize("sampling", [GREEDY[0], *SAMPLED[:3]], ids=str)
+@pytest.mark.parametrize("rule", ["block", "coupled"])
 def test_after_any_rounds_a_draft_equals_that_of_a_fresh_sequence(
-    drafter: LanguageModelDrafter, sampling: SamplingParams, seed: int
+    drafter: LanguageModelDrafter, sampling: SamplingParams, rule: str, seed: int
 ) -> None:
     generator = random.Random(seed)
     committed = list(PROMPT)
     sequence = started(drafter, committed)
     for number in range(11):
-        wanted = request(generator.randint(1, 5), sampling, number)
+        wanted = request(generator.randint(1, 5), sampling, number, rule=rule)
         while sequence.num_unread > 3:
             assert drafter.step([Drafting(sequence, wanted, max_read=3)]).drafts == [None]
         draft = drafted(drafter, sequence, wanted)
@@ -216,6 +257,24 @@ def test_tokens_are_drawn_from_exactly_the_rows_that_are_sent(
         assert draw(rows, one.key.uniforms(one.num_tokens)).tolist() == draft.token_ids
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_numbers_that_are_drawn_from_are_those_that_are_sent_to_the_bit(
+    make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """A row that is rounded after the draw gives the same token nearly always, so the rows themselves are compared."""
+    drawn_from = []
+
+    def watched(weights: Tensor, numbers: Tensor) -> Tensor:
+        drawn_from.append(weights.clone())
+        return draw(weights, numbers)
+
+    monkeypatch.setattr(language_model, "draw", watched)
+    draft = fresh(make_drafter(dtype=dtype), PROMPT, request(5))
+    rows = torch.cat(drawn_from)
+    assert rows.dtype == torch.float32
+    assert torch.equal(rows, rows_of(draft))
+
+
 @pytest.mark.parametrize("sampling", SAMPLED, ids=str)
 def test_rows_are_the_models_distributions_in_the_drafted_context(
     drafter: LanguageModelDrafter, reference: PreTrainedModel, sampling: SamplingParams
@@ -223,8 +282,8 @@ def test_rows_are_the_models_distributions_in_the_drafted_context(
     draft = fresh(drafter, PROMPT, request(5, sampling))
     assert draft.distributions.encoding is Encoding.DENSE_FLOAT32
     for position, row in enumerate(rows_of(draft)):
-        logits = true_logits(reference, PROMPT + draft.token_ids[:position])
-        assert (row - probabilities(logits, sampling)).abs().max() <= 1e-6
+        expected = true_probs(reference, PROMPT + draft.token_ids[:position], sampling)
+        assert (row - expected).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("sampling", GREEDY, ids=str)
@@ -248,8 +307,9 @@ def test_ids_beyond_a_smaller_target_vocabulary_are_never_drafted(
         assert max(draft.token_ids) < target_vocab_size
         assert draft.distributions.vocab_size == target_vocab_size
         for position, row in enumerate(rows_of(draft, target_vocab_size)):
-            logits = true_logits(reference, [first, 2, *draft.token_ids[:position]])[:target_vocab_size]
-            assert (row - probabilities(logits, sampling)).abs().max() <= 1e-6
+            text = [first, 2, *draft.token_ids[:position]]
+            expected = true_probs(reference, text, sampling, target_vocab_size)
+            assert (row - expected).abs().max() <= 1e-6
 
 
 def test_ids_that_the_drafter_lacks_are_read_as_the_substitute(make_drafter: MakeDrafter) -> None:
@@ -276,6 +336,82 @@ def test_drafted_substitute_is_not_mistaken_for_the_committed_id_that_it_stands_
     assert_equal(drafted(drafter, sequence, request(round=1)), expected)
 
 
+@pytest.mark.parametrize("sampling", [*GREEDY, *SAMPLED], ids=str)
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 4, VOCAB_SIZE + 5])
+def test_coupled_tokens_win_the_races_of_their_places_in_the_text(
+    drafter: LanguageModelDrafter, reference: PreTrainedModel, sampling: SamplingParams, vocab_size: int
+) -> None:
+    limit = min(vocab_size, VOCAB_SIZE)
+    sequence, committed = started(drafter, PROMPT), list(PROMPT)
+    for number in range(3):
+        wanted = request(5, sampling, number, vocab_size=vocab_size, rule="coupled")
+        draft = drafted(drafter, sequence, wanted)
+        assert draft.distributions == DraftDistributions.none(limit)
+        for position, token in enumerate(draft.token_ids):
+            text = committed + draft.token_ids[:position]
+            probs = true_probs(reference, text, sampling, limit)
+            times = exponentials(torch.tensor([wanted.key.text_words]), torch.tensor([len(text)]), limit)
+            assert token == int(race(probs[None], times).winners)
+        new = [*draft.token_ids[: 2 * number], 3]
+        sequence.calibrate(len(committed), new)
+        committed += new
+
+
+def test_coupled_draft_is_the_same_in_every_round_and_attempt(drafter: LanguageModelDrafter) -> None:
+    expected = fresh(drafter, PROMPT, request(rule="coupled"))
+    for round_number, attempt in ((0, 1), (3, 0), (7, 2)):
+        again = fresh(drafter, PROMPT, request(round=round_number, attempt=attempt, rule="coupled"))
+        assert again.token_ids == expected.token_ids
+        other = fresh(drafter, PROMPT, request(round=round_number, attempt=attempt))
+        assert other.token_ids != fresh(drafter, PROMPT, request()).token_ids
+    another = replace(request(rule="coupled"), key=DrawKey(KEY, 1, 0))
+    assert fresh(drafter, PROMPT, another).token_ids != expected.token_ids
+
+
+@pytest.mark.parametrize("sampling", [*GREEDY, *SAMPLED], ids=str)
+def test_rule_that_asks_for_no_distributions_gets_the_same_tokens_without_them(
+    drafter: LanguageModelDrafter, sampling: SamplingParams
+) -> None:
+    for number in range(5):
+        told, untold = (
+            fresh(drafter, PROMPT, request(5, sampling, number, rule=rule)) for rule in ("block", "typical")
+        )
+        assert untold.token_ids == told.token_ids
+        assert untold.distributions == DraftDistributions.none(VOCAB_SIZE)
+
+
+def test_penalties_see_the_drafted_tokens_and_stop_tokens_come_when_enough_is_generated(
+    drafter: LanguageModelDrafter, reference: PreTrainedModel
+) -> None:
+    """By hand, from the logits of the model."""
+    params = SamplingParams(5.0, repetition_penalty=1.6, presence_penalty=0.7, frequency_penalty=0.4, min_tokens=5)
+    draft = fresh(drafter, PROMPT, request(6, params))
+    for position, row in enumerate(rows_of(draft)):
+        text = PROMPT + draft.token_ids[:position]
+        values = true_logits(reference, text).clone()
+        for token in range(VOCAB_SIZE):
+            count = text[2:].count(token)
+            if token in text:
+                values[token] = values[token] * 1.6 if values[token] < 0.0 else values[token] / 1.6
+            values[token] -= 0.7 * (count > 0) + 0.4 * count
+        if position + 2 < 5:
+            values[list(STOP_TOKENS)] = -torch.inf
+        assert (row - (values / 5.0).softmax(-1)).abs().max() < 1e-6
+        assert all((row[token] > 0.0) == (position >= 3) for token in STOP_TOKENS)
+
+
+def test_block_that_only_tokens_beyond_the_drafters_vocabulary_may_continue_is_not_drafted(
+    drafter: LanguageModelDrafter,
+) -> None:
+    """A request may allow tokens that this drafter lacks: the target decodes it alone, and others go on."""
+    params = SamplingParams(allowed_token_ids=(VOCAB_SIZE, VOCAB_SIZE + 1))
+    wanted = [request(sampling=params, vocab_size=VOCAB_SIZE + 5), request()]
+    sequences = [started(drafter, PROMPT) for _ in wanted]
+    drafts = drafter.step([Drafting(*pair) for pair in zip(sequences, wanted, strict=True)]).drafts
+    assert isinstance(drafts[0], UnavailableError)
+    assert_equal(drafts[1] if isinstance(drafts[1], Draft) else None, fresh(drafter, PROMPT, request()))
+
+
 def test_number_of_wanted_tokens_does_not_change_the_first_ones(drafter: LanguageModelDrafter) -> None:
     long = fresh(drafter, PROMPT, request(8))
     for count in range(1, 8):
@@ -300,6 +436,7 @@ def test_sequences_of_a_step_draft_what_each_would_draft_alone(drafter: Language
                 number,
                 generator.randrange(5),
                 generator.choice([4, VOCAB_SIZE - 1, VOCAB_SIZE]),
+                generator.choice(list(RULES)),
             )
             for _ in sequences
         ]

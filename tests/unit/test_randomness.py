@@ -1,24 +1,61 @@
 """Random numbers are a function of their name, and nothing else."""
 
+import math
+from hashlib import blake2b
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from scipy.stats import kstest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare, kstest
+from torch import Tensor
 
-from draftwire.randomness import KEY_BYTES, MAX_SEED, DrawKey, Role, derive_key, new_seed
+from draftwire import randomness
+from draftwire.randomness import (
+    KEY_BYTES,
+    MAX_SEED,
+    DrawKey,
+    Role,
+    derive_key,
+    exponentials,
+    new_seed,
+    philox,
+    uniforms,
+)
 
+torch.set_num_threads(1)
+
+UNHURRIED = settings(deadline=None)  # the machine may be busy
 KEY = bytes(range(16))
 OTHER_KEY = bytes(reversed(range(16)))
 MAX_NUMBER = 2**32 - 1
 ALPHA = 1e-6
 
-GOLDEN_NUMBERS = ["0x1.e85cdf2c11c68p-1", "0x1.a96cd049000d0p-1", "0x1.ef51c9d41250ap-2"]
+GOLDEN_NUMBERS = ["0x1.e7ce88dcb31b8p-3", "0x1.68a53ae20f6d2p-2", "0x1.1fd72a7c509c6p-1"]
+GOLDEN_EXPONENTIALS = [
+    "0x1.458fecca7c09bp-2",
+    "0x1.bc7586044fa15p-3",
+    "0x1.272bd544816aep-1",
+    "0x1.4a03bc87e1f99p-1",
+    "0x1.3ce054bb2ae92p+2",
+]
 GOLDEN_KEYS = {
     Role.DRAFTING: "e12020687794433a5a05317264f0fba9",
     Role.VERIFYING: "81f093b8b983275483fa424dd8f1267c",
     Role.COUPLING: "14081a7326c768a28fd95c1c9416a37a",
+}
+
+# Counter, key and words as the authors of Philox publish them (Random123, kat_vectors).
+PHILOX_ANSWERS = {
+    "zeros": ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    "ones": ([MAX_NUMBER] * 4, [MAX_NUMBER] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    "digits of pi": (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
 }
 
 
@@ -26,17 +63,74 @@ def numbers(count: int, key: bytes = KEY, choice: int = 0, round: int = 0, attem
     return DrawKey(key, choice, round, attempt).uniforms(count).tolist()
 
 
-def philox4x64(counter: int, key: bytes) -> list[int]:
-    """Philox4x64-10 as the paper states it: four 64-bit words for one 256-bit counter and one 128-bit key."""
-    mask = 2**64 - 1
-    words = [(counter >> shift) & mask for shift in (0, 64, 128, 192)]
-    keys = [int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")]
+def times(positions: list[int], vocab_size: int, key: bytes = KEY, choice: int = 0) -> Tensor:
+    """Exponentials at some places of one text."""
+    words = torch.tensor([DrawKey(key, choice, 0).text_words] * len(positions))
+    return exponentials(words, torch.tensor(positions), vocab_size)
+
+
+def slow_philox(counter: list[int], key: list[int]) -> list[int]:
+    """Philox4x32-10 as the paper states it, with integers of any size."""
+    words, keys = list(counter), list(key)
     for _ in range(10):
-        high, low = divmod(words[0] * 0xD2E7470EE14C6C93, 2**64)
-        other_high, other_low = divmod(words[2] * 0xCA5A826395121157, 2**64)
+        high, low = divmod(words[0] * 0xD2511F53, 2**32)
+        other_high, other_low = divmod(words[2] * 0xCD9E8D57, 2**32)
         words = [other_high ^ words[1] ^ keys[0], other_low, high ^ words[3] ^ keys[1], low]
-        keys = [(keys[0] + 0x9E3779B97F4A7C15) & mask, (keys[1] + 0xBB67AE8584CAA73B) & mask]
+        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
     return words
+
+
+def slow_words(key: bytes, purpose: bytes, *named: int) -> list[int]:
+    """The key of Philox: two words of the keyed hash of what names the numbers."""
+    message = b"".join(number.to_bytes(8, "little") for number in named)
+    digest = blake2b(message, key=key, digest_size=8, person=purpose).digest()
+    return [int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")]
+
+
+def slow_bits(words: list[int]) -> list[int]:
+    """Two numbers of 53 bits from four words."""
+    return [(high * 2**32 + low) >> 11 for high, low in (words[:2], words[2:])]
+
+
+words_of_32_bits = st.integers(0, MAX_NUMBER)
+
+
+# Philox
+
+
+@pytest.mark.parametrize("answer", PHILOX_ANSWERS.values(), ids=PHILOX_ANSWERS.keys())
+def test_philox_gives_the_published_answers_in_numpy_and_torch(answer: tuple[list[int], list[int], list[int]]) -> None:
+    counter, key, expected = answer
+    assert slow_philox(counter, key) == expected
+    in_numpy = philox(tuple(np.array([word]) for word in counter), tuple(np.array([word]) for word in key))
+    in_torch = philox(tuple(torch.tensor([word]) for word in counter), tuple(torch.tensor([word]) for word in key))
+    assert [int(word[0]) for word in in_numpy] == expected
+    assert [int(word[0]) for word in in_torch] == expected
+
+
+@given(st.lists(words_of_32_bits, min_size=4, max_size=4), st.lists(words_of_32_bits, min_size=2, max_size=2))
+@UNHURRIED
+def test_philox_is_that_of_integers_of_any_size(counter: list[int], key: list[int]) -> None:
+    expected = slow_philox(counter, key)
+    in_numpy = philox(tuple(np.array([word]) for word in counter), tuple(np.array([word]) for word in key))
+    in_torch = philox(tuple(torch.tensor([word]) for word in counter), tuple(torch.tensor([word]) for word in key))
+    assert [int(word[0]) for word in in_numpy] == expected
+    assert [int(word[0]) for word in in_torch] == expected
+
+
+def test_numpy_and_torch_give_the_same_words_for_arrays_that_broadcast() -> None:
+    generator = np.random.default_rng(1)
+    counter = [generator.integers(0, 2**32, (50, 40)) for _ in range(4)]
+    key = [generator.integers(0, 2**32, (50, 1)) for _ in range(2)]
+    in_numpy = philox(tuple(counter), tuple(key))
+    in_torch = philox(tuple(map(torch.from_numpy, counter)), tuple(map(torch.from_numpy, key)))
+    for ours, theirs in zip(in_numpy, in_torch, strict=True):
+        assert np.array_equal(ours, theirs.numpy())
+        assert ours.min() >= 0
+        assert ours.max() <= MAX_NUMBER
+
+
+# Uniforms
 
 
 def test_same_name_gives_the_same_numbers() -> None:
@@ -44,11 +138,13 @@ def test_same_name_gives_the_same_numbers() -> None:
 
 
 def test_drawing_does_not_depend_on_what_was_drawn_before_or_on_global_generators() -> None:
-    expected = numbers(5, round=7)
+    expected, expected_times = numbers(5, round=7), times([7], 5)
     torch.manual_seed(0)
     np.random.seed(0)
     numbers(1000)
+    times([6, 7], 1000)
     assert numbers(5, round=7) == expected
+    assert torch.equal(times([7], 5), expected_times)
 
 
 def test_key_choice_round_and_attempt_each_change_all_numbers() -> None:
@@ -61,6 +157,7 @@ def test_key_choice_round_and_attempt_each_change_all_numbers() -> None:
 def test_every_bit_of_the_key_matters(bit: int) -> None:
     flipped = (int.from_bytes(KEY, "little") ^ (1 << bit)).to_bytes(KEY_BYTES, "little")
     assert set(numbers(4, flipped)).isdisjoint(numbers(4))
+    assert set(times([0], 4, flipped).flatten().tolist()).isdisjoint(times([0], 4).flatten().tolist())
 
 
 def test_rounds_do_not_overlap_however_many_numbers_are_drawn() -> None:
@@ -74,23 +171,38 @@ def test_first_numbers_do_not_depend_on_how_many_are_drawn(count: int) -> None:
     assert numbers(count, round=3) == numbers(50, round=3)[:count]
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_numbers_of_a_round_do_not_depend_on_the_batch(count: int) -> None:
+    keys = [DrawKey(KEY, *name) for name in product((0, 1), (5, 6), (0, 2))] + [DrawKey(OTHER_KEY, 0, 5)]
+    for batch in (keys, keys[::-1], keys[3:5], [keys[2]] * 3, []):
+        drawn = uniforms(batch, count)
+        assert drawn.shape == (len(batch), count)
+        assert drawn.dtype == torch.float64
+        assert drawn.tolist() == [numbers(count, key.key, key.choice, key.round, key.attempt) for key in batch]
+
+
 def test_numbers_are_float64_in_the_unit_interval() -> None:
-    uniforms = DrawKey(KEY, 0, 0).uniforms(10_000)
-    assert uniforms.dtype == torch.float64
-    assert uniforms.shape == (10_000,)
-    assert bool(((uniforms >= 0.0) & (uniforms < 1.0)).all())
+    drawn = DrawKey(KEY, 0, 0).uniforms(10_000)
+    assert drawn.dtype == torch.float64
+    assert drawn.shape == (10_000,)
+    assert bool(((drawn >= 0.0) & (drawn < 1.0)).all())
+
+
+@pytest.mark.parametrize(("word", "expected"), [(0, 0.0), (MAX_NUMBER, math.nextafter(1.0, 0.0))])
+def test_smallest_and_largest_words_give_smallest_and_largest_number_below_1(
+    monkeypatch: pytest.MonkeyPatch, word: int, expected: float
+) -> None:
+    monkeypatch.setattr(randomness, "philox", lambda counter, key: [np.full_like(one, word) for one in counter])
+    assert numbers(3) == [expected] * 3
 
 
 def test_numbers_have_their_golden_values() -> None:
     assert [number.hex() for number in numbers(3, choice=1, round=2, attempt=3)] == GOLDEN_NUMBERS
 
 
-def test_numbers_are_philox4x64_of_key_and_counter() -> None:
-    # The low word counts blocks of four numbers from 1 on; then come round, choice and attempt.
-    expected: list[float] = []
-    for block in (1, 2):
-        words = philox4x64(block | (5 << 64) | (6 << 128) | (7 << 192), KEY)
-        expected += [(word >> 11) * 2.0**-53 for word in words]
+def test_numbers_are_philox_of_their_index_under_the_hash_of_key_choice_round_and_attempt() -> None:
+    key = slow_words(KEY, b"round", 6, 5, 7)
+    expected = [bits * 2.0**-53 for pair in range(4) for bits in slow_bits(slow_philox([pair, 0, 0, 0], key))]
     assert numbers(8, choice=6, round=5, attempt=7) == expected
 
 
@@ -113,17 +225,29 @@ def test_numbers_of_different_roles_are_uncorrelated() -> None:
 
 
 def test_first_numbers_of_rounds_are_uniform() -> None:
-    """Odds of a false alarm: 1e-6."""
-    drawn = [numbers(1, derive_key(7, Role.DRAFTING), round=index)[0] for index in range(20_000)]
-    assert kstest(drawn, "uniform").pvalue > ALPHA
+    """Odds of a false alarm: 1e-6 for each of the two numbers that a round uses, and 1e-6 for both together."""
+    key = derive_key(7, Role.DRAFTING)
+    drawn = uniforms([DrawKey(key, 0, index) for index in range(20_000)], 2).numpy()
+    assert kstest(drawn[:, 0], "uniform").pvalue > ALPHA
+    assert kstest(drawn[:, 1], "uniform").pvalue > ALPHA
+    cells = (drawn * 10).astype(int)
+    assert chisquare(np.bincount(10 * cells[:, 0] + cells[:, 1], minlength=100)).pvalue > ALPHA
 
 
 def test_numbers_inside_rounds_are_uniform_and_consecutive_rounds_uncorrelated() -> None:
     """Odds of a false alarm: 1e-6 for the first claim, 4e-8 for the second (5.5 standard deviations)."""
-    drawn = np.array([numbers(4, derive_key(8, Role.VERIFYING), round=index) for index in range(5_000)])
+    key = derive_key(8, Role.VERIFYING)
+    drawn = uniforms([DrawKey(key, 0, index) for index in range(5_000)], 4).numpy()
     assert kstest(drawn.ravel(), "uniform").pvalue > ALPHA
     correlation = np.corrcoef(drawn[:-1, 0], drawn[1:, 0])[0, 1]
     assert abs(correlation) < 5.5 / len(drawn) ** 0.5
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_last_bits_of_numbers_are_random_too(attempt: int) -> None:
+    """Odds of a false alarm: 1e-6 for each attempt."""
+    bits = (np.array(numbers(50_000, attempt=attempt)) * 2.0**53).astype(np.int64)
+    assert chisquare(np.bincount(bits & 0xFF, minlength=256)).pvalue > ALPHA
 
 
 def test_seeds_of_requests_without_one_are_64_bit_and_not_repeated() -> None:
@@ -132,3 +256,127 @@ def test_seeds_of_requests_without_one_are_64_bit_and_not_repeated() -> None:
     assert len(seeds) == 500
     assert all(0 <= seed <= MAX_SEED for seed in seeds)
     assert max(seeds) >= 2**56  # odds of a false alarm: 2**-4000
+
+
+# Exponentials
+
+
+def test_exponentials_have_their_golden_values() -> None:
+    # Logarithms may differ in the last bit from one machine to another.
+    drawn = times([1234], 5, choice=1)[0].tolist()
+    assert drawn == pytest.approx([float.fromhex(number) for number in GOLDEN_EXPONENTIALS], rel=1e-15)
+
+
+def test_exponentials_are_philox_of_token_and_position_under_the_hash_of_key_and_choice() -> None:
+    key = slow_words(KEY, b"text", 6)
+    for position in (0, 1, 100_000):
+        bits = [bits for pair in range(50) for bits in slow_bits(slow_philox([pair, position, 0, 0], key))]
+        expected = [-math.log1p(-((number // 2 + 0.5) * 2.0**-52)) for number in bits]
+        assert times([position], 99, choice=6)[0].tolist() == pytest.approx(expected[:99], rel=1e-14)
+
+
+def test_exponentials_are_float64_positive_and_finite() -> None:
+    drawn = times([0, 5], 100_001)
+    assert drawn.dtype == torch.float64
+    assert drawn.shape == (2, 100_001)
+    assert bool((drawn > 0.0).all())
+    assert bool(drawn.isfinite().all())
+
+
+def with_words(monkeypatch: pytest.MonkeyPatch, high: int, low: int) -> float:
+    """The exponential of two words."""
+    monkeypatch.setattr(
+        randomness, "philox", lambda counter, key: [torch.full_like(counter[0], word) for word in (high, low, 0, 0)]
+    )
+    return times([0], 1)[0, 0].item()
+
+
+def test_largest_exponential_is_finite_and_smallest_is_above_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_words(monkeypatch, MAX_NUMBER, MAX_NUMBER) == pytest.approx(53 * math.log(2.0), rel=1e-12)
+    assert with_words(monkeypatch, 0, 0) == pytest.approx(2.0**-53, rel=1e-12)
+
+
+def test_small_exponentials_are_told_apart_far_below_the_resolution_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = [with_words(monkeypatch, 0, index << 12) for index in range(100)]
+    assert small == pytest.approx([(index + 0.5) * 2.0**-52 for index in range(100)], rel=1e-12)
+    # So are large ones, as far as float64 tells 1 - u from 1.
+    large = [with_words(monkeypatch, MAX_NUMBER, MAX_NUMBER - (index << 12)) for index in range(100)]
+    assert large == pytest.approx([-math.log((index + 0.5) * 2.0**-52) for index in range(100)], rel=1e-12)
+
+
+def test_exponentials_follow_the_exponential_law() -> None:
+    """Odds of a false alarm: 1e-6 over tokens, 1e-6 over positions."""
+    assert kstest(times([3], 200_000)[0].numpy(), "expon").pvalue > ALPHA
+    assert kstest(times(list(range(50_000)), 1)[:, 0].numpy(), "expon").pvalue > ALPHA
+
+
+def test_small_exponentials_are_as_frequent_as_they_should_be() -> None:
+    """Odds of a false alarm: 1e-6. Only what is small can let an unlikely token win."""
+    drawn = times(list(range(20)), 200_000).flatten().numpy()
+    small = drawn[drawn < 1e-3]
+    assert kstest(-np.expm1(-small) / -np.expm1(-1e-3), "uniform").pvalue > ALPHA
+
+
+def test_exponentials_of_neighbours_are_uncorrelated() -> None:
+    """Odds of a false alarm: four normal variables beyond 5.5 standard deviations, about 2e-7."""
+    drawn = torch.exp(-times(list(range(300)), 300)).numpy()
+    other = torch.exp(-times(list(range(300)), 300, choice=1)).numpy()
+    pairs = [(drawn[:, :-1], drawn[:, 1:]), (drawn[:-1], drawn[1:]), (drawn[:-1, :-1], drawn[1:, 1:]), (drawn, other)]
+    for left, right in pairs:
+        assert abs(np.corrcoef(left.ravel(), right.ravel())[0, 1]) < 5.5 / left.size**0.5
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 4, 99, 100])
+def test_exponential_of_a_token_does_not_depend_on_how_many_tokens_there_are(vocab_size: int) -> None:
+    assert torch.equal(times([0, 9], vocab_size), times([0, 9], 101)[:, :vocab_size])
+
+
+def test_exponentials_of_a_place_do_not_depend_on_the_batch() -> None:
+    places = [(KEY, 0, 5), (KEY, 0, 6), (KEY, 1, 5), (OTHER_KEY, 0, 5), (KEY, 0, 5)]
+    words = torch.tensor([DrawKey(key, choice, 0).text_words for key, choice, _ in places])
+    positions = torch.tensor([position for _, _, position in places])
+    together = exponentials(words, positions, 51)
+    for index, (key, choice, position) in enumerate(places):
+        assert torch.equal(together[index], times([position], 51, key, choice)[0])
+    order = torch.tensor([3, 0, 4, 2])
+    assert torch.equal(exponentials(words[order], positions[order], 51), together[order])
+    assert exponentials(words[:0], positions[:0], 51).shape == (0, 51)
+
+
+def test_key_choice_position_and_token_each_change_the_exponential() -> None:
+    names = list(product((KEY, OTHER_KEY), (0, 1, MAX_NUMBER), (0, 1, 2, 65_536, MAX_NUMBER)))
+    drawn = [time for key, choice, position in names for time in times([position], 7, key, choice)[0].tolist()]
+    assert len(set(drawn)) == len(names) * 7
+
+
+def test_exponentials_are_the_same_in_every_round_and_attempt() -> None:
+    words = {DrawKey(KEY, 3, round, attempt).text_words for round in (0, 1, MAX_NUMBER) for attempt in (0, 1)}
+    assert words == {DrawKey(KEY, 3, 0).text_words}
+
+
+def test_words_of_texts_differ_from_those_of_rounds() -> None:
+    named = [DrawKey(key, choice, index) for key in (KEY, OTHER_KEY) for choice in range(3) for index in range(3)]
+    words = {key.round_words for key in named} | {key.text_words for key in named}
+    assert len(words) == len(named) + 2 * 3
+    assert all(0 <= word <= MAX_NUMBER for pair in words for word in pair)
+
+
+def test_winners_of_races_follow_the_weights() -> None:
+    """Odds of a false alarm: 1e-6 for each of three sets of weights."""
+    count = 40_000
+    drawn = times(list(range(count)), 6, derive_key(3, Role.COUPLING))
+    for weights in ([1, 1, 1, 1, 1, 1], [10, 5, 1, 0.5, 3, 20], [0.002, 0.9, 0.01, 0.003, 0.08, 0.005]):
+        shares = torch.tensor(weights, dtype=torch.float64)
+        winners = (shares / drawn).argmax(dim=1)
+        observed = torch.bincount(winners, minlength=6)
+        assert chisquare(observed.numpy(), (shares / shares.sum() * count).numpy()).pvalue > ALPHA
+
+
+def test_winners_at_consecutive_places_are_independent() -> None:
+    """Odds of a false alarm: 1e-6."""
+    count = 40_000
+    shares = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    winners = (shares / times(list(range(2 * count)), 3)).argmax(dim=1).reshape(count, 2)
+    observed = torch.bincount(3 * winners[:, 0] + winners[:, 1], minlength=9)
+    expected = torch.outer(shares, shares).flatten() * count
+    assert chisquare(observed.numpy(), expected.numpy()).pvalue > ALPHA

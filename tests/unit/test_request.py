@@ -53,7 +53,10 @@ MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
         ({"num_speculative_tokens": 9}, "num_speculative_tokens"),
         ({"cache_salt": "x" * (MAX_SALT_LENGTH + 1)}, "cache_salt"),
-        ({"rule": "typical"}, "rejection_sample_method"),
+        ({"rule": "tipical"}, "rejection_sample_method"),
+        ({"sampling": SamplingParams(min_tokens=8)}, "min_tokens"),
+        ({"sampling": SamplingParams(logit_bias=((50, 1.0),))}, "logit_bias"),
+        ({"sampling": SamplingParams(allowed_token_ids=(50,))}, "allowed_token_ids"),
         ({"rule": ""}, "rejection_sample_method"),
     ],
 )

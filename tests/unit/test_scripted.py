@@ -128,12 +128,12 @@ def test_drafter_proposes_the_alphabet_by_position() -> None:
         assert draft is not None
         assert draft.token_ids == expected_tokens(len(PROMPT), 4)
         rows = draft.distributions.rows(draft.token_ids, 320)
-        assert torch.equal(rows.argmax(dim=1), torch.tensor(draft.token_ids))
+        assert torch.equal(rows.dense().argmax(dim=1), torch.tensor(draft.token_ids))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.is_lossless])
 def test_each_position_is_accepted_as_often_as_the_script_says(rule: str) -> None:
-    """Exact binomial tests, four for each of two rules: a false alarm has a probability of at most 8e-7."""
+    """Exact binomial tests, four for each of three rules: a false alarm has a probability of at most 1.2e-6."""
     acceptance = (0.9, 0.4, 0.75)
     rounds = rounds_of(Script(acceptance=acceptance), SamplingParams(), 4000, 4, rule)
     whole = [one for one in rounds if int(one.blocks.lengths[0]) == 4]

@@ -12,21 +12,30 @@ from tiny_models import tiny_network
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftwire.distributions import DraftDistributions, draw
+from draftwire.distributions import DraftDistributions, Encoding, draw, no_rows
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
 from draftwire.randomness import DrawKey
-from draftwire.sampling import SamplingParams, probabilities
-from draftwire.verification import RULES
-from draftwire.verification.rule import BlockBatch, verify
-from draftwire.verification.target import Judgement, Judging, StillReading, judge
+from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
+from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, verify
+from draftwire.verification.coupled import NEAR_TIE
+from draftwire.verification.target import Decided, Judgement, Judging, StillReading, judge
 
 torch.set_num_threads(1)
 
 VOCAB_SIZE = 11
 KEY = bytes(range(16))
-SAMPLINGS = [SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, 4, 0.9), SamplingParams(5.0)]
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(0.0),
+    SamplingParams(0.7, 4, 0.9),
+    SamplingParams(5.0),
+    SamplingParams(3.0, min_p=0.2, logit_bias=((3, 2.0), (7, -5.0))),
+    SamplingParams(2.0, repetition_penalty=1.5, presence_penalty=0.6, frequency_penalty=0.4),
+    SamplingParams(4.0, allowed_token_ids=(0, 1, 4, 5, 9, 10), min_tokens=8, frequency_penalty=-0.3),
+]
+STOP_TOKENS = frozenset({4, 9})
 NETWORK = tiny_network("llama", VOCAB_SIZE, 256, dtype=torch.float32)
 REFERENCE = copy.deepcopy(NETWORK)
 salts = itertools.count()
@@ -67,12 +76,12 @@ def random_ids(generator: random.Random, count: int) -> list[int]:
     return [generator.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
-def block(generator: random.Random, length: int, greedy: bool) -> tuple[list[int], DraftDistributions | None]:
-    """Returns tokens drawn from random distributions, and these."""
+def block(generator: random.Random, length: int, encoding: Encoding) -> tuple[list[int], DraftDistributions | None]:
+    """Returns tokens drawn from random distributions, and these, as far as they are told."""
     if length == 0:
         return [], None
-    if greedy:
-        return random_ids(generator, length), DraftDistributions.one_hot(VOCAB_SIZE)
+    if encoding is not Encoding.DENSE_FLOAT32:
+        return random_ids(generator, length), DraftDistributions(encoding, VOCAB_SIZE, b"")
     noise = torch.Generator().manual_seed(generator.randrange(2**32))
     rows = torch.randn(length, VOCAB_SIZE, generator=noise).softmax(-1)
     tokens = draw(rows, torch.rand(length, generator=noise, dtype=torch.float64)).tolist()
@@ -86,18 +95,22 @@ def judging(
     length: int,
     number: int = 0,
     sequence: CachedSequence | None = None,
+    encoding: Encoding | None = None,
 ) -> Judging:
     """Makes a random part of a step, for a sequence that shares nothing unless one is given."""
-    sampling = generator.choice(SAMPLINGS)
-    tokens, distributions = block(generator, length, sampling.greedy)
+    rule = generator.choice(list(RULES.values()))
+    encodings = [Encoding.DENSE_FLOAT32, Encoding.ONE_HOT] if rule.needs_draft_probs else list(Encoding)
+    tokens, distributions = block(generator, length, encoding or generator.choice(encodings))
     return Judging(
         model.cache.open(committed, f"alone {next(salts)}") if sequence is None else sequence,
         committed,
         tokens,
         distributions,
-        sampling,
-        generator.choice(list(RULES.values())),
+        generator.choice(SAMPLINGS),
+        rule,
         DrawKey(KEY, generator.randrange(100), number),
+        prompt_len=generator.randint(0, len(committed)),
+        stop_token_ids=generator.choice([frozenset(), STOP_TOKENS]),
     )
 
 
@@ -106,36 +119,40 @@ def alone(model: WatchedModel, one: Judging) -> tuple[Judgement, BlockBatch]:
     sequence = model.cache.open(one.committed, f"alone {next(salts)}")
     step = judge(model, [replace(one, sequence=sequence, max_read=None)])
     model.cache.close(sequence)
-    (outcome,), (blocks,) = step.outcomes, step.blocks
+    (outcome,), (decided,) = step.outcomes, step.decided
     assert isinstance(outcome, Judgement)
-    return outcome, blocks
+    assert decided.members == [0]
+    return outcome, decided.blocks
 
 
 def by_hand(reference: PreTrainedModel, one: Judging) -> tuple[Judgement, BlockBatch]:
-    """Judges by a pass of the bare model over everything."""
+    """Judges by a pass of the bare model over everything, and each of its rows by itself."""
+    text = one.committed + one.draft_tokens
     with torch.inference_mode():
-        ids = torch.tensor([one.committed + one.draft_tokens])
-        logits = reference(input_ids=ids, use_cache=False).logits[0, len(one.committed) - 1 :]
-    draft = one.distributions.rows(one.draft_tokens, VOCAB_SIZE) if one.distributions else torch.zeros(0, VOCAB_SIZE)
-    blocks = BlockBatch(
-        probabilities(logits, one.sampling)[None],
-        draft[None],
-        torch.tensor([one.draft_tokens], dtype=torch.int64),
-        torch.tensor([len(one.draft_tokens)]),
-    )
-    outcome = verify(one.rule, blocks, one.key.uniforms(2)[None])
-    count = int(outcome.num_accepted[0])
-    return Judgement([*one.draft_tokens[:count], int(outcome.extra_tokens[0])], count), blocks
+        logits = reference(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+        rows = [
+            probabilities_of_spans(
+                logits[end - 1 : end].clone(), [Span(one.sampling, 1, text[:end], one.prompt_len, one.stop_token_ids)]
+            )
+            for end in range(len(one.committed), len(text) + 1)
+        ]
+    draft = one.distributions.rows(one.draft_tokens, VOCAB_SIZE) if one.distributions else no_rows(VOCAB_SIZE)
+    blocks = BlockBatch.packed(torch.cat(rows), [draft], [one.draft_tokens], [0])
+    outcome = verify(one.rule, blocks, KeyedNoise([one.key], [len(one.committed)], torch.device("cpu")))
+    count, near_ties = int(outcome.num_accepted[0]), outcome.num_near_ties
+    token_ids = [*one.draft_tokens[:count], int(outcome.extra_tokens[0])]
+    return Judgement(token_ids, count, 0 if near_ties is None else int(near_ties[0])), blocks
 
 
-def row_of(blocks: list[BlockBatch], one: Judging) -> tuple[Tensor, Tensor]:
-    """Returns what a rule saw of a block, target's and drafter's rows, found by its tokens."""
-    length = len(one.draft_tokens)
-    for batch in blocks:
-        for row, count in enumerate(batch.lengths.tolist()):
-            if count == length and batch.draft_tokens[row, :count].tolist() == one.draft_tokens:
-                return batch.target_probs[row, : length + 1], batch.draft_probs[row, :length]
-    raise AssertionError("no rule saw the block")
+def row_of(decided: list[Decided], index: int) -> tuple[Tensor, Tensor]:
+    """Returns what a rule saw of the block of a judging: target's and drafter's rows."""
+    ((blocks, row),) = [(one.blocks, one.members.index(index)) for one in decided if index in one.members]
+    length = int(blocks.lengths[row])
+    return blocks.padded_target_probs()[row, : length + 1], blocks.padded_draft_probs()[row, :length]
+
+
+def is_dense(part: Judging) -> bool:
+    return part.distributions is not None and part.distributions.encoding is Encoding.DENSE_FLOAT32
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -154,8 +171,12 @@ def test_blocks_of_a_mixed_step_are_judged_as_if_each_were_alone(model: WatchedM
         model.cache.check_integrity()
         assert model.num_calls == 1
         assert step.num_tokens == sum(len(reading.token_ids) for reading in model.readings)
-        assert len(step.blocks) == len({part.rule.name for part in parts})
-        assert sum(len(blocks.lengths) for blocks in step.blocks) == len(parts)
+        groups = {(part.rule.name, is_dense(part)) for part in parts}
+        assert len(step.decided) == len(groups)
+        assert sorted(member for one in step.decided for member in one.members) == list(range(len(parts)))
+        for one in step.decided:
+            assert len({(parts[member].rule.name, is_dense(parts[member])) for member in one.members}) == 1
+            assert one.blocks.batch_size == len(one.members)
         for part, text, outcome in zip(parts, texts, step.outcomes, strict=True):
             assert isinstance(outcome, Judgement)
             assert outcome == by_hand(REFERENCE, part)[0] == alone(model, part)[0]
@@ -170,11 +191,106 @@ def test_rules_see_the_models_rows_and_the_blocks_own(model: WatchedModel) -> No
     generator = random.Random(3)
     parts = [judging(model, generator, random_ids(generator, 20), length) for length in (3, 7, 1, 5, 4)]
     step = judge(model, parts)
-    for part in parts:
-        target, draft = row_of(step.blocks, part)
+    for index, part in enumerate(parts):
+        target, draft = row_of(step.decided, index)
         _, expected = by_hand(REFERENCE, part)
-        assert (target - expected.target_probs[0]).abs().max() < 1e-4
-        assert torch.equal(draft, expected.draft_probs[0])
+        assert (target - expected.target_probs).abs().max() < 1e-4
+        assert torch.equal(draft, expected.draft.dense())
+
+
+def test_dense_and_sparse_blocks_of_a_step_share_the_models_rows_without_a_copy(model: WatchedModel) -> None:
+    generator = random.Random(30)
+    kinds = [Encoding.DENSE_FLOAT32, Encoding.ONE_HOT] * 3
+    parts = [
+        replace(judging(model, generator, random_ids(generator, 9), 3, encoding=encoding), rule=RULES["block"])
+        for encoding in kinds
+    ]
+    first, second = judge(model, parts).decided
+    assert (first.members, second.members) == ([0, 2, 4], [1, 3, 5])
+    assert first.blocks.target_probs is second.blocks.target_probs
+
+
+def test_rules_of_one_name_and_other_thresholds_are_decided_apart(model: WatchedModel) -> None:
+    generator = random.Random(31)
+    part = replace(judging(model, generator, random_ids(generator, 9), 4), sampling=SamplingParams(1.0))
+    rules = [TypicalRule(0.0, 0.0), TypicalRule(0.999, 1e9)]
+    parts = [
+        replace(part, rule=rule, sequence=model.cache.open(part.committed, f"alone {next(salts)}")) for rule in rules
+    ]
+    step = judge(model, parts)
+    assert [one.members for one in step.decided] == [[0], [1]]
+    assert [outcome.num_accepted for outcome in step.outcomes if isinstance(outcome, Judgement)] == [4, 0]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_block_without_distributions_is_refused_by_the_rules_that_need_them_alone(
+    model: WatchedModel, name: str
+) -> None:
+    generator = random.Random(32)
+    parts = [judging(model, generator, random_ids(generator, 20), 3) for _ in range(3)]
+    tokens, nothing = block(generator, 3, Encoding.NONE)
+    parts[1] = replace(parts[1], rule=RULES[name], draft_tokens=tokens, distributions=nothing)
+    step = judge(model, parts)
+    if RULES[name].needs_draft_probs:
+        assert isinstance(step.outcomes[1], InvalidRequestError)
+        assert parts[1].sequence.length == 0
+    else:
+        assert step.outcomes[1] == by_hand(REFERENCE, parts[1])[0]
+    for index in (0, 2):
+        assert step.outcomes[index] == by_hand(REFERENCE, parts[index])[0]
+
+
+def test_near_ties_are_told_by_sequence(model: WatchedModel) -> None:
+    """Two tokens are possible, and a bias brings the one that would lose in front by as much as is wanted."""
+    generator = random.Random(33)
+    base = replace(judging(model, generator, [1, 2, 3], 0), rule=RULES["coupled"], stop_token_ids=frozenset())
+    parts = []
+    noise = KeyedNoise([base.key], [3], torch.device("cpu"))
+    times = noise.exponentials(torch.tensor([0]), torch.tensor([0]), VOCAB_SIZE)[0]
+    with torch.inference_mode():
+        logits = REFERENCE(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False).logits[0, -1].double()
+    scores = logits - times.log()
+    for lead in (NEAR_TIE / 2, 10 * NEAR_TIE):
+        bias = float(scores[0] + lead - scores[1])
+        sampling = SamplingParams(logit_bias=((1, bias),), allowed_token_ids=(0, 1))
+        parts.append(
+            replace(base, sampling=sampling, sequence=model.cache.open(base.committed, f"alone {next(salts)}"))
+        )
+    parts.append(replace(parts[0], rule=RULES["block"], sequence=model.cache.open([1, 2, 3], f"alone {next(salts)}")))
+    outcomes = judge(model, parts).outcomes
+    assert [outcome.num_near_ties for outcome in outcomes if isinstance(outcome, Judgement)] == [1, 0, 0]
+    assert [outcome.token_ids for outcome in outcomes[:2] if isinstance(outcome, Judgement)] == [[1], [1]]
+
+
+def test_text_before_the_block_and_in_it_is_penalized_row_by_row(model: WatchedModel) -> None:
+    """By hand, from the logits of the model: each row sees the draft tokens before it, and no other."""
+    committed, tokens = [1, 2, 3, 2], [5, 2, 5]
+    params = SamplingParams(2.0, repetition_penalty=1.5, presence_penalty=0.6, frequency_penalty=0.4, min_tokens=4)
+    one = Judging(
+        model.cache.open(committed, f"alone {next(salts)}"),
+        committed,
+        tokens,
+        DraftDistributions.one_hot(VOCAB_SIZE),
+        params,
+        RULES["block"],
+        DrawKey(KEY, 0, 0),
+        prompt_len=2,
+        stop_token_ids=STOP_TOKENS,
+    )
+    seen, _ = row_of(judge(model, [one]).decided, 0)
+    with torch.inference_mode():
+        logits = REFERENCE(input_ids=torch.tensor([committed + tokens]), use_cache=False).logits[0, 3:]
+    for row in range(4):
+        text = committed + tokens[:row]
+        expected = logits[row].clone()
+        if len(text) - 2 < 4:
+            expected[list(STOP_TOKENS)] = -torch.inf
+        for token in set(text):
+            expected[token] *= 1.5 if expected[token] < 0.0 else 1 / 1.5
+            count = text[2:].count(token)
+            expected[token] -= 0.6 * (count > 0) + 0.4 * count
+        assert (seen[row] - (expected / 2.0).softmax(-1)).abs().max() < 1e-5
+        assert (seen[row, 4] == 0.0) == (row < 2)
 
 
 def test_plain_decoding_alone_gives_one_token(model: WatchedModel) -> None:
@@ -188,7 +304,7 @@ def test_plain_decoding_alone_gives_one_token(model: WatchedModel) -> None:
 
 def test_empty_step_reads_nothing(model: WatchedModel) -> None:
     step = judge(model, [])
-    assert (step.outcomes, step.blocks, step.num_tokens, model.num_calls) == ([], [], 0, 0)
+    assert (step.outcomes, step.decided, step.num_tokens, model.num_calls) == ([], [], 0, 0)
 
 
 def test_long_prompt_is_read_in_parts_while_others_are_decided(model: WatchedModel) -> None:
@@ -224,7 +340,7 @@ def test_step_that_only_reads_decides_nothing(model: WatchedModel) -> None:
     parts = [replace(judging(model, generator, random_ids(generator, 30), 2), max_read=9) for _ in range(3)]
     step = judge(model, parts)
     assert step.outcomes == [StillReading()] * 3
-    assert (step.blocks, step.num_tokens) == ([], 27)
+    assert (step.decided, step.num_tokens) == ([], 27)
 
 
 BAD_BLOCKS = {
@@ -240,7 +356,7 @@ BAD_BLOCKS = {
 def test_bad_block_is_refused_alone_and_changes_nothing(model: WatchedModel, kind: str, place: int) -> None:
     generator = random.Random(7)
     parts = [replace(judging(model, generator, random_ids(generator, 40), 3), max_read=99) for _ in range(3)]
-    tokens, good = block(generator, 3, greedy=False)
+    tokens, good = block(generator, 3, Encoding.DENSE_FLOAT32)
     assert good is not None
     parts[place] = replace(parts[place], draft_tokens=tokens, distributions=good)
     # It has read a part before, up to within a block.
@@ -264,7 +380,7 @@ def test_step_of_bad_blocks_only_reads_nothing(model: WatchedModel) -> None:
     bad = replace(part, draft_tokens=[VOCAB_SIZE], distributions=DraftDistributions.one_hot(VOCAB_SIZE))
     step = judge(model, [bad])
     assert isinstance(step.outcomes[0], InvalidRequestError)
-    assert (step.blocks, step.num_tokens, model.num_calls, part.sequence.length) == ([], 0, 0, 0)
+    assert (step.decided, step.num_tokens, model.num_calls, part.sequence.length) == ([], 0, 0, 0)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -297,7 +413,7 @@ def test_step_in_which_all_logits_are_bad_decides_nothing(model: WatchedModel) -
     model.bad = {part.sequence: (0, float("nan")) for part in parts}
     step = judge(model, parts)
     assert all(isinstance(outcome, UnavailableError) for outcome in step.outcomes)
-    assert step.blocks == []
+    assert step.decided == []
     assert [part.sequence.length for part in parts] == [0, 0]
 
 

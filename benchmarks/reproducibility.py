@@ -1,0 +1,202 @@
+"""The same text for a seed, whatever drafts: the rule `coupled` through the real services.
+
+    python -m benchmarks.reproducibility --output benchmarks/results/reproducibility.json
+
+Prompts are continued with fixed seeds by the embedded target, with several drafters (the embedded one, a bigram model,
+and one whose weights are random), block lengths and concurrencies. Every text is compared with the one of plain
+decoding at concurrency 1. Where two texts part, the target's two candidates must be a near-tie at that place: their
+leads are computed again in this process, and reported.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from benchmarks.prompts import load_prompts
+from benchmarks.report import write_report
+from draftwire.cli.up import embedded_model, stack_options
+from draftwire.client import Client, Completion
+from draftwire.randomness import DrawKey, Role, derive_key, exponentials
+from draftwire.sampling import SamplingParams, probabilities
+from draftwire.services.local_stack import LocalStack
+
+BLOCK_LENGTHS = (0, 1, 4, 8)
+CONCURRENCIES = (1, 8)
+LARGEST_LEAD = 1e-4
+"""Forward passes of different shapes order candidates differently only if their log-weights are closer than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How texts are made, which must not matter."""
+
+    drafter: str
+    block_length: int
+    concurrency: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Texts of one setting beside those of plain decoding."""
+
+    setting: Setting
+    texts: int
+    differing: int
+    largest_lead: float
+    """Of the places where texts part, in log-weight; 0 if there are none."""
+    near_ties: int
+    """Tokens that the verifier reported as such."""
+    tokens: int
+    acceptance_rate: float
+
+
+def save_drafters(folder: Path) -> dict[str, str]:
+    """Writes the drafters that are made up, and returns the folders of all by name."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model("drafter"))
+    torch.manual_seed(0)
+    garbage = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(embedded_model("drafter")))
+    bigram = bigram_model(AutoModelForCausalLM.from_pretrained(embedded_model("target"), dtype=torch.float32))
+    for name, model in (("garbage", garbage), ("bigram", bigram)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return {"embedded": embedded_model("drafter")} | {name: str(folder / name) for name in ("bigram", "garbage")}
+
+
+@torch.inference_mode()
+def bigram_model(target: PreTrainedModel) -> PreTrainedModel:
+    """Returns a model that looks at the last token alone, as the target does at the start of a text.
+
+    Its one layer adds nothing, and the product of its two embeddings is the target's table of logits, of lower rank.
+    The last dimension makes all embeddings equally long, so that the norm before the output does nothing either.
+    """
+    config = AutoConfig.from_pretrained(embedded_model("target"), num_hidden_layers=1, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    logits = target(input_ids=torch.arange(config.vocab_size).unsqueeze(1)).logits[:, 0]
+    left, sizes, right = torch.svd_lowrank(logits - logits.mean(dim=1, keepdim=True), q=config.hidden_size - 1)
+    rows = left * sizes.sqrt()
+    length = rows.norm(dim=1).max()
+    filler = (length**2 - rows.square().sum(dim=1)).clamp(min=0.0).sqrt()
+    model.get_input_embeddings().weight.copy_(torch.cat([rows, filler.unsqueeze(1)], dim=1))
+    output = torch.cat([right * sizes.sqrt(), torch.zeros(len(right), 1)], dim=1)
+    model.get_output_embeddings().weight.copy_(output * length / config.hidden_size**0.5)
+    layer = model.model.layers[0]
+    for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+        torch.nn.init.zeros_(projection.weight)
+    return model
+
+
+def draw_texts(address: str, prompts: Sequence[str], max_tokens: int, setting: Setting) -> list[Completion]:
+    """Continues the prompts, the first with seed 0, the second with 1, and so on."""
+    with Client(address) as client, ThreadPoolExecutor(setting.concurrency) as pool:
+
+        def draw(seed: int) -> Completion:
+            return client.generate(
+                prompts[seed],
+                max_tokens=max_tokens,
+                temperature=1.0,
+                seed=seed,
+                num_speculative_tokens=setting.block_length,
+                rejection_sample_method="coupled",
+            )
+
+        return list(pool.map(draw, range(len(prompts))))
+
+
+class Judge:
+    """Computes again how close candidates were."""
+
+    def __init__(self) -> None:
+        """Loads the target."""
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            embedded_model("target"), dtype=torch.float32
+        ).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(embedded_model("target"))
+
+    @torch.inference_mode()
+    def lead(self, prompt: str, seed: int, one: list[int], other: list[int]) -> float:
+        """Returns by how much two different texts' candidates differ in log-weight where the texts part."""
+        same = next(index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+        ids = [*self._tokenizer(prompt)["input_ids"], *one[:same]]
+        weights = probabilities(self._model(input_ids=torch.tensor([ids])).logits[0, -1], SamplingParams())
+        words = torch.tensor([DrawKey(derive_key(seed, Role.COUPLING), 0, 0).text_words])
+        times = exponentials(words, torch.tensor([len(ids)]), len(weights))[0]
+        scores = (weights.double() / times).log()
+        return float((scores[one[same]] - scores[other[same]]).abs())
+
+
+def compare(prompts: Sequence[str], max_tokens: int, drafters: Sequence[str] | None = None) -> Iterator[Comparison]:
+    """Yields a comparison for each setting, the first of which gives the texts that all are compared with."""
+    judge = Judge()
+    references: list[Completion] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for drafter, path in save_drafters(Path(folder)).items():
+            if drafters is not None and drafter not in drafters:
+                continue
+            with LocalStack(stack_options(None, path, 4)) as stack:
+                for concurrency, block_length in product(CONCURRENCIES, BLOCK_LENGTHS):
+                    setting = Setting(drafter, block_length, concurrency)
+                    completions = draw_texts(stack.address, prompts, max_tokens, setting)
+                    references = references or completions
+                    yield _compare(judge, prompts, references, completions, setting)
+
+
+def _compare(
+    judge: Judge,
+    prompts: Sequence[str],
+    references: Sequence[Completion],
+    completions: Sequence[Completion],
+    setting: Setting,
+) -> Comparison:
+    leads = [
+        judge.lead(prompts[seed], seed, reference.token_ids, completion.token_ids)
+        for seed, (reference, completion) in enumerate(zip(references, completions, strict=True))
+        if reference.token_ids != completion.token_ids
+    ]
+    statistics = [completion.statistics for completion in completions]
+    drafted = sum(one.num_draft_tokens for one in statistics)
+    return Comparison(
+        setting=setting,
+        texts=len(completions),
+        differing=len(leads),
+        largest_lead=max(leads, default=0.0),
+        near_ties=sum(one.num_near_ties for one in statistics),
+        tokens=sum(one.num_generated_tokens for one in statistics),
+        acceptance_rate=sum(one.num_accepted_tokens for one in statistics) / max(drafted, 1),
+    )
+
+
+def main() -> None:
+    """Compares, prints, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    comparisons = []
+    for comparison in compare(load_prompts()[: arguments.prompts], arguments.max_tokens):
+        print(comparison, flush=True)
+        comparisons.append(comparison)
+    results = {
+        "texts": sum(one.texts for one in comparisons),
+        "tokens": sum(one.tokens for one in comparisons),
+        "differing_texts": sum(one.differing for one in comparisons),
+        "largest_lead_where_texts_part": max(one.largest_lead for one in comparisons),
+        "near_ties": sum(one.near_ties for one in comparisons),
+        "settings": [asdict(one) for one in comparisons],
+    }
+    write_report(arguments, results)
+
+
+if __name__ == "__main__":
+    main()

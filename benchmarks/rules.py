@@ -1,0 +1,142 @@
+"""What deciding costs: from the target's logits to the decision, beside `log_softmax` over the same logits.
+
+    python -m benchmarks.rules --output benchmarks/results/rules.json
+
+A case is a batch of blocks of 8 draft tokens with sparse draft distributions over the vocabulary of a large model. What
+is timed is all that a verifier does after its forward pass: processing the logits, the random numbers, the rule, the
+extra token. Every time is paired with one of `log_softmax` right before it, on the same logits; medians of the ratios
+are reported, and of the ratio to a `log_softmax` that writes into memory which is there already (a large fresh tensor
+costs more than the arithmetic).
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import write_report
+from draftwire.distributions import DraftRows, SparseRows
+from draftwire.randomness import KEY_BYTES, DrawKey
+from draftwire.sampling import SamplingParams, Span, is_distribution, probabilities_of_spans
+from draftwire.verification import RULES, BlockBatch, KeyedNoise, verify
+
+CASES = {
+    "block": ("block", SamplingParams(0.7)),
+    "token": ("token", SamplingParams(0.7)),
+    "typical": ("typical", SamplingParams(0.7)),
+    "coupled": ("coupled", SamplingParams(0.7)),
+    "block, temperature 1": ("block", SamplingParams()),
+    "block, min-p 0.05": ("block", SamplingParams(0.7, min_p=0.05)),
+    "block, top-k 50": ("block", SamplingParams(0.7, top_k=50)),
+    "block, top-p 0.95": ("block", SamplingParams(0.7, top_p=0.95)),
+}
+
+
+class Step:
+    """The blocks of one step, and their logits."""
+
+    def __init__(self, arguments: argparse.Namespace, batch_size: int) -> None:
+        """Makes blocks whose drafts resemble the target: acceptance is about 0.7."""
+        generator = torch.Generator(arguments.device).manual_seed(batch_size)
+        length, vocab_size, support = arguments.block_length, arguments.vocab_size, arguments.support
+        self.batch_size, self.length, self.device = batch_size, length, torch.device(arguments.device)
+        shape = (batch_size * (length + 1), vocab_size)
+        order = torch.rand(shape, generator=generator, device=self.device).argsort(dim=1).to(torch.float32)
+        self.logits = -order.add_(1.0).log_().mul_(1.2)  # as in text: the r-th likeliest of all tokens has mass r^-1.2
+        self.buffer = torch.empty_like(self.logits)
+        rows = torch.arange(len(self.logits), device=self.device).reshape(batch_size, length + 1)[:, :-1].flatten()
+        noisy = self.logits[rows] / 0.7 + 0.5 * torch.randn(
+            len(rows), vocab_size, generator=generator, device=self.device
+        )
+        best = noisy.topk(support)
+        probs = best.values.softmax(-1)
+        drawn = torch.multinomial(probs, 1, generator=generator)
+        self.tokens = best.indices.gather(1, drawn).reshape(batch_size, length).tolist()
+        self.drafts: list[DraftRows] = [
+            SparseRows(ids, weights, vocab_size)
+            for ids, weights in zip(best.indices.split(length), probs.split(length), strict=True)
+        ]
+        self.keys = [DrawKey(bytes([index] * KEY_BYTES), 0, 0) for index in range(batch_size)]
+
+    def decide(self, rule: str, params: SamplingParams) -> list[int]:
+        """Does what a verifier does after its forward pass; overwrites the buffer."""
+        probs = probabilities_of_spans(self.buffer, [Span(params, self.length + 1)] * self.batch_size)
+        assert bool(is_distribution(probs).all())
+        starts = [index * (self.length + 1) for index in range(self.batch_size)]
+        blocks = BlockBatch.packed(probs, self.drafts, self.tokens, starts)
+        noise = KeyedNoise(self.keys, [100] * self.batch_size, self.device)
+        accepted: list[int] = verify(RULES[rule], blocks, noise).num_accepted.tolist()
+        return accepted
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Returns how long something takes on fresh logits, seconds."""
+        self.buffer.copy_(self.logits)
+        self._synchronize()
+        started = time.perf_counter()
+        work()
+        self._synchronize()
+        return time.perf_counter() - started
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def measure(arguments: argparse.Namespace, batch_size: int) -> dict[str, object]:
+    """Returns the times of one batch size."""
+    step = Step(arguments, batch_size)
+    spare: Tensor = torch.empty_like(step.logits)
+    times: dict[str, list[float]] = {name: [] for name in CASES}
+    plain: dict[str, list[float]] = {name: [] for name in CASES}
+    in_place: dict[str, list[float]] = {name: [] for name in CASES}
+    accepted: dict[str, float] = {}
+    for name, (rule, params) in CASES.items():
+        for _ in range(arguments.repeats + 1):  # the first one is not typical
+            plain[name].append(step.timed(lambda: torch.log_softmax(step.buffer, -1)))
+            in_place[name].append(step.timed(lambda: torch.log_softmax(step.buffer, -1, out=spare)))
+            times[name].append(step.timed(lambda rule=rule, params=params: step.decide(rule, params)))
+    for name, (rule, params) in CASES.items():
+        step.buffer.copy_(step.logits)
+        accepted[name] = sum(step.decide(rule, params)) / batch_size
+    return {
+        name: {
+            "milliseconds": median(times[name][1:]) * 1e3,
+            "ratio_to_log_softmax": _ratio(times[name], plain[name]),
+            "ratio_to_log_softmax_into_given_memory": _ratio(times[name], in_place[name]),
+            "accepted": accepted[name],
+        }
+        for name in CASES
+    }
+
+
+def _ratio(times: list[float], others: list[float]) -> float:
+    return median(one / other for one, other in zip(times[1:], others[1:], strict=True))
+
+
+def main() -> None:
+    """Measures, prints, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--vocab-size", type=int, default=151_936)
+    parser.add_argument("--block-length", type=int, default=8)
+    parser.add_argument("--support", type=int, default=32)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    results = {f"batch_{size}": measure(arguments, size) for size in arguments.batch_sizes}
+    write_report(arguments, {"threads": arguments.threads, **results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Checks verification rules: enumerates what they emit with small models, and compares it with the target's law.
+
+`check` takes a rule of any kind, `check_round` a whole round of drafting, sending and verifying.
+"""
+
+from draftwire.checking.checks import check
+from draftwire.checking.loading import known_rules, load_rule
+from draftwire.checking.report import Failure, Kind, RuleReport
+from draftwire.checking.whole_round import Round, RoundReport, check_round
+
+__all__ = [
+    "Failure",
+    "Kind",
+    "Round",
+    "RoundReport",
+    "RuleReport",
+    "check",
+    "check_round",
+    "known_rules",
+    "load_rule",
+]

@@ -1,0 +1,124 @@
+"""Every block that a drafter may draw, after every context."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftwire.checking.emissions import encoded
+from draftwire.checking.models import Pair
+from draftwire.distributions import DenseRows, DraftRows, SparseRows
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.rule import Outcome
+
+RowsOf = Callable[[Tensor], DraftRows]
+"""How the drafter's distributions, `[rows, vocab]`, are stated to a rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocks:
+    """The blocks of one length that have a positive probability. A block's number counts context and tokens in base
+    `vocab`.
+    """
+
+    pair: Pair
+    length: int
+    numbers: Tensor
+    """`[blocks] int64`."""
+    probs: Tensor
+    """`[blocks] float64`: the probability of drawing the block after its context."""
+    batch: BlockBatch
+    """All of them."""
+
+    @property
+    def contexts(self) -> Tensor:
+        """`[blocks] int64`: the row of the tables that each block begins with."""
+        return self.prefixes(0)
+
+    def prefixes(self, count: int) -> Tensor:
+        """Returns the number of context and first `count` tokens of each block, `[blocks] int64`."""
+        size: int = self.pair.vocab_size ** (self.length - count)
+        return self.numbers // size
+
+    def select(self, index: Tensor) -> BlockBatch:
+        """Returns some of the blocks, `[any] int64`; their rows are not copied."""
+        return chosen(self.batch, index)
+
+
+def all_blocks(pair: Pair, length: int, rows_of: RowsOf = DenseRows) -> AllBlocks:
+    """Returns the blocks of `length` tokens with the distributions on both sides, in float64."""
+    vocab_size = pair.vocab_size
+    contexts, tokens = digits(torch.arange((vocab_size + 1) * vocab_size**length), length, vocab_size)
+    target, draft = rows_along(pair.target, contexts, tokens), rows_along(pair.drafter, contexts, tokens)[:, :-1]
+    probs = draft.gather(2, tokens.unsqueeze(2)).squeeze(2).prod(dim=1)
+    numbers = (probs > 0.0).nonzero().squeeze(1)
+    return AllBlocks(
+        pair, length, numbers, probs[numbers], stated(target[numbers], draft[numbers], tokens[numbers], rows_of)
+    )
+
+
+def merged(parts: Sequence[AllBlocks]) -> BlockBatch:
+    """Returns all blocks of several pairs, of one vocabulary size and length and stated densely, as one batch."""
+    target = torch.cat([part.batch.target_probs[part.batch.target_rows] for part in parts])
+    draft = torch.cat([part.batch.draft.dense()[part.batch.draft_rows] for part in parts])
+    return stated(target, draft, torch.cat([part.batch.draft_tokens for part in parts]))
+
+
+def digits(numbers: Tensor, length: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Returns the contexts, `[any]`, and tokens, `[any, length]`, that numbers stand for."""
+    places = vocab_size ** torch.arange(length - 1, -1, -1)
+    return numbers // vocab_size**length, numbers.unsqueeze(1) // places % vocab_size
+
+
+def rows_along(table: Tensor, contexts: Tensor, tokens: Tensor) -> Tensor:
+    """Returns a model's laws before each token and after the last, `[batch, length + 1, vocab]`."""
+    return table[torch.cat([contexts.unsqueeze(1), tokens], dim=1)]
+
+
+def stated(target: Tensor, draft: Tensor, tokens: Tensor, rows_of: RowsOf = DenseRows) -> BlockBatch:
+    """Returns a batch of blocks of one length.
+
+    Args:
+        target: `[batch, length + 1, vocab]`.
+        draft: `[batch, length, vocab]`.
+        tokens: `[batch, length] int64`.
+        rows_of: how `draft` is stated.
+    """
+    batch = BlockBatch.padded(target, draft, tokens, torch.full((len(tokens),), tokens.shape[1]))
+    return replace(batch, draft=rows_of(draft.flatten(0, 1)))
+
+
+def chosen(batch: BlockBatch, index: Tensor) -> BlockBatch:
+    """Returns some blocks of a batch, `[any] int64`."""
+    return replace(
+        batch,
+        draft_tokens=batch.draft_tokens[index],
+        lengths=batch.lengths[index],
+        target_rows=batch.target_rows[index],
+        draft_rows=batch.draft_rows[index],
+    )
+
+
+def sparse_rows(probs: Tensor) -> SparseRows:
+    """Returns distributions `[rows, vocab]` by their supports, with unused places where those differ in size."""
+    support = max(1, int((probs > 0.0).sum(dim=1).max())) if len(probs) else 1
+    top = probs.topk(support, dim=1)
+    return SparseRows(torch.where(top.values > 0.0, top.indices, 0), top.values, probs.shape[1])
+
+
+def emitted_codes(blocks: BlockBatch, outcome: Outcome) -> Tensor:
+    """Returns what each block's round emits, encoded, `[batch] int64`.
+
+    Raises:
+        ValueError: an outcome is impossible whatever the rule.
+    """
+    vocab_size = blocks.target_probs.shape[1]
+    accepted, extra = outcome.num_accepted, outcome.extra_tokens
+    if bool(((accepted < 0) | (accepted > blocks.lengths)).any()):
+        raise ValueError("num_accepted is not within the block")
+    if bool(((extra < 0) | (extra >= vocab_size)).any()):
+        raise ValueError("extra_tokens are not within the vocabulary")
+    tokens = torch.cat([blocks.draft_tokens, extra.unsqueeze(1)], dim=1)
+    tokens = tokens.scatter(1, accepted.unsqueeze(1), extra.unsqueeze(1))
+    return encoded(tokens, accepted + 1, vocab_size)

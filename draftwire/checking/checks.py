@@ -1,0 +1,360 @@
+"""The check of a rule: many small models, several block lengths, several rounds, and as much as possible exactly."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftwire.checking import stateful
+from draftwire.checking.blocks import all_blocks, sparse_rows
+from draftwire.checking.coupling import coupled_round
+from draftwire.checking.cube import Measure
+from draftwire.checking.emissions import Emissions, completed_law, largest_deviation, law_of_rounds, sequence_law
+from draftwire.checking.models import SHARPNESSES, Pair, adversarial_pairs, random_pairs, toy_pair
+from draftwire.checking.report import Findings, Kind, RuleReport
+from draftwire.checking.rounds import (
+    Decided,
+    Deciding,
+    RecordingNoise,
+    Source,
+    Stated,
+    decided_emissions,
+    improbability,
+    stated_emissions,
+)
+from draftwire.checking.theory import EXPECTATIONS, block_expectation
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.greedy_block import GreedyBlockRule
+from draftwire.verification.rule import FixedNoise, LawRule, Outcome, VerificationRule, verify
+
+TOLERANCE = 1e-9
+"""Rounding adds up to 1e-12 at most."""
+
+SAMPLED_SIGMAS = 8.0
+"""Standard errors that a sampled law may be off."""
+
+BATCH_SIZES = (1, 2, 3, 17)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a law is enumerated."""
+
+    vocab_size: int
+    schedules: tuple[tuple[int, ...], ...]
+    """Block lengths of the rounds; the last is used again when the list ends."""
+    num_random: int = len(SHARPNESSES)
+    """Pairs of random models."""
+    is_adversarial: bool = True
+    """Whether adversarial models are tried too."""
+
+    def pairs(self) -> tuple[Pair, ...]:
+        """Returns the models."""
+        adversarial = adversarial_pairs(self.vocab_size) if self.is_adversarial else ()
+        return random_pairs(self.vocab_size)[-self.num_random :] + adversarial
+
+    def lengths(self) -> list[int]:
+        """Returns all block lengths."""
+        return sorted({length for schedule in self.schedules for length in schedule})
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is enumerated."""
+
+    stated: tuple[Size, ...]
+    """Of rules that state their law."""
+    decided: tuple[Size, ...]
+    """Of decisions, integrated over their random numbers."""
+    coupled: tuple[Size, ...]
+    stateful: tuple[Size, ...]
+    """Of `greedy_block`, whose blocks are of one length."""
+    sampled: tuple[Size, ...]
+    """Of decisions that have to be sampled."""
+    edges: tuple[int, ...]
+    """Block lengths of three-token models that are decided at the ends of the uniform numbers."""
+
+
+THOROUGH = Plan(
+    stated=(
+        Size(3, ((0,), (1,), (2,), (3,), (2, 0, 3, 1))),
+        Size(4, ((2,), (4,))),
+        Size(5, ((3,),)),
+        Size(6, ((1, 2),)),
+        Size(7, ((4,),)),
+    ),
+    decided=(
+        Size(3, ((0,), (1,), (2,), (2, 0, 1))),
+        Size(3, ((3,),), is_adversarial=False),
+        Size(4, ((2,),), is_adversarial=False),
+    ),
+    coupled=(
+        Size(3, ((0,), (1,), (2,), (2, 0, 1))),
+        Size(3, ((3,),), is_adversarial=False),
+        Size(4, ((2,),), is_adversarial=False),
+        Size(5, ((1,),)),
+        Size(7, ((1,),), is_adversarial=False),
+    ),
+    stateful=(
+        Size(3, ((1,), (2,), (3,))),
+        Size(4, ((2,),), is_adversarial=False),
+        Size(7, ((2,),), num_random=1, is_adversarial=False),
+    ),
+    sampled=(Size(3, ((1,), (2,)), is_adversarial=False),),
+    edges=(1, 2, 3),
+)
+
+QUICK = Plan(
+    stated=(Size(3, ((1,), (2,), (3,))),),
+    decided=(Size(3, ((1,), (2,), (2, 1)), num_random=2),),
+    coupled=(Size(3, ((1,), (2,)), num_random=2),),
+    stateful=(Size(3, ((2,),), num_random=2),),
+    sampled=(Size(3, ((2,),), num_random=1, is_adversarial=False),),
+    edges=(1, 2),
+)
+"""Enough to see most mistakes."""
+
+COMPARED_LENGTH = 3
+"""Of the blocks that the report's mean number of accepted tokens is about."""
+
+
+def check(rule: VerificationRule, plan: Plan = THOROUGH) -> RuleReport:
+    """Returns what is right and wrong with a rule. A rule that raises fails; nothing is raised.
+
+    Takes seconds on one core. Rules are called with up to 65,536 blocks at once.
+    """
+    findings = Findings()
+    if isinstance(rule, GreedyBlockRule):
+        return _stateful(rule, plan, findings)
+    decided = Decided(rule)
+    source: Source = decided
+    method, sizes = "decided", plan.decided
+    if rule.is_coupled:
+        source, method, sizes = _Coupled(rule, findings), "coupled", plan.coupled
+    elif isinstance(rule, LawRule):
+        source, method, sizes = Stated(rule), "stated", plan.stated
+        with _noted(findings):
+            _check_stated(rule, source, decided, plan, findings)
+    with _noted(findings):
+        if source is decided:
+            decided.prepare(random_pairs(3), (2,))
+            method, sizes = ("decided", sizes) if decided.is_exact else ("sampled", plan.sampled)
+        _check_laws(rule, source, sizes, findings)
+    if not rule.is_coupled:
+        with _noted(findings):
+            _check_edges(rule, plan, findings)
+        if rule.needs_draft_probs:
+            with _noted(findings):
+                _check_sparse(rule, findings)
+    with _noted(findings):
+        _check_batches(rule, findings)
+    return _report(rule, method, source, findings)
+
+
+class _Coupled:
+    """See `Source`; notes wrong uses of noise."""
+
+    def __init__(self, rule: VerificationRule, findings: Findings) -> None:
+        self._rule = rule
+        self._findings = findings
+
+    def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
+        """See `Source.prepare`."""
+
+    def emissions(self, pair: Pair, length: int) -> Emissions:
+        """See `Source.emissions`."""
+        found = coupled_round(self._rule, pair, length)
+        for reason in found.reasons:
+            self._findings.require(Kind.NOISE, 1.0, 0.0, f"{reason}; {_where(pair, (length,))}")
+        return found.emissions
+
+
+def _check_laws(rule: VerificationRule, source: Source, sizes: tuple[Size, ...], findings: Findings) -> None:
+    """Compares the laws of texts made of several rounds with the target's, and the mean numbers of accepted tokens."""
+    for size in sizes:
+        source.prepare(size.pairs(), size.lengths())
+        for pair in size.pairs():
+            rounds = {length: source.emissions(pair, length) for length in size.lengths()}
+            for schedule in size.schedules:
+                if isinstance(source, Decided) and not source.is_exact:
+                    deviation, error = _sampled_deviation(pair, schedule[0], source.measure(pair, schedule[0]))
+                    _judge_law(rule, pair, schedule, deviation, SAMPLED_SIGMAS * error + TOLERANCE, findings)
+                    continue
+                length = max(schedule) + 2
+                law = law_of_rounds([rounds[block_length] for block_length in schedule], length)
+                deviation = largest_deviation(law, sequence_law(pair.target, length))
+                _judge_law(rule, pair, schedule, deviation, TOLERANCE, findings)
+                if len(schedule) == 1:
+                    _check_accepted(rule, pair, schedule[0], rounds[schedule[0]].expected_accepted(), findings)
+
+
+def _judge_law(
+    rule: VerificationRule,
+    pair: Pair,
+    schedule: tuple[int, ...],
+    deviation: float,
+    tolerance: float,
+    findings: Findings,
+) -> None:
+    findings.law(deviation)
+    if pair.is_greedy:
+        findings.require(Kind.GREEDY, deviation, tolerance, _where(pair, schedule))
+    if rule.is_lossless:
+        findings.require(Kind.LAW, deviation, tolerance, _where(pair, schedule))
+
+
+def _check_accepted(rule: VerificationRule, pair: Pair, length: int, accepted: Tensor, findings: Findings) -> None:
+    """Compares mean numbers of accepted tokens after each context with what they have to be and can be."""
+    where = _where(pair, (length,))
+    expectation = EXPECTATIONS.get(rule.name)
+    if expectation is not None:
+        size = largest_deviation(accepted, expectation(pair, length))
+        findings.require(Kind.ACCEPTED, size, TOLERANCE, f"not the theoretical one of {rule.name}; {where}")
+    if rule.is_lossless and not isinstance(rule, GreedyBlockRule):
+        size = float((accepted - block_expectation(pair, length)).max())
+        findings.require(Kind.ACCEPTED, size, TOLERANCE, f"more than any lossless rule can have; {where}")
+
+
+def _check_stated(rule: LawRule, stated: Source, decided: Source, plan: Plan, findings: Findings) -> None:
+    """Checks that what a rule states is a law, and the one that its decisions follow."""
+    for size in plan.decided:
+        decided.prepare(size.pairs(), size.lengths())
+        for pair in size.pairs():
+            for length in size.lengths():
+                where = _where(pair, (length,))
+                findings.require(Kind.NO_LAW, improbability(rule, all_blocks(pair, length)), TOLERANCE, where)
+                deviation = stated.emissions(pair, length).deviation_from(decided.emissions(pair, length))
+                findings.require(Kind.DRAWING, deviation, TOLERANCE, where)
+
+
+def _check_edges(rule: VerificationRule, plan: Plan, findings: Findings) -> None:
+    """Looks for impossible tokens where numbers are 0 or as large as they get."""
+    if not rule.is_lossless:
+        return
+    for pair in random_pairs(3)[:1] + adversarial_pairs(3):
+        for length in plan.edges:
+            blocks = all_blocks(pair, length)
+            codes = Deciding.of(rule, blocks.batch).edge_codes()
+            support = (pair.target > 0.0).to(torch.float64)
+            possible = torch.cat([sequence_law(support, count) for count in range(1, length + 2)], dim=1) > 0.0
+            is_wrong = ~possible[blocks.contexts.unsqueeze(1), codes]
+            findings.require(Kind.IMPOSSIBLE, float(is_wrong.any()), 0.0, _where(pair, (length,)))
+
+
+def _check_batches(rule: VerificationRule, findings: Findings) -> None:
+    """Decides about blocks of different lengths alone and in batches, with the same numbers."""
+    vocab_size, max_len = 5, 4
+    for batch_size in BATCH_SIZES:
+        generator = torch.Generator().manual_seed(batch_size)
+        target, draft = (
+            torch.randn(batch_size, max_len + extra, vocab_size, generator=generator, dtype=torch.float64).softmax(-1)
+            for extra in (1, 0)
+        )
+        tokens = torch.randint(0, vocab_size, (batch_size, max_len), generator=generator)
+        lengths = torch.randint(0, max_len + 1, (batch_size,), generator=generator)
+        blocks = BlockBatch.padded(target, draft, tokens, lengths)
+        recorded = RecordingNoise(0.5, batch_size)
+        verify(rule, blocks, recorded)
+        uniforms = torch.rand(batch_size, recorded.num_uniforms, generator=generator, dtype=torch.float64)
+        times = -torch.rand(target.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300).log()
+        together = verify(rule, blocks, FixedNoise(uniforms, times))
+        for index in range(batch_size):
+            row, length = slice(index, index + 1), int(lengths[index])
+            alone = BlockBatch.padded(
+                target[row, : length + 1], draft[row, :length], tokens[row, :length], lengths[row]
+            )
+            one = verify(rule, alone, FixedNoise(uniforms[row], times[row, : length + 1]))
+            is_same = _pair_of(one, 0) == _pair_of(together, index)
+            findings.require(Kind.BATCH, float(not is_same), 0.0, f"in a batch of {batch_size}")
+
+
+def _check_sparse(rule: VerificationRule, findings: Findings) -> None:
+    """Decides about blocks whose draft distributions are stated densely and sparsely, and compares stated laws."""
+    generator = torch.Generator().manual_seed(0)
+    for pair in random_pairs(4)[:2] + adversarial_pairs(4):
+        for length in (1, 2, 3):
+            dense, sparse = all_blocks(pair, length), all_blocks(pair, length, sparse_rows)
+            where = _where(pair, (length,))
+            if isinstance(rule, LawRule):
+                size = stated_emissions(rule, dense).deviation_from(stated_emissions(rule, sparse))
+                findings.require(Kind.SPARSE, size, TOLERANCE, where)
+            deciding = Deciding.of(rule, dense.batch)
+            cases = torch.arange(len(dense.numbers)).repeat(8)
+            numbers = torch.rand(len(cases), deciding.dimensions, generator=generator, dtype=torch.float64)
+            differs = deciding.codes(cases, numbers) != replace(deciding, batch=sparse.batch).codes(cases, numbers)
+            findings.require(Kind.SPARSE, float(differs.to(torch.float64).mean()), TOLERANCE, where)
+
+
+def _stateful(rule: GreedyBlockRule, plan: Plan, findings: Findings) -> RuleReport:
+    """Checks `greedy_block`, following what it remembers."""
+    source = Stated(rule)  # of first rounds
+    with _noted(findings):
+        for size in plan.stateful:
+            for pair in size.pairs():
+                for (block_length,) in size.schedules:
+                    length = block_length + 2
+                    law = stateful.law_of_rounds(rule, pair, block_length, length)
+                    deviation = largest_deviation(law, sequence_law(pair.target, length))
+                    _judge_law(rule, pair, (block_length,), deviation, TOLERANCE, findings)
+                    accepted = source.emissions(pair, block_length).expected_accepted()
+                    _check_accepted(rule, pair, block_length, accepted, findings)
+    with _noted(findings):
+        for pair in (random_pairs(3)[1], *adversarial_pairs(3)[:2]):
+            deviation = stateful.drawing_deviation(rule, pair, 2)
+            findings.require(Kind.DRAWING, deviation, TOLERANCE, _where(pair, (2,)))
+    return _report(rule, "stateful", source, findings)
+
+
+def _sampled_deviation(pair: Pair, length: int, measure: Measure) -> tuple[float, float]:
+    """Returns the largest deviation of one round, completed by the target, and the largest standard error."""
+    reference = sequence_law(pair.target, length + 1)
+    blocks = all_blocks(pair, length)
+    laws = torch.stack([completed_law(decided_emissions(blocks, probs), reference) for probs in measure.replicates])
+    error = laws.std(dim=0) / len(laws) ** 0.5 if len(laws) > 1 else torch.zeros_like(reference)
+    return largest_deviation(laws.mean(dim=0), reference), float(error.max())
+
+
+def _report(rule: VerificationRule, method: str, source: Source, findings: Findings) -> RuleReport:
+    pairs = random_pairs(3)
+
+    def mean(values: Callable[[Pair, int], Tensor]) -> float:
+        return sum(float(values(pair, COMPARED_LENGTH)[-1]) for pair in pairs) / len(pairs)
+
+    accepted = toy = float("nan")
+    with _noted(findings):
+        source.prepare(pairs, (COMPARED_LENGTH,))
+        accepted = mean(lambda pair, length: source.emissions(pair, length).expected_accepted())
+        toy = float(source.emissions(toy_pair(), 2).expected_accepted()[-1])
+    expectation = EXPECTATIONS.get(rule.name)
+    return RuleReport(
+        rule.name,
+        rule.is_lossless,
+        method,
+        findings.num_laws,
+        findings.deviation,
+        accepted,
+        None if expectation is None else mean(expectation),
+        mean(block_expectation),
+        toy,
+        findings.failures,
+    )
+
+
+@contextmanager
+def _noted(findings: Findings) -> Iterator[None]:
+    """Notes what a rule raises."""
+    try:
+        yield
+    except Exception as error:
+        findings.require(Kind.RAISED, 1.0, 0.0, f"{type(error).__name__}: {error}".splitlines()[0][:200])
+
+
+def _pair_of(outcome: Outcome, index: int) -> tuple[int, int]:
+    return int(outcome.num_accepted[index]), int(outcome.extra_tokens[index])
+
+
+def _where(pair: Pair, schedule: tuple[int, ...]) -> str:
+    lengths = ", ".join(map(str, schedule))
+    return f"{pair.name}, {pair.vocab_size} tokens, blocks of {lengths}"

@@ -1,0 +1,186 @@
+"""Rules that share noise with the drafter, integrated exactly over that noise.
+
+At one place both sides race with the same exponentials e: the drafter draws x = argmin e / q, the target y = argmin
+e / p. Together they follow a law that can be written down:
+
+    P(x = y = i) = 1 / sum over k of max(p_k / p_i, q_k / q_i)
+    P(x = i, y = j) = integral of dr / c(r)^2 for r from q_j / q_i to p_j / p_i, if that is any way at all,
+                      c(r) = 1 + r + sum over other k of max(q_k / q_i, r p_k / p_j)
+
+where r = e_j / e_i. So noise matters through the cell (x, y) alone, and a few *witnesses* of each cell, noise that
+falls into it, show what real code does with all of it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwire.checking.blocks import all_blocks, emitted_codes
+from draftwire.checking.emissions import Emissions, num_codes
+from draftwire.checking.models import Pair
+from draftwire.distributions import race
+from draftwire.verification.rule import FixedNoise, VerificationRule, verify
+
+LEAST_CELL = 1e-13
+"""Less likely cells may be too narrow for float64 to hit. What they weigh together is part of `lost_mass`."""
+
+WITNESSES = ((0.5, 2.0, 1.0), (0.25, 5.0, 0.3))
+"""For each witness: where in the cell's range of r it lies, how far losers are beyond the finish, the scale of e."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaceLaw:
+    """The joint law of both winners at several places."""
+
+    probs: Tensor
+    """`[places, vocab, vocab] float64`: of the drafter's winner and the target's."""
+    times: Tensor
+    """`[witnesses, places, vocab, vocab, vocab] float64`: noise that falls into each cell; anything in empty ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoupledRound:
+    """What one round of a coupled rule does."""
+
+    emissions: Emissions
+    lost_mass: float
+    """Probability of the cells that were left out."""
+    reasons: tuple[str, ...]
+    """Ways in which the outcome depends on noise that it must not depend on."""
+
+
+def match_probs(target: Tensor, drafter: Tensor) -> Tensor:
+    """Returns the probability that both sides draw token i, `[places, vocab]`, from their laws, `[places, vocab]`."""
+    is_possible = (target > 0.0) & (drafter > 0.0)
+    p, q = torch.where(is_possible, target, 1.0), torch.where(is_possible, drafter, 1.0)
+    slowest = torch.maximum(target.unsqueeze(1) / p.unsqueeze(2), drafter.unsqueeze(1) / q.unsqueeze(2))
+    return torch.where(is_possible, 1.0 / slowest.sum(dim=2), 0.0)
+
+
+def race_law(target: Tensor, drafter: Tensor) -> RaceLaw:
+    """Returns the law of both winners of races between weights `[places, vocab]`."""
+    places, vocab_size = target.shape
+    probs = torch.zeros(places, vocab_size, vocab_size, dtype=torch.float64)
+    times = torch.ones(len(WITNESSES), places, vocab_size, vocab_size, vocab_size, dtype=torch.float64)
+    matches = match_probs(target, drafter)
+    for i in range(vocab_size):
+        for j in range(vocab_size):
+            # as seen from e_i = 1 and e_j = r the others have to be beyond max(draft_k, r * target_k)
+            draft = drafter / drafter[:, i : i + 1]  # inf and NaN where q_i = 0: such cells are empty
+            goal = target / target[:, j : j + 1]
+            low, high = draft[:, j], target[:, j] / target[:, i]
+            is_cell = (drafter[:, i] > 0.0) & (target[:, j] > 0.0)
+            if i == j:
+                probs[:, i, i] = matches[:, i]
+                low = high = torch.ones_like(low)
+            else:
+                is_cell &= high > low
+                others = [k for k in range(vocab_size) if k not in (i, j)]
+                area = _integral(low, high, draft[:, others], goal[:, others])
+                probs[:, i, j] = torch.where(is_cell, area, 0.0)
+            for witness, (share, slack, scale) in enumerate(WITNESSES):
+                r = torch.where(torch.isfinite(high), low + share * (high - low), 2.0 * low + share)
+                beyond = torch.maximum(draft, r.unsqueeze(1) * goal)
+                e = scale * torch.where(beyond > 0.0, slack * beyond, slack)
+                e[:, i] = scale
+                e[:, j] = scale * r
+                times[witness, :, i, j] = torch.where(is_cell.unsqueeze(1), e, 1.0)
+    return RaceLaw(probs, times)
+
+
+def _integral(low: Tensor, high: Tensor, draft: Tensor, goal: Tensor) -> Tensor:
+    """Returns the integral of dr / c(r)^2, c(r) = 1 + r + sum over k of max(draft_k, r * goal_k), piece by piece.
+
+    Args:
+        low: `[places]`.
+        high: `[places]`, perhaps infinite.
+        draft: `[places, others]`.
+        goal: `[places, others]`.
+    """
+    bends = torch.nan_to_num(draft / goal, nan=0.0, posinf=torch.inf)
+    bends = bends.clamp(min=low.unsqueeze(1)).minimum(high.unsqueeze(1)).sort(dim=1).values
+    ends = torch.cat([low.unsqueeze(1), bends, high.unsqueeze(1)], dim=1)
+    area = torch.zeros_like(low)
+    for piece in range(ends.shape[1] - 1):
+        start, end = ends[:, piece], ends[:, piece + 1]
+        middle = torch.where(torch.isfinite(end), 0.5 * (start + end), 2.0 * start + 1.0).unsqueeze(1)
+        is_goal = middle * goal > draft
+        constant = 1.0 + torch.where(is_goal, 0.0, draft).sum(dim=1)
+        slope = 1.0 + torch.where(is_goal, goal, 0.0).sum(dim=1)
+        at_start = constant + slope * start
+        finite = (end - start) / (at_start * (constant + slope * end))
+        part = torch.where(torch.isfinite(end), finite, 1.0 / (slope * at_start))
+        area = area + torch.where(end > start, part, 0.0)
+    return area
+
+
+def coupled_round(rule: VerificationRule, pair: Pair, length: int) -> CoupledRound:
+    """Returns what a round of `length` draft tokens emits, with all noise integrated out."""
+    vocab_size, contexts = pair.vocab_size, pair.vocab_size + 1
+    races, last = race_law(pair.target, pair.drafter), race_law(pair.target, pair.target)
+    # a path is a context, then the cell of each place, of which the last has no draft token: its cells are diagonal
+    shape = (contexts, *[vocab_size] * (2 * length + 1))
+    path = torch.stack([part.flatten() for part in torch.meshgrid(*map(torch.arange, shape), indexing="ij")])
+    before = torch.stack([path[0], *path[1:-1:2]])  # [length + 1, paths]: the token before each place
+    probs = last.probs[before[-1], path[-1], path[-1]]
+    for place in range(length):
+        probs = probs * races.probs[before[place], path[1 + 2 * place], path[2 + 2 * place]]
+    kept = (probs > 0.0) & _is_wide(path, before, races, last)
+    lost_mass = float(probs[~kept].sum())
+    path, before, probs = path[:, kept], before[:, kept], probs[kept]
+    found = []
+    for witness in range(len(WITNESSES)):
+        times = [
+            races.times[witness, before[place], path[1 + 2 * place], path[2 + 2 * place]] for place in range(length)
+        ]
+        times.append(last.times[witness, before[-1], path[-1], path[-1]])
+        found.append(_emitted(rule, pair, path[0], torch.stack(times, dim=1)))
+    reasons = []
+    if not torch.equal(found[0], found[1]):
+        reasons.append("the outcome depends on more than who wins the race at each place")
+    if _reads_ahead(found[0], path, shape):
+        reasons.append("the outcome depends on noise of places that it does not commit, which later rounds use again")
+    codes = num_codes(vocab_size, length + 1)
+    masses = torch.zeros(contexts * codes, dtype=torch.float64).index_add_(0, path[0] * codes + found[0], probs)
+    return CoupledRound(Emissions.from_codes(masses.reshape(contexts, codes), vocab_size), lost_mass, tuple(reasons))
+
+
+def _is_wide(path: Tensor, before: Tensor, races: RaceLaw, last: RaceLaw) -> Tensor:
+    """Returns which paths go through likely cells alone, `[paths] bool`."""
+    result = last.probs[before[-1], path[-1], path[-1]] > LEAST_CELL
+    for place in range(len(before) - 1):
+        result &= races.probs[before[place], path[1 + 2 * place], path[2 + 2 * place]] > LEAST_CELL
+    return result
+
+
+def _emitted(rule: VerificationRule, pair: Pair, contexts: Tensor, times: Tensor) -> Tensor:
+    """Drafts and verifies with given noise, `[paths, length + 1, vocab]`; returns codes of what is emitted."""
+    length, vocab_size = times.shape[1] - 1, pair.vocab_size
+    blocks, numbers = all_blocks(pair, length), contexts
+    for place in range(length):
+        drafted = race(pair.drafter[numbers % vocab_size if place else numbers], times[:, place]).winners
+        numbers = numbers * vocab_size + drafted
+    batch = blocks.select(torch.searchsorted(blocks.numbers, numbers))
+    return emitted_codes(batch, verify(rule, batch, FixedNoise(times.new_zeros(len(times), 0), times)))
+
+
+def _reads_ahead(codes: Tensor, path: Tensor, shape: tuple[int, ...]) -> bool:
+    """Returns whether paths that agree up to the last committed place end differently."""
+    length, vocab_size = (len(shape) - 2) // 2, shape[1]
+    number = torch.zeros_like(codes)
+    least = 0
+    for place in range(length + 1):
+        # codes of exactly place + 1 tokens are [least, most)
+        most = least + vocab_size ** (place + 1)
+        number = path[0]
+        for digit in path[1 : min(3 + 2 * place, len(path))]:
+            number = number * vocab_size + digit
+        groups, group_of = number.unique(return_inverse=True)
+        lowest = codes.new_full((len(groups),), 2**62).scatter_reduce_(0, group_of, codes, "amin")
+        highest = codes.new_full((len(groups),), -1).scatter_reduce_(0, group_of, codes, "amax")
+        ends_here = ((codes >= least) & (codes < most)).nonzero().squeeze(1)
+        if bool((lowest != highest)[group_of[ends_here]].any()):
+            return True
+        least = most
+    return False

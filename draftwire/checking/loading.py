@@ -1,0 +1,64 @@
+"""Rules by name: those of the product, and anybody's by where they can be imported from."""
+
+import importlib
+import os
+import sys
+from typing import cast
+
+from draftwire.errors import InvalidRequestError
+from draftwire.verification import RULES, GreedyBlockRule, new_rule
+from draftwire.verification.rule import VerificationRule
+
+ATTRIBUTES = {"name": str, "is_lossless": bool, "needs_draft_probs": bool, "is_coupled": bool}
+"""What a rule has to say about itself."""
+
+
+def known_rules() -> tuple[str, ...]:
+    """Returns the names of the product's rules."""
+    return (*RULES, GreedyBlockRule.name)
+
+
+def load_rule(name: str) -> VerificationRule:
+    """Returns a rule.
+
+    Args:
+        name: one of `known_rules`, or `package.module.Attribute` or `package.module:Attribute`: a rule, a class of
+            rules or a function that returns one, both without arguments. The current directory is looked in first.
+
+    Raises:
+        InvalidRequestError: there is no such rule; the message says in one line why.
+    """
+    if name in known_rules():
+        return new_rule(name)
+    module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if not module_name or not attribute:
+        raise InvalidRequestError(
+            f"unknown rule {name!r}; known: {', '.join(known_rules())}, or package.module.Attribute of your own"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # whatever a module raises while it is imported
+        raise InvalidRequestError(f"cannot import {name!r}: {_one_line(error)}") from error
+    return _as_rule(name, found)
+
+
+def _as_rule(name: str, found: object) -> VerificationRule:
+    if isinstance(found, type) or (callable(found) and not hasattr(found, "decide")):
+        try:
+            found = found()
+        except Exception as error:
+            raise InvalidRequestError(f"cannot make a rule of {name!r}: {_one_line(error)}") from error
+    if not callable(getattr(found, "decide", None)):
+        raise InvalidRequestError(f"{name!r} is no verification rule: it has no method decide(blocks, noise)")
+    for attribute, kind in ATTRIBUTES.items():
+        if not isinstance(getattr(found, attribute, None), kind):
+            raise InvalidRequestError(f"{name!r} is no verification rule: it has no {attribute} ({kind.__name__})")
+    return cast(VerificationRule, found)
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

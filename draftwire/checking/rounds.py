@@ -1,0 +1,184 @@
+"""The law of one round under a rule, by its own statement or by what it decides."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftwire.checking.blocks import AllBlocks, all_blocks, chosen, emitted_codes, merged
+from draftwire.checking.cube import LAST, Measure, edge_points, integrate, sample
+from draftwire.checking.emissions import Emissions, num_codes
+from draftwire.checking.models import Pair
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.rule import FixedNoise, LawRule, VerificationRule, verify
+
+EDGE_BLOCKS_AT_ONCE = 2**16
+
+
+class Source(Protocol):
+    """Knows what rounds of a rule emit."""
+
+    def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
+        """Tells what will be asked for, of pairs of one vocabulary size."""
+
+    def emissions(self, pair: Pair, length: int) -> Emissions:
+        """Returns what one round of `length` draft tokens emits."""
+
+
+@dataclass(slots=True)
+class RecordingNoise:
+    """Notes what a rule asks for, and gives the same number every time."""
+
+    value: float
+    batch_size: int
+    num_uniforms: int = 0
+    asks_exponentials: bool = False
+
+    def uniforms(self, count: int) -> Tensor:
+        """See `Noise.uniforms`."""
+        self.num_uniforms = max(self.num_uniforms, count)
+        return torch.full((self.batch_size, count), self.value, dtype=torch.float64)
+
+    def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
+        """See `Noise.exponentials`."""
+        self.asks_exponentials = True
+        return torch.full((len(blocks), vocab_size), max(-math.log1p(-self.value), 1e-300), dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Deciding:
+    """A rule's decisions about blocks of one length as a function of the numbers it asks for: uniforms first, then, if
+    it draws by exponentials that no drafter shares, the uniforms that these are made of.
+    """
+
+    rule: VerificationRule
+    batch: BlockBatch
+    num_uniforms: int
+    num_exponentials: int
+
+    @classmethod
+    def of(cls, rule: VerificationRule, batch: BlockBatch) -> "Deciding":
+        """Returns a rule's, once it is known what it asks for."""
+        num_uniforms, asks_exponentials = 0, False
+        for value in (0.0, 0.5, LAST):
+            noise = RecordingNoise(value, batch.batch_size)
+            verify(rule, batch, noise)
+            num_uniforms = max(num_uniforms, noise.num_uniforms)
+            asks_exponentials |= noise.asks_exponentials
+        num_exponentials = (batch.max_len + 1) * batch.target_probs.shape[1] if asks_exponentials else 0
+        return cls(rule, batch, num_uniforms, num_exponentials)
+
+    @property
+    def dimensions(self) -> int:
+        """How many numbers are asked for."""
+        return self.num_uniforms + self.num_exponentials
+
+    @property
+    def num_codes(self) -> int:
+        """How many texts a round may emit."""
+        return num_codes(self.batch.target_probs.shape[1], self.batch.max_len + 1)
+
+    def codes(self, cases: Tensor, numbers: Tensor) -> Tensor:
+        """Returns what is emitted for each of some blocks, `[points] int64`; see `Decision`."""
+        batch = chosen(self.batch, cases)
+        exponentials = None
+        if self.num_exponentials:
+            times = -torch.log1p(-numbers[:, self.num_uniforms :]).clamp(max=-(2.0**-54))
+            exponentials = times.reshape(len(cases), batch.max_len + 1, -1)
+        noise = FixedNoise(numbers[:, : self.num_uniforms], exponentials)
+        return emitted_codes(batch, verify(self.rule, batch, noise))
+
+    def edge_codes(self) -> Tensor:
+        """Returns what is emitted where numbers are 0, the largest below 1, or a half, `[blocks, points] int64`."""
+        points, count = edge_points(self.dimensions), self.batch.batch_size
+        result = []
+        for part in torch.arange(count).split(max(1, EDGE_BLOCKS_AT_ONCE // len(points))):
+            cases = part.repeat_interleave(len(points))
+            result.append(self.codes(cases, points.repeat(len(part), 1)).reshape(len(part), -1))
+        return torch.cat(result)
+
+
+class Decided:
+    """What rounds emit, found from decisions alone."""
+
+    def __init__(self, rule: VerificationRule) -> None:
+        """Takes any rule that is not coupled."""
+        self.is_exact = True
+        self._rule = rule
+        self._measures: dict[tuple[Pair, int], Measure] = {}
+
+    def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
+        """Finds the laws for pairs of one vocabulary size together, which is much faster."""
+        for length in lengths:
+            missing = [pair for pair in pairs if (pair, length) not in self._measures]
+            if not missing:
+                continue
+            parts = [all_blocks(pair, length) for pair in missing]
+            deciding = Deciding.of(self._rule, merged(parts))
+            find = integrate if self.is_exact else sample
+            measure = find(deciding.codes, deciding.batch.batch_size, deciding.dimensions, deciding.num_codes)
+            self.is_exact &= measure.is_exact
+            replicates = measure.replicates.split([len(part.numbers) for part in parts], dim=1)
+            self._measures.update(
+                {(pair, length): Measure(part) for pair, part in zip(missing, replicates, strict=True)}
+            )
+
+    def measure(self, pair: Pair, length: int) -> Measure:
+        """Returns the law of what is emitted for each of `all_blocks`."""
+        self.prepare((pair,), (length,))
+        return self._measures[pair, length]
+
+    def emissions(self, pair: Pair, length: int) -> Emissions:
+        """See `Source.emissions`."""
+        return decided_emissions(all_blocks(pair, length), self.measure(pair, length).probs)
+
+
+class Stated:
+    """What rounds emit, found from the law that a rule states."""
+
+    def __init__(self, rule: LawRule) -> None:
+        """Takes the rule."""
+        self._rule = rule
+
+    def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
+        """See `Source.prepare`."""
+
+    def emissions(self, pair: Pair, length: int) -> Emissions:
+        """See `Source.emissions`."""
+        return stated_emissions(self._rule, all_blocks(pair, length))
+
+
+def decided_emissions(blocks: AllBlocks, probs: Tensor) -> Emissions:
+    """Returns what rounds emit, from the law of each block's codes, `[blocks, codes]`."""
+    weighted = probs * blocks.probs.unsqueeze(1)
+    masses = probs.new_zeros(blocks.pair.vocab_size + 1, probs.shape[1]).index_add_(0, blocks.contexts, weighted)
+    return Emissions.from_codes(masses, blocks.pair.vocab_size)
+
+
+def stated_emissions(rule: LawRule, blocks: AllBlocks) -> Emissions:
+    """Returns what rounds emit, from the law that a rule states."""
+    pair = blocks.pair
+    law = rule.stop_law(blocks.batch)
+    result = []
+    for accepted in range(blocks.length + 1):
+        weights = rule.extra_weights(blocks.batch, law, torch.full_like(blocks.numbers, accepted)).to(torch.float64)
+        reach = (blocks.probs * law.accepted_probs[:, accepted]).unsqueeze(1)
+        contributions = torch.where(reach == 0.0, 0.0, reach * weights / weights.sum(dim=1, keepdim=True))
+        emitted = torch.zeros(
+            (pair.vocab_size + 1) * pair.vocab_size**accepted, pair.vocab_size, dtype=torch.float64
+        ).index_add_(0, blocks.prefixes(accepted), contributions)
+        result.append(emitted.reshape(pair.vocab_size + 1, -1))
+    return Emissions(tuple(result))
+
+
+def improbability(rule: LawRule, blocks: AllBlocks) -> float:
+    """Returns by how much what a rule states about blocks fails to be a law: negative or not summing to 1."""
+    law = rule.stop_law(blocks.batch)
+    wrong = [-law.accepted_probs.min(), (law.accepted_probs.sum(dim=1) - 1.0).abs().max()]
+    for accepted in range(blocks.length + 1):
+        weights = rule.extra_weights(blocks.batch, law, torch.full_like(blocks.numbers, accepted))
+        wrong.append(-torch.where(law.accepted_probs[:, accepted : accepted + 1] > 0.0, weights, 0.0).min())
+    return float(torch.stack([value.to(torch.float64) for value in wrong]).max())

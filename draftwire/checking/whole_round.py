@@ -1,0 +1,172 @@
+"""A whole round as a function of its random numbers, because mistakes are also made around a rule.
+
+What tokens are drawn from and what the rule is told, what the target's rows are made of, which numbers are used for
+what: a subclass of `Round` that does one of these things differently is a round to check.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from draftwire.checking.blocks import digits, emitted_codes, rows_along
+from draftwire.checking.cube import integrate
+from draftwire.checking.emissions import Emissions, completed_law, largest_deviation, num_codes
+from draftwire.checking.models import Pair
+from draftwire.distributions import DenseRows, DraftRows, draw
+from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.rule import FixedNoise, VerificationRule, verify
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What a whole round emits."""
+
+    deviation: float
+    """Largest difference of its law, completed by the target, from the target's."""
+    is_exact: bool
+    """Whether nothing was sampled."""
+    accepted: float
+    """Mean number of accepted draft tokens at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What happened in rounds."""
+
+    drafted: Tensor
+    """`[points] int64`: the draft tokens in base `vocab`."""
+    codes: Tensor
+    """`[points] int64`: what was emitted, see `encoded`."""
+
+
+class Round:
+    """One round as the product runs it, in float64: drafts, states what was drawn from, and verifies."""
+
+    num_verifying: ClassVar[int] = 2
+    """Uniform numbers that the rule asks for."""
+
+    def __init__(self, rule: VerificationRule, pair: Pair, length: int, sampling: SamplingParams | None = None) -> None:
+        """Takes who takes part, the number of draft tokens, and what is done to both models' logits."""
+        self.rule = rule
+        self.pair = pair
+        self.length = length
+        self.sampling = sampling or SamplingParams()
+        self.target_rows = self.rows_of_blocks(pair.target, length + 1)
+        self.draft_rows = self.rows_of_blocks(pair.drafter, max(1, length))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that there are."""
+        return self.pair.vocab_size
+
+    @property
+    def num_drafting(self) -> int:
+        """Uniform numbers that drafting takes."""
+        return self.length
+
+    @property
+    def num_uniforms(self) -> int:
+        """Uniform numbers of the whole round."""
+        return self.num_drafting + self.num_verifying
+
+    @property
+    def most_emitted(self) -> int:
+        """Tokens that a round emits at most."""
+        return self.length + 1
+
+    def rows_of_blocks(self, table: Tensor, num_rows: int) -> Tensor:
+        """Returns a model's distributions along every block after every context, made as the product makes them.
+
+        Returns:
+            `[contexts * vocab ** (num_rows - 1), num_rows, vocab]`, by block numbers of `num_rows - 1` tokens.
+        """
+        contexts, tokens = digits(
+            torch.arange(len(table) * self.vocab_size ** (num_rows - 1)), num_rows - 1, self.vocab_size
+        )
+        logits = rows_along(table, contexts, tokens).flatten(0, 1).log()
+        spans = [
+            Span(self.sampling, num_rows, [*self.prompt(context), *text], len(self.prompt(context)))
+            for context, text in zip(contexts.tolist(), tokens.tolist(), strict=True)
+        ]
+        return probabilities_of_spans(logits, spans).reshape(-1, num_rows, self.vocab_size)
+
+    def prompt(self, context: int) -> list[int]:
+        """Returns the text that a context stands for."""
+        return [context] if context < self.vocab_size else []
+
+    def drawing_law(self, rows: Tensor) -> Tensor:
+        """Returns what draft tokens are drawn from, given the drafter's distributions, `[..., vocab]`."""
+        return rows
+
+    def stated_law(self, rows: Tensor) -> DraftRows:
+        """Returns what the rule is told that they were drawn from, given the same, `[rows, vocab]`."""
+        return DenseRows(rows)
+
+    def shared(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the numbers to draft with, `[points, num_drafting]`, and those to verify with."""
+        return uniforms[:, : self.num_drafting], uniforms[:, self.num_drafting :]
+
+    def drafted(self, contexts: Tensor, uniforms: Tensor) -> Tensor:
+        """Returns the numbers of the blocks drawn after contexts, `[points] int64`."""
+        numbers = contexts
+        for position in range(self.length):
+            block = numbers * self.vocab_size ** (self.draft_rows.shape[1] - 1 - position)
+            row = self.draft_rows[block, position]
+            numbers = numbers * self.vocab_size + draw(self.drawing_law(row), uniforms[:, position])
+        return numbers
+
+    def verified(self, numbers: Tensor, uniforms: Tensor) -> Tensor:
+        """Returns codes of what a round with these blocks emits, `[points] int64`."""
+        _, tokens = digits(numbers, self.length, self.vocab_size)
+        rows = self.draft_rows[numbers // self.vocab_size if self.length else numbers][:, : self.length]
+        blocks = BlockBatch(
+            self.target_rows.flatten(0, 1),
+            self.stated_law(rows.flatten(0, 1)),
+            tokens,
+            torch.full_like(numbers, self.length),
+            numbers.unsqueeze(1) * (self.length + 1) + torch.arange(self.length + 1),
+            torch.arange(len(numbers) * self.length).reshape(len(numbers), self.length),
+        )
+        return emitted_codes(blocks, verify(self.rule, blocks, FixedNoise(uniforms)))
+
+    def run(self, contexts: Tensor, uniforms: Tensor) -> Ran:
+        """Returns what happens after contexts, `[points] int64`, with numbers `[points, num_uniforms]`."""
+        drafting, verifying = self.shared(uniforms)
+        numbers = self.drafted(contexts, drafting)
+        return Ran(numbers % self.vocab_size**self.length, self.verified(numbers, verifying))
+
+    def reference(self) -> Tensor:
+        """Returns the law of plain decoding, token by token, `[contexts, vocab ** most_emitted]`."""
+        vocab_size, contexts = self.vocab_size, self.vocab_size + 1
+        law = torch.ones(contexts, 1, dtype=torch.float64)
+        for count in range(self.most_emitted):
+            first, tokens = digits(torch.arange(contexts * vocab_size**count), count, vocab_size)
+            logits = rows_along(self.pair.target, first, tokens)[:, -1].log()
+            prompts = [self.prompt(context) for context in first.tolist()]
+            spans = [
+                Span(self.sampling, 1, [*prompt, *text], len(prompt))
+                for prompt, text in zip(prompts, tokens.tolist(), strict=True)
+            ]
+            rows = probabilities_of_spans(logits, spans).reshape(contexts, -1, vocab_size)
+            law = (law.unsqueeze(2) * rows).flatten(1)
+        return law
+
+
+def check_round(whole: Round) -> RoundReport:
+    """Returns how far a round is from plain decoding."""
+    contexts, codes = whole.vocab_size + 1, num_codes(whole.vocab_size, whole.most_emitted)
+
+    def decision(cases: Tensor, uniforms: Tensor) -> Tensor:
+        # With the drafted block each number is compared with thresholds alone: different blocks may emit the same.
+        ran = whole.run(cases, uniforms)
+        return ran.drafted * codes + ran.codes
+
+    measure = integrate(decision, contexts, whole.num_uniforms, codes * whole.vocab_size**whole.length)
+    probs = measure.probs.reshape(contexts, -1, codes).sum(dim=1)
+    emissions = Emissions.from_codes(probs, whole.vocab_size)
+    reference = whole.reference()
+    deviation = largest_deviation(completed_law(emissions, reference), reference)
+    return RoundReport(deviation, measure.is_exact, float(emissions.expected_accepted()[-1]))

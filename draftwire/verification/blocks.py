@@ -1,0 +1,201 @@
+"""What a rule judges: draft blocks of different lengths, with the distributions on both sides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftwire.distributions import DenseRows, DraftRows, joined
+
+SMALLEST_SCALE = 1e-30
+"""Smaller scales of a residual count as this; they are as improbable to be met."""
+
+
+@dataclass(frozen=True)  # without slots, for what is computed once
+class BlockBatch:
+    """Blocks of different lengths. Numbers for each draft token are padded to the longest block; rows over the
+    vocabulary, which are large, are neither padded nor copied, but found by their index.
+    """
+
+    target_probs: Tensor
+    """`[any, vocab]` float: the target's distributions."""
+    draft: DraftRows
+    """The distributions that the draft tokens were drawn from."""
+    draft_tokens: Tensor
+    """`[batch, max_len] int64`, each below `vocab`; any valid id in the padding."""
+    lengths: Tensor
+    """`[batch] int64`: draft tokens in each block, 0 to `max_len`; 0 is plain decoding."""
+    target_rows: Tensor
+    """`[batch, max_len + 1] int64`: where in `target_probs` the distribution before each draft token is found, and then
+    the one after the last; any valid row in the padding."""
+    draft_rows: Tensor
+    """`[batch, max_len] int64`: where in `draft` the distribution of each draft token is found; any valid row in the
+    padding, any number where there are no rows."""
+
+    @classmethod
+    def packed(
+        cls,
+        target_probs: Tensor,
+        drafts: Sequence[DraftRows],
+        draft_tokens: Sequence[list[int]],
+        target_starts: Sequence[int],
+    ) -> "BlockBatch":
+        """Returns the batch of blocks of different lengths. It is where `target_probs` is, which are not copied.
+
+        Args:
+            target_probs: `[any, vocab]`.
+            drafts: `draft_len` rows for each block, all dense or all sparse.
+            draft_tokens: `draft_len` tokens for each block.
+            target_starts: each block's first row in `target_probs`, of `draft_len + 1` that follow each other.
+        """
+        lengths = [len(tokens) for tokens in draft_tokens]
+        batch, max_len = len(lengths), max(lengths, default=0)
+        numbers = np.zeros((batch, 3 * max_len + 2), dtype=np.int64)  # all in one transfer
+        draft_start = 0
+        for block, (tokens, start) in enumerate(zip(draft_tokens, target_starts, strict=True)):
+            length = len(tokens)
+            numbers[block, 0] = length
+            numbers[block, 1 : length + 1] = tokens
+            numbers[block, max_len + 1 : 2 * max_len + 2] = start + np.minimum(np.arange(max_len + 1), length)
+            numbers[block, 2 * max_len + 2 : 2 * max_len + 2 + length] = np.arange(draft_start, draft_start + length)
+            draft_start += length
+        device = target_probs.device
+        moved = torch.from_numpy(numbers).to(device)
+        sizes = (1, max_len, max_len + 1, max_len)
+        own_lengths, tokens_of, target_rows, draft_rows = moved.split(sizes, dim=1)
+        return cls(target_probs, joined(drafts).to(device), tokens_of, own_lengths[:, 0], target_rows, draft_rows)
+
+    @classmethod
+    def padded(cls, target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, lengths: Tensor) -> "BlockBatch":
+        """Returns the batch of blocks with dense rows that are all padded to the longest.
+
+        Args:
+            target_probs: `[batch, max_len + 1, vocab]`.
+            draft_probs: `[batch, max_len, vocab]`.
+            draft_tokens: `[batch, max_len] int64`.
+            lengths: `[batch] int64`.
+        """
+        batch, max_len = draft_tokens.shape
+        target_rows = torch.arange(batch * (max_len + 1), device=lengths.device).reshape(batch, max_len + 1)
+        draft_rows = torch.arange(batch * max_len, device=lengths.device).reshape(batch, max_len)
+        rows = DenseRows(draft_probs.flatten(0, 1))
+        return cls(target_probs.flatten(0, 1), rows, draft_tokens, lengths, target_rows, draft_rows)
+
+    @property
+    def batch_size(self) -> int:
+        """How many blocks there are."""
+        return self.draft_tokens.shape[0]
+
+    @property
+    def max_len(self) -> int:
+        """Places for draft tokens in each block."""
+        return self.draft_tokens.shape[1]
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any block has a draft token."""
+        return self.max_len > 0
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """`[max_len] int64`: 0, 1, ... for the draft tokens of a block."""
+        return torch.arange(self.max_len, device=self.lengths.device)
+
+    @cached_property
+    def inside(self) -> Tensor:
+        """`[batch, max_len] bool`: which entries are no padding."""
+        return self.positions < self.lengths.unsqueeze(1)
+
+    def target_probs_of_drafts(self) -> Tensor:
+        """Returns the target's probability of each draft token, `[batch, max_len] float64`; anything in padding."""
+        return self.target_probs[self.target_rows[:, :-1], self.draft_tokens].to(torch.float64)
+
+    def draft_probs_of_drafts(self) -> Tensor:
+        """Returns the drafter's probability of each draft token, `[batch, max_len] float64`; anything in padding."""
+        return self._drawn_probs
+
+    @cached_property
+    def _drawn_probs(self) -> Tensor:
+        return self.draft.probs_of(self.draft_rows, self.draft_tokens).to(torch.float64)
+
+    def ratios(self) -> Tensor:
+        """Returns target over draft probability of each draft token, `[batch, max_len] float64`; 0 in the padding.
+
+        A draft token of draft probability 0 cannot have been drawn. `verify` cuts such a block, so none is left here.
+        """
+        return (self.target_probs_of_drafts() / self.draft_probs_of_drafts()).masked_fill_(~self.inside, 0.0)
+
+    def residual_mass(self, scales: Tensor) -> Tensor:
+        """Returns sum over tokens of [scale * target - draft]+ at each position.
+
+        Args:
+            scales: `[batch, max_len] float64`, one for the pair of distributions before each draft token.
+
+        Returns:
+            `[batch, max_len] float64`; anything in the padding.
+        """
+        return self.draft.residual_mass(self.target_probs, self.target_rows[:, :-1], self.draft_rows, scales)
+
+    def target_row_after(self, num_accepted: Tensor) -> Tensor:
+        """Returns a copy of the target's distribution after some draft tokens of each block.
+
+        Args:
+            num_accepted: `[batch] int64`, 0 to the block's length.
+
+        Returns:
+            `[batch, vocab]`.
+        """
+        rows = self.target_rows.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+        return self.target_probs.index_select(0, rows)
+
+    def residual(self, num_accepted: Tensor, scales: Tensor) -> Tensor:
+        """Returns what remains of the target's distribution after some draft tokens: [scale * target - draft]+.
+
+        After a whole block, where nothing is drafted, and where nothing remains, which only rounding can bring about,
+        the target's own distribution takes its place.
+
+        Args:
+            num_accepted: `[batch] int64`, 0 to the block's length.
+            scales: `[batch] float64`.
+
+        Returns:
+            `[batch, vocab]` weights up to a factor, not normalised.
+        """
+        weights = self.target_row_after(num_accepted)
+        if not self.has_drafts:
+            return weights
+        is_inside = num_accepted < self.lengths
+        rows = self.draft_rows.gather(1, num_accepted.clamp(max=self.max_len - 1).unsqueeze(1)).squeeze(1)
+        # [target - draft / scale]+ is the same up to the factor, and leaves alone what the drafter cannot draw.
+        self.draft.subtract_(weights, rows, torch.where(is_inside, 1.0 / scales.clamp(min=SMALLEST_SCALE), 0.0))
+        is_empty = weights.sum(dim=1) <= 0.0
+        if bool(is_empty.any()):
+            weights[is_empty] = self.target_row_after(num_accepted)[is_empty]
+        return weights
+
+    def cut(self, lengths: Tensor) -> "BlockBatch":
+        """Returns the blocks shortened to `lengths`, `[batch] int64`."""
+        return replace(self, lengths=lengths)
+
+    def padded_target_probs(self) -> Tensor:
+        """Returns a copy of all of the target's distributions, `[batch, max_len + 1, vocab]`."""
+        return self.target_probs[self.target_rows]
+
+    def padded_draft_probs(self) -> Tensor:
+        """Returns a copy of all of the drafter's distributions, `[batch, max_len, vocab]`."""
+        if not self.has_drafts:
+            return self.target_probs.new_zeros(self.batch_size, 0, self.target_probs.shape[1])
+        return self.draft.dense()[self.draft_rows]
+
+
+def cut_impossible(blocks: BlockBatch) -> BlockBatch:
+    """Cuts each block before its first token of draft probability 0, which no honest drafter can have drawn."""
+    if not blocks.has_drafts:
+        return blocks
+    is_impossible = (blocks.draft_probs_of_drafts() <= 0.0) & blocks.inside
+    if not bool(is_impossible.any()):
+        return blocks
+    return blocks.cut(blocks.lengths.minimum((~is_impossible).to(torch.int64).cumprod(dim=1).sum(dim=1)))

@@ -1,0 +1,159 @@
+"""Greedy block verification: the most tokens that one round can accept, paid for in the rounds after it.
+
+One round accepts as much as if the joint laws of target and drafter were known in full, more than any rule that can be
+chained without remembering anything. The price: if a round of n draft tokens accepts tau < n of them, the next
+n - tau - 1 tokens have to follow, in the place of the target p,
+
+    p'(x | s) = norm([R(s) p(x | s) - q(x | s)]+),   R(s) = P(s) / Q(s) over the tokens s since the round began
+
+A round that is drafted while p' is in force treats p' as its target, so modifications nest. Over a whole text most of
+the gain is lost again, and p' needs the drafter's law at contexts of later rounds, which a server whose drafter may be
+replaced, adapted or lost cannot promise: this rule is for study, in one process.
+
+Source: Sun et al. 2024 (arXiv 2403.10444), Algorithms 4, 5 and 6.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwire.verification.block import largest_success
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.rule import LawRule, Noise, Outcome, StopLaw
+
+LARGEST_RATIO = 1e30
+"""Ratios above count as this: the residual is the target itself to every digit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Modifications:
+    """What earlier rounds did to the target of the next tokens, oldest first."""
+
+    ratios: Tensor
+    """`[batch, modifications] float64`: R of the tokens since the round that made the modification."""
+    left: Tensor
+    """`[batch, modifications] int64`: tokens for which it is still in force."""
+
+    @classmethod
+    def none(cls, batch_size: int) -> "Modifications":
+        """Returns those at the start of texts."""
+        return cls(torch.zeros(batch_size, 0, dtype=torch.float64), torch.zeros(batch_size, 0, dtype=torch.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class ModifiedBlocks:
+    """Blocks with the target that is in force."""
+
+    blocks: BlockBatch
+    layers: Tensor
+    """`[batch, max_len, modifications + 1, vocab] float64`: the target's rows before each modification, then after
+    all."""
+    ratios: Tensor
+    """`[batch, max_len, modifications] float64`: R of each modification before each draft token."""
+    left: Tensor
+    """`[batch, modifications] int64`, as before the blocks."""
+
+
+def modify(blocks: BlockBatch, modifications: Modifications) -> ModifiedBlocks:
+    """Applies modifications to the target's rows of blocks. Loops over positions, for each needs the row before it."""
+    target, draft = blocks.padded_target_probs().to(torch.float64), blocks.padded_draft_probs().to(torch.float64)
+    num_modifications = modifications.left.shape[1]
+    ratios = modifications.ratios
+    layers_along, ratios_along = [], []
+    for position in range(blocks.max_len):
+        layers = [target[:, position]]
+        for index in range(num_modifications):
+            residual = (ratios[:, index : index + 1] * layers[-1] - draft[:, position]).clamp(min=0.0)
+            mass = residual.sum(dim=1, keepdim=True)
+            in_force = (modifications.left[:, index : index + 1] > position) & (mass > 0.0)
+            layers.append(torch.where(in_force, residual / torch.where(mass > 0.0, mass, 1.0), layers[-1]))
+        layers_along.append(torch.stack(layers, dim=1))
+        ratios_along.append(ratios)
+        ratios = _extended(ratios, layers_along[-1][:, :-1], draft[:, position], blocks.draft_tokens[:, position])
+    if not layers_along:
+        return ModifiedBlocks(blocks, target[:, :0].unsqueeze(2), ratios.unsqueeze(1)[:, :0], modifications.left)
+    layers_of_all = torch.stack(layers_along, dim=1)
+    rows = torch.cat([layers_of_all[:, :, -1], target[:, -1:]], dim=1)
+    modified = BlockBatch.padded(rows, draft, blocks.draft_tokens, blocks.lengths)
+    return ModifiedBlocks(modified, layers_of_all, torch.stack(ratios_along, dim=1), modifications.left)
+
+
+def advance(modified: ModifiedBlocks, outcome: Outcome) -> Modifications:
+    """Returns the modifications after blocks were decided: what is left of the old ones, and the rounds' own."""
+    blocks, num_accepted = modified.blocks, outcome.num_accepted
+    if blocks.max_len == 0:
+        return Modifications.none(blocks.batch_size)
+    batch = torch.arange(blocks.batch_size)
+    stop = num_accepted.clamp(max=blocks.max_len - 1)  # after a whole block nothing is in force
+    layers = modified.layers[batch, stop]
+    own = torch.cat([blocks.ratios().new_ones(blocks.batch_size, 1), _path_ratios(blocks)], dim=1)[batch, stop]
+    draft = blocks.padded_draft_probs()[batch, stop]
+    before = torch.cat([modified.ratios[batch, stop], own.unsqueeze(1)], dim=1)
+    ratios = _extended(before, layers, draft, outcome.extra_tokens)
+    committed = num_accepted + 1
+    left = torch.cat([modified.left, blocks.lengths.unsqueeze(1)], dim=1) - committed.unsqueeze(1)
+    in_force = (left > 0) & torch.isfinite(ratios)  # an infinite ratio leaves the target as it is
+    kept = in_force.any(dim=0)
+    return Modifications(
+        torch.where(in_force, ratios, 0.0)[:, kept],
+        torch.where(in_force, left, 0)[:, kept],
+    )
+
+
+class GreedyBlockRule(LawRule):
+    """Algorithm 4 against the target that is in force. Keeps the state of one batch of texts: use one for each run."""
+
+    name = "greedy_block"
+
+    def __init__(self) -> None:
+        """Starts texts."""
+        self.modifications: Modifications | None = None
+
+    def stop_law(self, blocks: BlockBatch) -> StopLaw:
+        """See `LawRule.stop_law`. Algorithm 4 alone, for blocks whose target is the one in force."""
+        if blocks.max_len == 0:
+            ones = torch.ones(blocks.batch_size, 1, dtype=torch.float64)
+            return StopLaw(ones, ones)
+        ratios = _path_ratios(blocks)
+        scales = torch.cat([ratios.new_ones(blocks.batch_size, 1), ratios], dim=1)
+        mass = blocks.residual_mass(scales[:, :-1])[:, 1:]
+        inner = ratios[:, :-1]
+        other = mass + (1.0 - inner)  # sum over tokens of [draft - R * target]+
+        inside_probs = torch.where((inner >= 1.0) | (other <= 0.0), 1.0, (mass / other).clamp(max=1.0))
+        tests = torch.cat([inside_probs, ratios[:, -1:]], dim=1)
+        at_end = blocks.positions + 1 == blocks.lengths.unsqueeze(1)
+        tests = torch.where(at_end, ratios.clamp(max=1.0), tests)
+        return StopLaw(largest_success(torch.where(blocks.inside, tests, 0.0)), scales)
+
+    def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
+        """See `VerificationRule.decide`. The next call must be for the same texts, with blocks no shorter.
+
+        Raises:
+            ValueError: a block is too short for a modification that is in force.
+        """
+        state = self.modifications or Modifications.none(blocks.batch_size)
+        if bool((state.left > blocks.lengths.unsqueeze(1)).any()):
+            raise ValueError("greedy_block needs blocks of constant length")
+        modified = modify(blocks, state)
+        outcome = super().decide(modified.blocks, noise)
+        self.modifications = advance(modified, outcome)
+        return outcome
+
+
+def _path_ratios(blocks: BlockBatch) -> Tensor:
+    """Returns R_1 .. R_n, `[batch, max_len] float64`: the product of the ratios so far, without a bound at 1."""
+    return blocks.ratios().cumprod(dim=1).clamp(max=LARGEST_RATIO)
+
+
+def _extended(ratios: Tensor, layers: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:
+    """Returns ratios times the probability of one more token in each layer over the drafter's.
+
+    Args:
+        ratios: `[batch, layers] float64`.
+        layers: `[batch, layers, vocab]`.
+        draft: `[batch, vocab]`.
+        tokens: `[batch] int64`.
+    """
+    batch = torch.arange(len(tokens))
+    return ratios * layers[batch, :, tokens] / draft[batch, tokens].unsqueeze(1)

@@ -1,0 +1,39 @@
+"""Typical acceptance: draft tokens are kept while the target finds them likely enough. Changes the distribution.
+
+A draft token is kept if its target probability is above min(epsilon, delta * exp(-H)), where H is the entropy of the
+target's distribution there, in nats. The extra token is drawn from the target. No distribution travels.
+
+Source: Cai et al. 2024, "Medusa" (arXiv 2401.10774), section 2.3.1, with the constants of its code.
+"""
+
+import torch
+from torch import Tensor
+
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.rule import LawRule, StopLaw
+
+
+class TypicalRule(LawRule):
+    """Accept x_i if the target's probability of it is above a threshold; stop at the first that is not."""
+
+    name = "typical"
+    is_lossless = False
+    needs_draft_probs = False
+
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
+        """Takes the thresholds: `epsilon` is the highest, `delta` scales the one that falls with the entropy."""
+        self._epsilon = epsilon
+        self._delta = delta
+
+    def stop_law(self, blocks: BlockBatch) -> StopLaw:
+        """See `LawRule.stop_law`. The law is certain: everything is accepted up to the first unlikely token."""
+        entropies = torch.special.entr(blocks.target_probs[blocks.target_rows[:, :-1]]).sum(dim=-1).to(torch.float64)
+        thresholds = (self._delta * (-entropies).exp()).clamp(max=self._epsilon)
+        is_kept = (blocks.target_probs_of_drafts() > thresholds) & blocks.inside
+        num_accepted = is_kept.to(torch.int64).cumprod(dim=1).sum(dim=1)
+        law = torch.nn.functional.one_hot(num_accepted, blocks.max_len + 1).to(torch.float64)
+        return StopLaw(law, torch.ones_like(law))
+
+    def extra_weights(self, blocks: BlockBatch, law: StopLaw, num_accepted: Tensor) -> Tensor:
+        """See `LawRule.extra_weights`: the target's own distribution, wherever the block ended."""
+        return blocks.target_row_after(num_accepted)

@@ -1,0 +1,453 @@
+"""Coupled exact match: the text is a function of seed, prompt and target alone, and follows the target's law."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tiny_models import tiny_network
+from torch import Tensor
+
+from draftwire.distributions import DraftDistributions, Encoding, no_rows, race
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftStep
+from draftwire.local_loop import LocalRun, Round, speculate
+from draftwire.models.cached_model import CachedModel, Reading, SequenceModel, appended
+from draftwire.models.kv_cache import KvCache
+from draftwire.randomness import DrawKey, Role, derive_key, exponentials
+from draftwire.sampling import SamplingParams, Span, probabilities, probabilities_of_spans
+from draftwire.verification import RULES, BlockBatch, FixedNoise, KeyedNoise, Outcome, coupled, verify
+from draftwire.verification.coupled import NEAR_TIE
+
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 7
+NUM_TOKENS = 16
+CONTEXT_LENGTH = 128
+PROMPT = [1, 3, 0, 2, 2]
+COUPLED = RULES["coupled"]
+CPU = torch.device("cpu")
+KEY = bytes(range(16))
+STOP_TOKENS = frozenset({2})
+SAMPLINGS = [
+    SamplingParams(),
+    SamplingParams(0.0),
+    SamplingParams(1.3, top_k=5, top_p=0.9),
+    SamplingParams(2.0, min_p=0.1, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
+    SamplingParams(1.5, logit_bias=((3, 1.5), (0, -4.0)), allowed_token_ids=(0, 2, 3, 4, 6), min_tokens=9),
+]
+
+
+@dataclass
+class StandInSequence:
+    """Knows the committed tokens; reads nothing."""
+
+    ids: list[int]
+    num_unread = 0
+    num_reused = 0
+
+    def calibrate(self, base_len: int, token_ids: list[int]) -> None:
+        self.ids[base_len:] = token_ids
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class StandIn:
+    """A drafter that looks at nothing but the text."""
+
+    context_length = CONTEXT_LENGTH
+
+    def open(self, token_ids: list[int], cache_salt: str = "") -> StandInSequence:
+        return StandInSequence(list(token_ids))
+
+    def step(self, draftings: Sequence[Drafting]) -> DraftStep:
+        return DraftStep([self.draft(drafting) for drafting in draftings])
+
+    def draft(self, drafting: Drafting) -> Draft:
+        raise NotImplementedError
+
+
+class Garbage(StandIn):
+    """Guesses at random, fewer tokens than asked for now and then."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def draft(self, drafting: Drafting) -> Draft:
+        assert drafting.request is not None
+        count = int(torch.randint(1, drafting.request.num_tokens + 1, (), generator=self.generator))
+        tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=self.generator).tolist()
+        return Draft(tokens, DraftDistributions.none(VOCAB_SIZE))
+
+
+class Repeater(StandIn):
+    """Proposes what followed the last token when it stood in the text before, as one-hot."""
+
+    def draft(self, drafting: Drafting) -> Draft:
+        assert drafting.request is not None
+        assert isinstance(drafting.sequence, StandInSequence)
+        text = list(drafting.sequence.ids)
+        for _ in range(drafting.request.num_tokens):
+            places = [place for place, token in enumerate(text[:-1]) if token == text[-1]]
+            text.append(text[places[-1] + 1] if places else 0)
+        return Draft(text[len(drafting.sequence.ids) :], DraftDistributions.one_hot(VOCAB_SIZE))
+
+
+class ContextFree:
+    """A target whose logits are the same everywhere."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+        self.vocab_size = len(logits)
+        self.cache = KvCache(CONTEXT_LENGTH * 4)
+
+    def read(self, readings: Sequence[Reading]) -> Tensor:
+        with appended(self.cache, readings):
+            return self.logits.repeat(sum(reading.keep for reading in readings), 1)
+
+
+@pytest.fixture(scope="module")
+def target() -> CachedModel:
+    return CachedModel(tiny_network("llama", VOCAB_SIZE, CONTEXT_LENGTH, seed=3), 512)
+
+
+def model_drafter(seed: int, vocab_size: int = VOCAB_SIZE, dtype: torch.dtype = torch.float64) -> LanguageModelDrafter:
+    network = tiny_network("llama", vocab_size, CONTEXT_LENGTH, seed, dtype)
+    return LanguageModelDrafter(CachedModel(network, 512), CONTEXT_LENGTH)
+
+
+DRAFTERS = {
+    "the target itself": lambda: model_drafter(3),
+    "another model": lambda: model_drafter(4),
+    "a model in bfloat16": lambda: model_drafter(3, dtype=torch.bfloat16),
+    "a narrower model": lambda: model_drafter(5, VOCAB_SIZE - 2),
+    "garbage": Garbage,
+    "repetition": Repeater,
+}
+
+
+def rounds_of(
+    target: SequenceModel,
+    drafter: DraftingStrategy,
+    block_length: int,
+    sampling: SamplingParams = SAMPLINGS[0],
+    seed: int = 1,
+    prompt: Sequence[int] = PROMPT,
+    num_tokens: int = NUM_TOKENS,
+) -> list[Round]:
+    run = LocalRun(sampling, num_tokens, block_length, "coupled", seed, STOP_TOKENS)
+    return list(speculate(target, drafter, list(prompt), run))
+
+
+def text_of(rounds: list[Round]) -> list[int]:
+    return [token for done in rounds for token in done.token_ids]
+
+
+@torch.inference_mode()
+def plain_draws(target: CachedModel, sampling: SamplingParams, seed: int, num_tokens: int = NUM_TOKENS) -> list[int]:
+    """Returns what the bare model writes by argmax p / e, one token after the other."""
+    reference = copy.deepcopy(target._model)
+    reference.set_attn_implementation("sdpa")
+    words = torch.tensor([DrawKey(derive_key(seed, Role.COUPLING), 0, 0).text_words])
+    text = list(PROMPT)
+    for _ in range(num_tokens):
+        logits = reference(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1:]
+        span = Span(sampling, 1, text, len(PROMPT), STOP_TOKENS)
+        probs = probabilities_of_spans(logits.clone(), [span])[0]
+        times = exponentials(words, torch.tensor([len(text)]), VOCAB_SIZE)[0]
+        text.append(int((probs / times).argmax()))
+    return text[len(PROMPT) :]
+
+
+# The text
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_text_is_that_of_plain_draws_whatever_the_drafter_and_the_block_length(
+    target: CachedModel, drafter: str, sampling: SamplingParams
+) -> None:
+    expected = plain_draws(target, sampling, seed=1)
+    for block_length in (0, 1, 4, 8) if drafter == "garbage" else (1, 4, 8):
+        rounds = rounds_of(target, DRAFTERS[drafter](), block_length, sampling)
+        assert text_of(rounds) == expected
+        assert block_length or len(rounds) == NUM_TOKENS
+
+
+def test_drafters_of_the_tests_are_accepted_in_full_in_part_and_not_at_all(target: CachedModel) -> None:
+    counts = {
+        name: {done.num_accepted for done in rounds_of(target, make(), 4, SamplingParams(0.8), num_tokens=40)}
+        for name, make in DRAFTERS.items()
+    }
+    assert all(
+        0 in accepted and len(accepted) >= 2 for name, accepted in counts.items() if name[:2] not in ("th", "a ")
+    )
+    assert set().union(*counts.values()) == set(range(5))
+
+
+def test_texts_of_other_seeds_and_choices_differ(target: CachedModel) -> None:
+    texts = [text_of(rounds_of(target, Garbage(), 4, seed=seed)) for seed in range(5)]
+    assert len(set(map(tuple, texts))) == 5
+    words = {DrawKey(KEY, choice, number).text_words for choice in range(3) for number in range(3)}
+    assert len(words) == 3, "the choice names the noise of a text, the round does not"
+
+
+def test_draft_that_is_the_target_itself_is_always_accepted(target: CachedModel) -> None:
+    for sampling in SAMPLINGS:
+        rounds = rounds_of(target, model_drafter(3), 4, sampling, num_tokens=40)
+        assert [done.num_accepted for done in rounds] == [4] * 8
+
+
+def test_temperature_0_is_greedy_decoding(target: CachedModel) -> None:
+    reference = copy.deepcopy(target._model)
+    reference.set_attn_implementation("sdpa")
+    ids = torch.tensor([PROMPT])
+    expected = reference.generate(ids, max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)[0, len(PROMPT) :]
+    for seed in (1, 2):
+        for drafter in ("another model", "garbage"):
+            rounds = rounds_of(target, DRAFTERS[drafter](), 4, SamplingParams(0.0), seed)
+            assert text_of(rounds) == expected.tolist()
+
+
+@pytest.mark.parametrize("longer", [1, 2, 3])
+def test_noise_belongs_to_absolute_places_of_the_text(longer: int) -> None:
+    """Where the target looks at nothing, a longer prompt leaves each place its token and takes the first ones away."""
+    target = ContextFree(torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(4), dtype=torch.float64))
+    short = text_of(rounds_of(target, Garbage(), 4))
+    long = text_of(rounds_of(target, Garbage(), 3, prompt=[6] * longer + PROMPT))
+    assert long[: NUM_TOKENS - longer] == short[longer:]
+    assert sum(one != other for one, other in zip(short, long, strict=True)) > 5, "so the texts differ"
+
+
+def test_noise_of_a_place_is_the_same_for_all_rounds_and_batches_that_reach_it() -> None:
+    rows, places = torch.tensor([0, 0, 1]), torch.tensor([0, 5, 2])
+    noise = KeyedNoise([DrawKey(KEY, 0, 3), DrawKey(KEY, 1, 8)], [20, 30], CPU)
+    drawn = noise.exponentials(rows, places, 9)
+    for row, place, numbers in ((0, 20, drawn[0]), (0, 25, drawn[1]), (1, 32, drawn[2])):
+        for number, start in ((0, place), (7, place - 3)):
+            alone = KeyedNoise([DrawKey(KEY, row, number)], [start], CPU)
+            assert torch.equal(alone.exponentials(torch.tensor([0]), torch.tensor([place - start]), 9)[0], numbers)
+            assert torch.equal(alone.exponentials(torch.tensor([0]), torch.tensor([place - start]), 4)[0], numbers[:4])
+
+
+def test_noise_has_the_precision_of_float64_and_no_token_waits_for_ever() -> None:
+    drawn = exponentials(torch.tensor([[1, 2]] * 40), torch.arange(40), 50_000)
+    assert drawn.dtype == torch.float64
+    assert torch.isfinite(drawn).all()
+    assert (drawn > 0.0).all()
+    assert len(drawn.unique()) == drawn.numel(), "of 2 million float32 numbers many would be equal"
+
+
+def test_language_model_sends_no_distributions(target: CachedModel) -> None:
+    strategy = model_drafter(4)
+    sent = []
+
+    class Watched:
+        context_length = CONTEXT_LENGTH
+        open = staticmethod(strategy.open)
+
+        def step(self, draftings: Sequence[Drafting]) -> DraftStep:
+            step = strategy.step(draftings)
+            sent.extend(step.drafts)
+            return step
+
+    rounds_of(target, Watched(), 4)
+    assert len(sent) > 4
+    assert all(isinstance(draft, Draft) and draft.distributions.encoding is Encoding.NONE for draft in sent)
+    assert all(draft.distributions.data == b"" for draft in sent)
+
+
+# The rule
+
+
+def blocks_of(target: Tensor, tokens: list[list[int]]) -> BlockBatch:
+    """Returns blocks of one length, of which only target rows, `[batch, len + 1, vocab]`, and tokens are known."""
+    starts = [number * target.shape[1] for number in range(len(tokens))]
+    drafts = [
+        DraftDistributions.none(target.shape[2]).rows(one, target.shape[2]) if one else no_rows(9) for one in tokens
+    ]
+    return BlockBatch.packed(target.flatten(0, 1), drafts, tokens, starts)
+
+
+def decide(target: Tensor, tokens: list[list[int]], times: Tensor) -> Outcome:
+    return verify(COUPLED, blocks_of(target, tokens), FixedNoise(torch.zeros(len(tokens), 0), times))
+
+
+def test_drafts_are_kept_while_they_win_the_race_of_their_place() -> None:
+    """By hand: the places' winners are 2, 0 and 1."""
+    target = torch.tensor([[[0.2, 0.3, 0.5], [0.6, 0.2, 0.2], [0.1, 0.8, 0.1]]], dtype=torch.float64)
+    times = torch.tensor([[[1.0, 1.0, 1.0], [1.0, 0.5, 0.5], [0.2, 1.0, 0.2]]], dtype=torch.float64)
+    winners = [2, 0, 1]
+    assert (target / times)[0].argmax(dim=1).tolist() == winners
+    for first in range(3):
+        for second in range(3):
+            outcome = decide(target, [[first, second]], times)
+            matches = 0 if first != 2 else 1 if second != 0 else 2
+            assert (int(outcome.num_accepted), int(outcome.extra_tokens)) == (matches, winners[matches])
+
+
+def test_places_after_a_mismatch_count_for_nothing_even_where_drafts_win_again() -> None:
+    target = torch.eye(4, dtype=torch.float64)[[3, 1, 2, 0]][None]
+    outcome = decide(target, [[0, 1, 2]], torch.ones(1, 4, 4, dtype=torch.float64))
+    assert (int(outcome.num_accepted), int(outcome.extra_tokens)) == (0, 3)
+
+
+@pytest.mark.parametrize("entries_at_once", [1, 6, 13, 10**6])
+def test_racing_a_few_rows_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch, entries_at_once: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randn(9, 5, 6, generator=generator, dtype=torch.float64).softmax(-1)
+    tokens = torch.randint(0, 6, (9, 4), generator=generator)
+    lengths = torch.tensor([4, 0, 2, 3, 1, 4, 4, 0, 2])
+    noise = KeyedNoise([DrawKey(KEY, number, 0) for number in range(9)], list(range(9)), CPU)
+    winners = torch.stack(
+        [
+            (target[row] / exponentials(torch.tensor([key.text_words] * 5), row + torch.arange(5), 6)).argmax(1)
+            for row, key in enumerate(noise.keys)
+        ]
+    )
+    blocks = BlockBatch.padded(target, target[:, :4], torch.where(tokens < 4, winners[:, :4], tokens), lengths)
+    monkeypatch.setitem(coupled.ENTRIES_AT_ONCE, "cpu", entries_at_once)
+    outcome = verify(COUPLED, blocks, noise)
+    for row, length in enumerate(lengths.tolist()):
+        matches = 0
+        while matches < length and winners[row, matches] == blocks.draft_tokens[row, matches]:
+            matches += 1
+        assert int(outcome.num_accepted[row]) == matches
+        assert int(outcome.extra_tokens[row]) == int(winners[row, matches])
+
+
+def near_tied(leads: list[float]) -> tuple[Tensor, Tensor]:
+    """Returns rows and times in which token 1 wins each place by a lead in log-weight over token 0."""
+    target = torch.tensor([[0.25, 0.5, 0.25]] * len(leads), dtype=torch.float64)
+    times = torch.ones(len(leads), 3, dtype=torch.float64)
+    times[:, 0] = 0.5 * torch.tensor(leads, dtype=torch.float64).exp()
+    return target[None], times[None]
+
+
+@pytest.mark.parametrize(
+    ("lead", "is_near"), [(0.0, True), (0.9 * NEAR_TIE, True), (1.1 * NEAR_TIE, False), (1.0, False)]
+)
+def test_lead_below_the_bound_is_a_near_tie(lead: float, is_near: bool) -> None:
+    target, times = near_tied([lead])
+    outcome = decide(target, [[]], times)
+    assert outcome.num_near_ties is not None
+    assert outcome.num_near_ties.tolist() == [int(is_near)]
+
+
+def test_near_ties_are_counted_for_emitted_tokens_alone() -> None:
+    near, clear = NEAR_TIE / 3, 1.0
+    leads = [clear, near, near, clear, near]
+    target, times = near_tied(leads)
+    for tokens in ([0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1]):
+        outcome = decide(target, [tokens], times)
+        emitted = tokens.index(0) + 1 if 0 in tokens else 5
+        assert outcome.num_near_ties is not None
+        assert outcome.num_near_ties.tolist() == [leads[:emitted].count(near)]
+        assert len(leads[:emitted]) == int(outcome.num_accepted) + 1
+
+
+def test_near_ties_of_shorter_blocks_and_of_other_blocks_do_not_count() -> None:
+    target, times = near_tied([1.0, NEAR_TIE / 3, NEAR_TIE / 3])
+    blocks = BlockBatch.padded(
+        target.expand(3, -1, -1),
+        target[:, :2].expand(3, -1, -1),
+        torch.ones(3, 2, dtype=torch.int64),
+        torch.tensor([0, 2, 1]),
+    )
+    outcome = verify(COUPLED, blocks, FixedNoise(torch.zeros(3, 0), times.expand(3, -1, -1)))
+    assert outcome.num_near_ties is not None
+    assert outcome.num_near_ties.tolist() == [0, 2, 1]
+    assert outcome.num_accepted.tolist() == [0, 2, 1]
+
+
+def test_token_without_a_rival_is_no_near_tie() -> None:
+    for row in ([0.0, 1.0, 0.0], [0.0, 1e-30, 0.0]):
+        target = torch.tensor([[row]], dtype=torch.float64)
+        outcome = decide(target, [[]], torch.full((1, 1, 3), 0.3, dtype=torch.float64))
+        assert outcome.num_near_ties is not None
+        assert (int(outcome.extra_tokens), int(outcome.num_near_ties)) == (1, 0)
+
+
+# The law, by sampling
+
+NUM_SAMPLES = 100_000
+
+
+def within_chance(count: int, prob: float) -> bool:
+    """Whether a count of `NUM_SAMPLES` lies within 5 standard deviations: a correct rule fails with odds of 6e-7 for
+    each number, but for the keys, which are fixed."""
+    return abs(count - NUM_SAMPLES * prob) <= 5 * (NUM_SAMPLES * prob * (1 - prob)) ** 0.5 + 1e-9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_winners_follow_the_target_and_match_with_the_stated_probability(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    target, draft = (1.5 * torch.randn(2, 5, generator=generator, dtype=torch.float64)).softmax(-1)
+    target[seed], draft[4 - seed] = 0.0, 0.0
+    target, draft = target / target.sum(), draft / draft.sum()
+    words = torch.tensor([[seed, 17]]).expand(NUM_SAMPLES, -1)
+    times = exponentials(words, torch.arange(NUM_SAMPLES), 5)
+    drafted = race(draft.expand(NUM_SAMPLES, -1), times).winners
+    blocks = BlockBatch.padded(
+        target.expand(NUM_SAMPLES, 1, -1),
+        draft.expand(NUM_SAMPLES, 0, -1),
+        torch.zeros(NUM_SAMPLES, 0, dtype=torch.int64),
+        torch.zeros(NUM_SAMPLES, dtype=torch.int64),
+    )
+    outcome = verify(COUPLED, blocks, FixedNoise(torch.zeros(NUM_SAMPLES, 0), times[:, None]))
+    for token in range(5):
+        assert within_chance(int((outcome.extra_tokens == token).sum()), float(target[token]))
+        assert within_chance(int((drafted == token).sum()), float(draft[token]))
+    both = (target > 0.0) & (draft > 0.0)
+    expected = sum(
+        1 / float(torch.maximum(target / target[token], draft / draft[token]).sum())
+        for token in both.nonzero().flatten().tolist()
+    )
+    assert within_chance(int((outcome.extra_tokens == drafted).sum()), expected)
+    assert expected <= float(torch.minimum(target, draft).sum()), "no coupling matches more"
+
+
+def test_tokens_of_neighbouring_places_and_choices_are_independent() -> None:
+    target = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    words = torch.tensor([DrawKey(KEY, 0, 0).text_words, DrawKey(KEY, 1, 0).text_words])
+    here, beside, other = (
+        race(target.expand(NUM_SAMPLES, -1), exponentials(words[[choice] * NUM_SAMPLES], places, 3)).winners
+        for choice, places in (
+            (0, torch.arange(NUM_SAMPLES)),
+            (0, torch.arange(1, NUM_SAMPLES + 1)),
+            (1, torch.arange(NUM_SAMPLES)),
+        )
+    )
+    for second in (beside, other):
+        counts = torch.bincount(3 * here + second, minlength=9)
+        for cell, count in enumerate(counts.tolist()):
+            assert within_chance(count, float(target[cell // 3] * target[cell % 3]))
+
+
+def test_accepted_drafts_follow_the_target_too(target: CachedModel) -> None:
+    """Two tokens of 4,000 texts with blocks of 1, against the bare model. Cells lie within 5 standard deviations."""
+    reference = copy.deepcopy(target._model)
+    reference.set_attn_implementation("sdpa")
+    texts = torch.tensor([[*PROMPT, first] for first in range(VOCAB_SIZE)])
+    with torch.inference_mode():
+        rows = probabilities(reference(input_ids=texts, use_cache=False).logits, SamplingParams())
+    joint = rows[0, len(PROMPT) - 1].unsqueeze(1) * rows[:, len(PROMPT)]
+    noise = KeyedNoise([DrawKey(KEY, number, 0) for number in range(4_000)], [len(PROMPT)] * 4_000, CPU)
+    offsets = torch.zeros(4_000, dtype=torch.int64)
+    times = noise.exponentials(torch.arange(4_000), offsets, VOCAB_SIZE)
+    drafts = race(joint.sum(0).expand(4_000, -1), times).winners
+    seen = torch.stack([rows[0, len(PROMPT) - 1].expand(4_000, -1), rows[drafts, len(PROMPT)]], dim=1)
+    outcome = verify(COUPLED, blocks_of(seen, drafts.unsqueeze(1).tolist()), noise)
+    first = torch.where(outcome.num_accepted == 1, drafts, outcome.extra_tokens)
+    accepted = outcome.num_accepted == 1
+    assert 400 < int(accepted.sum()) < 3_600
+    for token in range(VOCAB_SIZE):
+        prob = float(joint[token].sum())
+        assert abs(int((first == token).sum()) - 4_000 * prob) <= 5 * (4_000 * prob * (1 - prob)) ** 0.5 + 1
+        chosen = accepted & (drafts == token)
+        count, after = int(chosen.sum()), rows[token, len(PROMPT)]
+        for extra in range(VOCAB_SIZE):
+            got, prob = int((outcome.extra_tokens[chosen] == extra).sum()), float(after[extra])
+            assert abs(got - count * prob) <= 5 * (count * prob * (1 - prob)) ** 0.5 + 1
