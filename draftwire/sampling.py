@@ -197,7 +197,7 @@ def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
 
 def is_distribution(probs: Tensor) -> Tensor:
     """Returns which rows of `probabilities_of_spans` are distributions, `[rows] bool`; others are NaN throughout."""
-    return torch.isfinite(probs[:, 0])
+    return probs[:, 0] >= 0.0  # NaN fails the comparison
 
 
 def _edit(logits: Tensor, span: Span) -> None:

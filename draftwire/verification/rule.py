@@ -25,7 +25,11 @@ class Noise(Protocol):
     """The random numbers of one step, which no drafter can know but those of `exponentials`."""
 
     def uniforms(self, count: int) -> Tensor:
-        """Returns independent uniforms in [0, 1) for each block, fresh in every round, `[batch, count] float64`."""
+        """Returns independent uniforms in [0, 1) for each block, fresh in every round, `[batch, count] float64`.
+
+        A number should mean the same whatever else is in the batch: count those of the tests from the front, and what
+        is always needed before what depends on the longest block.
+        """
 
     def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
         """Returns an exponential variable for every token at some places of the text, the same in every round.

@@ -319,6 +319,17 @@ class DrawsWithTheTestsUniform(TokenRule):
         return Outcome(accepted, draw(self.extra_weights(blocks, law, accepted), uniform))
 
 
+class RacedToken(TokenRule):
+    """Sound: states its law, and draws the extra token by a race."""
+
+    def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
+        law = self.stop_law(blocks)
+        accepted = draw(law.accepted_probs, noise.uniforms(1)[:, 0])
+        weights = self.extra_weights(blocks, law, accepted)
+        times = noise.exponentials(torch.arange(blocks.batch_size), accepted, weights.shape[1])
+        return Outcome(accepted, race(weights, times).winners)
+
+
 class ExactMatchByRaces(Textbook):
     """Sound: draws the target's tokens with exponentials of its own, and keeps what agrees."""
 

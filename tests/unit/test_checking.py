@@ -72,6 +72,12 @@ def test_rule_that_cannot_be_integrated_is_sampled_and_passes_if_it_is_sound() -
     assert report.deviation < 0.05
 
 
+def test_rule_that_states_its_law_and_draws_by_a_race_passes() -> None:
+    report = check(mutations.RacedToken(), QUICK)
+    assert report.failures == ()
+    assert report.method == "stated"
+
+
 def test_coupled_rule_of_another_hand_passes() -> None:
     report = check(mutations.Coupled())
     assert report.failures == ()
