@@ -1,4 +1,4 @@
-"""What is meant for a GPU: are the cached forward passes right there, and how does throughput grow with sessions?
+"""What is meant for a GPU: are forward passes and decisions right there, and what do steps and rules take?
 
     python -m benchmarks.gpu --output benchmarks/results/gpu.json
     python -m benchmarks.gpu --device cpu --size tiny      # the same code without a GPU
@@ -20,8 +20,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import write_report
+from benchmarks.rules import CASES, Shape, Step, measure
 from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.randomness import KEY_BYTES, DrawKey
+from draftwire.randomness import KEY_BYTES, DrawKey, exponentials
 from draftwire.sampling import SamplingParams
 from draftwire.verification import rule_named
 from draftwire.verification.target import Judgement, Judging, judge
@@ -31,6 +32,7 @@ SHAPES = {
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128_256},
 }
 HEADS = {"tiny": (4, 2), "1b": (32, 8)}
+RULE_SHAPES = {"tiny": Shape(vocab_size=2000), "1b": Shape()}
 SESSIONS = (1, 4, 16, 64)
 PROMPT_TOKENS = 256
 
@@ -100,6 +102,27 @@ def step_ms(model: CachedModel, num_sessions: int, device: str, repetitions: int
     return statistics.median(times[3:]) * 1e3
 
 
+@torch.inference_mode()
+def rule_differences(device: str, shape: Shape) -> dict[str, int]:
+    """Returns how many of 64 blocks each rule decides otherwise than on the CPU, from the same logits and keys.
+
+    Softmax and sums round differently there, so a number close to a threshold may fall on the other side of it.
+    """
+    own, reference = Step(shape, 64, device), Step(shape, 64, "cpu")
+    differences = {}
+    for name, (rule, params) in CASES.items():
+        pairs = zip(own.decide_afresh(rule, params), reference.decide_afresh(rule, params), strict=True)
+        differences[name] = sum(one != other for one, other in pairs)
+    return differences
+
+
+def noise_error(device: str) -> float:
+    """Returns how far the noise of `coupled` is from the CPU's, relative to it: rounding of one logarithm."""
+    words, positions = torch.tensor([[1, 2], [3, 4]]), torch.tensor([5, 6])
+    expected = exponentials(words, positions, 50_000)
+    return float((exponentials(words.to(device), positions.to(device), 50_000).cpu() / expected - 1.0).abs().max())
+
+
 def main() -> None:
     """Measures, prints and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -116,6 +139,12 @@ def main() -> None:
         "torch": torch.__version__,
         "largest_error": largest_error(arguments.device),
         "step_ms": milliseconds,
+        "noise_error": noise_error(arguments.device),
+        "rule_differences": rule_differences(arguments.device, RULE_SHAPES[arguments.size]),
+        "rules": {
+            f"batch_{count}": measure(RULE_SHAPES[arguments.size], count, arguments.device, arguments.repetitions)
+            for count in (1, 16)
+        },
         "tokens_per_second": {count: 1e3 * count / milliseconds[count] for count in SESSIONS},
     }
     write_report(arguments, results)

@@ -13,6 +13,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -39,22 +40,29 @@ CASES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large the blocks are."""
+
+    vocab_size: int = 151_936
+    block_length: int = 8
+    support: int = 32
+    """Entries of each draft distribution."""
+
+
 class Step:
     """The blocks of one step, and their logits."""
 
-    def __init__(self, arguments: argparse.Namespace, batch_size: int) -> None:
-        """Makes blocks whose drafts resemble the target: acceptance is about 0.7."""
-        generator = torch.Generator(arguments.device).manual_seed(batch_size)
-        length, vocab_size, support = arguments.block_length, arguments.vocab_size, arguments.support
-        self.batch_size, self.length, self.device = batch_size, length, torch.device(arguments.device)
-        shape = (batch_size * (length + 1), vocab_size)
-        order = torch.rand(shape, generator=generator, device=self.device).argsort(dim=1).to(torch.float32)
-        self.logits = -order.add_(1.0).log_().mul_(1.2)  # as in text: the r-th likeliest of all tokens has mass r^-1.2
-        self.buffer = torch.empty_like(self.logits)
-        rows = torch.arange(len(self.logits), device=self.device).reshape(batch_size, length + 1)[:, :-1].flatten()
-        noisy = self.logits[rows] / 0.7 + 0.5 * torch.randn(
-            len(rows), vocab_size, generator=generator, device=self.device
-        )
+    def __init__(self, shape: Shape, batch_size: int, device: str) -> None:
+        """Makes blocks whose drafts resemble the target, the same on every device."""
+        generator = torch.Generator().manual_seed(batch_size)
+        length, vocab_size, support = shape.block_length, shape.vocab_size, shape.support
+        self.batch_size, self.length, self.device = batch_size, length, torch.device(device)
+        size = (batch_size * (length + 1), vocab_size)
+        order = torch.rand(size, generator=generator).argsort(dim=1).to(torch.float32)
+        logits = -order.add_(1.0).log_().mul_(1.2)  # as in text: the r-th likeliest of all tokens has mass r^-1.2
+        rows = torch.arange(len(logits)).reshape(batch_size, length + 1)[:, :-1].flatten()
+        noisy = logits[rows] / 0.7 + 0.5 * torch.randn(len(rows), vocab_size, generator=generator)
         best = noisy.topk(support)
         probs = best.values.softmax(-1)
         drawn = torch.multinomial(probs, 1, generator=generator)
@@ -63,17 +71,29 @@ class Step:
             SparseRows(ids, weights, vocab_size)
             for ids, weights in zip(best.indices.split(length), probs.split(length), strict=True)
         ]
+        self.logits = logits.to(self.device)
+        self.buffer = torch.empty_like(self.logits)
         self.keys = [DrawKey(bytes([index] * KEY_BYTES), 0, 0) for index in range(batch_size)]
 
-    def decide(self, rule: str, params: SamplingParams) -> list[int]:
-        """Does what a verifier does after its forward pass; overwrites the buffer."""
+    def decide(self, rule: str, params: SamplingParams) -> list[list[int]]:
+        """Does what a verifier does after its forward pass; overwrites the buffer.
+
+        Returns:
+            Accepted draft tokens and extra token of each block.
+        """
         probs = probabilities_of_spans(self.buffer, [Span(params, self.length + 1)] * self.batch_size)
         assert bool(is_distribution(probs).all())
         starts = [index * (self.length + 1) for index in range(self.batch_size)]
         blocks = BlockBatch.packed(probs, self.drafts, self.tokens, starts)
         noise = KeyedNoise(self.keys, [100] * self.batch_size, self.device)
-        accepted: list[int] = verify(RULES[rule], blocks, noise).num_accepted.tolist()
-        return accepted
+        outcome = verify(RULES[rule], blocks, noise)
+        decisions: list[list[int]] = torch.stack([outcome.num_accepted, outcome.extra_tokens], dim=1).tolist()
+        return decisions
+
+    def decide_afresh(self, rule: str, params: SamplingParams) -> list[list[int]]:
+        """Returns decisions about the logits as they were made."""
+        self.buffer.copy_(self.logits)
+        return self.decide(rule, params)
 
     def timed(self, work: Callable[[], object]) -> float:
         """Returns how long something takes on fresh logits, seconds."""
@@ -90,22 +110,21 @@ class Step:
 
 
 @torch.inference_mode()
-def measure(arguments: argparse.Namespace, batch_size: int) -> dict[str, object]:
+def measure(shape: Shape, batch_size: int, device: str, repeats: int) -> dict[str, object]:
     """Returns the times of one batch size."""
-    step = Step(arguments, batch_size)
+    step = Step(shape, batch_size, device)
     spare: Tensor = torch.empty_like(step.logits)
     times: dict[str, list[float]] = {name: [] for name in CASES}
     plain: dict[str, list[float]] = {name: [] for name in CASES}
     in_place: dict[str, list[float]] = {name: [] for name in CASES}
     accepted: dict[str, float] = {}
     for name, (rule, params) in CASES.items():
-        for _ in range(arguments.repeats + 1):  # the first one is not typical
+        for _ in range(repeats + 1):  # the first one is not typical
             plain[name].append(step.timed(lambda: torch.log_softmax(step.buffer, -1)))
             in_place[name].append(step.timed(lambda: torch.log_softmax(step.buffer, -1, out=spare)))
             times[name].append(step.timed(lambda rule=rule, params=params: step.decide(rule, params)))
     for name, (rule, params) in CASES.items():
-        step.buffer.copy_(step.logits)
-        accepted[name] = sum(step.decide(rule, params)) / batch_size
+        accepted[name] = sum(count for count, _ in step.decide_afresh(rule, params)) / batch_size
     return {
         name: {
             "milliseconds": median(times[name][1:]) * 1e3,
@@ -134,7 +153,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    results = {f"batch_{size}": measure(arguments, size) for size in arguments.batch_sizes}
+    shape = Shape(arguments.vocab_size, arguments.block_length, arguments.support)
+    results = {
+        f"batch_{size}": measure(shape, size, arguments.device, arguments.repeats) for size in arguments.batch_sizes
+    }
     write_report(arguments, {"threads": arguments.threads, **results})
 
 

@@ -32,3 +32,6 @@ def test_gpu_benchmark_runs_without_a_gpu_and_finds_the_cached_passes_right() ->
     report = json.loads(run("-m", "benchmarks.gpu", *arguments))
     assert report["largest_error"] < 1e-5
     assert set(report["step_ms"]) == {"1", "4", "16", "64"}
+    assert report["noise_error"] == 0.0
+    assert set(report["rule_differences"].values()) == {0}
+    assert report["rules"]["batch_16"]["block"]["accepted"] > 0.0
