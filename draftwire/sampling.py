@@ -272,8 +272,8 @@ def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         most = max(rank for rank in ranks if rank < vocab_size)
         ordered = logits.topk(most, dim=1).values
         last = ordered.gather(1, torch.tensor([[min(rank, most) - 1] for rank in ranks], device=logits.device))
-        applies = torch.tensor([[rank < vocab_size] for rank in ranks], device=logits.device)
-        logits.masked_fill_((logits < last) & applies, -math.inf)
+        keeps_all = torch.tensor([[rank == vocab_size] for rank in ranks], device=logits.device)
+        logits.masked_fill_(logits < last.masked_fill(keeps_all, -math.inf), -math.inf)
     if any(one.top_p < 1.0 for one in params):
         probs = logits.softmax(dim=1)
         logits.masked_fill_(probs < _least_of_top_mass(probs, column([one.top_p for one in params])), -math.inf)

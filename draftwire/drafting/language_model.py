@@ -144,13 +144,15 @@ class LanguageModelDrafter:
         active = blocks  # those that the rows of `logits` belong to
         while active:
             for row, block in zip(logits, active, strict=True):
-                row[block.limit :] = -torch.inf
+                if block.limit < len(row):
+                    row[block.limit :] = -torch.inf
             probs = probabilities_of_spans(logits, [block.span for block in active]).float()  # as they are sent
             is_good = is_distribution(probs).tolist()
             for group in (True, False):
                 rows = [row for row, block in enumerate(active) if block.request.is_coupled is group and is_good[row]]
                 if rows:
-                    _draw_tokens([active[row] for row in rows], probs[torch.tensor(rows, device=probs.device)])
+                    own = probs if len(rows) == len(active) else probs[torch.tensor(rows, device=probs.device)]
+                    _draw_tokens([active[row] for row in rows], own)
             active = [block for block, good in zip(active, is_good, strict=True) if good and block.num_left]
             if active:
                 logits = self.model.read([Reading(block.sequence.cached, [block.token_ids[-1]], 1) for block in active])

@@ -36,9 +36,10 @@ class Modifications:
     """`[batch, modifications] int64`: tokens for which it is still in force."""
 
     @classmethod
-    def none(cls, batch_size: int) -> "Modifications":
+    def none(cls, batch_size: int, device: torch.device | None = None) -> "Modifications":
         """Returns those at the start of texts."""
-        return cls(torch.zeros(batch_size, 0, dtype=torch.float64), torch.zeros(batch_size, 0, dtype=torch.int64))
+        ratios = torch.zeros(batch_size, 0, dtype=torch.float64, device=device)
+        return cls(ratios, torch.zeros(batch_size, 0, dtype=torch.int64, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +84,8 @@ def advance(modified: ModifiedBlocks, outcome: Outcome) -> Modifications:
     """Returns the modifications after blocks were decided: what is left of the old ones, and the rounds' own."""
     blocks, num_accepted = modified.blocks, outcome.num_accepted
     if blocks.max_len == 0:
-        return Modifications.none(blocks.batch_size)
-    batch = torch.arange(blocks.batch_size)
+        return Modifications.none(blocks.batch_size, blocks.lengths.device)
+    batch = torch.arange(blocks.batch_size, device=blocks.lengths.device)
     stop = num_accepted.clamp(max=blocks.max_len - 1)  # after a whole block nothing is in force
     layers = modified.layers[batch, stop]
     own = torch.cat([blocks.ratios().new_ones(blocks.batch_size, 1), _path_ratios(blocks)], dim=1)[batch, stop]
@@ -113,7 +114,7 @@ class GreedyBlockRule(LawRule):
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
         """See `LawRule.stop_law`. Algorithm 4 alone, for blocks whose target is the one in force."""
         if blocks.max_len == 0:
-            ones = torch.ones(blocks.batch_size, 1, dtype=torch.float64)
+            ones = torch.ones(blocks.batch_size, 1, dtype=torch.float64, device=blocks.lengths.device)
             return StopLaw(ones, ones)
         ratios = _path_ratios(blocks)
         scales = torch.cat([ratios.new_ones(blocks.batch_size, 1), ratios], dim=1)
@@ -132,7 +133,7 @@ class GreedyBlockRule(LawRule):
         Raises:
             ValueError: a block is too short for a modification that is in force.
         """
-        state = self.modifications or Modifications.none(blocks.batch_size)
+        state = self.modifications or Modifications.none(blocks.batch_size, blocks.lengths.device)
         if bool((state.left > blocks.lengths.unsqueeze(1)).any()):
             raise ValueError("greedy_block needs blocks of constant length")
         modified = modify(blocks, state)
@@ -155,5 +156,5 @@ def _extended(ratios: Tensor, layers: Tensor, draft: Tensor, tokens: Tensor) -> 
         draft: `[batch, vocab]`.
         tokens: `[batch] int64`.
     """
-    batch = torch.arange(len(tokens))
+    batch = torch.arange(len(tokens), device=tokens.device)
     return ratios * layers[batch, :, tokens] / draft[batch, tokens].unsqueeze(1)

@@ -97,6 +97,10 @@ def complete_request(
         raise InvalidRequestError(f"min_tokens must be at most max_tokens, {max_tokens}")
     if not all(0 <= token < target.vocab_size for token in request.stop_token_ids):
         raise InvalidRequestError(f"stop_token_ids must be in 0..{target.vocab_size - 1}")
+    stop_token_ids = frozenset(request.stop_token_ids) | frozenset(target.stop_token_ids)
+    allowed = request.sampling.allowed_token_ids
+    if request.sampling.min_tokens and allowed is not None and stop_token_ids.issuperset(allowed):
+        raise InvalidRequestError("allowed_token_ids are all stop tokens, which min_tokens keeps away: none is left")
     seed = new_seed() if request.seed is None else request.seed
     if not 0 <= seed <= MAX_SEED:
         raise InvalidRequestError(f"seed must be in 0..{MAX_SEED}")
@@ -115,7 +119,7 @@ def complete_request(
         sampling=request.sampling,
         max_tokens=max_tokens,
         stop=request.stop,
-        stop_token_ids=frozenset(request.stop_token_ids) | frozenset(target.stop_token_ids),
+        stop_token_ids=stop_token_ids,
         seed=seed,
         num_speculative_tokens=speculative,
         rule=rule,

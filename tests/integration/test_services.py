@@ -14,7 +14,7 @@ from conftest import read_metric
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoModelForCausalLM
 
-from benchmarks.law import stack_options
+from benchmarks.law import LOSSLESS, stack_options
 from draftwire.client import Client
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.kv_cache import BLOCK_SIZE
@@ -78,6 +78,50 @@ def test_a_round_emits_more_than_one_token_and_the_statistics_add_up(client: Cli
     assert list(numbers.num_accepted_tokens_per_pos) == sorted(numbers.num_accepted_tokens_per_pos, reverse=True)
 
 
+def test_lossy_rule_is_marked_in_the_response_and_counted(stack: LocalStack, client: Client) -> None:
+    completion = client.generate(PROMPT, max_tokens=10, rejection_sample_method="typical")
+    assert completion.is_lossy
+    before = read_metric(stack, "gateway", "lossy_requests")
+    assert client.generate(PROMPT, max_tokens=10, rejection_sample_method="typical").is_lossy
+    for rule in ("block", "token", "coupled"):
+        assert not client.generate(PROMPT, max_tokens=10, rejection_sample_method=rule).is_lossy
+    assert read_metric(stack, "gateway", "lossy_requests") == before + 1
+    assert list(client.server().lossy_rejection_sample_methods) == ["typical"]
+
+
+def test_gateway_with_a_lossy_default_does_not_start(pair: tuple[Path, Path]) -> None:
+    options = stack_options(*pair)
+    options["gateway"]["rejection_sample_method"] = "typical"
+    with pytest.raises(UnavailableError, match="typical is lossy"), LocalStack(options):
+        pass
+
+
+def test_same_seed_gives_the_same_text_under_coupled_whatever_the_blocks(client: Client) -> None:
+    texts = {
+        tuple(
+            client.generate(
+                PROMPT, max_tokens=40, seed=11, num_speculative_tokens=length, rejection_sample_method="coupled"
+            ).token_ids
+        )
+        for length in (0, 1, 2, 4, 8, 16)
+    }
+    assert len(texts) == 1
+    others = {
+        tuple(client.generate(PROMPT, max_tokens=40, seed=seed, rejection_sample_method="coupled").token_ids)
+        for seed in range(5)
+    }
+    assert len(others) == 5, "the seed matters"
+
+
+def test_stop_tokens_are_kept_away_until_min_tokens_and_allowed_ones_alone_appear(client: Client) -> None:
+    for seed in range(10):
+        completion = client.generate(PROMPT, max_tokens=40, seed=seed, stop_token_ids=[1], min_tokens=7)
+        assert 1 not in completion.token_ids[:7]
+        assert (completion.token_ids[-1] == 1) == (completion.finish_reason == "stop")
+        allowed = client.generate(PROMPT, max_tokens=20, seed=seed, allowed_token_ids=[0, 2])
+        assert set(allowed.token_ids) <= {0, 2}
+
+
 def test_tokens_stream_as_they_are_committed(client: Client) -> None:
     pieces = list(client.stream(PROMPT, max_tokens=30, seed=1))
     assert len(pieces) > 5
@@ -96,6 +140,17 @@ BAD_REQUESTS = {
     "top_p above 1": ({"top_p": 1.01}, "top_p"),
     "NaN top_p": ({"top_p": math.nan}, "top_p"),
     "negative top_k": ({"top_k": -1}, "range"),
+    "min_p above 1": ({"min_p": 1.5}, "min_p"),
+    "NaN min_p": ({"min_p": math.nan}, "min_p"),
+    "repetition penalty of 0": ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    "presence penalty above 2": ({"presence_penalty": 2.5}, "presence_penalty"),
+    "NaN frequency penalty": ({"frequency_penalty": math.nan}, "frequency_penalty"),
+    "bias above 100": ({"logit_bias": {1: 101.0}}, "logit_bias"),
+    "NaN bias": ({"logit_bias": {1: math.nan}}, "logit_bias"),
+    "bias beyond the vocabulary": ({"logit_bias": {3: 1.0}}, "logit_bias"),
+    "allowed id beyond the vocabulary": ({"allowed_token_ids": [1, 3]}, "allowed_token_ids"),
+    "no token possible": ({"allowed_token_ids": [1], "stop_token_ids": [1], "min_tokens": 2}, "allowed_token_ids"),
+    "more tokens at least than at most": ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
     "unknown rule": ({"rejection_sample_method": "magic"}, "block, token"),
     "no tokens": ({"max_tokens": 0}, "max_tokens"),
     "tokens beyond the context": ({"max_tokens": 61}, "max_tokens"),
@@ -306,7 +361,7 @@ def scripted_client(scripted_stack: LocalStack) -> Iterator[Client]:
         yield connected
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", LOSSLESS)
 def test_scripted_pair_is_accepted_as_its_script_says(scripted_client: Client, rule: str) -> None:
     """Some 1,500 blocks; false alarm of either comparison below 1e-6, by Hoeffding's bound."""
 

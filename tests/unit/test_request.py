@@ -55,6 +55,10 @@ MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
         ({"cache_salt": "x" * (MAX_SALT_LENGTH + 1)}, "cache_salt"),
         ({"rule": "tipical"}, "rejection_sample_method"),
         ({"sampling": SamplingParams(min_tokens=8)}, "min_tokens"),
+        (
+            {"sampling": SamplingParams(allowed_token_ids=(3,), min_tokens=1), "stop_token_ids": (3,)},
+            "allowed_token_ids",
+        ),
         ({"sampling": SamplingParams(logit_bias=((50, 1.0),))}, "logit_bias"),
         ({"sampling": SamplingParams(allowed_token_ids=(50,))}, "allowed_token_ids"),
         ({"rule": ""}, "rejection_sample_method"),
