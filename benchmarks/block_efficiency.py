@@ -161,7 +161,7 @@ def main() -> None:
             efficiency, acceptance = estimate(block_efficiency, own), estimate(acceptance_rate, own)
             report[f"{kind}_{rule}"] = {"block_efficiency": efficiency, "acceptance_rate": acceptance}
             print(f"{kind:>9} {rule:>7}: block efficiency {efficiency}, acceptance rate {acceptance}")
-        for rule in set(counts) - {"token"}:
+        for rule in [rule for rule in counts if rule != "token"]:
             gained = gain(counts[rule], counts["token"])
             report[f"{kind}_gain_percent_{rule}_over_token"] = gained
             print(f"{kind:>9} {rule:>7}: over token {gained} %")

@@ -165,7 +165,7 @@ def other_request(generator: random.Random) -> dict[str, Any]:
         "presence_penalty": generator.choice([0.0, 0.0, 0.5, -1.0]),
         "frequency_penalty": generator.choice([0.0, 0.0, 0.5]),
         "logit_bias": generator.choice([{}, {}, {1: 2.0}]),
-        "allowed_token_ids": generator.choice([(), (), (0, 2)]),
+        "allowed_token_ids": generator.choice([None, None, (0, 2)]),
         "cache_salt": generator.choice(["", "", "other"]),
     }
 
@@ -173,8 +173,9 @@ def other_request(generator: random.Random) -> dict[str, Any]:
 def options_of(sampling: SamplingParams) -> dict[str, Any]:
     """Returns the options of a request with these parameters."""
     values = {name: getattr(sampling, name) for name in PARAMETERS}
-    allowed = sampling.allowed_token_ids or ()
-    return values | {"logit_bias": dict(sampling.logit_bias), "allowed_token_ids": allowed}
+    allowed = sampling.allowed_token_ids
+    allowed_ids = None if allowed is None else sorted(allowed)
+    return values | {"logit_bias": dict(sampling.logit_bias), "allowed_token_ids": allowed_ids}
 
 
 def compare(

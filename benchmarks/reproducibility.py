@@ -52,6 +52,8 @@ class Comparison:
     setting: Setting
     texts: int
     differing: int
+    unreported: int
+    """Of the differing texts those where neither side reported a near-tie."""
     largest_lead: float
     """Of the places where texts part, in log-weight; 0 if there are none."""
     near_ties: int
@@ -157,17 +159,20 @@ def _compare(
     completions: Sequence[Completion],
     setting: Setting,
 ) -> Comparison:
-    leads = [
-        judge.lead(prompts[seed], seed, reference.token_ids, completion.token_ids)
-        for seed, (reference, completion) in enumerate(zip(references, completions, strict=True))
-        if reference.token_ids != completion.token_ids
+    differing = [
+        (seed, one, other)
+        for seed, (one, other) in enumerate(zip(references, completions, strict=True))
+        if one.token_ids != other.token_ids
     ]
+    leads = [judge.lead(prompts[seed], seed, one.token_ids, other.token_ids) for seed, one, other in differing]
+    unreported = [one.statistics.num_near_ties + other.statistics.num_near_ties == 0 for _, one, other in differing]
     statistics = [completion.statistics for completion in completions]
     drafted = sum(one.num_draft_tokens for one in statistics)
     return Comparison(
         setting=setting,
         texts=len(completions),
         differing=len(leads),
+        unreported=sum(unreported),
         largest_lead=max(leads, default=0.0),
         near_ties=sum(one.num_near_ties for one in statistics),
         tokens=sum(one.num_generated_tokens for one in statistics),
@@ -191,6 +196,7 @@ def main() -> None:
         "texts": sum(one.texts for one in comparisons),
         "tokens": sum(one.tokens for one in comparisons),
         "differing_texts": sum(one.differing for one in comparisons),
+        "differing_texts_without_a_reported_near_tie": sum(one.unreported for one in comparisons),
         "largest_lead_where_texts_part": max(one.largest_lead for one in comparisons),
         "near_ties": sum(one.near_ties for one in comparisons),
         "settings": [asdict(one) for one in comparisons],

@@ -7,9 +7,11 @@ Source: Sun et al. 2024 (arXiv 2403.10444), Algorithm 3.
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TypeVar
 
-from draftwire.drafting.strategy import Drafting, DraftingStrategy, DraftRequest
+from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest
 from draftwire.errors import DraftwireError
 from draftwire.models.cached_model import SequenceModel
 from draftwire.randomness import DrawKey, Role, derive_key
@@ -17,6 +19,8 @@ from draftwire.sampling import SamplingParams
 from draftwire.verification import GreedyBlockRule, new_rule
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.target import Judgement, Judging, judge
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,56 +62,56 @@ def speculate(
         run: what to generate.
     """
     rule = new_rule(run.rule)
-    drafting_key, verifying_key = derive_key(run.seed, Role.DRAFTING), derive_key(run.seed, Role.VERIFYING)
-    if rule.is_coupled:
-        drafting_key = verifying_key = derive_key(run.seed, Role.COUPLING)
+    roles = (Role.COUPLING, Role.COUPLING) if rule.is_coupled else (Role.DRAFTING, Role.VERIFYING)
+    drafting_key, verifying_key = (derive_key(run.seed, role) for role in roles)
     committed, drafter_knows = list(prompt_ids), len(prompt_ids)
     with ExitStack() as cleanup:
         judged, drafted = target.cache.open(committed), drafter.open(committed)
         cleanup.callback(target.cache.close, judged)
         cleanup.callback(drafted.close)
-        end, round_number = len(prompt_ids) + run.num_tokens, 0
-        while len(committed) < end:
-            block_length = run.block_length
-            if not isinstance(rule, GreedyBlockRule):
-                block_length = min(block_length, end - len(committed) - 1)
-            tokens, distributions = [], None
+        judging = Judging(
+            sequence=judged,
+            committed=committed,
+            draft_tokens=[],
+            distributions=None,
+            sampling=run.sampling,
+            rule=rule,
+            key=DrawKey(verifying_key, 0, 0),
+            prompt_len=len(prompt_ids),
+            stop_token_ids=run.stop_token_ids,
+        )
+        request = DraftRequest(
+            num_tokens=run.block_length,
+            sampling=run.sampling,
+            key=DrawKey(drafting_key, 0, 0),
+            vocab_size=target.vocab_size,
+            is_coupled=rule.is_coupled,
+            needs_probs=rule.needs_draft_probs,
+            prompt_len=len(prompt_ids),
+            stop_token_ids=run.stop_token_ids,
+        )
+        end = len(prompt_ids) + run.num_tokens
+        for number in count():
+            if len(committed) >= end:
+                return
+            judging = replace(judging, draft_tokens=[], distributions=None, key=DrawKey(verifying_key, 0, number))
+            left = end - len(committed) - 1
+            block_length = run.block_length if isinstance(rule, GreedyBlockRule) else min(run.block_length, left)
             if block_length:
                 drafted.calibrate(drafter_knows, committed[drafter_knows:])
                 drafter_knows = len(committed)
-                key = DrawKey(drafting_key, 0, round_number)
-                request = DraftRequest(
-                    block_length,
-                    run.sampling,
-                    key,
-                    target.vocab_size,
-                    is_coupled=rule.is_coupled,
-                    needs_probs=rule.needs_draft_probs,
-                    prompt_len=len(prompt_ids),
-                    stop_token_ids=run.stop_token_ids,
-                )
-                (draft,) = drafter.step([Drafting(drafted, request)]).drafts
-                if isinstance(draft, DraftwireError):
-                    raise draft
-                assert draft is not None, "a step without a limit drafts"
-                tokens, distributions = draft.token_ids, draft.distributions
-            key = DrawKey(verifying_key, 0, round_number)
-            judging = Judging(
-                judged,
-                committed,
-                tokens,
-                distributions,
-                run.sampling,
-                rule,
-                key,
-                prompt_len=len(prompt_ids),
-                stop_token_ids=run.stop_token_ids,
-            )
+                request = replace(request, num_tokens=block_length, key=DrawKey(drafting_key, 0, number))
+                draft = _checked(drafter.step([Drafting(drafted, request)]).drafts[0])
+                assert isinstance(draft, Draft), "a step without a limit drafts"
+                judging = replace(judging, draft_tokens=draft.token_ids, distributions=draft.distributions)
             step = judge(target, [judging])
-            (judgement,) = step.outcomes
-            if isinstance(judgement, DraftwireError):
-                raise judgement
+            judgement = _checked(step.outcomes[0])
             assert isinstance(judgement, Judgement), "a step without a limit decides"
             committed += judgement.token_ids
-            round_number += 1
             yield Round(judgement.token_ids, judgement.num_accepted, step.decided[0].blocks)
+
+
+def _checked(outcome: Result | DraftwireError) -> Result:
+    if isinstance(outcome, DraftwireError):
+        raise outcome
+    return outcome

@@ -27,6 +27,8 @@ MAX_BIAS = 100.0
 """Largest logit bias, as OpenAI has it."""
 MAX_BIASED_TOKENS = 1024
 MAX_REPETITION_PENALTY = 100.0
+MAX_ALLOWED_TOKENS = 2**18
+"""As many as the largest vocabularies have."""
 
 SMALLEST = 1e-30
 """Smaller temperatures, masses and repetition penalties are taken as this: float32 would round them to 0, which means
@@ -50,7 +52,7 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy decoding; at most 100."""
     top_k: int = 0
-    """Keep the k most likely tokens, and those as likely as the last of them; 0 keeps all."""
+    """Keep the k most likely tokens, and those as likely as the last of them; 0 keeps all, 1 is greedy decoding."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1], and those as likely as its
     last."""
@@ -64,8 +66,8 @@ class SamplingParams:
     """Subtracted from a token's logit once for each time it was generated, in [-2, 2]."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and what is added to its logit, in [-100, 100]; at most 1,024, no id twice."""
-    allowed_token_ids: tuple[int, ...] | None = None
-    """Only these tokens are possible; None allows all."""
+    allowed_token_ids: frozenset[int] | None = None
+    """Only these tokens are possible, at most 262,144; None allows all."""
     min_tokens: int = 0
     """No stop token is possible before so many tokens are generated."""
 
@@ -79,14 +81,20 @@ class SamplingParams:
         _require(is_penalty, "repetition_penalty", "above 0 and at most 100", self.repetition_penalty)
         for name in ("presence_penalty", "frequency_penalty"):
             _require(-MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY, name, "in [-2, 2]", getattr(self, name))
-        biased = [token for token, _ in self.logit_bias]
-        is_bias = all(token >= 0 and -MAX_BIAS <= bias <= MAX_BIAS for token, bias in self.logit_bias)
-        _require(is_bias, "logit_bias", "token ids with values in [-100, 100]", self.logit_bias)
-        is_bias = len(set(biased)) == len(biased) <= MAX_BIASED_TOKENS
-        _require(is_bias, "logit_bias", f"at most {MAX_BIASED_TOKENS} different token ids", len(biased))
-        allowed = self.allowed_token_ids
-        _require(allowed is None or len(allowed) > 0, "allowed_token_ids", "at least one token id", allowed)
-        _require(allowed is None or min(allowed) >= 0, "allowed_token_ids", "token ids", allowed)
+        is_few = len(self.logit_bias) <= MAX_BIASED_TOKENS
+        _require(is_few, "logit_bias", f"at most {MAX_BIASED_TOKENS} token ids", len(self.logit_bias))
+        for token, bias in self.logit_bias:
+            _require(
+                token >= 0 and abs(bias) <= MAX_BIAS, "logit_bias", "ids with values in [-100, 100]", (token, bias)
+            )
+        num_biased = len({token for token, _ in self.logit_bias})
+        _require(num_biased == len(self.logit_bias), "logit_bias", "without repeated ids", len(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            count = len(self.allowed_token_ids)
+            _require(1 <= count <= MAX_ALLOWED_TOKENS, "allowed_token_ids", f"1 to {MAX_ALLOWED_TOKENS} ids", count)
+            _require(min(self.allowed_token_ids) >= 0, "allowed_token_ids", "token ids", min(self.allowed_token_ids))
+            # A set knows its hash: masks are looked up by it.
+            object.__setattr__(self, "allowed_token_ids", frozenset(self.allowed_token_ids))
         _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
 
     @property
@@ -104,20 +112,17 @@ class SamplingParams:
         """Whether tokens of the text get other logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
-    def reads_text(self) -> bool:
-        """Whether the distribution depends on the text in other ways than through the logits."""
-        return self.penalizes or self.min_tokens > 0
-
     def check_vocabulary(self, vocab_size: int) -> None:
         """Checks that all token ids are within a vocabulary.
 
         Raises:
             InvalidRequestError: one is not.
         """
-        named = [("logit_bias", token) for token, _ in self.logit_bias]
-        named += [("allowed_token_ids", token) for token in self.allowed_token_ids or ()]
-        for name, token in named:
+        largest = {
+            "logit_bias": max((token for token, _ in self.logit_bias), default=0),
+            "allowed_token_ids": max(self.allowed_token_ids or (0,)),
+        }
+        for name, token in largest.items():
             _require(token < vocab_size, name, f"token ids in 0..{vocab_size - 1}", token)
 
 
@@ -133,11 +138,19 @@ class Span:
     num_rows: int
     """How many places."""
     text: Sequence[int] = ()
-    """The tokens before the last of the places; before the others stand as many less. Needed if params.reads_text."""
+    """The tokens before the last of the places; before the others stand as many less. Needed if params.penalizes."""
     prompt_len: int = 0
     """How many tokens of the text are the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
     """The tokens that min_tokens keeps away."""
+    text_len: int | None = None
+    """Tokens before the last of the places, where `text` is left out."""
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were generated before the first of the places."""
+        text_len = len(self.text) if self.text_len is None else self.text_len
+        return text_len - (self.num_rows - 1) - self.prompt_len
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -215,8 +228,7 @@ def _edit(logits: Tensor, span: Span) -> None:
     if params.allowed_token_ids is not None:
         logits += _mask(params.allowed_token_ids, vocab_size, logits.device)
     if params.min_tokens:
-        num_generated = len(span.text) - (span.num_rows - 1) - span.prompt_len  # before the first row
-        num_masked = max(0, min(span.num_rows, params.min_tokens - num_generated))
+        num_masked = max(0, min(span.num_rows, params.min_tokens - span.num_generated))
         stops = [token for token in span.stop_token_ids if token < vocab_size]
         logits[:num_masked, torch.tensor(stops, dtype=torch.int64, device=logits.device)] += -math.inf
     if params.penalizes and span.text:
@@ -225,27 +237,28 @@ def _edit(logits: Tensor, span: Span) -> None:
 
 def _penalize(logits: Tensor, span: Span) -> None:
     """Applies the penalties, in place. Reads and writes the logits of the text's tokens alone."""
-    params, text = span.params, np.asarray(span.text, dtype=np.int64)
-    tokens, places = np.unique(text[text < logits.shape[1]], return_inverse=True)
-    index = torch.from_numpy(tokens).to(logits.device)
-    first = len(text) - (span.num_rows - 1)  # tokens before the first row
-    is_known = text < logits.shape[1]
-    position_of = np.flatnonzero(is_known)  # where in the text each of `places` stands
+    params, vocab_size = span.params, logits.shape[1]
+    text = np.asarray(span.text, dtype=np.int64)
+    positions = np.flatnonzero(text < vocab_size)
+    text, is_generated = text[positions], positions >= span.prompt_len
+    rows = positions - (len(span.text) - span.num_rows)  # the first row that a token counts for; <= 0: for all rows
+    is_early = rows <= 0
+    early = np.bincount(text[is_early], minlength=vocab_size)
+    early_generated = np.bincount(text[is_early & is_generated], minlength=vocab_size)
+    tokens = np.union1d(np.flatnonzero(early), text[~is_early])
+    places = np.searchsorted(tokens, text[~is_early])
+    later = np.zeros((2, span.num_rows, len(tokens)), dtype=np.int64)
+    np.add.at(later[0], (rows[~is_early], places), 1)
+    np.add.at(later[1], (rows[~is_early], places), is_generated[~is_early].astype(np.int64))
     # [num_rows, tokens]: how often each token occurs before each row, in all of the text and in what was generated
-    rows = np.maximum(position_of - first + 1, 0)  # the first row that each occurrence counts for
-    seen = np.zeros((span.num_rows + 1, len(tokens)), dtype=np.int64)
-    np.add.at(seen, (np.minimum(rows, span.num_rows), places), 1)
-    generated = np.zeros_like(seen)
-    is_generated = position_of >= span.prompt_len
-    np.add.at(generated, (np.minimum(rows, span.num_rows)[is_generated], places[is_generated]), 1)
-    seen_before = torch.from_numpy(seen[:-1].cumsum(axis=0)).to(logits.device)
-    counts = torch.from_numpy(generated[:-1].cumsum(axis=0)).to(logits.device, logits.dtype)
+    counts = later.cumsum(axis=1) + np.stack([early[tokens], early_generated[tokens]])[:, None]
+    seen, generated = torch.from_numpy(counts).to(logits.device, logits.dtype)
+    index = torch.from_numpy(tokens).to(logits.device)
     values = logits[:, index]
     factor = max(params.repetition_penalty, SMALLEST)
-    repeated = torch.where(values < 0.0, values * factor, values / factor)
-    values = torch.where(seen_before > 0, repeated, values)
-    values = values - params.presence_penalty * (counts > 0.0).to(values.dtype) - params.frequency_penalty * counts
-    logits[:, index] = values
+    values = torch.where(seen > 0.0, torch.where(values < 0.0, values * factor, values / factor), values)
+    penalty = params.presence_penalty * (generated > 0.0).to(values.dtype) + params.frequency_penalty * generated
+    logits[:, index] = values - penalty
 
 
 def _divide(logits: Tensor, temperatures: list[float]) -> None:
@@ -315,7 +328,7 @@ def _one_hot(logits: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _mask(allowed: tuple[int, ...], vocab_size: int, device: torch.device) -> Tensor:
+def _mask(allowed: frozenset[int], vocab_size: int, device: torch.device) -> Tensor:
     """Returns 0 for tokens in `allowed` and -inf for others, `[vocab_size] float32`."""
     mask = torch.full((vocab_size,), -math.inf)
     mask[torch.tensor([token for token in allowed if token < vocab_size], dtype=torch.int64)] = 0.0

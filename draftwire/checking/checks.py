@@ -26,6 +26,7 @@ from draftwire.checking.rounds import (
     stated_emissions,
 )
 from draftwire.checking.theory import EXPECTATIONS, block_expectation
+from draftwire.distributions import DenseRows
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.greedy_block import GreedyBlockRule
 from draftwire.verification.rule import FixedNoise, LawRule, Outcome, VerificationRule, verify
@@ -37,6 +38,7 @@ SAMPLED_SIGMAS = 8.0
 """Standard errors that a sampled law may be off."""
 
 BATCH_SIZES = (1, 2, 3, 17)
+BATCH_REPEATS = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,30 +262,64 @@ def _check_edges(rule: VerificationRule, plan: Plan, findings: Findings) -> None
 
 
 def _check_batches(rule: VerificationRule, findings: Findings) -> None:
-    """Decides about blocks of different lengths alone and in batches, with the same numbers."""
-    vocab_size, max_len = 5, 4
+    """Decides about blocks of different lengths alone and in batches, padded and packed, with the same numbers."""
     for batch_size in BATCH_SIZES:
-        generator = torch.Generator().manual_seed(batch_size)
+        for repeat in range(BATCH_REPEATS):
+            where = f"in a batch of {batch_size}"
+            generator = torch.Generator().manual_seed(1000 * batch_size + repeat)
+            ragged = _Ragged.of(batch_size, generator)
+            recorded = RecordingNoise(0.5, batch_size)
+            verify(rule, ragged.padded(), recorded)
+            uniforms = torch.rand(batch_size, recorded.num_uniforms, generator=generator, dtype=torch.float64)
+            times = torch.rand(ragged.target.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300)
+            noise = FixedNoise(uniforms, -times.log())
+            together = [verify(rule, blocks, noise) for blocks in (ragged.padded(), ragged.packed())]
+            for index in range(batch_size):
+                alone = verify(
+                    rule, ragged.alone(index), FixedNoise(uniforms[index : index + 1], -times[[index]].log())
+                )
+                is_same = all(_pair_of(alone, 0) == _pair_of(outcome, index) for outcome in together)
+                findings.require(Kind.BATCH, float(not is_same), 0.0, where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ragged:
+    """Blocks of different lengths."""
+
+    target: Tensor
+    draft: Tensor
+    tokens: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, batch_size: int, generator: torch.Generator, vocab_size: int = 5, max_len: int = 4) -> "_Ragged":
+        """Returns random ones, whose draft tokens are drawn from the drafter."""
         target, draft = (
             torch.randn(batch_size, max_len + extra, vocab_size, generator=generator, dtype=torch.float64).softmax(-1)
             for extra in (1, 0)
         )
-        tokens = torch.randint(0, vocab_size, (batch_size, max_len), generator=generator)
-        lengths = torch.randint(0, max_len + 1, (batch_size,), generator=generator)
-        blocks = BlockBatch.padded(target, draft, tokens, lengths)
-        recorded = RecordingNoise(0.5, batch_size)
-        verify(rule, blocks, recorded)
-        uniforms = torch.rand(batch_size, recorded.num_uniforms, generator=generator, dtype=torch.float64)
-        times = -torch.rand(target.shape, generator=generator, dtype=torch.float64).clamp(min=1e-300).log()
-        together = verify(rule, blocks, FixedNoise(uniforms, times))
-        for index in range(batch_size):
-            row, length = slice(index, index + 1), int(lengths[index])
-            alone = BlockBatch.padded(
-                target[row, : length + 1], draft[row, :length], tokens[row, :length], lengths[row]
-            )
-            one = verify(rule, alone, FixedNoise(uniforms[row], times[row, : length + 1]))
-            is_same = _pair_of(one, 0) == _pair_of(together, index)
-            findings.require(Kind.BATCH, float(not is_same), 0.0, f"in a batch of {batch_size}")
+        tokens = torch.multinomial(draft.flatten(0, 1), 1, generator=generator).reshape(batch_size, max_len)
+        return cls(target, draft, tokens, torch.randint(0, max_len + 1, (batch_size,), generator=generator))
+
+    def padded(self) -> BlockBatch:
+        """Returns all of them, padded."""
+        return BlockBatch.padded(self.target, self.draft, self.tokens, self.lengths)
+
+    def packed(self) -> BlockBatch:
+        """Returns all of them as a server has them: without padding in what is large."""
+        lengths = self.lengths.tolist()
+        rows = [self.target[index, : length + 1] for index, length in enumerate(lengths)]
+        drafts = [DenseRows(self.draft[index, :length]) for index, length in enumerate(lengths)]
+        tokens = [self.tokens[index, :length].tolist() for index, length in enumerate(lengths)]
+        starts = [0, *torch.tensor([len(part) for part in rows]).cumsum(0).tolist()[:-1]]
+        return BlockBatch.packed(torch.cat(rows), drafts, tokens, starts)
+
+    def alone(self, index: int) -> BlockBatch:
+        """Returns one of them."""
+        row, length = slice(index, index + 1), int(self.lengths[index])
+        return BlockBatch.padded(
+            self.target[row, : length + 1], self.draft[row, :length], self.tokens[row, :length], self.lengths[row]
+        )
 
 
 def _check_sparse(rule: VerificationRule, findings: Findings) -> None:

@@ -23,10 +23,15 @@ from draftwire.distributions import race
 from draftwire.verification.rule import FixedNoise, VerificationRule, verify
 
 LEAST_CELL = 1e-13
-"""Less likely cells may be too narrow for float64 to hit. What they weigh together is part of `lost_mass`."""
+"""Less likely cells may be too narrow for float64 to hit. What they weigh is missing from the law, and so part of its
+deviation."""
 
-WITNESSES = ((0.5, 2.0, 1.0), (0.25, 5.0, 0.3))
-"""For each witness: where in the cell's range of r it lies, how far losers are beyond the finish, the scale of e."""
+WITNESSES = ((0.5, 2.0, 1.0), (0.25, 5.0, 0.3), (0.0, 2.0, 1.0), (1.0, 2.0, 1.0))
+"""For each witness: where in the cell's range of r it lies, how far losers are beyond the finish, the scale of e. The
+last two are as close as `MARGIN` to where another token wins, on one side or the other."""
+
+MARGIN = 1e-7
+"""Relative, in wide cells; in narrow ones all witnesses are inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +49,6 @@ class CoupledRound:
     """What one round of a coupled rule does."""
 
     emissions: Emissions
-    lost_mass: float
-    """Probability of the cells that were left out."""
     reasons: tuple[str, ...]
     """Ways in which the outcome depends on noise that it must not depend on."""
 
@@ -80,13 +83,23 @@ def race_law(target: Tensor, drafter: Tensor) -> RaceLaw:
                 area = _integral(low, high, draft[:, others], goal[:, others])
                 probs[:, i, j] = torch.where(is_cell, area, 0.0)
             for witness, (share, slack, scale) in enumerate(WITNESSES):
-                r = torch.where(torch.isfinite(high), low + share * (high - low), 2.0 * low + share)
+                r = _between(low, high, share)
                 beyond = torch.maximum(draft, r.unsqueeze(1) * goal)
                 e = scale * torch.where(beyond > 0.0, slack * beyond, slack)
                 e[:, i] = scale
                 e[:, j] = scale * r
                 times[witness, :, i, j] = torch.where(is_cell.unsqueeze(1), e, 1.0)
     return RaceLaw(probs, times)
+
+
+def _between(low: Tensor, high: Tensor, share: float) -> Tensor:
+    """Returns a number that is a share of the way from `low` to `high`, perhaps infinite, but never at an end."""
+    inside = torch.where(torch.isfinite(high), low + 0.5 * (high - low), 2.0 * low + 0.5)
+    if 0.0 < share < 1.0:
+        return torch.where(torch.isfinite(high), low + share * (high - low), 2.0 * low + share)
+    edge = low * (1.0 + MARGIN) if share == 0.0 else high * (1.0 - MARGIN)
+    is_wide = (low > 0.0) & torch.isfinite(high) & (high > low * (1.0 + 4 * MARGIN))
+    return torch.where(is_wide, edge, inside)
 
 
 def _integral(low: Tensor, high: Tensor, draft: Tensor, goal: Tensor) -> Tensor:
@@ -127,7 +140,6 @@ def coupled_round(rule: VerificationRule, pair: Pair, length: int) -> CoupledRou
     for place in range(length):
         probs = probs * races.probs[before[place], path[1 + 2 * place], path[2 + 2 * place]]
     kept = (probs > 0.0) & _is_wide(path, before, races, last)
-    lost_mass = float(probs[~kept].sum())
     path, before, probs = path[:, kept], before[:, kept], probs[kept]
     found = []
     for witness in range(len(WITNESSES)):
@@ -137,13 +149,13 @@ def coupled_round(rule: VerificationRule, pair: Pair, length: int) -> CoupledRou
         times.append(last.times[witness, before[-1], path[-1], path[-1]])
         found.append(_emitted(rule, pair, path[0], torch.stack(times, dim=1)))
     reasons = []
-    if not torch.equal(found[0], found[1]):
+    if not all(torch.equal(found[0], other) for other in found[1:]):
         reasons.append("the outcome depends on more than who wins the race at each place")
     if _reads_ahead(found[0], path, shape):
         reasons.append("the outcome depends on noise of places that it does not commit, which later rounds use again")
     codes = num_codes(vocab_size, length + 1)
     masses = torch.zeros(contexts * codes, dtype=torch.float64).index_add_(0, path[0] * codes + found[0], probs)
-    return CoupledRound(Emissions.from_codes(masses.reshape(contexts, codes), vocab_size), lost_mass, tuple(reasons))
+    return CoupledRound(Emissions.from_codes(masses.reshape(contexts, codes), vocab_size), tuple(reasons))
 
 
 def _is_wide(path: Tensor, before: Tensor, races: RaceLaw, last: RaceLaw) -> Tensor:

@@ -89,7 +89,10 @@ def law_of_rounds(rule: GreedyBlockRule, pair: Pair, block_length: int, length: 
 
 
 def drawing_deviation(rule: GreedyBlockRule, pair: Pair, block_length: int) -> float:
-    """Returns by how much the decisions of two rounds differ from the law that the rule states, block by block."""
+    """Returns by how much the decisions of two rounds differ from the law that the rule states, block by block.
+
+    It is 1 if what a decision leaves in the rule is not what the next round has to know.
+    """
     blocks, texts = all_blocks(pair, block_length), Texts.empty(pair.vocab_size + 1)
     result = 0.0
     for _ in range(2):
@@ -113,12 +116,26 @@ def drawing_deviation(rule: GreedyBlockRule, pair: Pair, block_length: int) -> f
             for token in range(pair.vocab_size):
                 places = emitted_codes(rows.given, Outcome(outcome, torch.full_like(index, token)))
                 expected[index, places] += weights[:, token]
-        result = max(result, largest_deviation(decided, expected))
+        result = max(result, largest_deviation(decided, expected), float(_forgets(rule, rows, state)))
         texts = _joined(_round(rule, texts, blocks))
         texts = texts.select((texts.state.left > 0).any(dim=1).nonzero().squeeze(1)[:8])
         if not len(texts.numbers):
             break
     return result
+
+
+def _forgets(rule: GreedyBlockRule, rows: Continued, state: Modifications) -> bool:
+    """Returns whether the rule remembers something else of a decision than what follows from it."""
+    fresh = type(rule)()
+    fresh.modifications = state
+    numbers = torch.rand(len(rows.texts), 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    outcome = fresh.decide(rows.given, FixedNoise(numbers))
+    expected, found = advance(rows.modified, outcome), fresh.modifications
+    return (
+        found is None
+        or not torch.equal(found.left, expected.left)
+        or not torch.allclose(found.ratios, expected.ratios, rtol=1e-12)
+    )
 
 
 def _round(rule: GreedyBlockRule, texts: Texts, blocks: AllBlocks) -> list[Texts]:

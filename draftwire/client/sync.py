@@ -139,7 +139,7 @@ class Client:
         presence_penalty: float | None = None,
         frequency_penalty: float | None = None,
         logit_bias: Mapping[int, float] | None = None,
-        allowed_token_ids: Sequence[int] = (),
+        allowed_token_ids: Sequence[int] | None = None,
         min_tokens: int | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
@@ -163,7 +163,7 @@ class Client:
             presence_penalty: subtracted from the logits of generated tokens.
             frequency_penalty: subtracted from a token's logit once for each time it was generated.
             logit_bias: added to the logits of these token ids.
-            allowed_token_ids: no other token is possible; empty allows all.
+            allowed_token_ids: no other token is possible; at least one.
             min_tokens: nothing ends the text before so many tokens, but stop strings do.
             max_tokens: most tokens to generate; without it, what the context leaves.
             stop: the text ends before the first of these.
@@ -180,6 +180,8 @@ class Client:
             NoRoomError: while iterating: the server is full; says when to try again.
             UnavailableError: here or while iterating: the server cannot be reached.
         """
+        if allowed_token_ids is not None and not len(allowed_token_ids):
+            raise InvalidRequestError("allowed_token_ids is empty: no token is possible")
         if wait_for_server_s is not None:
             self.wait_ready(wait_for_server_s)
         try:

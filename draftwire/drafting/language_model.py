@@ -173,6 +173,11 @@ class _Block:
         self._numbers = numbers
 
     @property
+    def needs_rows(self) -> bool:
+        """Whether the distributions are sent; those of a greedy drafter can be told without them."""
+        return self.request.needs_probs and not self.request.sampling.greedy
+
+    @property
     def number(self) -> float:
         """The uniform number that draws the next token."""
         return self._numbers[len(self.token_ids)]
@@ -191,13 +196,13 @@ class _Block:
     def span(self) -> Span:
         """The place of the next token."""
         request = self.request
-        text = [*self.sequence.ids, *self.token_ids] if request.sampling.reads_text else ()
-        return Span(request.sampling, 1, text, request.prompt_len, request.stop_token_ids)
+        text = [*self.sequence.ids, *self.token_ids] if request.sampling.penalizes else ()
+        return Span(request.sampling, 1, text, request.prompt_len, request.stop_token_ids, self.position)
 
     def add(self, token: int, row: Tensor) -> None:
         """Takes a token that was drawn from `row`."""
         self.token_ids.append(token)
-        if self.request.needs_probs:
+        if self.needs_rows:
             self.rows.append(row[: self.limit])
 
     def draft(self) -> Draft | DraftwireError:
@@ -223,7 +228,9 @@ def _draw_tokens(blocks: list[_Block], probs: Tensor) -> None:
         positions = torch.tensor([block.position for block in blocks], device=probs.device)
         drawn = race(probs, exponentials(words, positions, probs.shape[1])).winners
     else:
+        numbers = torch.tensor([block.number for block in blocks], dtype=torch.float64, device=probs.device)
+        drawn = draw(probs, numbers)
+    if any(block.needs_rows for block in blocks):
         probs = probs.cpu()
-        drawn = draw(probs, torch.tensor([block.number for block in blocks], dtype=torch.float64))
     for block, token, row in zip(blocks, drawn.tolist(), probs, strict=True):
         block.add(token, row)

@@ -329,7 +329,10 @@ class GenerationStatistics(_message.Message):
     num_cached_prompt_tokens: _builtins.int
     """Tokens of the prompt whose keys and values the target took over from earlier requests."""
     num_near_ties: _builtins.int
-    """Under "coupled": tokens that rounding could have changed. If 0, the same seed gives the same text on any drafter."""
+    """Under "coupled": tokens whose lead over the second-best was within rounding: below 1e-4 in the logits of a float32
+    target, below 0.25 in bfloat16. Not counted at temperature 0, nor where rounding moves a border of top_k, top_p or
+    min_p.
+    """
     @_builtins.property
     def num_accepted_tokens_per_pos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted draft tokens by position in the block."""

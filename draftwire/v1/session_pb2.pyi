@@ -163,7 +163,7 @@ class SamplingParameters(_message.Message):
     temperature: _builtins.float
     """0 is greedy decoding. At most 100. Absent: 1."""
     top_k: _builtins.int
-    """Keep the k most likely tokens, and those as likely as the last of them. 0 or absent: all."""
+    """Keep the k most likely tokens, and those as likely as the last of them. 0 or absent: all. 1 is greedy decoding."""
     top_p: _builtins.float
     """Keep the smallest set of most likely tokens whose mass reaches top_p, and those as likely as its last. In (0, 1].
     Absent: 1.
@@ -177,14 +177,14 @@ class SamplingParameters(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted from a token's logit once for each time that it was generated. In [-2, 2]."""
     min_tokens: _builtins.int
-    """No stop token is possible before so many tokens are generated."""
+    """No stop token is possible before so many tokens are generated. At most max_tokens."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these token ids. In [-100, 100]; at most 1,024 ids, each within the target's vocabulary."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """If not empty, no other token is possible."""
+        """If not empty, no other token is possible. At most 262,144, each within the target's vocabulary."""
 
     def __init__(
         self,
@@ -368,8 +368,8 @@ class Verdict(_message.Message):
     num_cached_tokens: _builtins.int
     """Tokens whose keys and values were taken over from other sessions instead of being computed, over the whole session."""
     num_near_ties: _builtins.int
-    """Under "coupled": tokens of this round whose lead over the second-best was so small that rounding could have changed
-    them. 0 under other rules.
+    """Under "coupled": tokens of this round whose lead over the second-best was within rounding; see
+    GenerationStatistics.num_near_ties. 0 under other rules.
     """
     @_builtins.property
     def fence(self) -> Global___Fence:

@@ -23,8 +23,6 @@ RULES: dict[str, VerificationRule] = {
 }
 """All rules that a server offers, the default first."""
 
-DEFAULT_RULE = "block"
-
 
 def rule_named(name: str) -> VerificationRule:
     """Returns a rule.
@@ -47,7 +45,6 @@ def new_rule(name: str) -> VerificationRule:
 
 
 __all__ = [
-    "DEFAULT_RULE",
     "RULES",
     "BlockBatch",
     "FixedNoise",

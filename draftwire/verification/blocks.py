@@ -135,9 +135,12 @@ class BlockBatch:
             scales: `[batch, max_len] float64`, one for the pair of distributions before each draft token.
 
         Returns:
-            `[batch, max_len] float64`; anything in the padding.
+            `[batch, max_len] float64`; 0 in the padding.
         """
-        return self.draft.residual_mass(self.target_probs, self.target_rows[:, :-1], self.draft_rows, scales)
+        inside = self.inside.nonzero(as_tuple=True)  # rows over the vocabulary are read for real draft tokens alone
+        rows = self.target_rows[inside], self.draft_rows[inside]
+        mass = self.draft.residual_mass(self.target_probs, *rows, scales[inside])
+        return torch.zeros_like(scales).index_put_(inside, mass)
 
     def target_row_after(self, num_accepted: Tensor) -> Tensor:
         """Returns a copy of the target's distribution after some draft tokens of each block.

@@ -19,10 +19,6 @@ from draftwire.distributions import race
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import Noise, Outcome
 
-NEAR_TIE = 1e-4
-"""A lead in log-weight below this counts as a near-tie; forward passes of different shapes differ by about 1e-5 in
-float32."""
-
 ENTRIES_AT_ONCE = {"cpu": 2**18}
 """Entries over the vocabulary that are raced together: the noise of so many stays in a processor's cache."""
 
@@ -54,10 +50,10 @@ class CoupledRule:
             winners.append(outcome.winners)
             leads.append(outcome.leads)
         tokens = rows.new_zeros(shape).masked_scatter(is_row, torch.cat(winners))
-        near_ties = torch.zeros(shape, dtype=torch.bool, device=rows.device)
-        near_ties = near_ties.masked_scatter(is_row, torch.cat(leads) < NEAR_TIE)
+        leads_of_all = torch.full(shape, torch.inf, dtype=torch.float64, device=rows.device)
+        leads_of_all = leads_of_all.masked_scatter(is_row, torch.cat(leads))
         matches = (tokens[:, :-1] == blocks.draft_tokens) & blocks.inside
         num_accepted = matches.to(torch.int64).cumprod(dim=1).sum(dim=1)
-        is_emitted = offsets <= num_accepted.unsqueeze(1)
         extra_tokens = tokens.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
-        return Outcome(num_accepted, extra_tokens, (near_ties & is_emitted).sum(dim=1))
+        is_emitted = offsets <= num_accepted.unsqueeze(1)
+        return Outcome(num_accepted, extra_tokens, leads_of_all.masked_fill(~is_emitted, torch.inf))

@@ -10,6 +10,7 @@ code without randomness, which a test can enumerate exactly, and leaves drawing 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -44,7 +45,7 @@ class Noise(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for what is computed once
 class KeyedNoise:
     """Random numbers from the sessions' keys, the same on every device and in every batch."""
 
@@ -60,9 +61,13 @@ class KeyedNoise:
 
     def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
         """See `Noise.exponentials`."""
-        words = torch.tensor([key.text_words for key in self.keys], device=self.device)
-        positions = torch.tensor(self.positions, device=self.device)
+        words, positions = self._places
         return randomness.exponentials(words[blocks], positions[blocks] + offsets, vocab_size)
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        words = torch.tensor([key.text_words for key in self.keys], device=self.device)
+        return words, torch.tensor(self.positions, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +98,19 @@ class Outcome:
     """`[batch] int64`."""
     extra_tokens: Tensor
     """`[batch] int64`: the token after the accepted ones."""
-    num_near_ties: Tensor | None = None
-    """`[batch] int64`: how many of the tokens rounding could have changed; None where the rule does not count."""
+    leads: Tensor | None = None
+    """`[batch, max_len + 1] float64`: by how much the log-weight of each emitted token was ahead of the next best,
+    infinite beyond the emitted ones; None where the rule does not choose by weights."""
+
+    def num_near_ties(self, bounds: Tensor | float) -> Tensor:
+        """Returns how many tokens of each block were ahead by less than a bound, `[batch] int64`.
+
+        Args:
+            bounds: one, or `[batch, 1]`.
+        """
+        if self.leads is None:
+            return torch.zeros_like(self.num_accepted)
+        return (self.leads < bounds).sum(dim=1)
 
 
 class VerificationRule(Protocol):

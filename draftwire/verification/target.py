@@ -14,9 +14,16 @@ from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableErr
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.randomness import DrawKey
-from draftwire.sampling import SamplingParams, Span, is_distribution, probabilities_of_spans
+from draftwire.sampling import SMALLEST, SamplingParams, Span, is_distribution, probabilities_of_spans
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
+
+NEAR_TIE = 1e-4
+"""Logits that are closer may be ordered otherwise by a forward pass of another shape: ten times what those differ by in
+float32."""
+
+NEAR_TIES = {torch.bfloat16: 0.25, torch.float16: 0.03}
+"""The same for models of lower precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,10 @@ class Judging:
     @property
     def span(self) -> Span:
         """The places before each draft token and after the last."""
-        text = [*self.committed, *self.draft_tokens] if self.sampling.reads_text else ()
-        return Span(self.sampling, len(self.draft_tokens) + 1, text, self.prompt_len, self.stop_token_ids)
+        text = [*self.committed, *self.draft_tokens] if self.sampling.penalizes else ()
+        text_len = len(self.committed) + len(self.draft_tokens)
+        num_rows = len(self.draft_tokens) + 1
+        return Span(self.sampling, num_rows, text, self.prompt_len, self.stop_token_ids, text_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +141,7 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
     logits = model.read(readings)
     batches: list[Decided] = []
     if scored:
+        near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
         target_probs = probabilities_of_spans(logits, [one.judging.span for one in scored])
         is_good = is_distribution(target_probs).cpu()
         for one in scored:
@@ -141,25 +151,20 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
         for members in _groups([one for one in scored if one.index not in outcomes]):
             blocks = _batch(members, target_probs)
             batches.append(Decided([one.index for one in members], blocks))
-            outcomes.update(_decide(model, members, blocks))
+            outcomes.update(_decide(model, members, blocks, near_tie))
     num_tokens = sum(len(reading.token_ids) for reading in readings)
     return StepOutcome([outcomes[index] for index in range(len(judgings))], batches, num_tokens)
 
 
-def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch) -> dict[int, Outcome]:
-    """Applies the members' rule and makes their sequences end with what it kept."""
+def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[int, Outcome]:
+    """Applies the members' rule and makes their sequences end with what it kept; `bound` is that of a near-tie."""
     judgings = [one.judging for one in members]
     positions = [len(judging.committed) for judging in judgings]
     noise = KeyedNoise([judging.key for judging in judgings], positions, blocks.target_probs.device)
     verified = verify(judgings[0].rule, blocks, noise)
-    near_ties = verified.num_near_ties
-    decisions = torch.stack(
-        [
-            verified.num_accepted,
-            verified.extra_tokens,
-            torch.zeros_like(blocks.lengths) if near_ties is None else near_ties,
-        ]
-    ).tolist()  # one transfer
+    bounds = torch.tensor([[bound / max(judging.sampling.temperature, SMALLEST)] for judging in judgings])
+    near_ties = verified.num_near_ties(bounds.to(blocks.target_probs.device))
+    decisions = torch.stack([verified.num_accepted, verified.extra_tokens, near_ties]).tolist()  # one transfer
     outcomes: dict[int, Outcome] = {}
     for one, num_accepted, extra, num_near_ties in zip(members, *decisions, strict=True):
         judging = one.judging

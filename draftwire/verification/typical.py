@@ -27,8 +27,11 @@ class TypicalRule(LawRule):
 
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
         """See `LawRule.stop_law`. The law is certain: everything is accepted up to the first unlikely token."""
-        entropies = torch.special.entr(blocks.target_probs[blocks.target_rows[:, :-1]]).sum(dim=-1).to(torch.float64)
-        thresholds = (self._delta * (-entropies).exp()).clamp(max=self._epsilon)
+        inside = blocks.inside.nonzero(as_tuple=True)
+        probs = blocks.target_probs[blocks.target_rows[inside]]
+        entropies = torch.special.entr(probs).sum(dim=1).to(torch.float64)
+        thresholds = torch.zeros(blocks.inside.shape, dtype=torch.float64, device=probs.device)
+        thresholds.index_put_(inside, (self._delta * (-entropies).exp()).clamp(max=self._epsilon))
         is_kept = (blocks.target_probs_of_drafts() > thresholds) & blocks.inside
         num_accepted = is_kept.to(torch.int64).cumprod(dim=1).sum(dim=1)
         law = torch.nn.functional.one_hot(num_accepted, blocks.max_len + 1).to(torch.float64)

@@ -133,6 +133,8 @@ class Scheduler:
         rule_named(spec.rule)
         if not spec.token_ids:
             raise InvalidRequestError("the prompt is empty")
+        if not 1 <= spec.prompt_len <= len(spec.token_ids):
+            raise InvalidRequestError(f"prompt_len {spec.prompt_len} is not within the {len(spec.token_ids)} ids")
         if not len(spec.token_ids) < spec.max_len <= self.context_length:
             raise InvalidRequestError(
                 f"max_len {spec.max_len} is not in {len(spec.token_ids) + 1}..{self.context_length}, from one token "

@@ -16,7 +16,7 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import SamplingParams
+from draftwire.sampling import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, SamplingParams
 from draftwire.services.rpc.status import status_of
 from draftwire.v1 import drafter_pb2, model_pb2, session_pb2, verifier_pb2
 
@@ -62,7 +62,7 @@ def sampling_to_proto(params: SamplingParams) -> session_pb2.SamplingParameters:
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         logit_bias=dict(params.logit_bias),
-        allowed_token_ids=params.allowed_token_ids,
+        allowed_token_ids=sorted(params.allowed_token_ids or ()),
         min_tokens=params.min_tokens,
     )
 
@@ -73,6 +73,10 @@ def sampling_from_proto(message: session_pb2.SamplingParameters) -> SamplingPara
     Raises:
         InvalidRequestError: a value is out of range.
     """
+    if len(message.logit_bias) > MAX_BIASED_TOKENS:  # before anything is made of them
+        raise InvalidRequestError(f"logit_bias takes at most {MAX_BIASED_TOKENS} token ids")
+    if len(message.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+        raise InvalidRequestError(f"allowed_token_ids takes at most {MAX_ALLOWED_TOKENS} token ids")
     return SamplingParams(
         temperature=message.temperature if message.HasField("temperature") else 1.0,
         top_k=message.top_k,
@@ -82,7 +86,7 @@ def sampling_from_proto(message: session_pb2.SamplingParameters) -> SamplingPara
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
-        allowed_token_ids=tuple(message.allowed_token_ids) or None,
+        allowed_token_ids=frozenset(message.allowed_token_ids) or None,
         min_tokens=message.min_tokens,
     )
 

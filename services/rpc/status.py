@@ -33,6 +33,9 @@ ERROR: dict[grpc.StatusCode, type[DraftwireError]] = {
 }
 """The way back, for a service that is another's client. Everything else is UnavailableError."""
 
+MAX_MESSAGE = 1000
+"""Characters of a message: a longer one would not fit in the trailers, and look like another error."""
+
 CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {int(code.value[0]): code for code in grpc.StatusCode}
 
 
@@ -50,7 +53,7 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
         cause = error_of(cause)
     for kind in type(cause).__mro__:
         if kind in STATUS:
-            return STATUS[kind], str(cause) or kind.__name__
+            return STATUS[kind], str(cause)[:MAX_MESSAGE] or kind.__name__
     return grpc.StatusCode.INTERNAL, "internal error"
 
 

@@ -23,7 +23,7 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import PARAMETERS, SamplingParams
+from draftwire.sampling import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
 from draftwire.services.gateway.server import _statistics_to_proto
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.rpc import messages
@@ -292,6 +292,15 @@ def test_every_sampling_parameter_has_a_field_of_its_name(name: str) -> None:
 def test_sampling_parameter_out_of_range_is_refused_by_name(values: dict[str, float]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(values))):
         messages.sampling_from_proto(session_pb2.SamplingParameters(**values))
+
+
+def test_more_biases_or_allowed_tokens_than_any_vocabulary_needs_are_refused_at_once() -> None:
+    biased = session_pb2.SamplingParameters(logit_bias=dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0))
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        messages.sampling_from_proto(biased)
+    allowed = session_pb2.SamplingParameters(allowed_token_ids=[0] * (MAX_ALLOWED_TOKENS + 1))
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids"):
+        messages.sampling_from_proto(allowed)
 
 
 @given(FENCES, IDS, st.one_of(DENSE, ONE_HOT), UINT32, TIMINGS)

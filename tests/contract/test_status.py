@@ -42,7 +42,7 @@ EXPECTED: dict[type[DraftwireError], grpc.StatusCode] = {
     NoRoomError: Code.RESOURCE_EXHAUSTED,
     UnavailableError: Code.UNAVAILABLE,
 }
-"""The table of `shared/style.md`, written down again."""
+"""The table, written down again."""
 
 SECRET = "the prompt was: launch at dawn"
 DEADLINE_S = 10.0
@@ -208,6 +208,13 @@ def test_every_status_of_the_table_maps_back_to_an_error_of_that_status(kind: ty
 
 def test_way_back_is_the_inverse_of_the_way_there() -> None:
     assert {code: STATUS[kind] for code, kind in ERROR.items()} == {code: code for code in ERROR}
+
+
+def test_long_message_is_cut_so_that_the_status_survives_the_trailers() -> None:
+    code, message = status_of(InvalidRequestError("logit_bias " + "x" * 100_000))
+    assert code is Code.INVALID_ARGUMENT
+    assert message.startswith("logit_bias ")
+    assert len(message) <= 1000
 
 
 @pytest.mark.parametrize("number", [99, 2**32 - 1, Code.INTERNAL.value[0], Code.UNKNOWN.value[0]])

@@ -16,6 +16,7 @@ def test_text_for_a_seed_is_the_same_for_all_drafters_block_lengths_and_batches_
         print(one)
     assert len(comparisons) == 3 * len(BLOCK_LENGTHS) * len(CONCURRENCIES)
     assert all(one.largest_lead < LARGEST_LEAD for one in comparisons)
+    assert all(one.unreported == 0 for one in comparisons)
     assert sum(one.differing for one in comparisons) <= 0.05 * sum(one.texts for one in comparisons)
     accepted = {one.setting.drafter: one.acceptance_rate for one in comparisons if one.setting.block_length == 4}
     assert accepted["embedded"] > accepted["bigram"] > accepted["garbage"], "the drafters are different ones"

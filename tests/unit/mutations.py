@@ -9,7 +9,7 @@ from draftwire.checking.blocks import sparse_rows
 from draftwire.checking.whole_round import Ran, Round
 from draftwire.distributions import DraftRows, SparseRows, draw, race
 from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
-from draftwire.verification import BlockBatch, LawRule, Noise, Outcome, StopLaw, TokenRule
+from draftwire.verification import BlockBatch, GreedyBlockRule, LawRule, Noise, Outcome, StopLaw, TokenRule
 from draftwire.verification.block import BlockRule, block_weights, largest_success
 
 
@@ -388,6 +388,23 @@ class CoupledResidual(Coupled):
         return Outcome(accepted, race(weights, times).winners)
 
 
+class CoupledWithTolerance(Coupled):
+    """A draft token is kept where it is almost the winner."""
+
+    def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
+        shape = (blocks.batch_size, blocks.max_len + 1)
+        offsets = torch.arange(shape[1]).expand(shape)
+        times = noise.exponentials(
+            torch.arange(shape[0]).unsqueeze(1).expand(shape).flatten(), offsets.flatten(), blocks.target_probs.shape[1]
+        )
+        scores = (blocks.padded_target_probs() / times.reshape(*shape, -1)).log()
+        best, tokens = scores.max(dim=2)
+        own = scores[:, :-1].gather(2, blocks.draft_tokens.unsqueeze(2)).squeeze(2)
+        keeps = (own > best[:, :-1] - 1e-4) & blocks.inside
+        accepted = keeps.to(torch.int64).cumprod(dim=1).sum(dim=1)
+        return Outcome(accepted, tokens.gather(1, accepted.unsqueeze(1)).squeeze(1))
+
+
 class CoupledLooksAhead(Coupled):
     """Gives a token back if the next place disagrees: later noise, used again in the next round, has decided."""
 
@@ -411,6 +428,28 @@ class DependsOnTheBatch(TokenRule):
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
         outcome = super().decide(blocks, noise)
         return Outcome((outcome.num_accepted - int(blocks.batch_size == 17)).clamp(min=0), outcome.extra_tokens)
+
+
+class EndOfTheLongestBlock(BlockRule):
+    """The last test of a block is made only where the block is as long as the longest of its batch."""
+
+    def stop_law(self, blocks: BlockBatch) -> StopLaw:
+        weights = block_weights(blocks)
+        if not blocks.has_drafts:
+            return StopLaw(weights, weights)
+        mass = blocks.residual_mass(weights[:, :-1])[:, 1:]
+        inside = mass / (mass + (1.0 - weights[:, 1:-1])).clamp(min=1e-300)
+        tests = torch.cat([inside, weights[:, -1:]], dim=1)
+        return StopLaw(largest_success(torch.where(blocks.inside, tests, 0.0)), weights)
+
+
+class ForgetsItsRounds(GreedyBlockRule):
+    """Algorithm 4 alone: nothing is remembered."""
+
+    def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
+        outcome = super().decide(blocks, noise)
+        self.modifications = None
+        return outcome
 
 
 class AcceptsLess(BlockRule):

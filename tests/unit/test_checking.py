@@ -113,10 +113,13 @@ WRONG_RULES = [
     (M.CoupledWithNextPlace, Kind.LAW),
     (M.CoupledResidual, Kind.LAW),
     (M.CoupledLooksAhead, Kind.NOISE),
+    (M.CoupledWithTolerance, Kind.NOISE),
     (M.DrawsWithTheTestsUniform, Kind.DRAWING),
     (M.NotStrict, Kind.IMPOSSIBLE),
     (M.NotStrictInBlock, Kind.IMPOSSIBLE),
     (M.DependsOnTheBatch, Kind.BATCH),
+    (M.EndOfTheLongestBlock, Kind.BATCH),
+    (M.ForgetsItsRounds, Kind.DRAWING),
     (M.AcceptsLess, Kind.ACCEPTED),
     (M.LossyAtGreedyTarget, Kind.GREEDY),
 ]

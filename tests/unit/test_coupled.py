@@ -18,7 +18,7 @@ from draftwire.models.kv_cache import KvCache
 from draftwire.randomness import DrawKey, Role, derive_key, exponentials
 from draftwire.sampling import SamplingParams, Span, probabilities, probabilities_of_spans
 from draftwire.verification import RULES, BlockBatch, FixedNoise, KeyedNoise, Outcome, coupled, verify
-from draftwire.verification.coupled import NEAR_TIE
+from draftwire.verification.target import NEAR_TIE
 
 torch.set_num_threads(1)
 
@@ -332,8 +332,8 @@ def near_tied(leads: list[float]) -> tuple[Tensor, Tensor]:
 def test_lead_below_the_bound_is_a_near_tie(lead: float, is_near: bool) -> None:
     target, times = near_tied([lead])
     outcome = decide(target, [[]], times)
-    assert outcome.num_near_ties is not None
-    assert outcome.num_near_ties.tolist() == [int(is_near)]
+    assert outcome.leads is not None
+    assert outcome.num_near_ties(NEAR_TIE).tolist() == [int(is_near)]
 
 
 def test_near_ties_are_counted_for_emitted_tokens_alone() -> None:
@@ -343,8 +343,8 @@ def test_near_ties_are_counted_for_emitted_tokens_alone() -> None:
     for tokens in ([0, 1, 1, 1], [1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 1, 0], [1, 1, 1, 1]):
         outcome = decide(target, [tokens], times)
         emitted = tokens.index(0) + 1 if 0 in tokens else 5
-        assert outcome.num_near_ties is not None
-        assert outcome.num_near_ties.tolist() == [leads[:emitted].count(near)]
+        assert outcome.leads is not None
+        assert outcome.num_near_ties(NEAR_TIE).tolist() == [leads[:emitted].count(near)]
         assert len(leads[:emitted]) == int(outcome.num_accepted) + 1
 
 
@@ -357,8 +357,8 @@ def test_near_ties_of_shorter_blocks_and_of_other_blocks_do_not_count() -> None:
         torch.tensor([0, 2, 1]),
     )
     outcome = verify(COUPLED, blocks, FixedNoise(torch.zeros(3, 0), times.expand(3, -1, -1)))
-    assert outcome.num_near_ties is not None
-    assert outcome.num_near_ties.tolist() == [0, 2, 1]
+    assert outcome.leads is not None
+    assert outcome.num_near_ties(NEAR_TIE).tolist() == [0, 2, 1]
     assert outcome.num_accepted.tolist() == [0, 2, 1]
 
 
@@ -366,8 +366,8 @@ def test_token_without_a_rival_is_no_near_tie() -> None:
     for row in ([0.0, 1.0, 0.0], [0.0, 1e-30, 0.0]):
         target = torch.tensor([[row]], dtype=torch.float64)
         outcome = decide(target, [[]], torch.full((1, 1, 3), 0.3, dtype=torch.float64))
-        assert outcome.num_near_ties is not None
-        assert (int(outcome.extra_tokens), int(outcome.num_near_ties)) == (1, 0)
+        assert outcome.leads is not None
+        assert (int(outcome.extra_tokens), int(outcome.num_near_ties(NEAR_TIE))) == (1, 0)
 
 
 # The law, by sampling

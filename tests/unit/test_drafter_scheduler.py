@@ -213,6 +213,9 @@ def test_session_that_is_open_cannot_be_opened_again() -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
+        ({"prompt_len": 0}, InvalidRequestError),
+        ({"prompt_len": len(PROMPT) + 1}, InvalidRequestError),
+        ({"rule": "tipical"}, InvalidRequestError),
         ({"token_ids": []}, InvalidRequestError),
         ({"max_draft_tokens": 0}, InvalidRequestError),
         ({"max_draft_tokens": 6}, InvalidRequestError),

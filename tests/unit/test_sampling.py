@@ -512,10 +512,20 @@ def test_distribution_that_does_not_read_the_text_needs_none() -> None:
     logits = random_logits(3, 50, seed=16)
     for changes in ({"logit_bias": BIAS}, {"allowed_token_ids": (1, 2)}, {"top_p": 0.9, "min_p": 0.1, "top_k": 9}, {}):
         params = SamplingParams(0.7, **changes)
-        assert not params.reads_text
+        assert not params.penalizes
         assert torch.equal(of_spans(logits, [Span(params, 3)]), of_spans(logits, [Span(params, 3, TEXT, 5, STOPS)]))
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
-        assert SamplingParams(**{name: 2}).reads_text
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert SamplingParams(**{name: 2}).penalizes
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("min_tokens", [1, 2, 3, 9])
+def test_min_tokens_needs_the_length_of_the_text_alone(num_rows: int, min_tokens: int) -> None:
+    logits = random_logits(num_rows, 50, seed=17)
+    params = SamplingParams(min_tokens=min_tokens)
+    with_text = Span(params, num_rows, TEXT, len(TEXT) - 3, STOPS)
+    without = Span(params, num_rows, (), len(TEXT) - 3, STOPS, text_len=len(TEXT))
+    assert torch.equal(of_spans(logits, [with_text]), of_spans(logits, [without]))
 
 
 # Spans
@@ -833,7 +843,7 @@ def test_parameter_out_of_range_is_refused_by_name(name: str, value: object) -> 
 )
 def test_parameters_at_the_border_are_taken_and_give_distributions(values: tuple[object, ...]) -> None:
     params = SamplingParams(*values)
-    if params.allowed_token_ids != (2**31,):  # which leaves nothing
+    if params.allowed_token_ids != {2**31}:  # which leaves nothing
         logits = random_logits(2, 2000, seed=23)
         assert bool(is_distribution(of_spans(logits, [Span(params, 2, [5, 6, 7], 1, STOPS)])).all())
 
@@ -848,12 +858,12 @@ def test_token_beyond_the_vocabulary_is_refused_by_name(name: str) -> None:
         bad.check_vocabulary(10)
 
 
-def test_params_say_which_of_them_are_greedy_truncate_and_read_the_text() -> None:
+def test_params_say_which_of_them_are_greedy_truncate_and_penalize() -> None:
     def traits(**values: object) -> tuple[bool, ...]:
         params = SamplingParams(**values)
-        return params.greedy, params.truncates, params.penalizes, params.reads_text
+        return params.greedy, params.truncates, params.penalizes
 
-    none, greedy, truncates = (False,) * 4, (True, False, False, False), (False, True, False, False)
+    none, greedy, truncates = (False,) * 3, (True, False, False), (False, True, False)
     for values in ({}, {"temperature": 5e-324}, {"logit_bias": BIAS}, {"allowed_token_ids": (1,)}):
         assert traits(**values) == none
     for values in ({"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.0, "top_k": 5, "top_p": 0.5, "min_p": 0.5}):
@@ -861,5 +871,5 @@ def test_params_say_which_of_them_are_greedy_truncate_and_read_the_text() -> Non
     for values in ({"top_k": 2}, {"top_p": LARGEST_BELOW_ONE}, {"min_p": 5e-324}):
         assert traits(**values) == truncates
     for name, value in (("repetition_penalty", 1.1), ("presence_penalty", -0.1), ("frequency_penalty", 0.1)):
-        assert traits(**{name: value}) == (False, False, True, True)
-    assert traits(min_tokens=1) == (False, False, False, True)
+        assert traits(**{name: value}) == (False, False, True)
+    assert traits(min_tokens=1) == none

@@ -19,8 +19,7 @@ from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
 from draftwire.randomness import DrawKey
 from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, verify
-from draftwire.verification.coupled import NEAR_TIE
-from draftwire.verification.target import Decided, Judgement, Judging, StillReading, judge
+from draftwire.verification.target import NEAR_TIE, Decided, Judgement, Judging, StillReading, judge
 
 torch.set_num_threads(1)
 
@@ -139,9 +138,10 @@ def by_hand(reference: PreTrainedModel, one: Judging) -> tuple[Judgement, BlockB
     draft = one.distributions.rows(one.draft_tokens, VOCAB_SIZE) if one.distributions else no_rows(VOCAB_SIZE)
     blocks = BlockBatch.packed(torch.cat(rows), [draft], [one.draft_tokens], [0])
     outcome = verify(one.rule, blocks, KeyedNoise([one.key], [len(one.committed)], torch.device("cpu")))
-    count, near_ties = int(outcome.num_accepted[0]), outcome.num_near_ties
+    count = int(outcome.num_accepted[0])
+    near_ties = outcome.num_near_ties(NEAR_TIE / max(one.sampling.temperature, 1e-30))
     token_ids = [*one.draft_tokens[:count], int(outcome.extra_tokens[0])]
-    return Judgement(token_ids, count, 0 if near_ties is None else int(near_ties[0])), blocks
+    return Judgement(token_ids, count, int(near_ties[0])), blocks
 
 
 def row_of(decided: list[Decided], index: int) -> tuple[Tensor, Tensor]:
