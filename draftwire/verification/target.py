@@ -143,9 +143,9 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
     if scored:
         near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
         target_probs = probabilities_of_spans(logits, [one.judging.span for one in scored])
-        is_good = is_distribution(target_probs).cpu()
+        is_good = is_distribution(target_probs).tolist()
         for one in scored:
-            if not bool(is_good[one.first_row : one.first_row + len(one.judging.draft_tokens) + 1].all()):
+            if not all(is_good[one.first_row : one.first_row + len(one.judging.draft_tokens) + 1]):
                 outcomes[one.index] = UnavailableError("the target gave no finite logits")
                 model.cache.truncate(one.judging.sequence, lengths[one.index])
         for members in _groups([one for one in scored if one.index not in outcomes]):
