@@ -68,7 +68,7 @@ def _test_probs(blocks: BlockBatch, weights: Tensor) -> Tensor:
     inner = weights[:, 1:-1]
     total = mass + (1.0 - inner)  # in this order: (mass + 1) - inner would lose a small mass
     # 0 / 0 means target == draft after a fully weighted prefix, where a later test succeeds with certainty: any value.
-    inside_probs = torch.where(total > 0.0, mass / torch.where(total > 0.0, total, 1.0), 1.0)
+    inside_probs = (mass / total).nan_to_num(nan=1.0)
     tests = torch.cat([inside_probs, weights[:, -1:]], dim=1)
     tests = torch.where(blocks.positions + 1 == blocks.lengths.unsqueeze(1), weights[:, 1:], tests)  # h_n = a_n
     return tests.masked_fill_(~blocks.inside, 0.0)
