@@ -110,9 +110,14 @@ def embedded_model(name: str) -> str:
 
 
 def _interrupt_on_signals() -> None:
-    """Makes SIGINT and SIGTERM stop the services on the way out. A shell starts background jobs with SIGINT ignored."""
+    """Makes SIGINT and SIGTERM stop the services on the way out. A shell starts background jobs with SIGINT ignored.
+
+    Only the first one counts: another must not interrupt the stopping, which takes a bounded time.
+    """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):

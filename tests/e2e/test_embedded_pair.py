@@ -6,6 +6,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -203,7 +204,9 @@ def test_missing_server_and_misspelt_variables_are_clear_errors() -> None:
     assert "DRAFTWIRE_ADRESS" in result.stderr
 
 
-def test_up_serves_until_it_is_stopped_and_then_leaves_nothing_running() -> None:
+def test_up_serves_until_it_is_stopped_and_then_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv("TEST_MARK", mark)
     command = [sys.executable, "-m", "draftwire.cli", "up"]
     ports = ["--port", "50151", "--verifier-port", "50152", "--drafter-port", "50153"]
     with subprocess.Popen([*command, *ports], stderr=subprocess.PIPE, text=True) as process:
@@ -213,9 +216,14 @@ def test_up_serves_until_it_is_stopped_and_then_leaves_nothing_running() -> None
                 break
         result = run("generate", "import os", "--max-tokens", "16", "--address", "127.0.0.1:50151")
         assert result.returncode == 0, result.stderr
+        assert len(services_marked(mark)) == 3
         process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        for impatient in (signal.SIGINT, signal.SIGTERM):  # must not interrupt the stopping
+            process.send_signal(impatient)
         process.stderr.read()
         assert process.wait(60) == 0
+    assert services_marked(mark) == []
     assert run("generate", "x", "--address", "127.0.0.1:50151", "--wait", "0.5").returncode == 1
 
 
