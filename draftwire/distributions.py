@@ -1,18 +1,17 @@
-"""The distributions that draft tokens are drawn from, and their bytes on the wire.
+"""The distributions that draft tokens are drawn from, as tensors.
 
-The promise that makes the output exact is kept here: `draw` reads the very float32 numbers that travel, and `rows`
-gives them back to the bit.
+The promise that makes the output exact is kept here: what a drafter draws from is made first, `Quantization` says how,
+and it draws from the very numbers that travel. `draftwire.encoding` has their bytes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from draftwire.encoding import DENSE_FORMATS, MAX_SUPPORT, TOTAL_WEIGHT, Decoded, Encoding, Supports
 from draftwire.errors import InvalidRequestError
 
 WHOLE_ROW = 8192
@@ -20,14 +19,6 @@ WHOLE_ROW = 8192
 
 CHUNK = 128
 """Of more than that it sums so many at a time."""
-
-
-class Encoding(Enum):
-    """How a block's distributions travel."""
-
-    DENSE_FLOAT32 = "dense_float32"
-    ONE_HOT = "one_hot"
-    NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,69 +141,78 @@ def joined(parts: Sequence[DraftRows]) -> DraftRows:
     )
 
 
+def rows_of(decoded: Decoded) -> DraftRows:
+    """Returns decoded distributions as tensors on the CPU. A weight's share of 65,536 is exact in float32."""
+    if not isinstance(decoded, Supports):
+        return DenseRows(torch.from_numpy(decoded.probs))
+    probs = torch.from_numpy(decoded.weights).to(torch.float32).mul_(1.0 / TOTAL_WEIGHT)
+    return SparseRows(torch.from_numpy(decoded.token_ids), probs, decoded.vocab_size)
+
+
 @dataclass(frozen=True, slots=True)
-class DraftDistributions:
-    """The distributions of a block, as they travel.
+class Quantization:
+    """What a drafter makes of its distributions before it draws from them."""
 
-    Attributes:
-        encoding: the layout of `data`. NONE says nothing about them, for rules that do not ask.
-        vocab_size: tokens that the drafter has: entries per dense row.
-        data: `[draft_len, vocab_size] float32` little-endian for DENSE_FLOAT32, empty for the others.
-    """
+    encoding: Encoding = Encoding.SPARSE_UINT16
+    """Sparse or dense."""
+    mass: float = 0.98
+    """Share of a distribution's mass that a sparse one keeps, in (0, 1]: that of the fewest tokens that hold it."""
+    max_support: int = 64
+    """Tokens that a sparse one keeps, at most, 1 to 256."""
 
-    encoding: Encoding
-    vocab_size: int
-    data: bytes
+    def __post_init__(self) -> None:
+        if self.encoding is not Encoding.SPARSE_UINT16 and self.encoding not in DENSE_FORMATS:
+            raise InvalidRequestError(f"drafts are not drawn from distributions of encoding {self.encoding.value}")
+        if not 0.0 < self.mass <= 1.0:
+            raise InvalidRequestError(f"draft_mass must be in (0, 1], not {self.mass}")
+        if not 1 <= self.max_support <= MAX_SUPPORT:
+            raise InvalidRequestError(f"draft_max_support must be in 1..{MAX_SUPPORT}, not {self.max_support}")
 
-    @classmethod
-    def from_rows(cls, rows: Tensor) -> "DraftDistributions":
-        """Encodes `rows`, `[draft_len, vocab] float32`, without changing a bit."""
-        return cls(Encoding.DENSE_FLOAT32, rows.shape[-1], rows.numpy().astype("<f4", copy=False).tobytes())
 
-    @classmethod
-    def one_hot(cls, vocab_size: int) -> "DraftDistributions":
-        """Says that every token of the block was the only possible one."""
-        return cls(Encoding.ONE_HOT, vocab_size, b"")
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Distributions with integer weights."""
 
-    @classmethod
-    def none(cls, vocab_size: int) -> "DraftDistributions":
-        """Says nothing: the tokens travel alone."""
-        return cls(Encoding.NONE, vocab_size, b"")
+    token_ids: Tensor
+    """`[rows, support] int64`: each row's likeliest tokens; any valid id in unused places."""
+    weights: Tensor
+    """`[rows, support] int64`: 1 or more in used places, 0 in unused ones, the same sum in each row."""
 
-    def rows(self, token_ids: list[int], target_vocab_size: int) -> DraftRows:
-        """Decodes and validates the distributions of `token_ids`.
+    def draw(self, uniforms: Tensor) -> Tensor:
+        """Draws a token from each row, with exactly its weight's share if the weights sum to a power of 2.
+
+        Args:
+            uniforms: `[rows] float64` in [0, 1), multiples of 2^-53; their first bits are used.
 
         Returns:
-            `draft_len` rows over `target_vocab_size` tokens, each a distribution up to float32 rounding; tokens that
-            the drafter does not have get 0. Rows of NONE are as those of ONE_HOT, and mean nothing.
-
-        Raises:
-            InvalidRequestError: wrong size, a row that is no distribution, or a drawn token of probability 0.
+            `[rows] int64`.
         """
-        length = len(token_ids)
-        if not 0 < self.vocab_size <= target_vocab_size:
-            raise InvalidRequestError(f"draft vocabulary of {self.vocab_size} entries, target has {target_vocab_size}")
-        if any(token >= self.vocab_size for token in token_ids):
-            raise InvalidRequestError("draft token beyond the draft vocabulary")
-        index = torch.tensor(token_ids, dtype=torch.int64).unsqueeze(1)
-        if self.encoding is not Encoding.DENSE_FLOAT32:
-            if self.data:
-                raise InvalidRequestError(f"draft distributions of encoding {self.encoding.value} carry no data")
-            return SparseRows(index, torch.ones(length, 1), target_vocab_size)
-        if len(self.data) != 4 * length * self.vocab_size:
-            raise InvalidRequestError(
-                f"draft distributions of {len(self.data)} bytes, expected {4 * length * self.vocab_size}"
-            )
-        numbers = np.frombuffer(self.data, dtype="<f4").reshape(length, self.vocab_size)
-        result = torch.zeros(length, target_vocab_size)
-        result[:, : self.vocab_size] = torch.from_numpy(numbers.astype(np.float32))
-        if not bool((result >= 0.0).all()):  # NaN fails the comparison
-            raise InvalidRequestError("draft distribution has a negative entry or a NaN")
-        if not bool(((result.sum(dim=-1, dtype=torch.float64) - 1.0).abs() < 1e-3).all()):
-            raise InvalidRequestError("draft distribution does not sum to 1")
-        if not bool((result.gather(1, index) > 0.0).all()):
-            raise InvalidRequestError("draft token has probability 0 in the distribution it claims to be drawn from")
-        return DenseRows(result)
+        cumulated = self.weights.cumsum(dim=1)
+        threshold = (uniforms.unsqueeze(1) * cumulated[:, -1:]).to(torch.int64)
+        places = (cumulated <= threshold).sum(dim=1, keepdim=True)
+        return self.token_ids.gather(1, places).squeeze(1)
+
+
+def quantize(probs: Tensor, quantization: Quantization, total: int = TOTAL_WEIGHT) -> QuantizedRows:
+    """Returns distributions over the likeliest tokens alone, rounded to integer weights.
+
+    Each kept token gets a weight of 1 and its share of the rest, rounded down; what is left goes to the likeliest.
+
+    Args:
+        probs: `[rows, vocab]` float, each row summing to 1 up to rounding.
+        quantization: which tokens are kept.
+        total: what the weights of a row sum to, at least `max_support`.
+    """
+    top = probs.topk(min(quantization.max_support, probs.shape[1]), dim=1)
+    values = top.values.to(torch.float64)
+    before = pad(values.cumsum(dim=1)[:, :-1], (1, 0))
+    kept = (before < quantization.mass) & (values > 0.0)  # a prefix of the row; its first entry always
+    values = torch.where(kept, values, 0.0)
+    shares = values / values.sum(dim=1, keepdim=True)
+    spare = total - kept.sum(dim=1, keepdim=True)
+    weights = torch.where(kept, 1.0 + (shares * spare).floor(), 0.0).to(torch.int64)
+    weights[:, 0] += total - weights.sum(dim=1)
+    return QuantizedRows(top.indices, weights)
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:

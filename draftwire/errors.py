@@ -1,5 +1,7 @@
 """Everything that can go wrong in a way that a caller can act on, as one tree."""
 
+from enum import Enum
+
 RETRY_KEY = "grpc-retry-pushback-ms"
 """Trailing metadata of a full server: when to try again, milliseconds. gRPC itself reads it where a client has retries
 configured. Source: gRPC proposal A6, "Client Retries"."""
@@ -19,6 +21,39 @@ class UnknownSessionError(DraftwireError):
 
 class ProtocolViolationError(DraftwireError):
     """A peer sent messages out of order, from the future, or about another prefix than the session's."""
+
+
+class Violation(Enum):
+    """How a draft block breaks the protocol."""
+
+    ENCODING = "encoding"
+    """An encoding that is unknown or not accepted, or sizes that do not fit together."""
+    TOKEN_ID = "token_id"
+    """An id beyond the vocabulary, or twice in one distribution."""
+    WEIGHTS = "weights"
+    """Numbers that are no distribution."""
+    OUTSIDE_SUPPORT = "outside_support"
+    """A draft token that its distribution makes impossible."""
+    NO_DISTRIBUTIONS = "no_distributions"
+    """The session's rule needs them."""
+    LENGTH = "length"
+    """More draft tokens than the session allows, or none."""
+    PREFIX = "prefix"
+    """Another prefix than the session's, or a round from the future."""
+    PEER = "peer"
+    """From a drafter that is not the session's."""
+
+
+class BlockViolationError(InvalidRequestError):
+    """A draft block breaks the protocol.
+
+    Attributes:
+        violation: how.
+    """
+
+    def __init__(self, violation: Violation, message: str) -> None:
+        super().__init__(message)
+        self.violation = violation
 
 
 class ModelMismatchError(DraftwireError):

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TypeVar
 
+from draftwire.distributions import rows_of
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest
+from draftwire.encoding import Claim, decode_one
 from draftwire.errors import DraftwireError
 from draftwire.models.cached_model import SequenceModel
 from draftwire.randomness import DrawKey, Role, derive_key
@@ -73,7 +75,7 @@ def speculate(
             sequence=judged,
             committed=committed,
             draft_tokens=[],
-            distributions=None,
+            draft=None,
             sampling=run.sampling,
             rule=rule,
             key=DrawKey(verifying_key, 0, 0),
@@ -94,7 +96,7 @@ def speculate(
         for number in count():
             if len(committed) >= end:
                 return
-            judging = replace(judging, draft_tokens=[], distributions=None, key=DrawKey(verifying_key, 0, number))
+            judging = replace(judging, draft_tokens=[], draft=None, key=DrawKey(verifying_key, 0, number))
             left = end - len(committed) - 1
             block_length = run.block_length if isinstance(rule, GreedyBlockRule) else min(run.block_length, left)
             if block_length:
@@ -103,7 +105,8 @@ def speculate(
                 request = replace(request, num_tokens=block_length, key=DrawKey(drafting_key, 0, number))
                 draft = _checked(drafter.step([Drafting(drafted, request)]).drafts[0])
                 assert isinstance(draft, Draft), "a step without a limit drafts"
-                judging = replace(judging, draft_tokens=draft.token_ids, distributions=draft.distributions)
+                decoded = decode_one(Claim(draft.token_ids, draft.distributions), target.vocab_size)
+                judging = replace(judging, draft_tokens=draft.token_ids, draft=rows_of(decoded))
             step = judge(target, [judging])
             judgement = _checked(step.outcomes[0])
             assert isinstance(judgement, Judgement), "a step without a limit decides"

@@ -6,7 +6,8 @@ from enum import Enum
 
 import numpy as np
 
-from draftwire.distributions import DraftDistributions
+from draftwire.encoding import Decoded, DraftDistributions
+from draftwire.errors import BlockViolationError
 from draftwire.sampling import SamplingParams
 
 MAX_SALT_LENGTH = 256
@@ -86,6 +87,22 @@ class DraftBlock:
     timings: DraftTimings = field(default_factory=DraftTimings)
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedBlock:
+    """A draft block after its distributions were checked."""
+
+    fence: Fence
+    token_ids: list[int]
+    draft: Decoded | BlockViolationError
+    """What the tokens were drawn from, or what is wrong with the block."""
+    has_distributions: bool
+    """Whether the drafter said anything about them."""
+    drafter_id: int
+    """The drafter that sent it."""
+    attempt: int = 0
+    timings: DraftTimings = field(default_factory=DraftTimings)
+
+
 class ExtraToken(Enum):
     """Where the last token of a verdict came from."""
 
@@ -156,6 +173,8 @@ class TargetSessionSpec:
     max_len: int
     """Most tokens that will ever be committed, prompt included."""
     cache_salt: str = ""
+    drafter_id: int | None = None
+    """The drafter whose blocks the session takes; None takes none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ class Leases(Generic[Event]):
     """The gateways' streams that are open, each with the outbox that its sessions' events go to."""
 
     def __init__(self) -> None:
+        self.instance_id = secrets.randbits(64)
+        """Names the process that grants the leases."""
         self._outboxes: dict[int, Outbox[Event]] = {}
 
     def open(self) -> tuple[int, Outbox[Event]]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from draftwire.distributions import Quantization
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
@@ -38,7 +39,7 @@ def load_target(settings: ModelSettings, engine: EngineSettings) -> Target:
     return Target(_limited(loaded.card, engine), CachedModel(loaded.model, engine.kv_cache_tokens))
 
 
-def load_drafter(settings: ModelSettings, engine: EngineSettings) -> Drafter:
+def load_drafter(settings: ModelSettings, engine: EngineSettings, quantization: Quantization) -> Drafter:
     """Loads a drafter's model; see `load_model`."""
     if is_scripted(settings.model):
         script = _script(settings)
@@ -47,7 +48,7 @@ def load_drafter(settings: ModelSettings, engine: EngineSettings) -> Drafter:
     card = _limited(loaded.card, engine)
     substitute = card.description.stop_token_ids[0] if card.description.stop_token_ids else 0
     model = CachedModel(loaded.model, engine.kv_cache_tokens)
-    return Drafter(card, LanguageModelDrafter(model, card.description.context_length, substitute))
+    return Drafter(card, LanguageModelDrafter(model, card.description.context_length, substitute, quantization))
 
 
 def _script(settings: ModelSettings) -> Script:

@@ -25,8 +25,6 @@ class ServerSettings:
     """gRPC port; 0 takes a free one, which the log names."""
     metrics_port: int | None = None
     """Port of `/metrics`; 0 takes a free one; None serves none."""
-    max_message_bytes: int = 64 * 2**20
-    """Largest gRPC message. A dense block takes 4 bytes x vocabulary x draft tokens."""
     drain_seconds: float = 20.0
     """How long running sessions may go on after SIGTERM."""
     log_format: str = "console"
@@ -35,9 +33,42 @@ class ServerSettings:
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, f"port must be in 0..65535, not {self.port}")
         require(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "metrics_port must be in 0..65535")
-        require(self.max_message_bytes >= 2**20, "max_message_bytes must be at least 1 MiB")
         require(self.drain_seconds >= 0.0, "drain_seconds must not be negative")
         require(self.log_format in ("console", "json"), f"log_format must be console or json, not {self.log_format!r}")
+
+
+LEAST_MESSAGE_BYTES = 2**20
+"""Every service takes messages of this size, however it is configured."""
+
+LEAST_KEEPALIVE_S = 1.0
+"""No service is configured to ask more often than this whether its peer is still there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSettings:
+    """What a service allows and expects on its connections, those that it opens and those that it accepts."""
+
+    max_message_bytes: int = 64 * 2**20
+    """Largest gRPC message, bytes: vocabularies, tokenizers, prompts (5 bytes x tokens), draft blocks (dense ones take
+    4 bytes x vocabulary x draft tokens)."""
+    keepalive_time_s: float = 10.0
+    """Seconds of silence on a connection after which the peer is asked whether it is still there, 1 to 3600."""
+    keepalive_timeout_s: float = 10.0
+    """Seconds that a peer may take to answer that, 1 to 3600. One that does not is lost: a connection that was cut
+    without being closed is noticed within keepalive_time_s + keepalive_timeout_s."""
+    flow_control_window_bytes: int = 4 * 2**20
+    """Bytes that a peer may send ahead on a stream or connection, 64 KiB to 1 GiB. At least bandwidth x round-trip
+    time: 4 MiB carry 10 Gbit/s over 3 ms."""
+
+    def __post_init__(self) -> None:
+        most_message_bytes, most_seconds = 2**31 - 1, 3600.0
+        require(self.max_message_bytes >= LEAST_MESSAGE_BYTES, "max_message_bytes must be at least 1 MiB")
+        require(self.max_message_bytes <= most_message_bytes, "max_message_bytes must be below 2 GiB")
+        for name in ("keepalive_time_s", "keepalive_timeout_s"):
+            is_valid = LEAST_KEEPALIVE_S <= getattr(self, name) <= most_seconds
+            require(is_valid, f"{name} must be in {LEAST_KEEPALIVE_S:g}..{most_seconds:g}")
+        is_valid = 2**16 <= self.flow_control_window_bytes <= 2**30
+        require(is_valid, "flow_control_window_bytes must be 64 KiB to 1 GiB")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ from draftwire.checking.rounds import (
     stated_emissions,
 )
 from draftwire.checking.theory import EXPECTATIONS, block_expectation
+from draftwire.checking.whole_round import check_round
+from draftwire.checking.wire import COARSE, FINE, WireRound, quantized, through_bytes
 from draftwire.distributions import DenseRows
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.greedy_block import GreedyBlockRule
@@ -155,6 +157,8 @@ def check(rule: VerificationRule, plan: Plan = THOROUGH) -> RuleReport:
         if rule.needs_draft_probs:
             with _noted(findings):
                 _check_sparse(rule, findings)
+            with _noted(findings):
+                _check_wire(rule, findings)
     with _noted(findings):
         _check_batches(rule, findings)
     return _report(rule, method, source, findings)
@@ -337,6 +341,23 @@ def _check_sparse(rule: VerificationRule, findings: Findings) -> None:
             numbers = torch.rand(len(cases), deciding.dimensions, generator=generator, dtype=torch.float64)
             differs = deciding.codes(cases, numbers) != replace(deciding, batch=sparse.batch).codes(cases, numbers)
             findings.require(Kind.SPARSE, float(differs.to(torch.float64).mean()), TOLERANCE, where)
+
+
+def _check_wire(rule: VerificationRule, findings: Findings) -> None:
+    """Looks at rounds whose draft distributions were quantized, drawn from, encoded, and decoded from their bytes."""
+    for pair in random_pairs(3) + adversarial_pairs(3) + random_pairs(5)[:1]:
+        for quantization in (COARSE, FINE):
+            sent = quantized(pair, quantization)
+            for length in (1, 2, 3):
+                blocks, where = all_blocks(sent, length, through_bytes), _where(sent, (length,))
+                if rule.is_lossless and isinstance(rule, LawRule):
+                    reference = sequence_law(pair.target, length + 1)
+                    law = completed_law(stated_emissions(rule, blocks), reference)
+                    findings.require(Kind.WIRE, largest_deviation(law, reference), TOLERANCE, where)
+    if rule.is_lossless:
+        for pair in (random_pairs(3)[1], adversarial_pairs(3)[0]):
+            report = check_round(WireRound(rule, pair, 2))
+            findings.require(Kind.WIRE, report.deviation, TOLERANCE, _where(pair, (2,)))
 
 
 def _stateful(rule: GreedyBlockRule, plan: Plan, findings: Findings) -> RuleReport:

@@ -16,6 +16,7 @@ class Kind(Enum):
     NOISE = "noise is not used as the drafter's is"
     BATCH = "an outcome depends on what else is in the batch"
     SPARSE = "sparse draft distributions do not count as the same dense ones"
+    WIRE = "draft distributions that travel as bytes make another law"
     RAISED = "the rule raised"
 
 

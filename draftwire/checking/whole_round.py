@@ -101,6 +101,10 @@ class Round:
         """Returns what draft tokens are drawn from, given the drafter's distributions, `[..., vocab]`."""
         return rows
 
+    def drawn(self, rows: Tensor, uniforms: Tensor) -> Tensor:
+        """Returns draft tokens, `[points] int64`, from the drafter's distributions, `[points, vocab]`."""
+        return draw(self.drawing_law(rows), uniforms)
+
     def stated_law(self, rows: Tensor) -> DraftRows:
         """Returns what the rule is told that they were drawn from, given the same, `[rows, vocab]`."""
         return DenseRows(rows)
@@ -115,7 +119,7 @@ class Round:
         for position in range(self.length):
             block = numbers * self.vocab_size ** (self.draft_rows.shape[1] - 1 - position)
             row = self.draft_rows[block, position]
-            numbers = numbers * self.vocab_size + draw(self.drawing_law(row), uniforms[:, position])
+            numbers = numbers * self.vocab_size + self.drawn(row, uniforms[:, position])
         return numbers
 
     def verified(self, numbers: Tensor, uniforms: Tensor) -> Tensor:

@@ -25,6 +25,24 @@ from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    # While the gateway reads a long prompt, nothing is sent for minutes, and what stands in between forgets silent
+    # connections: load balancers after a minute, address translators (NAT) after a few. So the gateway is asked every
+    # 30 s whether it is still there, for as long as a completion runs; without an answer within 20 s the completion
+    # fails instead of waiting for ever. Gateways allow far more pings than that.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Texts are short: compressing would cost time at every token.
+    ("grpc.default_compression_algorithm", int(grpc.Compression.NoCompression)),
+]
+
+_TOO_LARGE = "message larger than max"
+"""Part of what gRPC says of a message above the receiver's limit. It has no status of its own for that."""
+
 _ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.FAILED_PRECONDITION: ModelMismatchError,
@@ -112,7 +130,7 @@ class Client:
             address: host:port of the gateway.
         """
         self._address = address
-        self._channel = grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", 64 * 2**20)])
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     def __enter__(self) -> "Client":
@@ -274,6 +292,8 @@ def _completion(text: str, token_ids: list[int], finish: gateway_pb2.GenerateFin
 def _error_of(error: grpc.RpcError) -> DraftwireError:
     code = error.code()
     details = error.details() or code.name
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in details:  # asking again does not help
+        return InvalidRequestError(f"the request is too large: {details} bytes")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         hints = {item.key: item.value for item in error.trailing_metadata() or ()}
         return NoRoomError.hinted(details, hints.get(RETRY_KEY))

@@ -7,11 +7,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from draftwire.distributions import DraftDistributions, draw, race
+from draftwire.distributions import Quantization
+from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
-from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.errors import DraftwireError
 from draftwire.models.cached_model import Reading, SequenceModel
-from draftwire.randomness import exponentials, uniforms
 from draftwire.sampling import Span, is_distribution, probabilities_of_spans
 
 
@@ -79,16 +79,24 @@ class LanguageModelSequence:
 class LanguageModelDrafter:
     """A causal language model as a drafting strategy."""
 
-    def __init__(self, model: SequenceModel, context_length: int, substitute_id: int = 0) -> None:
+    def __init__(
+        self,
+        model: SequenceModel,
+        context_length: int,
+        substitute_id: int = 0,
+        quantization: Quantization | None = None,
+    ) -> None:
         """Wraps a loaded model.
 
         Args:
             model: reads and gives logits.
             context_length: positions that the model can attend to.
             substitute_id: read in the place of committed ids that this model's vocabulary lacks.
+            quantization: what is made of distributions before they are drawn from; None is the default one.
         """
         self.model = model
         self.context_length = context_length
+        self._quantization = quantization or Quantization()
         self._substitute_id = substitute_id
 
     def open(self, token_ids: list[int], cache_salt: str = "") -> LanguageModelSequence:
@@ -135,102 +143,30 @@ class LanguageModelDrafter:
             logits: `[members, vocab]`, after each member's committed tokens.
             members: sequences with what is wanted for them.
         """
-        most = max(request.num_tokens for _, request in members) if members else 0
-        numbers = uniforms([request.key for _, request in members], most).tolist()
-        blocks = [
-            _Block(sequence, request, min(request.vocab_size, self.model.vocab_size), own)
-            for (sequence, request), own in zip(members, numbers, strict=True)
-        ]
-        active = blocks  # those that the rows of `logits` belong to
+        drawer = Drawer([self._start(sequence, request) for sequence, request in members], self._quantization)
+        active = list(range(len(members)))  # those that the rows of `logits` belong to
         while active:
-            for row, block in zip(logits, active, strict=True):
-                if block.limit < len(row):
-                    row[block.limit :] = -torch.inf
-            probs = probabilities_of_spans(logits, [block.span for block in active]).float()  # as they are sent
+            for row, index in zip(logits, active, strict=True):
+                vocab_size = members[index][1].vocab_size
+                if vocab_size < len(row):
+                    row[vocab_size:] = -torch.inf
+            probs = probabilities_of_spans(logits, [_span(drawer, index, *members[index]) for index in active]).float()
             is_good = is_distribution(probs).tolist()
-            for group in (True, False):
-                rows = [row for row, block in enumerate(active) if block.request.is_coupled is group and is_good[row]]
-                if rows:
-                    own = probs if len(rows) == len(active) else probs[torch.tensor(rows, device=probs.device)]
-                    _draw_tokens([active[row] for row in rows], own)
-            active = [block for block, good in zip(active, is_good, strict=True) if good and block.num_left]
+            if not all(is_good):
+                probs = probs[torch.tensor(is_good, device=probs.device)]
+            active = [index for index, good in zip(active, is_good, strict=True) if good]
+            drawer.draw(active, probs)
+            active = [index for index in active if drawer.num_left(index)]
             if active:
-                logits = self.model.read([Reading(block.sequence.cached, [block.token_ids[-1]], 1) for block in active])
-        return [block.draft() for block in blocks]
+                last = [(members[index][0].cached, drawer.token_ids[index][-1:]) for index in active]
+                logits = self.model.read([Reading(cached, token_ids, 1) for cached, token_ids in last])
+        return drawer.drafts()
+
+    def _start(self, sequence: LanguageModelSequence, request: DraftRequest) -> BlockStart:
+        return BlockStart(request, min(request.vocab_size, self.model.vocab_size), len(sequence.ids))
 
 
-class _Block:
-    """One block while it is drawn."""
-
-    def __init__(
-        self, sequence: LanguageModelSequence, request: DraftRequest, limit: int, numbers: list[float]
-    ) -> None:
-        self.sequence = sequence
-        self.request = request
-        self.limit = limit
-        self.token_ids: list[int] = []
-        self.rows: list[Tensor] = []
-        self._numbers = numbers
-
-    @property
-    def needs_rows(self) -> bool:
-        """Whether the distributions are sent; those of a greedy drafter can be told without them."""
-        return self.request.needs_probs and not self.request.sampling.greedy
-
-    @property
-    def number(self) -> float:
-        """The uniform number that draws the next token."""
-        return self._numbers[len(self.token_ids)]
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that are still to be drawn."""
-        return self.request.num_tokens - len(self.token_ids)
-
-    @property
-    def position(self) -> int:
-        """Where in the text the next token stands."""
-        return len(self.sequence.ids) + len(self.token_ids)
-
-    @property
-    def span(self) -> Span:
-        """The place of the next token."""
-        request = self.request
-        text = [*self.sequence.ids, *self.token_ids] if request.sampling.penalizes else ()
-        return Span(request.sampling, 1, text, request.prompt_len, request.stop_token_ids, self.position)
-
-    def add(self, token: int, row: Tensor) -> None:
-        """Takes a token that was drawn from `row`."""
-        self.token_ids.append(token)
-        if self.needs_rows:
-            self.rows.append(row[: self.limit])
-
-    def draft(self) -> Draft | DraftwireError:
-        """Returns what was drawn."""
-        if not self.token_ids:
-            return UnavailableError("the draft model gave no finite logits")
-        if not self.request.needs_probs:
-            return Draft(self.token_ids, DraftDistributions.none(self.limit))
-        if self.request.sampling.greedy:
-            return Draft(self.token_ids, DraftDistributions.one_hot(self.limit))
-        return Draft(self.token_ids, DraftDistributions.from_rows(torch.stack(self.rows)))
-
-
-def _draw_tokens(blocks: list[_Block], probs: Tensor) -> None:
-    """Draws the next token of blocks that are all coupled, or none of them.
-
-    Args:
-        blocks: whose tokens.
-        probs: `[blocks, vocab]`.
-    """
-    if blocks[0].request.is_coupled:
-        words = torch.tensor([block.request.key.text_words for block in blocks], device=probs.device)
-        positions = torch.tensor([block.position for block in blocks], device=probs.device)
-        drawn = race(probs, exponentials(words, positions, probs.shape[1])).winners
-    else:
-        numbers = torch.tensor([block.number for block in blocks], dtype=torch.float64, device=probs.device)
-        drawn = draw(probs, numbers)
-    if any(block.needs_rows for block in blocks):
-        probs = probs.cpu()
-    for block, token, row in zip(blocks, drawn.tolist(), probs, strict=True):
-        block.add(token, row)
+def _span(drawer: Drawer, index: int, sequence: LanguageModelSequence, request: DraftRequest) -> Span:
+    """Returns the place of a block's next token."""
+    text = [*sequence.ids, *drawer.token_ids[index]] if request.sampling.penalizes else ()
+    return Span(request.sampling, 1, text, request.prompt_len, request.stop_token_ids, drawer.position(index))

@@ -4,10 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-import torch
-
-from draftwire.distributions import DraftDistributions
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
+from draftwire.encoding import DraftDistributions, Encoding
 from draftwire.errors import DraftwireError
 from draftwire.models.scripted import Script, expected_tokens, wait
 
@@ -71,10 +69,5 @@ class ScriptedDrafter:
 
     def _draft(self, sequence: ScriptedSequence, request: DraftRequest) -> Draft:
         tokens = expected_tokens(sequence.num_committed, request.num_tokens)
-        limit = min(request.vocab_size, self._script.vocab_size)
-        if not request.needs_probs:
-            return Draft(tokens, DraftDistributions.none(limit))
-        if request.sampling.greedy:
-            return Draft(tokens, DraftDistributions.one_hot(limit))
-        rows = torch.zeros(len(tokens), limit).scatter_(1, torch.tensor(tokens).unsqueeze(1), 1.0)
-        return Draft(tokens, DraftDistributions.from_rows(rows))
+        encoding = Encoding.ONE_HOT if request.needs_probs else Encoding.NONE
+        return Draft(tokens, DraftDistributions(encoding, min(request.vocab_size, self._script.vocab_size)))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from draftwire.distributions import DraftDistributions
+from draftwire.encoding import DraftDistributions
 from draftwire.errors import DraftwireError
 from draftwire.randomness import DrawKey
 from draftwire.sampling import SamplingParams

@@ -30,11 +30,16 @@ class _DistributionEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_
     DISTRIBUTION_ENCODING_DENSE_FLOAT32: _DistributionEncoding.ValueType  # 1
     """float32 [draft_len, vocab_size], row-major: weights >= 0 that need not sum to exactly 1."""
     DISTRIBUTION_ENCODING_ONE_HOT: _DistributionEncoding.ValueType  # 2
-    """No data: every token was the only one its position could have (a greedy drafter)."""
+    """No data: every token was the only one its position could have."""
     DISTRIBUTION_ENCODING_SPARSE_UINT16: _DistributionEncoding.ValueType  # 3
-    """Per position a support of token ids and 16-bit integer weights. Not accepted yet: INVALID_ARGUMENT."""
+    """Per position a support of 1 to 256 token ids with integer weights that sum to 65,536, 1 or more each; other tokens
+    are impossible. First the ids of all positions, each in the fewest whole bytes that hold vocab_size - 1; then all
+    weights less one, uint16. The ids of one position differ; their order is free.
+    """
     DISTRIBUTION_ENCODING_NONE: _DistributionEncoding.ValueType  # 4
     """No data: nothing is said, for rules that do not ask. Others refuse the block."""
+    DISTRIBUTION_ENCODING_DENSE_FLOAT16: _DistributionEncoding.ValueType  # 5
+    """As DENSE_FLOAT32, with float16."""
 
 class DistributionEncoding(_DistributionEncoding, metaclass=_DistributionEncodingEnumTypeWrapper):
     """How DraftDistributions.data is laid out. All numbers are little-endian."""
@@ -44,11 +49,16 @@ DISTRIBUTION_ENCODING_UNSPECIFIED: DistributionEncoding.ValueType  # 0
 DISTRIBUTION_ENCODING_DENSE_FLOAT32: DistributionEncoding.ValueType  # 1
 """float32 [draft_len, vocab_size], row-major: weights >= 0 that need not sum to exactly 1."""
 DISTRIBUTION_ENCODING_ONE_HOT: DistributionEncoding.ValueType  # 2
-"""No data: every token was the only one its position could have (a greedy drafter)."""
+"""No data: every token was the only one its position could have."""
 DISTRIBUTION_ENCODING_SPARSE_UINT16: DistributionEncoding.ValueType  # 3
-"""Per position a support of token ids and 16-bit integer weights. Not accepted yet: INVALID_ARGUMENT."""
+"""Per position a support of 1 to 256 token ids with integer weights that sum to 65,536, 1 or more each; other tokens
+are impossible. First the ids of all positions, each in the fewest whole bytes that hold vocab_size - 1; then all
+weights less one, uint16. The ids of one position differ; their order is free.
+"""
 DISTRIBUTION_ENCODING_NONE: DistributionEncoding.ValueType  # 4
 """No data: nothing is said, for rules that do not ask. Others refuse the block."""
+DISTRIBUTION_ENCODING_DENSE_FLOAT16: DistributionEncoding.ValueType  # 5
+"""As DENSE_FLOAT32, with float16."""
 Global___DistributionEncoding: _TypeAlias = DistributionEncoding  # noqa: Y015
 
 class _ExtraTokenKind:
@@ -252,12 +262,12 @@ class DraftDistributions(_message.Message):
     encoding: Global___DistributionEncoding.ValueType
     """Layout of `data`."""
     vocab_size: _builtins.int
-    """Entries per dense row: the drafter's vocabulary, at most the target's."""
+    """Entries per dense row and bound of all ids: the drafter's vocabulary, at most the target's."""
     data: _builtins.bytes
     """The numbers, laid out as `encoding` says."""
     @_builtins.property
     def support_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Entries at each position of a sparse encoding; empty otherwise."""
+        """Ids at each position of a sparse encoding; empty otherwise."""
 
     def __init__(
         self,
@@ -436,16 +446,20 @@ class Lease(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Named in every request that opens a session for this stream."""
+    instance_id: _builtins.int
+    """The process that grants the lease, chosen at random when it started."""
     def __init__(
         self,
         *,
         lease_id: _builtins.int = ...,
+        instance_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "lease_id", b"lease_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

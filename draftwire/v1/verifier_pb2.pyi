@@ -41,6 +41,7 @@ class OpenTargetSessionRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_LEN_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    DRAFTER_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -69,6 +70,10 @@ class OpenTargetSessionRequest(_message.Message):
     """
     cache_salt: _builtins.str
     """Keys and values are shared only between sessions of the same salt. At most 256 characters."""
+    drafter_id: _builtins.int
+    """The drafter whose blocks the session takes, by the instance_id of its lease; other drafters' blocks are refused.
+    Absent: none.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed ids: the prompt and, in a session that is moved, what was generated before."""
@@ -99,12 +104,15 @@ class OpenTargetSessionRequest(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_len: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        drafter_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter_id", b"_drafter_id", "drafter_id", b"drafter_id", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter_id", b"_drafter_id", "cache_salt", b"cache_salt", "choice", b"choice", "drafter_id", b"drafter_id", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__drafter_id: _TypeAlias = _typing.Literal["drafter_id"]  # noqa: Y015
+    _WhichOneofArgType__drafter_id: _TypeAlias = _typing.Literal["_drafter_id", b"_drafter_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drafter_id) -> _WhichOneofReturnType__drafter_id | None: ...
 
 Global___OpenTargetSessionRequest: _TypeAlias = OpenTargetSessionRequest  # noqa: Y015
 
@@ -211,7 +219,9 @@ Global___RunTargetSessionsRequest: _TypeAlias = RunTargetSessionsRequest  # noqa
 
 @_typing.final
 class BlockRefusal(_message.Message):
-    """A draft block breaks the protocol and was not verified. Its round is still open: the gateway goes on without the drafter."""
+    """The session takes no more blocks from its drafter, because one broke the protocol or the drafter is in quarantine. The
+    round is still open: the gateway goes on without the drafter.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -219,6 +229,7 @@ class BlockRefusal(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    QUARANTINED_DRAFTER_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     epoch: _builtins.int
@@ -227,6 +238,10 @@ class BlockRefusal(_message.Message):
     """The round that is open."""
     message: _builtins.str
     """For people; holds no token."""
+    quarantined_drafter_id: _builtins.int
+    """The drafter, if no session of this verifier takes its blocks any more: its tokens are not drawn from the
+    distributions that it sends.
+    """
     def __init__(
         self,
         *,
@@ -234,12 +249,15 @@ class BlockRefusal(_message.Message):
         epoch: _builtins.int = ...,
         round: _builtins.int = ...,
         message: _builtins.str = ...,
+        quarantined_drafter_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_quarantined_drafter_id", b"_quarantined_drafter_id", "quarantined_drafter_id", b"quarantined_drafter_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "message", b"message", "round", b"round", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quarantined_drafter_id", b"_quarantined_drafter_id", "epoch", b"epoch", "message", b"message", "quarantined_drafter_id", b"quarantined_drafter_id", "round", b"round", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__quarantined_drafter_id: _TypeAlias = _typing.Literal["quarantined_drafter_id"]  # noqa: Y015
+    _WhichOneofArgType__quarantined_drafter_id: _TypeAlias = _typing.Literal["_quarantined_drafter_id", b"_quarantined_drafter_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__quarantined_drafter_id) -> _WhichOneofReturnType__quarantined_drafter_id | None: ...
 
 Global___BlockRefusal: _TypeAlias = BlockRefusal  # noqa: Y015
 
@@ -318,6 +336,9 @@ class DrafterHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.int
+    """The drafter's process, the same as in its leases."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelDescription:
         """The drafter's model."""
@@ -326,10 +347,11 @@ class DrafterHello(_message.Message):
         self,
         *,
         model: _model_pb2.ModelDescription | None = ...,
+        instance_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

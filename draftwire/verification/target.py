@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwire.distributions import DenseRows, DraftDistributions, DraftRows, Encoding, no_rows
-from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableError
+from draftwire.distributions import DenseRows, DraftRows, no_rows
+from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.randomness import DrawKey
@@ -35,8 +35,8 @@ class Judging:
     """All committed ids."""
     draft_tokens: list[int]
     """The block; empty is plain decoding."""
-    distributions: DraftDistributions | None
-    """What its tokens were drawn from; None for an empty block."""
+    draft: DraftRows | None
+    """What its tokens were drawn from, a row for each; None for an empty block."""
     sampling: SamplingParams
     """Makes the target's distribution from its logits, at every position alike."""
     rule: VerificationRule
@@ -75,8 +75,8 @@ class StillReading:
 
 
 Outcome = Judgement | StillReading | DraftwireError
-"""An error concerns one sequence alone, whose cache has not changed: InvalidRequestError if its block is no good,
-UnavailableError if the model gave no finite logits for it."""
+"""An error concerns one sequence alone, whose cache has not changed: UnavailableError if the model gave no finite
+logits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +127,11 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
             outcomes[index] = StillReading()
             readings.append(Reading(judging.sequence, unread[: judging.max_read], 0))
             continue
-        try:
-            draft = _draft_rows(judging, model.vocab_size)
-        except InvalidRequestError as error:
-            outcomes[index] = error
-            continue
-        scored.append(_Scored(index, judging, draft, num_rows))
+        scored.append(_Scored(index, judging, judging.draft or no_rows(model.vocab_size), num_rows))
         num_rows += len(judging.draft_tokens) + 1
         readings.append(Reading(judging.sequence, unread + judging.draft_tokens, len(judging.draft_tokens) + 1))
-    if not readings:
-        return StepOutcome([outcomes[index] for index in range(len(judgings))], [])
+    if not judgings:
+        return StepOutcome([], [])
     lengths = [judging.sequence.length for judging in judgings]
     logits = model.read(readings)
     batches: list[Decided] = []
@@ -174,15 +169,6 @@ def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch, bo
         # Only now: logits that are finite show that nothing in the cache is not.
         model.cache.publish(judging.sequence, judging.committed)
     return outcomes
-
-
-def _draft_rows(judging: Judging, vocab_size: int) -> DraftRows:
-    distributions = judging.distributions
-    if distributions is None:
-        return no_rows(vocab_size)
-    if distributions.encoding is Encoding.NONE and judging.rule.needs_draft_probs:
-        raise InvalidRequestError(f"rule {judging.rule.name} needs the distributions that were drawn from")
-    return distributions.rows(judging.draft_tokens, vocab_size)
 
 
 def _groups(scored: list[_Scored]) -> list[list[_Scored]]:

@@ -2,7 +2,35 @@
 
 from dataclasses import dataclass, field
 
-from draftwire.services.settings import EngineSettings, ModelSettings, ServerSettings, require
+from draftwire.distributions import Quantization
+from draftwire.encoding import Encoding, position_bytes
+from draftwire.services.settings import ConnectionSettings, EngineSettings, ModelSettings, ServerSettings, require
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSettings:
+    """What is made of the draft model's distributions before tokens are drawn from them and both are sent."""
+
+    draft_encoding: Encoding = Encoding.SPARSE_UINT16
+    """How distributions travel: sparse_uint16 takes a few dozen bytes a token, dense_float32 and dense_float16 take 4
+    and 2 bytes x vocabulary."""
+    draft_mass: float = 0.98
+    """Share of a distribution's mass that a sparse one keeps, in (0, 1]; more is accepted more often and takes more
+    bytes."""
+    draft_max_support: int = 64
+    """Tokens that a sparse distribution keeps, at most, 1 to 256."""
+
+    def __post_init__(self) -> None:
+        _ = self.quantization  # checks itself
+
+    @property
+    def quantization(self) -> Quantization:
+        """The same for a drafting strategy."""
+        return Quantization(self.draft_encoding, self.draft_mass, self.draft_max_support)
+
+    def block_bytes(self, vocab_size: int, max_draft_tokens: int) -> int:
+        """Returns the most bytes that the distributions of one block take."""
+        return max_draft_tokens * position_bytes(self.draft_encoding, vocab_size, self.draft_max_support)
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,8 +40,10 @@ class DrafterConfig:
     loading: ModelSettings
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50053, metrics_port=9053))
     engine: EngineSettings = field(default_factory=EngineSettings)
+    drafts: DraftSettings = field(default_factory=DraftSettings)
     connect_timeout_s: float = 10.0
     """How long a session's opening may wait for the verifier to answer."""
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
 
     def __post_init__(self) -> None:
         require(self.connect_timeout_s > 0.0, "connect_timeout_s must be positive")

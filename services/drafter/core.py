@@ -67,6 +67,11 @@ class DrafterCore:
         return self.card.description
 
     @property
+    def instance_id(self) -> int:
+        """Names this process."""
+        return self._leases.instance_id
+
+    @property
     def num_sessions(self) -> int:
         """Sessions that are open."""
         return len(self._scheduler.sessions)
@@ -74,7 +79,8 @@ class DrafterCore:
     async def start(self) -> None:
         """Loads and warms the model."""
         settings = self.config.engine
-        drafter = await self._torch.run(load_drafter, self.config.loading, settings)
+        quantization = self.config.drafts.quantization
+        drafter = await self._torch.run(load_drafter, self.config.loading, settings, quantization)
         self.card = drafter.card
         self._engine = DraftEngine(drafter.strategy)
         self._scheduler = Scheduler(

@@ -3,7 +3,7 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
@@ -11,10 +11,11 @@ from draftwire.errors import ProtocolViolationError
 from draftwire.models.loading import ModelCard
 from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.drafter.core import BlockLink, DrafterCore
-from draftwire.services.drafter.wire import GrpcBlockLink
+from draftwire.services.drafter.wire import GrpcBlockLink, Introduction, check_block_fits
 from draftwire.services.leases import SessionFailed
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
+from draftwire.services.rpc.channels import check_prompt_fits, in_messages
 from draftwire.services.rpc.model_service import ModelServicer
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.streams import exchange
@@ -35,7 +36,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     ) -> None:
         """See the proto."""
         lease_id, outbox = self._core.open_lease()
-        lease = drafter_pb2.DraftEvent(lease=session_pb2.Lease(lease_id=lease_id))
+        lease = drafter_pb2.DraftEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
         try:
             await context.write(drafter_pb2.RunDraftSessionsResponse(events=[lease]))
             await exchange(self._read_commands(request_iterator), self._write_events(outbox, context))
@@ -68,11 +69,16 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         context: grpc.aio.ServicerContext[drafter_pb2.RunDraftSessionsRequest, drafter_pb2.RunDraftSessionsResponse],
     ) -> None:
         while failures := await outbox.take_all():
-            events = [
-                drafter_pb2.DraftEvent(failure=messages.failure_to_proto(failed.session_id, failed.epoch, failed.error))
-                for failed in failures
-            ]
-            await context.write(drafter_pb2.RunDraftSessionsResponse(events=events))
+            for message in in_messages(_failures_to_proto, failures):
+                await context.write(message)
+
+
+def _failures_to_proto(failures: Sequence[SessionFailed]) -> drafter_pb2.RunDraftSessionsResponse:
+    events = [
+        drafter_pb2.DraftEvent(failure=messages.failure_to_proto(failed.session_id, failed.epoch, failed.error))
+        for failed in failures
+    ]
+    return drafter_pb2.RunDraftSessionsResponse(events=events)
 
 
 def serve(config: DrafterConfig) -> int:
@@ -82,9 +88,18 @@ def serve(config: DrafterConfig) -> int:
 
 async def _serve(config: DrafterConfig) -> int:
     async def connect(address: str, card: ModelCard) -> BlockLink:
-        return await GrpcBlockLink.connect(address, card, config.server.max_message_bytes, config.connect_timeout_s)
+        introduction = Introduction(card, core.instance_id)
+        return await GrpcBlockLink.connect(address, introduction, config.connections, config.connect_timeout_s)
 
     core = DrafterCore(config, connect)
+
+    async def start() -> None:
+        await core.start()
+        largest = config.connections.max_message_bytes
+        check_prompt_fits(core.description, largest)
+        check_block_fits(
+            config.drafts.block_bytes(core.description.vocab_size, config.engine.max_draft_tokens), largest
+        )
 
     def register(server: grpc.aio.Server) -> None:
         drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterServicer(core), server)
@@ -94,9 +109,10 @@ async def _serve(config: DrafterConfig) -> int:
         name="drafter",
         grpc_names=("draftwire.v1.DrafterService", "draftwire.v1.ModelService"),
         settings=config.server,
+        connections=config.connections,
         metrics=core.metrics,
         register=register,
-        start=core.start,
+        start=start,
         run=core.run_steps,
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,

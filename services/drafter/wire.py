@@ -4,6 +4,7 @@ from __future__ import annotations  # the generics of grpc exist for the type ch
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 
 import grpc
 import structlog
@@ -14,12 +15,21 @@ from draftwire.models.loading import ModelCard
 from draftwire.rounds import DraftBlock
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
-from draftwire.services.rpc.channels import open_channel
+from draftwire.services.rpc.channels import open_channel, require_room
 from draftwire.services.rpc.peers import ModelPeer
 from draftwire.services.rpc.status import error_of
+from draftwire.services.settings import ConnectionSettings
 from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a drafter says of itself."""
+
+    card: ModelCard
+    instance_id: int
 
 
 class GrpcBlockLink:
@@ -35,17 +45,22 @@ class GrpcBlockLink:
         self._lifetime: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, address: str, card: ModelCard, max_message_bytes: int, timeout_s: float) -> GrpcBlockLink:
+    async def connect(
+        cls, address: str, introduction: Introduction, connections: ConnectionSettings, timeout_s: float
+    ) -> GrpcBlockLink:
         """Opens the stream and waits for the verifier's welcome.
 
         Raises:
             ModelMismatchError: the verifier's vocabulary differs; names the first differing token.
             UnavailableError: no welcome in time.
         """
-        channel = open_channel(address, max_message_bytes)
-        link = cls(address, channel, max_message_bytes)
+        channel = open_channel(address, connections, bulk=True)
+        link = cls(address, channel, connections.max_message_bytes)
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-        hello = verifier_pb2.DrafterHello(model=messages.model_to_proto(card.description))
+        card = introduction.card
+        hello = verifier_pb2.DrafterHello(
+            model=messages.model_to_proto(card.description), instance_id=introduction.instance_id
+        )
         call = stub.PushDraftBlocks(link._requests(hello), wait_for_ready=True)
         try:
             async with asyncio.timeout(timeout_s):
@@ -100,6 +115,19 @@ class GrpcBlockLink:
             self._outbox.close()
         log.warning("drafter.verifier_lost", address=self.address, reason=reason)
         await self._channel.close()
+
+
+def check_block_fits(most_block_bytes: int, max_message_bytes: int) -> None:
+    """Makes sure that every block can be sent.
+
+    Args:
+        most_block_bytes: most bytes that the distributions of one block can take.
+        max_message_bytes: the largest message.
+
+    Raises:
+        InvalidRequestError: the largest message is too small.
+    """
+    require_room("a draft block, at most max_draft_tokens long", most_block_bytes, max_message_bytes)
 
 
 def in_parts(blocks: list[DraftBlock], most_bytes: int) -> Iterator[list[DraftBlock]]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from draftwire.services.settings import ServerSettings, require
+from draftwire.services.settings import ConnectionSettings, ServerSettings, require
 
 NO_DRAFTER = "none"
 """Stands for no drafter where an address is expected."""
@@ -51,6 +51,7 @@ class GatewayConfig:
     max_requests: int = 256
     """Requests that may run at once; more are refused with RESOURCE_EXHAUSTED."""
     loop: LoopSettings = field(default_factory=LoopSettings)
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
 
     def __post_init__(self) -> None:
         for address in (self.verifier, *([self.drafter] if self.has_drafter else [])):

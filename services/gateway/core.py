@@ -101,7 +101,7 @@ class GatewayCore:
             raise NoRoomError(f"{self.config.max_requests} requests are running, which is the limit; retry in a second")
         if not self.target.connected:
             raise UnavailableError("no verifier can be reached")
-        drafter = self.drafter if self.drafter is not None and self.drafter.connected else None
+        drafter = self._usable_drafter()
         text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop)
         loop = GenerationLoop(generation, self.target, drafter, text, self.config.loop)
         self.num_requests += 1
@@ -122,3 +122,9 @@ class GatewayCore:
             self.metrics.requests.labels(result).inc()
             if generation.is_lossy:
                 self.metrics.lossy_requests.labels(generation.rule).inc()
+
+    def _usable_drafter(self) -> DrafterPort | None:
+        drafter = self.drafter
+        if drafter is None or not drafter.connected or not self.target.takes_blocks_of(drafter.instance_id):
+            return None
+        return drafter

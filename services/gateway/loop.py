@@ -270,6 +270,7 @@ class GenerationLoop:
             stop_token_ids=generation.stop_token_ids,
             max_len=generation.max_len,
             cache_salt=generation.cache_salt,
+            drafter_id=self._drafter.instance_id if self._drafter is not None else None,
         )
 
     def _draft_spec(self, drafter: ModelDescription) -> DraftSessionSpec:

@@ -47,6 +47,9 @@ class TargetPort(Protocol):
     def address(self) -> str:
         """Where drafters reach it."""
 
+    def takes_blocks_of(self, drafter_id: int) -> bool:
+        """Whether a drafter is not in quarantine there, as far as is known."""
+
     async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
         """Opens a session, whose verdicts then go to the inbox, or raises why not."""
 
@@ -67,6 +70,10 @@ class DrafterPort(Protocol):
     @property
     def description(self) -> ModelDescription:
         """The draft model."""
+
+    @property
+    def instance_id(self) -> int:
+        """Names the drafter's process. Only while connected."""
 
     async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
         """Opens a session and returns when it is ready to draft, or raises why not."""

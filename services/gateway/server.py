@@ -16,6 +16,7 @@ from draftwire.services.gateway.request import Generation, RequestedGeneration
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.wire import DrafterLink, VerifierLink
 from draftwire.services.rpc import messages
+from draftwire.services.rpc.channels import check_prompt_fits
 from draftwire.services.rpc.peers import check_vocabularies
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
@@ -143,7 +144,7 @@ def serve(config: GatewayConfig) -> int:
 
 
 async def _serve(config: GatewayConfig) -> int:
-    limits = (config.server.max_message_bytes, config.startup_timeout_s)
+    limits = (config.connections, config.startup_timeout_s)
     target = VerifierLink(config.verifier, *limits)
     drafter = DrafterLink(config.drafter, *limits) if config.has_drafter else None
     core = GatewayCore(config, target, drafter)
@@ -152,6 +153,8 @@ async def _serve(config: GatewayConfig) -> int:
 
     async def start() -> None:
         await asyncio.gather(*(link.describe() for link in links))
+        for link in links:
+            check_prompt_fits(link.description, config.connections.max_message_bytes)
         core.use_tokenizer(await target.peer.tokenizer_files())
         if drafter is not None:
             await check_vocabularies(target.peer, drafter.peer)
@@ -173,6 +176,7 @@ async def _serve(config: GatewayConfig) -> int:
         name="gateway",
         grpc_names=("draftwire.v1.GatewayService",),
         settings=config.server,
+        connections=config.connections,
         metrics=core.metrics,
         register=register,
         start=start,

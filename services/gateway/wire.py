@@ -16,9 +16,10 @@ from draftwire.rounds import Calibration, DraftSessionSpec, PlainRun, TargetSess
 from draftwire.services.gateway.ports import DrafterLost, Inbox, SessionEvent, TargetLost
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
-from draftwire.services.rpc.channels import open_channel
+from draftwire.services.rpc.channels import in_messages, open_channel
 from draftwire.services.rpc.peers import ModelPeer
 from draftwire.services.rpc.status import error_of, error_of_number
+from draftwire.services.settings import ConnectionSettings
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2, verifier_pb2, verifier_pb2_grpc
 
 log = structlog.get_logger()
@@ -36,20 +37,22 @@ class SessionLink(ABC, Generic[Command, Event]):
     is opened for new sessions.
     """
 
-    def __init__(self, address: str, max_message_bytes: int, timeout_s: float) -> None:
+    def __init__(self, address: str, connections: ConnectionSettings, timeout_s: float) -> None:
         """Prepares.
 
         Args:
             address: host:port of the service.
-            max_message_bytes: largest message in either direction.
+            connections: what this gateway allows and expects on its connections.
             timeout_s: how long the service may take to answer a call, or to come up at the start.
         """
         self.address = address
         self.description: ModelDescription
         self._timeout_s = timeout_s
-        self._channel = open_channel(address, max_message_bytes)
-        self._bulk_channel = open_channel(address, max_message_bytes, separate=True)
+        self._channel = open_channel(address, connections, bulk=False)
+        self._bulk_channel = open_channel(address, connections, bulk=True)
         self._inboxes: dict[tuple[int, int], Inbox] = {}
+        self.instance_id = 0
+        """Names the process that granted the lease."""
         self._lease_id: int | None = None
         self._leased_once = asyncio.Event()
         self._outbox = Outbox[Command]()
@@ -141,13 +144,14 @@ class SessionLink(ABC, Generic[Command, Event]):
             call.cancel()
 
     def _take_lease(self, lease: session_pb2.Lease) -> None:
-        self._lease_id = lease.lease_id
+        self._lease_id, self.instance_id = lease.lease_id, lease.instance_id
         self._leased_once.set()
         log.info("gateway.peer_connected", address=self.address, model=self.description.name)
 
     async def _requests(self, outbox: Outbox[Command]) -> AsyncIterator[Any]:
         while commands := await outbox.take_all():
-            yield self._request(commands)
+            for request in in_messages(self._request, commands):
+                yield request
 
     @abstractmethod
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]: ...
@@ -167,6 +171,15 @@ class SessionLink(ABC, Generic[Command, Event]):
 
 class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEvent]):
     """A `TargetPort` over gRPC."""
+
+    def __init__(self, address: str, connections: ConnectionSettings, timeout_s: float) -> None:
+        """See `SessionLink`."""
+        super().__init__(address, connections, timeout_s)
+        self._quarantined: set[int] = set()
+
+    def takes_blocks_of(self, drafter_id: int) -> bool:
+        """See `TargetPort.takes_blocks_of`."""
+        return drafter_id not in self._quarantined
 
     async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
         """See `TargetPort.open`."""
@@ -193,6 +206,8 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
                 verdict = messages.verdict_from_proto(event.verdict)
                 self._deliver((verdict.fence.session_id, verdict.fence.epoch), verdict)
             case "refusal":
+                if event.refusal.HasField("quarantined_drafter_id"):
+                    self._quarantined.add(event.refusal.quarantined_drafter_id)
                 error = ModelMismatchError(f"the verifier refused a block: {event.refusal.message}")
                 self._deliver((event.refusal.session_id, event.refusal.epoch), DrafterLost(error))
             case "failure":

@@ -1,7 +1,9 @@
 """Messages between services, to and from the dataclasses of `draftwire.rounds`. Enum zero is refused on receipt."""
 
-from draftwire.distributions import DraftDistributions, Encoding
-from draftwire.errors import InvalidRequestError
+from collections.abc import Sequence
+
+from draftwire.encoding import Claim, DraftDistributions, Encoding, decode
+from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.models.description import ModelDescription
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
@@ -13,6 +15,7 @@ from draftwire.rounds import (
     ExtraToken,
     Fence,
     PlainRun,
+    ReceivedBlock,
     TargetSessionSpec,
     Verdict,
 )
@@ -21,7 +24,9 @@ from draftwire.services.rpc.status import status_of
 from draftwire.v1 import drafter_pb2, model_pb2, session_pb2, verifier_pb2
 
 _ENCODINGS = {
+    session_pb2.DISTRIBUTION_ENCODING_SPARSE_UINT16: Encoding.SPARSE_UINT16,
     session_pb2.DISTRIBUTION_ENCODING_DENSE_FLOAT32: Encoding.DENSE_FLOAT32,
+    session_pb2.DISTRIBUTION_ENCODING_DENSE_FLOAT16: Encoding.DENSE_FLOAT16,
     session_pb2.DISTRIBUTION_ENCODING_ONE_HOT: Encoding.ONE_HOT,
     session_pb2.DISTRIBUTION_ENCODING_NONE: Encoding.NONE,
 }
@@ -101,34 +106,54 @@ def block_to_proto(block: DraftBlock) -> session_pb2.DraftBlock:
             encoding=_ENCODING_NUMBERS[block.distributions.encoding],
             vocab_size=block.distributions.vocab_size,
             data=block.distributions.data,
+            support_sizes=block.distributions.support_sizes,
         ),
         calibration_duration_us=block.timings.calibration_us,
         draft_duration_us=block.timings.draft_us,
     )
 
 
-def block_from_proto(message: session_pb2.DraftBlock) -> DraftBlock:
-    """Decodes a draft block. What the numbers mean is checked later, against the session.
+def blocks_from_proto(
+    messages: Sequence[session_pb2.DraftBlock], drafter_id: int, vocab_size: int, max_draft_tokens: int
+) -> list[ReceivedBlock]:
+    """Decodes and checks the draft blocks of one message together. What is wrong with a block stands in its place.
 
-    Raises:
-        InvalidRequestError: an encoding that is unknown or not accepted, or a token tree.
+    Args:
+        messages: the blocks.
+        drafter_id: who sent them.
+        vocab_size: the target's.
+        max_draft_tokens: longer blocks are refused unread.
     """
-    encoding = message.distributions.encoding
-    if encoding not in _ENCODINGS:
-        raise InvalidRequestError(f"distribution encoding {encoding} is not accepted")
-    if message.distributions.support_sizes:
-        raise InvalidRequestError("support sizes without a sparse encoding")
+    read = [_claim_from_proto(message, max_draft_tokens) for message in messages]
+    decoded = iter(decode([claim for claim in read if isinstance(claim, Claim)], vocab_size))
+    return [
+        ReceivedBlock(
+            fence=fence_from_proto(message.fence),
+            token_ids=claim.token_ids if isinstance(claim, Claim) else [],
+            draft=next(decoded) if isinstance(claim, Claim) else claim,
+            has_distributions=message.distributions.encoding != session_pb2.DISTRIBUTION_ENCODING_NONE,
+            drafter_id=drafter_id,
+            attempt=message.attempt,
+            timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
+        )
+        for message, claim in zip(messages, read, strict=True)
+    ]
+
+
+def _claim_from_proto(message: session_pb2.DraftBlock, max_draft_tokens: int) -> Claim | BlockViolationError:
+    stated = message.distributions
+    if stated.encoding not in _ENCODINGS:
+        return BlockViolationError(Violation.ENCODING, f"distribution encoding {stated.encoding} is not accepted")
     if message.parent_indices:
-        raise InvalidRequestError("token trees are not accepted")
-    return DraftBlock(
-        fence=fence_from_proto(message.fence),
-        token_ids=list(message.token_ids),
-        distributions=DraftDistributions(
-            _ENCODINGS[encoding], message.distributions.vocab_size, message.distributions.data
-        ),
-        attempt=message.attempt,
-        timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
+        return BlockViolationError(Violation.ENCODING, "token trees are not accepted")
+    if len(message.token_ids) > max_draft_tokens:
+        return BlockViolationError(
+            Violation.LENGTH, f"block of {len(message.token_ids)} draft tokens, the limit is {max_draft_tokens}"
+        )
+    distributions = DraftDistributions(
+        _ENCODINGS[stated.encoding], stated.vocab_size, stated.data, tuple(stated.support_sizes)
     )
+    return Claim(list(message.token_ids), distributions)
 
 
 def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
@@ -222,6 +247,7 @@ def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2
         stop_token_ids=sorted(spec.stop_token_ids),
         max_len=spec.max_len,
         cache_salt=spec.cache_salt,
+        drafter_id=spec.drafter_id,
     )
 
 
@@ -246,6 +272,7 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
         stop_token_ids=frozenset(message.stop_token_ids),
         max_len=message.max_len,
         cache_salt=_checked_salt(message.cache_salt),
+        drafter_id=message.drafter_id if message.HasField("drafter_id") else None,
     )
 
 

@@ -15,10 +15,10 @@ from grpc_reflection.v1alpha import reflection
 from draftwire.errors import UnavailableError
 from draftwire.services.logging import configure_logging
 from draftwire.services.metrics import ServiceMetrics
-from draftwire.services.rpc.channels import limits
+from draftwire.services.rpc.channels import server_options
 from draftwire.services.rpc.interceptor import ServiceGate
 from draftwire.services.rpc.status import is_expected, root_cause
-from draftwire.services.settings import ServerSettings
+from draftwire.services.settings import ConnectionSettings, ServerSettings
 
 log = structlog.get_logger()
 
@@ -34,6 +34,7 @@ class Service:
     grpc_names: tuple[str, ...]
     """Full names of the gRPC services, for health and reflection."""
     settings: ServerSettings
+    connections: ConnectionSettings
     metrics: ServiceMetrics
     register: Callable[[grpc.aio.Server], None]
     """Adds the servicers to the server."""
@@ -60,9 +61,7 @@ async def run_service(service: Service) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
 
     gate = ServiceGate()
-    # Without so_reuseport=0 a second server on the same port would silently take half of the calls.
-    options = [*limits(settings.max_message_bytes), ("grpc.so_reuseport", 0)]
-    server = grpc.aio.server(interceptors=[gate], options=options)
+    server = grpc.aio.server(interceptors=[gate], options=server_options(service.connections))
     service.register(server)
     probe = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)

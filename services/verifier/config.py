@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from draftwire.services.settings import EngineSettings, ModelSettings, ServerSettings
+from draftwire.services.settings import ConnectionSettings, EngineSettings, ModelSettings, ServerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,3 +12,4 @@ class VerifierConfig:
     loading: ModelSettings
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50052, metrics_port=9052))
     engine: EngineSettings = field(default_factory=EngineSettings)
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)

@@ -1,14 +1,16 @@
 """The verifier without its edge: leases, sessions, and the loop that runs steps."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import structlog
 
-from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError, UnavailableError
+from draftwire.audit import AuditSums
+from draftwire.errors import BlockViolationError, DraftwireError, ProtocolViolationError, UnavailableError, Violation
 from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.models.loading import ModelCard
-from draftwire.rounds import DraftBlock, FenceVerdict, PlainRun, TargetSessionSpec, Verdict
+from draftwire.rounds import FenceVerdict, PlainRun, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.services.admission import Room
 from draftwire.services.leases import Leases, SessionFailed, SessionKey
 from draftwire.services.metrics import VerifierMetrics
@@ -17,20 +19,23 @@ from draftwire.services.outbox import Outbox
 from draftwire.services.prefill import PrefillPacer
 from draftwire.services.torch_thread import TorchThread
 from draftwire.services.verifier.config import VerifierConfig
+from draftwire.services.verifier.drafters import Drafter, Drafters
 from draftwire.services.verifier.engine import TargetEngine
-from draftwire.services.verifier.scheduler import Scheduler, Step
+from draftwire.services.verifier.scheduler import Scheduler, Step, StepResult, TargetSession
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRefused:
-    """Tells a gateway that a drafter broke the protocol; the round is still open."""
+    """Tells a gateway that a session takes no more blocks from its drafter; the round is still open."""
 
     session_id: int
     epoch: int
     round: int
     reason: str
+    quarantined_drafter_id: int | None = None
+    """The drafter, if no session takes its blocks any more."""
 
 
 TargetEvent = Verdict | BlockRefused | SessionFailed
@@ -42,7 +47,8 @@ class VerifierCore:
     def __init__(self, config: VerifierConfig) -> None:
         """Prepares; `start` loads the model."""
         self.config = config
-        self.metrics = VerifierMetrics()
+        self.drafters = Drafters()
+        self.metrics = VerifierMetrics(self.drafters)
         self.card: ModelCard
         self._scheduler: Scheduler
         self._engine: TargetEngine
@@ -54,6 +60,11 @@ class VerifierCore:
     def description(self) -> ModelDescription:
         """The loaded model."""
         return self.card.description
+
+    @property
+    def instance_id(self) -> int:
+        """Names this process."""
+        return self._leases.instance_id
 
     @property
     def num_sessions(self) -> int:
@@ -100,7 +111,10 @@ class VerifierCore:
             NoRoomError: too many sessions are open.
         """
         self._leases.require(lease_id)
-        self._scheduler.open(spec, lease_id)
+        session = self._scheduler.open(spec, lease_id)
+        drafter = None if spec.drafter_id is None else self.drafters.get(spec.drafter_id)
+        if drafter is not None and drafter.is_quarantined:
+            self._end_speculation(session, _quarantine_message(drafter), drafter.id)
         self._work.set()
 
     def close_session(self, session_id: int, epoch: int) -> None:
@@ -118,38 +132,71 @@ class VerifierCore:
             self._fail((run.fence.session_id, run.fence.epoch), error)
         self._work.set()
 
-    def welcome_drafter(self, drafter: ModelDescription) -> ModelDescription:
-        """Checks that a drafter's tokens mean the same as the target's, and returns the target's description.
+    def welcome_drafter(self, drafter_id: int, model: ModelDescription) -> Drafter:
+        """Checks that a drafter's tokens mean the same as the target's, and returns its record.
 
         Raises:
             ModelMismatchError: another protocol version.
             ProtocolViolationError: another vocabulary. (The drafter then compares the two and names the token.)
         """
-        check_protocol(drafter)
-        if drafter.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
-            raise ProtocolViolationError(f"vocabulary of drafter {drafter.name} differs from {self.description.name}'s")
-        return self.description
+        check_protocol(model)
+        if model.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
+            raise ProtocolViolationError(f"vocabulary of drafter {model.name} differs from {self.description.name}'s")
+        return self.drafters.connect(drafter_id, model.name)
 
-    def push_block(self, block: DraftBlock) -> None:
-        """Takes a block from a drafter. A stale one is dropped; one that breaks the protocol is refused."""
-        self.metrics.blocks_received.inc()
-        try:
-            verdict = self._scheduler.offer_block(block)
-        except InvalidRequestError as error:
-            self.refuse_block((block.fence.session_id, block.fence.epoch), str(error))
-            return
-        if verdict is FenceVerdict.VIOLATION:
-            reason = "block for another prefix than the session's"
-            self.refuse_block((block.fence.session_id, block.fence.epoch), reason)
+    def push_blocks(self, blocks: Iterable[ReceivedBlock]) -> None:
+        """Takes blocks. Stale ones are dropped; one that breaks the protocol ends its session's speculation."""
+        for block in blocks:
+            self.metrics.blocks_received.inc()
+            try:
+                self._scheduler.offer_block(block)
+            except BlockViolationError as error:
+                self._refuse_block(block, error)
         self._work.set()
 
-    def refuse_block(self, key: SessionKey, reason: str) -> None:
-        """Tells a session's gateway that its drafter broke the protocol."""
-        self.metrics.blocks_refused.inc()
-        session = self._scheduler.sessions.get(key)
-        if session is not None:
-            log.warning("verifier.block_refused", session_id=key[0], reason=reason)
-            self._leases.send(session.lease_id, BlockRefused(*key, session.round, reason))
+    def _refuse_block(self, block: ReceivedBlock, error: BlockViolationError) -> None:
+        self.metrics.blocks_refused.labels(error.violation.value).inc()
+        session_id, epoch = block.fence.session_id, block.fence.epoch
+        log.warning(
+            "verifier.block_refused",
+            session_id=session_id,
+            violation=error.violation.value,
+            reason=str(error),
+            drafter_id=block.drafter_id,
+        )
+        if error.violation is not Violation.PEER:  # who has no part in a session cannot end anything in it
+            self._end_speculation(self._scheduler.sessions[session_id, epoch], str(error))
+
+    def _end_speculation(self, session: TargetSession, reason: str, quarantined_id: int | None = None) -> None:
+        """Takes no more blocks for a session, and tells its gateway."""
+        session.drafter_id = None
+        refused = BlockRefused(*session.key, session.round, reason, quarantined_id)
+        self._leases.send(session.lease_id, refused)
+
+    def _audit(self, step: Step, result: StepResult) -> None:
+        """Adds what a step shows to the drafters' records; quarantines those that are past the bound."""
+        sums_of: dict[int, AuditSums] = {}
+        for item, sums in zip(step.items, result.audits, strict=True):
+            if item.block is not None and sums is not None:
+                sums_of[item.block.drafter_id] = sums_of.get(item.block.drafter_id, AuditSums()) + sums
+        for drafter_id, sums in sums_of.items():
+            drafter = self.drafters.get(drafter_id)
+            if drafter is not None and drafter.add(sums):
+                self._quarantine(drafter)
+
+    def _quarantine(self, drafter: Drafter) -> None:
+        reason = _quarantine_message(drafter)
+        sessions = [session for session in self._scheduler.sessions.values() if session.drafter_id == drafter.id]
+        log.error(
+            "verifier.drafter_quarantined",
+            drafter_id=drafter.id,
+            model_name=drafter.model_name,
+            reason=reason,
+            num_draft_tokens=drafter.audit.total.num_positions,
+            num_sessions=len(sessions),
+        )
+        for session in sessions:
+            self._end_speculation(session, reason, drafter.id)
 
     async def run_steps(self) -> None:
         """Runs steps for ever."""
@@ -176,13 +223,18 @@ class VerifierCore:
             if isinstance(event, Verdict):
                 self._leases.send(session.lease_id, event)
                 self.metrics.count(event)
-            elif isinstance(event, InvalidRequestError):
-                self.refuse_block(session.key, str(event))
             else:
                 self._fail(session.key, event)
+        self._audit(step, result)
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
         session = self._scheduler.sessions.get(key)
         if session is not None:
             self.close_session(*key)
             self._leases.send(session.lease_id, SessionFailed(*key, error))
+
+
+def _quarantine_message(drafter: Drafter) -> str:
+    alarm = drafter.audit.alarm
+    assert alarm is not None, "asked of drafters in quarantine alone"
+    return f"the drafter does not draw from the distributions that it sends: {alarm.message}"

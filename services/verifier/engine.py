@@ -2,6 +2,9 @@
 
 import time
 
+from draftwire.audit import AuditSums, audit_sums
+from draftwire.distributions import rows_of
+from draftwire.errors import BlockViolationError
 from draftwire.models.cached_model import SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.randomness import KEY_BYTES, DrawKey
@@ -9,7 +12,7 @@ from draftwire.sampling import SamplingParams
 from draftwire.services.leases import SessionKey
 from draftwire.services.verifier.scheduler import Step, StepItem, StepResult
 from draftwire.verification import rule_named
-from draftwire.verification.target import Judgement, Judging, judge
+from draftwire.verification.target import Judgement, Judging, StepOutcome, judge
 
 WARM_UP_TOKENS = (2, 64)
 """Sizes of the steps that are tried before the first session."""
@@ -56,6 +59,7 @@ class TargetEngine:
             num_reused=[judging.sequence.num_reused for judging in judgings],
             num_tokens=done.num_tokens,
             verify_us=int((time.perf_counter() - started) * 1e6),
+            audits=_audits(judgings, done),
         )
 
     def forget(self, key: SessionKey) -> None:
@@ -74,7 +78,7 @@ class TargetEngine:
             sequence=sequence,
             committed=session.committed.ids,
             draft_tokens=block.token_ids if block else [],
-            distributions=block.distributions if block else None,
+            draft=rows_of(block.draft) if block and not isinstance(block.draft, BlockViolationError) else None,
             sampling=spec.sampling,
             rule=rule_named(spec.rule),
             key=DrawKey(spec.verifying_key, spec.choice, session.round, block.attempt if block else 0),
@@ -82,3 +86,13 @@ class TargetEngine:
             stop_token_ids=spec.stop_token_ids,
             max_read=item.max_read,
         )
+
+
+def _audits(judgings: list[Judging], done: StepOutcome) -> list[AuditSums | None]:
+    """Returns what each judging's draft tokens say about their drafter; None where no distributions were sent."""
+    audits: list[AuditSums | None] = [None] * len(judgings)
+    for decided in done.decided:
+        if decided.blocks.has_drafts and judgings[decided.members[0]].rule.needs_draft_probs:
+            for member, sums in zip(decided.members, audit_sums(decided.blocks), strict=True):
+                audits[member] = sums
+    return audits

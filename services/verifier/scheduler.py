@@ -9,14 +9,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from draftwire.errors import DraftwireError, InvalidRequestError
+from draftwire.audit import AuditSums
+from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
 from draftwire.rounds import (
     CommittedTokens,
-    DraftBlock,
     ExtraToken,
     Fence,
     FenceVerdict,
     PlainRun,
+    ReceivedBlock,
     TargetSessionSpec,
     Verdict,
     judge_fence,
@@ -47,7 +48,9 @@ class TargetSession:
     """Committed tokens that the engine has not read yet, as far as known: those of the prompt, later the last one."""
     num_reused: int | None = None
     """Tokens that it did not have to read; None before the first step."""
-    block: DraftBlock | None = None
+    drafter_id: int | None = None
+    """The drafter whose blocks it takes; None takes none, or no more."""
+    block: ReceivedBlock | None = None
     """The block that waits for the current round."""
     queued: bool = False
     """Waits for a step or is in one."""
@@ -75,7 +78,7 @@ class StepItem:
     """One session's part in a step."""
 
     session: TargetSession
-    block: DraftBlock | None
+    block: ReceivedBlock | None
     """None is plain decoding."""
     max_read: int
     """If more of the committed tokens are unread, only so many are read and nothing is decided."""
@@ -102,10 +105,12 @@ class StepResult:
     num_tokens: int
     """Tokens that the forward pass read, draft tokens included."""
     verify_us: int
+    audits: Sequence[AuditSums | None] = ()
+    """What the draft tokens of each item say about their drafter; None where they say nothing."""
 
 
 Completed = tuple[TargetSession, Verdict | DraftwireError]
-"""InvalidRequestError refuses the session's block, whose round stays open; other errors end the session."""
+"""An error ends the session."""
 
 
 @dataclass(slots=True)
@@ -142,29 +147,46 @@ class Scheduler:
         self.room.reserve(key, spec.max_len)
         committed = CommittedTokens(spec.token_ids)
         session = TargetSession(spec, lease_id, committed, spec.first_round, spec.plain_rounds, len(committed))
+        session.drafter_id = spec.drafter_id
         self.sessions[key] = session
         if session.plain_rounds_left:
             self._enqueue(session)
         return session
 
-    def offer_block(self, block: DraftBlock) -> FenceVerdict:
+    def offer_block(self, block: ReceivedBlock) -> None:
         """Takes a draft block. It is verified if it is for the session's current round and nothing else is.
 
+        A stale block is dropped, whatever else is wrong with it.
+
         Raises:
-            InvalidRequestError: the block's size is out of range.
+            BlockViolationError: the block breaks the protocol. The session is as it was.
         """
+        session = self.sessions.get((block.fence.session_id, block.fence.epoch))
+        if session is not None and session.drafter_id is None:
+            self.dropped["no_speculation"] += 1
+            return
+        if session is not None and session.drafter_id != block.drafter_id:
+            raise BlockViolationError(Violation.PEER, "block from another drafter than the session's")
         session, verdict = self._judge(block.fence)
+        if verdict is FenceVerdict.VIOLATION:
+            raise BlockViolationError(Violation.PREFIX, "block for another prefix than the session's")
         if session is None:
-            return verdict
-        if not 1 <= len(block.token_ids) <= session.spec.max_draft_tokens:
-            raise InvalidRequestError(
-                f"block of {len(block.token_ids)} draft tokens, the session's limit is {session.spec.max_draft_tokens}"
+            return
+        if isinstance(block.draft, BlockViolationError):
+            raise block.draft
+        if len(block.token_ids) > session.spec.max_draft_tokens:
+            raise BlockViolationError(
+                Violation.LENGTH,
+                f"block of {len(block.token_ids)} draft tokens, the session's limit is {session.spec.max_draft_tokens}",
             )
         if len(session.committed) + len(block.token_ids) >= session.spec.max_len:
-            raise InvalidRequestError("block reaches beyond the session's max_len")
+            raise BlockViolationError(Violation.LENGTH, "block reaches beyond the session's max_len")
+        if rule_named(session.spec.rule).needs_draft_probs and not block.has_distributions:
+            raise BlockViolationError(
+                Violation.NO_DISTRIBUTIONS, f"rule {session.spec.rule} needs the distributions that were drawn from"
+            )
         session.block = block
         self._enqueue(session)
-        return verdict
 
     def run_plain(self, run: PlainRun) -> FenceVerdict:
         """Starts plain decoding, if the current round is still free.
@@ -226,7 +248,7 @@ class Scheduler:
                 session.num_reused = num_reused
                 session.num_unread -= num_reused
                 self.prefix_tokens.update(queried=len(session.committed), reused=num_reused)
-            if session.is_reading and not isinstance(outcome, InvalidRequestError):
+            if session.is_reading:
                 num_prompt_tokens += min(session.num_unread, item.max_read)
             session.num_unread = num_unread
             if self.sessions.get(session.key) is not session:
@@ -236,7 +258,6 @@ class Scheduler:
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)
             else:
-                session.block, session.queued = None, False
                 told.append((session, outcome))
         num_other_tokens = result.num_tokens - num_prompt_tokens
         self.pacer.learn(num_prompt_tokens, num_other_tokens, result.verify_us / 1e6)

@@ -3,21 +3,29 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
-from draftwire.errors import InvalidRequestError, ProtocolViolationError
+from draftwire.errors import ProtocolViolationError
 from draftwire.rounds import Verdict
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
+from draftwire.services.rpc.channels import check_prompt_fits, in_messages
 from draftwire.services.rpc.model_service import ModelServicer
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.streams import exchange
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.core import BlockRefused, TargetEvent, VerifierCore
+from draftwire.services.verifier.drafters import Drafter
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
+
+OFF_LOOP_BYTES = 2**18
+"""Larger messages (dense distributions) are decoded beside the event loop."""
+
+FRAME_BYTES = 14
+"""What gRPC and HTTP/2 put before a message that fits into one frame."""
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
@@ -35,7 +43,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
     ) -> None:
         """See the proto."""
         lease_id, outbox = self._core.open_lease()
-        lease = verifier_pb2.TargetEvent(lease=session_pb2.Lease(lease_id=lease_id))
+        lease = verifier_pb2.TargetEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
         try:
             await context.write(verifier_pb2.RunTargetSessionsResponse(events=[lease]))
             await exchange(self._read_commands(request_iterator), self._write_events(outbox, context))
@@ -59,26 +67,32 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         context: grpc.aio.ServicerContext[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse],
     ) -> None:
         """See the proto."""
-        welcomed = False
-        async for request in request_iterator:
-            kind = request.WhichOneof("message")
-            if kind == "hello" and not welcomed:
-                own = self._core.welcome_drafter(messages.model_from_proto(request.hello.model))
-                await context.write(verifier_pb2.PushDraftBlocksResponse(welcome=messages.model_to_proto(own)))
-                welcomed = True
-            elif kind == "blocks" and welcomed:
-                for message in request.blocks.blocks:
-                    self._push_block(message)
-            else:
-                raise ProtocolViolationError("a drafter says hello once, first, and then sends blocks")
-
-    def _push_block(self, message: session_pb2.DraftBlock) -> None:
+        drafter: Drafter | None = None
         try:
-            block = messages.block_from_proto(message)
-        except InvalidRequestError as error:
-            self._core.refuse_block((message.fence.session_id, message.fence.epoch), str(error))
+            async for request in request_iterator:
+                kind = request.WhichOneof("message")
+                if kind == "hello" and drafter is None:
+                    model = messages.model_from_proto(request.hello.model)
+                    drafter = self._core.welcome_drafter(request.hello.instance_id, model)
+                    welcome = messages.model_to_proto(self._core.description)
+                    await context.write(verifier_pb2.PushDraftBlocksResponse(welcome=welcome))
+                elif kind == "blocks" and drafter is not None:
+                    await self._push_blocks(request, drafter)
+                else:
+                    raise ProtocolViolationError("a drafter says hello once, first, and then sends blocks")
+        finally:
+            if drafter is not None:
+                drafter.num_streams -= 1
+
+    async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter) -> None:
+        core, num_bytes = self._core, request.ByteSize()
+        core.metrics.count_bytes(num_bytes + FRAME_BYTES)
+        limits = (core.description.vocab_size, core.config.engine.max_draft_tokens)
+        if num_bytes > OFF_LOOP_BYTES:
+            blocks = await asyncio.to_thread(messages.blocks_from_proto, request.blocks.blocks, drafter.id, *limits)
         else:
-            self._core.push_block(block)
+            blocks = messages.blocks_from_proto(request.blocks.blocks, drafter.id, *limits)
+        core.push_blocks(blocks)
 
     async def _read_commands(self, requests: AsyncIterator[verifier_pb2.RunTargetSessionsRequest]) -> None:
         async for request in requests:
@@ -99,8 +113,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         ],
     ) -> None:
         while events := await outbox.take_all():
-            message = verifier_pb2.RunTargetSessionsResponse(events=[_event_to_proto(event) for event in events])
-            await context.write(message)
+            for message in in_messages(_events_to_proto, events):
+                await context.write(message)
+
+
+def _events_to_proto(events: Sequence[TargetEvent]) -> verifier_pb2.RunTargetSessionsResponse:
+    return verifier_pb2.RunTargetSessionsResponse(events=[_event_to_proto(event) for event in events])
 
 
 def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
@@ -108,7 +126,11 @@ def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
         return verifier_pb2.TargetEvent(verdict=messages.verdict_to_proto(event))
     if isinstance(event, BlockRefused):
         refusal = verifier_pb2.BlockRefusal(
-            session_id=event.session_id, epoch=event.epoch, round=event.round, message=event.reason
+            session_id=event.session_id,
+            epoch=event.epoch,
+            round=event.round,
+            message=event.reason,
+            quarantined_drafter_id=event.quarantined_drafter_id,
         )
         return verifier_pb2.TargetEvent(refusal=refusal)
     return verifier_pb2.TargetEvent(failure=messages.failure_to_proto(event.session_id, event.epoch, event.error))
@@ -122,6 +144,10 @@ def serve(config: VerifierConfig) -> int:
 async def _serve(config: VerifierConfig) -> int:
     core = VerifierCore(config)
 
+    async def start() -> None:
+        await core.start()
+        check_prompt_fits(core.description, config.connections.max_message_bytes)
+
     def register(server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(core), server)
         add_ModelServiceServicer_to_server(ModelServicer(lambda: core.card), server)
@@ -130,9 +156,10 @@ async def _serve(config: VerifierConfig) -> int:
         name="verifier",
         grpc_names=("draftwire.v1.VerifierService", "draftwire.v1.ModelService"),
         settings=config.server,
+        connections=config.connections,
         metrics=core.metrics,
         register=register,
-        start=core.start,
+        start=start,
         run=core.run_steps,
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,

@@ -35,3 +35,19 @@ def test_gpu_benchmark_runs_without_a_gpu_and_finds_the_cached_passes_right() ->
     assert report["noise_error"] == 0.0
     assert set(report["rule_differences"].values()) == {0}
     assert report["rules"]["batch_16"]["block"]["accepted"] > 0.0
+
+
+def test_wire_benchmark_finds_that_keeping_less_takes_fewer_bytes_and_is_accepted_less(tmp_path: Path) -> None:
+    output = tmp_path / "wire.json"
+    sizes = ("--prompts", "2", "--max-tokens", "16", "--repetitions", "20")
+    run("-m", "benchmarks.wire", "--parts", "codec", "settings", *sizes, "--output", str(output))
+    report = json.loads(output.read_text())
+    sparse, _, dense = report["codec"]
+    assert sparse["bytes_per_token"] == 32 * 5
+    assert dense["bytes_per_token"] == 151_936 * 4
+    small, large = (
+        next(row for row in report["settings at T=1.0"] if (row["mass"], row["cap"], row["bits"]) == (1.0, cap, 16))
+        for cap in (8, 256)
+    )
+    assert small["bytes_per_position"] <= 8 * 4 + 1 < large["bytes_per_position"] <= 256 * 4 + 2
+    assert 0.0 < small["acceptance"] < large["acceptance"] <= report["shape at T=1.0"]["dense_acceptance"]

@@ -9,9 +9,10 @@ import torch
 from tiny_models import tiny_network
 from torch import Tensor
 
-from draftwire.distributions import DraftDistributions, Encoding, no_rows, race
+from draftwire.distributions import no_rows, race, rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftStep
+from draftwire.encoding import Claim, DraftDistributions, Encoding, decode_one
 from draftwire.local_loop import LocalRun, Round, speculate
 from draftwire.models.cached_model import CachedModel, Reading, SequenceModel, appended
 from draftwire.models.kv_cache import KvCache
@@ -79,7 +80,7 @@ class Garbage(StandIn):
         assert drafting.request is not None
         count = int(torch.randint(1, drafting.request.num_tokens + 1, (), generator=self.generator))
         tokens = torch.randint(0, VOCAB_SIZE, (count,), generator=self.generator).tolist()
-        return Draft(tokens, DraftDistributions.none(VOCAB_SIZE))
+        return Draft(tokens, DraftDistributions(Encoding.NONE, VOCAB_SIZE))
 
 
 class Repeater(StandIn):
@@ -92,7 +93,7 @@ class Repeater(StandIn):
         for _ in range(drafting.request.num_tokens):
             places = [place for place, token in enumerate(text[:-1]) if token == text[-1]]
             text.append(text[places[-1] + 1] if places else 0)
-        return Draft(text[len(drafting.sequence.ids) :], DraftDistributions.one_hot(VOCAB_SIZE))
+        return Draft(text[len(drafting.sequence.ids) :], DraftDistributions(Encoding.ONE_HOT, VOCAB_SIZE))
 
 
 class ContextFree:
@@ -265,9 +266,8 @@ def test_language_model_sends_no_distributions(target: CachedModel) -> None:
 def blocks_of(target: Tensor, tokens: list[list[int]]) -> BlockBatch:
     """Returns blocks of one length, of which only target rows, `[batch, len + 1, vocab]`, and tokens are known."""
     starts = [number * target.shape[1] for number in range(len(tokens))]
-    drafts = [
-        DraftDistributions.none(target.shape[2]).rows(one, target.shape[2]) if one else no_rows(9) for one in tokens
-    ]
+    untold = DraftDistributions(Encoding.NONE, target.shape[2])
+    drafts = [rows_of(decode_one(Claim(one, untold), target.shape[2])) if one else no_rows(9) for one in tokens]
     return BlockBatch.packed(target.flatten(0, 1), drafts, tokens, starts)
 
 

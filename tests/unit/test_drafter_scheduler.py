@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from draftwire.distributions import DraftDistributions
+from draftwire.encoding import DraftDistributions, Encoding
 from draftwire.errors import InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
 from draftwire.models.kv_cache import blocks_for
 from draftwire.randomness import KEY_BYTES
@@ -117,7 +117,7 @@ class Engine:
 
     def _block(self, calibration: Calibration) -> DraftBlock:
         tokens = [7] * calibration.num_draft_tokens
-        return DraftBlock(calibration.fence, tokens, DraftDistributions.one_hot(100), calibration.attempt)
+        return DraftBlock(calibration.fence, tokens, DraftDistributions(Encoding.ONE_HOT, 100), calibration.attempt)
 
     def _sequence_of(self, item: StepItem) -> list[Any]:
         for sequence in self.sequences:

@@ -8,21 +8,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwire.distributions import DraftDistributions
+from draftwire.distributions import rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
-from draftwire.errors import InvalidRequestError
+from draftwire.encoding import Claim, Encoding, decode, decode_one, encode_dense
+from draftwire.errors import BlockViolationError
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.scripted import Script, ScriptedTarget, expected_tokens
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
-    DraftBlock,
     DraftSessionSpec,
     Fence,
     PlainRun,
+    ReceivedBlock,
     TargetSessionSpec,
     Verdict,
 )
@@ -38,6 +39,7 @@ from draftwire.verification.target import StillReading
 CACHE_TOKENS = 2048
 CERTAIN = Script(acceptance=(1.0,))
 """All that is drafted is accepted."""
+DRAFTER = 7
 PROMPT = list(range(40))
 
 
@@ -65,6 +67,7 @@ class Verifier:
             verifying_key=bytes(KEY_BYTES),
             max_draft_tokens=8,
             stop_token_ids=frozenset(),
+            drafter_id=DRAFTER,
             **given,
         )
         return self.scheduler.open(spec, lease_id=0)
@@ -91,7 +94,9 @@ class Verifier:
         rows = torch.zeros(len(token_ids), vocab_size)
         for row, token in zip(rows, token_ids, strict=True):
             row[token] = 1.0
-        self.scheduler.offer_block(DraftBlock(session.fence, token_ids, DraftDistributions.from_rows(rows)))
+        claim = Claim(token_ids, encode_dense(Encoding.DENSE_FLOAT32, rows.numpy()))
+        (draft,) = decode([claim], self.model.vocab_size)
+        self.scheduler.offer_block(ReceivedBlock(session.fence, token_ids, draft, True, DRAFTER))
 
     def check(self) -> None:
         self.model.cache.check_integrity()
@@ -155,6 +160,18 @@ def test_blocks_of_several_sessions_are_judged_in_one_step() -> None:
         assert session.committed.ids[start:] == expected_tokens(start, len(session.committed) - start)
 
 
+def test_step_audits_the_blocks_of_rules_that_ask_for_distributions_and_nothing_else() -> None:
+    verifier = Verifier()
+    rules = ("block", "typical", "token", "coupled", "block")
+    sessions = [verifier.open(number, rule=rule) for number, rule in enumerate(rules)]
+    verifier.run()
+    for length, session in enumerate(sessions[:-1], start=1):
+        verifier.offer(session, expected_tokens(len(session.committed), length))
+    verifier.scheduler.run_plain(PlainRun(sessions[-1].fence, 1))
+    ((result, _),) = verifier.steps()
+    assert [sums and sums.num_positions for sums in result.audits] == [1, None, 3, None, None]
+
+
 def test_rejected_tokens_leave_the_cache() -> None:
     verifier = Verifier(Script(acceptance=(1.0, 0.0)))
     session = verifier.open()
@@ -171,11 +188,12 @@ def test_bad_block_is_refused_and_its_session_goes_on_beside_others() -> None:
     verifier = Verifier()
     bad, good = verifier.open(1), verifier.open(2)
     verifier.run()
-    verifier.offer(bad, [330], vocab_size=340)  # more rows than the target has
+    with pytest.raises(BlockViolationError):
+        verifier.offer(bad, [330], vocab_size=340)  # more rows than the target has
     verifier.offer(good, expected_tokens(len(good.committed), 2))
     fence = bad.fence
     told = {session.spec.session_id: result for session, result in verifier.run()}
-    assert isinstance(told[1], InvalidRequestError)
+    assert told.keys() == {2}
     assert isinstance(told[2], Verdict)
     assert bad.fence == fence
     verifier.scheduler.run_plain(PlainRun(bad.fence, 2))
@@ -386,8 +404,8 @@ def test_block_is_what_was_asked_for(make: Any) -> None:
         assert each.outcome is not None
         assert (each.outcome.fence, each.outcome.attempt) == (calibration.fence, 0)
         assert each.outcome.token_ids == expected_tokens(calibration.fence.prefix_len, calibration.num_draft_tokens)
-        rows = each.outcome.distributions.rows(each.outcome.token_ids, 300)
-        assert rows.dense().shape == (calibration.num_draft_tokens, 300)
+        decoded = decode_one(Claim(each.outcome.token_ids, each.outcome.distributions), 320)
+        assert rows_of(decoded).dense().shape == (calibration.num_draft_tokens, 320)
     assert list(result.num_unread) == [0, 0]
 
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwire.distributions import DraftDistributions
 from draftwire.errors import DraftwireError, InvalidRequestError, ModelMismatchError, NoRoomError, UnavailableError
 from draftwire.models.description import ModelDescription
 from draftwire.randomness import Role, derive_key

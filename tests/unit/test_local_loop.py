@@ -13,8 +13,9 @@ from tiny_models import save_tiny_model, tiny_network
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftwire.distributions import DraftDistributions, race
+from draftwire.distributions import DenseRows, Quantization, SparseRows, quantize, race
 from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.encoding import TOTAL_WEIGHT, Encoding
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
@@ -238,7 +239,7 @@ def blocked_law(
                     model.cache.open(committed),
                     committed,
                     list(tokens),
-                    DraftDistributions.from_rows(rows),
+                    DenseRows(rows),
                     params,
                     rule,
                     DrawKey(bytes(16), 0, 0),

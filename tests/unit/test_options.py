@@ -25,7 +25,7 @@ from draftwire.services.options import (
     unknown_variables,
     variable,
 )
-from draftwire.services.settings import EngineSettings, ModelSettings, ServerSettings
+from draftwire.services.settings import ConnectionSettings, EngineSettings, ModelSettings, ServerSettings
 from draftwire.services.verifier.config import VerifierConfig
 
 ALL_SETTINGS = [
@@ -71,16 +71,16 @@ def test_no_two_settings_of_a_service_share_a_name(service: str) -> None:
 @pytest.mark.parametrize(
     ("config_class", "nested"),
     [
-        (DrafterConfig, (ModelSettings, ServerSettings, EngineSettings)),
-        (VerifierConfig, (ModelSettings, ServerSettings, EngineSettings)),
-        (GatewayConfig, (ServerSettings, LoopSettings)),
+        (DrafterConfig, (ModelSettings, ServerSettings, EngineSettings, ConnectionSettings)),
+        (VerifierConfig, (ModelSettings, ServerSettings, EngineSettings, ConnectionSettings)),
+        (GatewayConfig, (ServerSettings, LoopSettings, ConnectionSettings)),
     ],
 )
 def test_settings_of_nested_classes_are_settings(config_class: type, nested: tuple[type, ...]) -> None:
     names = {setting.name for setting in settings_of(config_class)}
     for inner in nested:
         assert {setting.name for setting in settings_of(inner)} < names
-    assert not names & {"server", "loading", "engine", "loop"}
+    assert not names & {"server", "loading", "engine", "loop", "connections"}
 
 
 def test_only_the_models_have_no_default() -> None:
@@ -148,6 +148,8 @@ def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, caps
         *((config, {"kv_cache_tokens": 16, "max_added_latency_ms": 0.5}) for config in (VerifierConfig, DrafterConfig)),
         (DrafterConfig, {"device": "cuda:0", "max_draft_tokens": 1, "connect_timeout_s": 0.5, "drain_seconds": 0.0}),
         (GatewayConfig, {"drafter": "none", "num_speculative_tokens": 0, "bridge_rounds": 7, "block_timeout_s": 0.25}),
+        *((config, {"keepalive_time_s": 1.0, "keepalive_timeout_s": 2.5}) for config in SERVICES.values()),
+        *((config, {"flow_control_window_bytes": 2**16}) for config in SERVICES.values()),
         (GatewayConfig, {"max_message_bytes": 2**20, "log_format": "json", "verifier": "[::1]:1"}),
     ],
 )
@@ -178,6 +180,8 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
     ("config_class", "name", "value"),
     [
         *((config, "port", port) for config in SERVICES.values() for port in (99999, -1)),
+        *((config, "max_message_bytes", 2**20 - 1) for config in SERVICES.values()),
+        *((config, "keepalive_time_s", 0.5) for config in SERVICES.values()),
         *(
             (config, name, value)
             for config in (VerifierConfig, DrafterConfig)
@@ -193,7 +197,6 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
             )
         ),
         (VerifierConfig, "metrics_port", 65536),
-        (VerifierConfig, "max_message_bytes", 2**20 - 1),
         (VerifierConfig, "drain_seconds", -1.0),
         (VerifierConfig, "drain_seconds", math.nan),
         (VerifierConfig, "log_format", "xml"),

@@ -127,7 +127,7 @@ def test_drafter_proposes_the_alphabet_by_position() -> None:
         (draft,) = drafter.step([Drafting(sequence, DraftRequest(4, sampling, KEY, 320))]).drafts
         assert draft is not None
         assert draft.token_ids == expected_tokens(len(PROMPT), 4)
-        rows = draft.distributions.rows(draft.token_ids, 320)
+        rows = rows_of(decode_one(Claim(draft.token_ids, draft.distributions), 320))
         assert torch.equal(rows.dense().argmax(dim=1), torch.tensor(draft.token_ids))
 
 

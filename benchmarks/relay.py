@@ -1,0 +1,155 @@
+"""A TCP relay on this machine: counts what passes, and stands for a cable that is cut.
+
+with Relay(port_of_the_service) as relay:
+    ...  # connect to relay.port instead
+    relay.pause()  # nothing passes, nothing is closed
+    relay.connections[0].sent  # bytes from the client to the service
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+
+CHUNK_BYTES = 2**18
+
+
+@dataclass(slots=True)
+class Connection:
+    """One connection through the relay."""
+
+    client: socket.socket
+    server: socket.socket
+    sent: int = 0
+    """Bytes that passed from the client to the server."""
+    received: int = 0
+    """Bytes that passed from the server to the client."""
+    is_open: bool = True
+    """Whether neither side has closed it, as far as the relay has noticed: while it is paused, it notices nothing."""
+    flowing: threading.Event = field(default_factory=threading.Event)
+    """Cleared while it is paused."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def pause(self) -> None:
+        """Passes no more bytes on, without closing anything: both ends see silence alone."""
+        self.flowing.clear()
+
+    def resume(self) -> None:
+        """Passes on what has piled up, and what comes."""
+        self.flowing.set()
+
+    def close(self) -> None:
+        """Closes both sides."""
+        with self.lock:
+            if not self.is_open:
+                return
+            self.is_open = False
+        for end in (self.client, self.server):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+            end.close()
+
+
+def free_port() -> int:
+    """Returns a port of this machine that nobody listens on, for a service whose relay must know it beforehand."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Relay:
+    """Passes connections to a port on to another port of this machine. A context manager.
+
+    Attributes:
+        port: where to connect.
+        connections: all connections since the start, in the order in which they came.
+    """
+
+    def __init__(self, target_port: int) -> None:
+        """Listens on a free port; connections are passed on from `__enter__` on.
+
+        Args:
+            target_port: port on this machine; nobody needs to listen there before the first connection comes.
+        """
+        self.connections: list[Connection] = []
+        self._target_port = target_port
+        self._flowing = threading.Event()
+        self._flowing.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+
+    @property
+    def open_connections(self) -> list[Connection]:
+        """Connections that are not closed."""
+        return [connection for connection in self.connections if connection.is_open]
+
+    def pause(self) -> None:
+        """Pauses all connections; new ones get no answer either."""
+        self._flowing.clear()
+        for connection in self.connections:
+            connection.pause()
+
+    def resume(self) -> None:
+        """Resumes all connections, and lets in those that came meanwhile."""
+        for connection in self.connections:
+            connection.resume()
+        self._flowing.set()
+
+    def cut(self) -> None:
+        """Closes all connections, at both ends. New ones are accepted."""
+        for connection in self.connections:
+            connection.close()
+
+    def __enter__(self) -> "Relay":
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+        self.resume()  # ends the threads
+
+    def _accept(self) -> None:
+        for client in self._clients():
+            self._flowing.wait()
+            if self._listener.fileno() < 0:
+                client.close()
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target_port))
+            except OSError:  # nobody listens: the client is told as the server would tell it
+                client.close()
+                continue
+            for end in (client, server):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(client, server)
+            connection.resume()
+            self.connections.append(connection)
+            for is_sending in (True, False):
+                threading.Thread(target=self._pass_on, args=(connection, is_sending), daemon=True).start()
+
+    def _clients(self) -> Iterator[socket.socket]:
+        with contextlib.suppress(OSError):  # the listener was closed
+            while True:
+                yield self._listener.accept()[0]
+
+    def _pass_on(self, connection: Connection, is_sending: bool) -> None:
+        source, sink = connection.client, connection.server
+        if not is_sending:
+            source, sink = sink, source
+        with contextlib.suppress(OSError):  # either side was closed
+            while data := source.recv(CHUNK_BYTES):
+                connection.flowing.wait()
+                sink.sendall(data)
+                if is_sending:
+                    connection.sent += len(data)
+                else:
+                    connection.received += len(data)
+            connection.flowing.wait()
+        connection.close()

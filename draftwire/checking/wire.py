@@ -1,0 +1,56 @@
+"""Draft distributions as they travel: made integers, drawn from, encoded into bytes, and decoded."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draftwire.checking.models import Pair
+from draftwire.checking.whole_round import Round
+from draftwire.distributions import DraftRows, Quantization, SparseRows, joined, quantize, rows_of
+from draftwire.encoding import TOTAL_WEIGHT, Claim, Supports, decode_one, encode_sparse
+
+COARSE = Quantization(mass=0.9, max_support=2)
+"""Leaves tokens out of nearly all distributions over few tokens."""
+
+FINE = Quantization(mass=1.0)
+"""Rounds only."""
+
+
+def quantized(pair: Pair, quantization: Quantization) -> Pair:
+    """Returns a pair whose drafter draws from what is left of its distributions."""
+    rows = quantize(pair.drafter, quantization)
+    weights = torch.zeros_like(pair.drafter).scatter_add_(1, rows.token_ids, rows.weights.to(pair.drafter.dtype))
+    return replace(pair, name=f"{pair.name}, quantized", drafter=weights / TOTAL_WEIGHT)
+
+
+def through_bytes(probs: Tensor) -> DraftRows:
+    """Returns distributions as a verifier has them that gets them sparsely, each as a block of its own.
+
+    Args:
+        probs: `[rows, vocab]`, multiples of 1 / 65,536.
+    """
+    weights, token_ids = (probs * TOTAL_WEIGHT).to(torch.int64).sort(dim=1, descending=True)
+    supports = Supports(token_ids.numpy(), weights.numpy(), probs.shape[1])
+    encoded = encode_sparse(supports, [1] * len(probs))
+    claims = [Claim([likeliest], block) for likeliest, block in zip(token_ids[:, 0].tolist(), encoded, strict=True)]
+    return joined([rows_of(decode_one(claim, probs.shape[1])) for claim in claims])
+
+
+class WireRound(Round):
+    """A round whose draft tokens are drawn from integers, which the rule gets as bytes."""
+
+    quantization = COARSE
+
+    def drawn(self, rows: Tensor, uniforms: Tensor) -> Tensor:
+        """See `Round.drawn`."""
+        return quantize(rows, self.quantization).draw(uniforms)
+
+    def stated_law(self, rows: Tensor) -> DraftRows:
+        """See `Round.stated_law`."""
+        different, which = rows.unique(dim=0, return_inverse=True)
+        stated = quantize(different, self.quantization)
+        weights = torch.zeros_like(different).scatter_add_(1, stated.token_ids, stated.weights.to(different.dtype))
+        sparse = through_bytes(weights / TOTAL_WEIGHT)
+        assert isinstance(sparse, SparseRows), "sent sparsely"
+        return SparseRows(sparse.token_ids[which], sparse.probs[which], sparse.vocab_size)

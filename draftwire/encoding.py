@@ -1,0 +1,265 @@
+"""The bytes that draft distributions travel as, and the checks that they pass before anything is made of them.
+
+The default is sparse: a few token ids with integer weights that sum to 65,536. The drafter draws with these integers,
+so what it draws from and what the verifier reads are the same numbers, to the bit. Numpy only: no tensor is touched.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftwire.errors import BlockViolationError, Violation
+
+TOTAL_WEIGHT = 2**16
+"""What the integer weights of a sparse distribution sum to: one is drawn with 16 random bits."""
+
+MAX_SUPPORT = 256
+"""Tokens of a sparse distribution, at most."""
+
+WEIGHT_BYTES = 2
+"""A weight is stored as one less, so that 65,536 fits too."""
+
+OUTSIDE_SUPPORT = "draft token has probability 0 in the distribution it claims to be drawn from"
+
+
+class Encoding(Enum):
+    """How a block's distributions travel."""
+
+    SPARSE_UINT16 = "sparse_uint16"
+    DENSE_FLOAT32 = "dense_float32"
+    DENSE_FLOAT16 = "dense_float16"
+    ONE_HOT = "one_hot"
+    NONE = "none"
+
+
+DENSE_FORMATS: dict[Encoding, np.dtype[np.floating]] = {
+    Encoding.DENSE_FLOAT32: np.dtype("<f4"),
+    Encoding.DENSE_FLOAT16: np.dtype("<f2"),
+}
+"""The little-endian numbers of the dense encodings."""
+
+SUM_ERRORS = {Encoding.DENSE_FLOAT32: 1e-3, Encoding.DENSE_FLOAT16: 2e-2}
+"""How far rounding may move the sum of a dense row from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDistributions:
+    """The distributions of a block, as they travel.
+
+    Attributes:
+        encoding: the layout of `data`. NONE says nothing about them, for rules that do not ask.
+        vocab_size: tokens that the drafter has: entries of a dense row, and the bound of all ids.
+        data: `[draft_len, vocab_size]` little-endian floats if dense. If sparse, the token ids of all positions, each
+            in `id_width` bytes, then all weights less one, 2 bytes each. Empty for the others.
+        support_sizes: entries of each position if sparse; empty for the others.
+    """
+
+    encoding: Encoding
+    vocab_size: int
+    data: bytes = b""
+    support_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Supports:
+    """Distributions that are 0 but for a few tokens each."""
+
+    token_ids: NDArray[np.int64]
+    """`[rows, support]`: the tokens of each row, each once; any valid id in unused places."""
+    weights: NDArray[np.int64]
+    """`[rows, support]`: sum to 65,536 in each row, 1 or more in used places and 0 in unused ones."""
+    vocab_size: int
+    """Tokens that the target has."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseProbs:
+    """Distributions that say something about every token."""
+
+    probs: NDArray[np.float32]
+    """`[rows, vocab]`: each row sums to 1 up to rounding; 0 for tokens that the drafter does not have."""
+
+
+Decoded = Supports | DenseProbs
+"""The distributions of a block that passed all checks, a row for each draft token."""
+
+
+def id_width(vocab_size: int) -> int:
+    """Returns the bytes of a token id: as few as hold the largest."""
+    return max(1, ((vocab_size - 1).bit_length() + 7) // 8)
+
+
+def position_bytes(encoding: Encoding, vocab_size: int, max_support: int) -> int:
+    """Returns the most bytes that one position's distribution takes, its support size included."""
+    if encoding is Encoding.SPARSE_UINT16:
+        return max_support * (id_width(vocab_size) + WEIGHT_BYTES) + 2
+    return DENSE_FORMATS[encoding].itemsize * vocab_size if encoding in DENSE_FORMATS else 0
+
+
+def encode_dense(encoding: Encoding, rows: NDArray[np.floating]) -> DraftDistributions:
+    """Encodes a block's `rows`, `[draft_len, vocab]` of the encoding's precision, without changing a bit."""
+    data = rows.astype(DENSE_FORMATS[encoding], copy=False).tobytes()
+    return DraftDistributions(encoding, rows.shape[1], data)
+
+
+def encode_sparse(supports: Supports, lengths: Iterable[int]) -> list[DraftDistributions]:
+    """Encodes the distributions of many blocks at once.
+
+    Args:
+        supports: those of all positions, block after block; `vocab_size` is the drafter's.
+        lengths: draft tokens of each block.
+    """
+    used = supports.weights > 0
+    ids = supports.token_ids[used].astype("<u4").view(np.uint8).reshape(-1, 4)
+    weights = (supports.weights[used] - 1).astype("<u2")
+    sizes = used.sum(axis=1).tolist()
+    ids = np.ascontiguousarray(ids[:, : id_width(supports.vocab_size)])
+    blocks = []
+    row = entry = 0
+    for length in lengths:
+        own = tuple(sizes[row : row + length])
+        end = entry + sum(own)
+        data = ids[entry:end].tobytes() + weights[entry:end].tobytes()
+        blocks.append(DraftDistributions(Encoding.SPARSE_UINT16, supports.vocab_size, data, own))
+        row, entry = row + length, end
+    return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Draft tokens with the distributions that they are said to be drawn from."""
+
+    token_ids: list[int]
+    distributions: DraftDistributions
+
+
+def decode(claims: Sequence[Claim], target_vocab_size: int) -> list[Decoded | BlockViolationError]:
+    """Decodes and checks the blocks of many sessions at once.
+
+    A block that passes has in each row a distribution over `target_vocab_size` tokens in which its draft token has a
+    positive probability; tokens that the drafter does not have get 0. Rows of ONE_HOT and NONE are one-hot; those of
+    NONE mean nothing.
+
+    Returns:
+        One result for each claim; an error concerns that block alone.
+    """
+    results: dict[int, Decoded | BlockViolationError] = {}
+    sparse: dict[int, list[int]] = {}  # by vocabulary
+    for index, claim in enumerate(claims):
+        try:
+            _check_sizes(claim, target_vocab_size)
+        except BlockViolationError as violation:
+            results[index] = violation
+            continue
+        if claim.distributions.encoding is Encoding.SPARSE_UINT16:
+            sparse.setdefault(claim.distributions.vocab_size, []).append(index)
+        else:
+            results[index] = _decode_other(claim, target_vocab_size)
+    for members in sparse.values():
+        decoded = _decode_sparse([claims[index] for index in members], target_vocab_size)
+        results.update(zip(members, decoded, strict=True))
+    return [results[index] for index in range(len(claims))]
+
+
+def decode_one(claim: Claim, target_vocab_size: int) -> Decoded:
+    """Decodes and checks one block; see `decode`.
+
+    Raises:
+        BlockViolationError: the block does not pass.
+    """
+    (result,) = decode([claim], target_vocab_size)
+    if isinstance(result, BlockViolationError):
+        raise result
+    return result
+
+
+def _check_sizes(claim: Claim, target_vocab_size: int) -> None:
+    """Checks whatever can be told without looking at the data."""
+    stated, length = claim.distributions, len(claim.token_ids)
+    if not 0 < stated.vocab_size <= target_vocab_size:
+        message = f"draft vocabulary of {stated.vocab_size} entries, target has {target_vocab_size}"
+        raise BlockViolationError(Violation.ENCODING, message)
+    if not claim.token_ids:
+        raise BlockViolationError(Violation.LENGTH, "block without draft tokens")
+    if max(claim.token_ids) >= stated.vocab_size or min(claim.token_ids) < 0:
+        raise BlockViolationError(Violation.TOKEN_ID, "draft token beyond the draft vocabulary")
+    if stated.encoding is Encoding.SPARSE_UINT16:
+        if len(stated.support_sizes) != length:
+            message = f"{len(stated.support_sizes)} support sizes for {length} draft tokens"
+            raise BlockViolationError(Violation.ENCODING, message)
+        if not 1 <= min(stated.support_sizes) <= max(stated.support_sizes) <= MAX_SUPPORT:
+            raise BlockViolationError(Violation.ENCODING, f"a support has 1 to {MAX_SUPPORT} tokens")
+        expected = sum(stated.support_sizes) * (id_width(stated.vocab_size) + WEIGHT_BYTES)
+    else:
+        if stated.support_sizes:
+            raise BlockViolationError(Violation.ENCODING, "support sizes without a sparse encoding")
+        expected = length * position_bytes(stated.encoding, stated.vocab_size, 0)
+    if len(stated.data) != expected:
+        message = f"draft distributions of {len(stated.data)} bytes, expected {expected}"
+        raise BlockViolationError(Violation.ENCODING, message)
+
+
+def _decode_other(claim: Claim, target_vocab_size: int) -> Decoded | BlockViolationError:
+    """Decodes a block that is not sparse and whose sizes are right."""
+    stated, tokens = claim.distributions, np.array(claim.token_ids, dtype=np.int64)
+    if stated.encoding not in DENSE_FORMATS:
+        return Supports(tokens[:, None], np.full((len(tokens), 1), TOTAL_WEIGHT), target_vocab_size)
+    numbers = np.frombuffer(stated.data, DENSE_FORMATS[stated.encoding]).reshape(len(tokens), stated.vocab_size)
+    if not (numbers >= 0.0).all():  # NaN fails the comparison
+        return BlockViolationError(Violation.WEIGHTS, "draft distribution has a negative entry or a NaN")
+    sums = numbers.sum(axis=1, dtype=np.float64, keepdims=True)
+    if not (abs(sums - 1.0) < SUM_ERRORS[stated.encoding]).all():
+        return BlockViolationError(Violation.WEIGHTS, "draft distribution does not sum to 1")
+    if not (np.take_along_axis(numbers, tokens[:, None], axis=1) > 0.0).all():
+        return BlockViolationError(Violation.OUTSIDE_SUPPORT, OUTSIDE_SUPPORT)
+    probs = np.zeros((len(tokens), target_vocab_size), dtype=np.float32)
+    np.divide(numbers, sums, out=probs[:, : stated.vocab_size], casting="same_kind")
+    return DenseProbs(probs)
+
+
+def _decode_sparse(claims: Sequence[Claim], target_vocab_size: int) -> list[Decoded | BlockViolationError]:
+    """Decodes sparse blocks of one draft vocabulary whose sizes are right."""
+    vocab_size = claims[0].distributions.vocab_size
+    width = id_width(vocab_size)
+    parts = [claim.distributions.data for claim in claims]
+    borders = [len(data) // (width + WEIGHT_BYTES) * width for data in parts]
+    id_bytes = b"".join([data[:border] for data, border in zip(parts, borders, strict=True)])
+    weight_bytes = b"".join([data[border:] for data, border in zip(parts, borders, strict=True)])
+    sizes = np.array([size for claim in claims for size in claim.distributions.support_sizes])
+    columns = np.arange(sizes.max())
+    used = columns < sizes[:, None]
+    narrow = np.zeros((len(id_bytes) // width, 4), dtype=np.uint8)
+    narrow[:, :width] = np.frombuffer(id_bytes, dtype=np.uint8).reshape(-1, width)
+    token_ids = np.zeros(used.shape, dtype=np.int64)
+    token_ids[used] = narrow.view("<u4")[:, 0]
+    weights = np.zeros(used.shape, dtype=np.int64)
+    weights[used] = np.frombuffer(weight_bytes, dtype="<u2")
+    weights += used
+    tokens = np.array([token for claim in claims for token in claim.token_ids])[:, None]
+
+    in_order = np.sort(np.where(used, token_ids, -1 - columns), axis=1)  # fillers differ from each other and from ids
+    faults = (
+        (
+            (token_ids >= vocab_size).any(axis=1),
+            Violation.TOKEN_ID,
+            "draft distribution has an id that does not exist",
+        ),
+        ((in_order[:, 1:] == in_order[:, :-1]).any(axis=1), Violation.TOKEN_ID, "draft distribution has an id twice"),
+        (weights.sum(axis=1) != TOTAL_WEIGHT, Violation.WEIGHTS, f"draft weights do not sum to {TOTAL_WEIGHT}"),
+        (~((token_ids == tokens) & used).any(axis=1), Violation.OUTSIDE_SUPPORT, OUTSIDE_SUPPORT),
+    )
+    lengths = [len(claim.token_ids) for claim in claims]
+    ends = np.cumsum(lengths).tolist()
+    results: list[Decoded | BlockViolationError] = [
+        Supports(token_ids[end - length : end], weights[end - length : end], target_vocab_size)
+        for length, end in zip(lengths, ends, strict=True)
+    ]
+    for is_wrong, violation, message in reversed(faults):  # of several the first is told
+        if is_wrong.any():
+            block_of_row = np.repeat(np.arange(len(claims)), lengths)
+            for block in set(block_of_row[is_wrong].tolist()):
+                results[block] = BlockViolationError(violation, message)
+    return results

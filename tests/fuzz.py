@@ -1,0 +1,494 @@
+"""Feeds broken draft blocks to what decodes them, and compares it with a slow reading of the format in plain Python.
+
+    python -m tests.fuzz --messages 1000000 [--seed N]
+
+Messages come in batches, as a drafter sends them: some are valid and keep their meaning whatever stands beside them;
+the others were mutated, as bytes or field by field. Each is refused, or has exactly the meaning that the slow reading
+finds; an exception is a fault.
+"""
+
+import argparse
+import math
+import random
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from draftwire.encoding import DenseProbs, Supports
+from draftwire.errors import BlockViolationError
+from draftwire.rounds import ReceivedBlock
+from draftwire.services.rpc import messages
+from draftwire.v1 import session_pb2
+
+SPARSE = session_pb2.DISTRIBUTION_ENCODING_SPARSE_UINT16
+FLOAT32 = session_pb2.DISTRIBUTION_ENCODING_DENSE_FLOAT32
+FLOAT16 = session_pb2.DISTRIBUTION_ENCODING_DENSE_FLOAT16
+ONE_HOT = session_pb2.DISTRIBUTION_ENCODING_ONE_HOT
+NONE = session_pb2.DISTRIBUTION_ENCODING_NONE
+DENSE = {FLOAT32: ("f", 4, 1e-3), FLOAT16: ("e", 2, 2e-2)}
+"""Letter of `struct`, bytes, and how far a sum may be from 1."""
+
+TOTAL = 65_536
+MAX_DRAFT_TOKENS = 16
+BATCH = 96
+VALID_SHARE = 0.1
+TRANSPORT = "transport"
+"""Why bytes are refused that are no message at all."""
+
+Row = dict[int, float]
+"""The tokens that a position can have, with weights of any sum."""
+
+
+class Target(NamedTuple):
+    """Who receives the blocks."""
+
+    vocab_size: int
+    sparse_vocab_sizes: Sequence[int]
+    dense_vocab_sizes: Sequence[int]
+
+
+TARGETS = (
+    Target(40, sparse_vocab_sizes=(1, 2, 7, 39, 40), dense_vocab_sizes=(1, 2, 7, 39, 40)),
+    Target(200_000, sparse_vocab_sizes=(50, 256, 257, 65_536, 65_537, 200_000), dense_vocab_sizes=()),
+)
+
+
+class DecodingFaultError(Exception):
+    """A message was not decoded as the format says."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What became of the messages."""
+
+    messages: int = 0
+    valid: int = 0
+    """Sent as they were made."""
+    accepted: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+
+# The format in plain Python
+
+
+def id_width(vocab_size: int) -> int:
+    return 1 if vocab_size <= 2**8 else 2 if vocab_size <= 2**16 else 3 if vocab_size <= 2**24 else 4
+
+
+def read_sparse(data: bytes, sizes: Sequence[int], num_tokens: int, vocab_size: int) -> list[Row] | None:
+    width, total = id_width(vocab_size), sum(sizes)
+    if len(sizes) != num_tokens or len(data) != total * (width + 2):
+        return None
+    ids = [int.from_bytes(data[start : start + width], "little") for start in range(0, total * width, width)]
+    weights = struct.unpack_from(f"<{total}H", data, total * width)
+    rows, start = [], 0
+    for size in sizes:
+        row: Row = {ids[place]: weights[place] + 1 for place in range(start, start + size)}
+        if not 1 <= size <= 256 or len(row) != size or max(row) >= vocab_size or sum(row.values()) != TOTAL:
+            return None
+        rows.append(row)
+        start += size
+    return rows
+
+
+def read_dense(data: bytes, encoding: int, num_tokens: int, vocab_size: int) -> list[Row] | None:
+    letter, width, error = DENSE[encoding]
+    if len(data) != num_tokens * vocab_size * width:
+        return None
+    rows: list[Row] = []
+    for numbers in struct.iter_unpack(f"<{vocab_size}{letter}", data):
+        # A NaN fails the first comparison, an infinity the second.
+        if not all(number >= 0.0 for number in numbers) or not abs(math.fsum(numbers) - 1.0) < error:
+            return None
+        rows.append(dict(enumerate(numbers)))
+    return rows
+
+
+def read(message: session_pb2.DraftBlock, target_vocab_size: int) -> list[Row] | None:
+    """Returns what a block says of each of its tokens; None if it has to be refused."""
+    stated, tokens = message.distributions, list(message.token_ids)
+    vocab_size, sizes, encoding = stated.vocab_size, list(stated.support_sizes), stated.encoding
+    if message.parent_indices or not 1 <= len(tokens) <= MAX_DRAFT_TOKENS:
+        return None
+    if not 1 <= vocab_size <= target_vocab_size or max(tokens) >= vocab_size:
+        return None
+    if encoding == SPARSE:
+        rows = read_sparse(stated.data, sizes, len(tokens), vocab_size)
+    elif sizes:
+        return None
+    elif encoding in DENSE:
+        rows = read_dense(stated.data, encoding, len(tokens), vocab_size)
+    else:
+        rows = [{token: TOTAL} for token in tokens] if encoding in (ONE_HOT, NONE) and not stated.data else None
+    if rows is None or any(not row.get(token, 0) > 0 for row, token in zip(rows, tokens, strict=True)):
+        return None
+    return rows
+
+
+def difference(received: ReceivedBlock, rows: list[Row] | None, target_vocab_size: int) -> str | None:
+    """Returns what a decoded block has that it should not have."""
+    draft = received.draft
+    if isinstance(draft, BlockViolationError):
+        return None if rows is None else f"refused ({draft}), but right"
+    if rows is None:
+        return "accepted, but wrong"
+    if len(received.token_ids) != len(rows):
+        return "another number of tokens"
+    if isinstance(draft, Supports):
+        found = zip(draft.token_ids.tolist(), draft.weights.tolist(), strict=True)
+        for row, (ids, weights) in zip(rows, found, strict=True):
+            used = [entry for entry in zip(ids, weights, strict=True) if entry[1] != 0]
+            if len(used) != len(row) or dict(used) != row or not 0 <= min(ids) <= max(ids) < target_vocab_size:
+                return "other weights"
+        return None if draft.vocab_size == target_vocab_size else "another vocabulary"
+    assert isinstance(draft, DenseProbs)
+    for row, probs in zip(rows, draft.probs.tolist(), strict=True):
+        total = math.fsum(row.values())
+        if len(probs) != target_vocab_size or not abs(math.fsum(probs) - 1.0) < 1e-6 or any(probs[len(row) :]):
+            return "no distribution over the target's vocabulary"
+        for token, weight in row.items():
+            if abs(probs[token] - weight / total) > 1e-7 or (probs[token] > 0.0) != (weight > 0.0):
+                return "other probabilities"
+    return None
+
+
+# Valid blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A valid block."""
+
+    wire: bytes
+    rows: list[Row]
+
+
+def parted(generator: random.Random, total: int, count: int) -> list[int]:
+    """Returns positive integers of a sum."""
+    cuts = [0, *sorted(generator.sample(range(1, total), count - 1)), total]
+    return [end - start for start, end in pairwise(cuts)]
+
+
+def message_of(
+    generator: random.Random, encoding: int, vocab_size: int, tokens: list[int], data: bytes, sizes: Sequence[int] = ()
+) -> session_pb2.DraftBlock:
+    return session_pb2.DraftBlock(
+        fence=session_pb2.Fence(session_id=generator.getrandbits(64), epoch=1, round=generator.randrange(500)),
+        token_ids=tokens,
+        distributions=session_pb2.DraftDistributions(
+            encoding=encoding, vocab_size=vocab_size, data=data, support_sizes=sizes
+        ),
+    )
+
+
+def sparse_sample(generator: random.Random, vocab_size: int, largest: int) -> Sample:
+    rows: list[Row] = []
+    for _ in range(generator.randint(1, 5)):
+        size = generator.randint(1, min(largest, vocab_size))
+        ids = generator.sample(range(vocab_size), size)
+        rows.append(dict(zip(ids, parted(generator, TOTAL, size), strict=True)))
+    tokens = [generator.choice(list(row)) for row in rows]
+    id_bytes = b"".join(token.to_bytes(id_width(vocab_size), "little") for row in rows for token in row)
+    weight_bytes = b"".join(struct.pack("<H", int(weight) - 1) for row in rows for weight in row.values())
+    sizes = [len(row) for row in rows]
+    message = message_of(generator, SPARSE, vocab_size, tokens, id_bytes + weight_bytes, sizes)
+    return Sample(message.SerializeToString(), rows)
+
+
+def dense_sample(generator: random.Random, vocab_size: int, encoding: int) -> Sample:
+    rows: list[Row] = []
+    data = b""
+    for _ in range(generator.randint(1, 4)):
+        weights = [generator.choice((0.0, generator.random(), generator.random() ** 4)) for _ in range(vocab_size - 1)]
+        weights.insert(generator.randrange(vocab_size), 1.0)
+        layout = f"<{vocab_size}{DENSE[encoding][0]}"
+        part = struct.pack(layout, *(weight / math.fsum(weights) for weight in weights))
+        rows.append(dict(enumerate(struct.unpack(layout, part))))
+        data += part
+    tokens = [generator.choice([token for token, weight in row.items() if weight > 0.0]) for row in rows]
+    return Sample(message_of(generator, encoding, vocab_size, tokens, data).SerializeToString(), rows)
+
+
+def dataless_sample(generator: random.Random, vocab_size: int, encoding: int) -> Sample:
+    tokens = [generator.randrange(vocab_size) for _ in range(generator.randint(1, 6))]
+    message = message_of(generator, encoding, vocab_size, tokens, b"")
+    return Sample(message.SerializeToString(), [{token: TOTAL} for token in tokens])
+
+
+def samples_for(generator: random.Random, target: Target) -> list[Sample]:
+    samples = []
+    for vocab_size in target.sparse_vocab_sizes:
+        samples += [sparse_sample(generator, vocab_size, largest) for largest in (1, 2, 4, 8, 16) for _ in range(5)]
+        samples += [dataless_sample(generator, vocab_size, encoding) for encoding in (ONE_HOT, NONE) for _ in range(3)]
+    for vocab_size in target.dense_vocab_sizes:
+        samples += [dense_sample(generator, vocab_size, encoding) for encoding in DENSE for _ in range(5)]
+    if target.vocab_size > 256:
+        samples.append(sparse_sample(generator, target.vocab_size, 256))
+    return samples
+
+
+# Mutations of bytes
+
+
+def flip_bits(generator: random.Random, wire: bytearray, other: bytes) -> None:
+    for _ in range(generator.randint(1, 3)):
+        wire[generator.randrange(len(wire))] ^= 1 << generator.randrange(8)
+
+
+def splice(generator: random.Random, wire: bytearray, other: bytes) -> None:
+    start, taken = generator.randrange(len(wire)), generator.randrange(len(other))
+    length = generator.randint(1, 12)
+    wire[start : start + generator.choice((0, length))] = other[taken : taken + length]
+
+
+def truncate(generator: random.Random, wire: bytearray, other: bytes) -> None:
+    del wire[generator.randrange(len(wire)) :]
+
+
+def repeat_range(generator: random.Random, wire: bytearray, other: bytes) -> None:
+    start, length = generator.randrange(len(wire)), generator.randint(1, 30)
+    wire[start:start] = wire[start : start + length]
+
+
+def append_message(generator: random.Random, wire: bytearray, other: bytes) -> None:
+    wire += other  # fields that are repeated grow, others are the second message's
+
+
+ByteMutation = Callable[[random.Random, bytearray, bytes], None]
+BYTE_MUTATIONS: list[ByteMutation] = [flip_bits, flip_bits, splice, truncate, repeat_range, append_message]
+
+
+# Mutations of fields
+
+
+def change_data(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    data = bytearray(message.distributions.data)
+    manner = generator.randrange(7)
+    if manner == 0:
+        data += generator.randbytes(generator.randint(1, 4))
+    elif manner == 1:
+        del data[-generator.randint(1, 4) :]
+    elif manner == 2:
+        data = bytearray(len(data))
+    elif manner == 3:
+        data = bytearray(b"\xff" * len(data))
+    elif manner == 4:
+        data = bytearray()
+    else:
+        flip_bits(generator, data, b"") if data else None
+    message.distributions.data = bytes(data)
+
+
+def change_ids(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    """Copies or swaps ids of a sparse block, or puts one out of range."""
+    stated = message.distributions
+    width, total = id_width(stated.vocab_size), sum(stated.support_sizes)
+    if not total:
+        return
+    data = bytearray(stated.data)
+    first, second = (slice(place * width, place * width + width) for place in generator.choices(range(total), k=2))
+    manner = generator.randrange(3)
+    if manner == 0:
+        data[first] = data[second]
+    elif manner == 1:
+        data[first], data[second] = data[second], data[first]
+    else:
+        bound = min(stated.vocab_size + generator.choice((-1, 0, 1)), 2 ** (8 * width) - 1)
+        data[first] = bound.to_bytes(width, "little")
+    stated.data = bytes(data)
+
+
+def change_weights(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    """Moves weight between entries of a sparse block, or adds some."""
+    stated = message.distributions
+    total = sum(stated.support_sizes)
+    if not total:
+        return
+    start = total * id_width(stated.vocab_size)
+    weights = list(struct.unpack_from(f"<{total}H", stated.data, start))
+    first, second = generator.choices(range(total), k=2)
+    step = generator.choice((1, -1, 1000, 65_535))
+    weights[first] = (weights[first] + step) % TOTAL
+    if generator.random() < 0.6:
+        weights[second] = (weights[second] - step) % TOTAL
+    stated.data = stated.data[:start] + struct.pack(f"<{total}H", *weights)
+
+
+def change_number(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    """Replaces one or two numbers of a dense block."""
+    stated = message.distributions
+    if stated.encoding not in DENSE:
+        return
+    letter, width, _ = DENSE[stated.encoding]
+    data = bytearray(stated.data)
+    numbers = (math.nan, math.inf, -math.inf, -0.0, 0.0, -1e-7, 1.0, 0.01, 6e-8, 65_504.0)
+    for _ in range(generator.randint(1, 2)):
+        place = generator.randrange(len(data) // width) * width
+        struct.pack_into(f"<{letter}", data, place, generator.choice(numbers))
+    stated.data = bytes(data)
+
+
+def change_sizes(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    sizes = message.distributions.support_sizes
+    if not sizes or generator.random() < 0.2:
+        sizes.append(generator.choice((0, 1, 2, 2**32 - 1)))
+        return
+    place, manner = generator.randrange(len(sizes)), generator.randrange(4)
+    if manner == 0:
+        del sizes[place]
+    elif manner == 1:
+        sizes[place] = generator.choice((0, 1, 256, 257, 65_536, 2**31, 2**32 - 1))
+    else:  # the sum stays
+        sizes[place] += 1
+        other = generator.randrange(len(sizes))
+        sizes[other] = max(0, sizes[other] - 1)
+
+
+def change_vocabulary(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    own = message.distributions.vocab_size
+    choices = (0, 1, 2, 39, 41, 255, 256, 257, 65_536, 65_537, 200_001, 2**31, 2**32 - 1, own + 1, max(0, own - 1))
+    message.distributions.vocab_size = generator.choice(choices)
+
+
+def change_tokens(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    tokens = message.token_ids
+    manner = generator.randrange(40)
+    if manner == 0:
+        tokens.extend([0] * generator.choice((MAX_DRAFT_TOKENS, 5_000)))
+    elif manner == 1 or not tokens:
+        del tokens[:]
+    elif manner < 6:
+        del tokens[generator.randrange(len(tokens))]
+    elif manner < 12:
+        tokens.append(tokens[0])
+    else:
+        vocab_size = message.distributions.vocab_size
+        new = (0, 1, vocab_size - 1, vocab_size, 2**31, 2**32 - 1, tokens[-1], generator.randrange(vocab_size))
+        tokens[generator.randrange(len(tokens))] = generator.choice(new)
+
+
+def change_encoding(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    message.distributions.encoding = generator.choice((0, 1, 2, 3, 4, 5, 6, 99, -1))
+
+
+def add_parent(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    message.parent_indices.append(-1)
+
+
+def drop_part(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    message.ClearField(generator.choice(("fence", "distributions", "token_ids")))
+
+
+FieldMutation = Callable[[random.Random, session_pb2.DraftBlock], None]
+FIELD_MUTATIONS: list[FieldMutation] = [
+    *(change_data, change_sizes, change_vocabulary, change_tokens, change_encoding),
+    *(change_ids, change_ids, change_weights, change_weights, change_number, change_number),
+]
+RARE_MUTATIONS: list[FieldMutation] = [add_parent, drop_part]
+
+
+def mutated(generator: random.Random, samples: list[Sample]) -> bytes:
+    wire = generator.choice(samples).wire
+    if generator.random() < 0.3:
+        changed = bytearray(wire)
+        generator.choice(BYTE_MUTATIONS)(generator, changed, generator.choice(samples).wire)
+        return bytes(changed)
+    message = session_pb2.DraftBlock.FromString(wire)
+    mutations = RARE_MUTATIONS if generator.random() < 0.02 else FIELD_MUTATIONS
+    generator.choice(mutations)(generator, message)
+    return message.SerializeToString()
+
+
+# The run
+
+
+@dataclass(slots=True)
+class Batch:
+    """Messages that are decoded together."""
+
+    messages: list[session_pb2.DraftBlock] = field(default_factory=list)
+    wires: list[bytes] = field(default_factory=list)
+    rows: list[list[Row] | None] = field(default_factory=list)
+    """What they mean."""
+
+
+def batch_of(generator: random.Random, samples: list[Sample], target: Target, size: int, counts: Counts) -> Batch:
+    batch = Batch()
+    for _ in range(size):
+        is_valid = generator.random() < VALID_SHARE
+        counts.valid += is_valid
+        sample = generator.choice(samples) if is_valid else None
+        wire = sample.wire if sample is not None else mutated(generator, samples)
+        try:
+            message = session_pb2.DraftBlock.FromString(wire)
+        except DecodeError:
+            counts.refused[TRANSPORT] += 1
+            continue
+        batch.messages.append(message)
+        batch.wires.append(wire)
+        batch.rows.append(sample.rows if sample is not None else read(message, target.vocab_size))
+    return batch
+
+
+def check(batch: Batch, target: Target, counts: Counts) -> None:
+    """Decodes a batch.
+
+    Raises:
+        DecodingFaultError: one of its messages was not decoded as the format says.
+    """
+    try:
+        received = messages.blocks_from_proto(batch.messages, 1, target.vocab_size, MAX_DRAFT_TOKENS)
+    except Exception as error:
+        wires = " ".join(wire.hex() for wire in batch.wires)
+        raise DecodingFaultError(f"{type(error).__name__}: {error}; target of {target.vocab_size}: {wires}") from error
+    for message, wire, rows, block in zip(batch.messages, batch.wires, batch.rows, received, strict=True):
+        problem = difference(block, rows, target.vocab_size)
+        if block.fence.session_id != message.fence.session_id:
+            problem = "in another message's place"
+        if problem is not None:
+            raise DecodingFaultError(f"{problem}; target of {target.vocab_size}: {wire.hex()}")
+        if isinstance(block.draft, BlockViolationError):
+            counts.refused[block.draft.violation.value] += 1
+        else:
+            counts.accepted += 1
+
+
+def run(num_messages: int, seed: int) -> Counts:
+    """Decodes so many messages.
+
+    Raises:
+        DecodingFaultError: one of them was not decoded as the format says.
+    """
+    generator, counts, started_at = random.Random(seed), Counts(), time.perf_counter()
+    samples = {target: samples_for(generator, target) for target in TARGETS}
+    while counts.messages < num_messages:
+        target = generator.choice(TARGETS)
+        size = min(BATCH, num_messages - counts.messages)
+        check(batch_of(generator, samples[target], target, size, counts), target, counts)
+        counts.messages += size
+    counts.seconds = time.perf_counter() - started_at
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Feeds broken draft blocks to what decodes them.")
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    counts = run(options.messages, options.seed)
+    print(f"messages {counts.messages:,}, of these unchanged {counts.valid:,}")
+    print(f"accepted {counts.accepted:,}")
+    for reason, number in counts.refused.most_common():
+        print(f"refused  {number:,} {reason}")
+    print(f"seconds  {counts.seconds:.1f}, {counts.messages / counts.seconds:,.0f} messages/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""What gRPC is told about connections: nothing is misspelt, nothing is left to chance."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc._cython import cygrpc
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwire.client.sync import CHANNEL_OPTIONS
+from draftwire.errors import InvalidRequestError
+from draftwire.models.description import ModelDescription
+from draftwire.services.drafter.wire import check_block_fits
+from draftwire.services.rpc.channels import (
+    CONTROL_MESSAGE_BYTES,
+    ENVELOPE_BYTES,
+    MIN_PING_INTERVAL_MS,
+    check_prompt_fits,
+    client_options,
+    in_messages,
+    server_options,
+)
+from draftwire.services.settings import LEAST_KEEPALIVE_S, LEAST_MESSAGE_BYTES, ConnectionSettings
+from draftwire.v1 import session_pb2, verifier_pb2
+
+MIB = 2**20
+SETTINGS = ConnectionSettings(
+    max_message_bytes=8 * MIB, keepalive_time_s=2.5, keepalive_timeout_s=1.5, flow_control_window_bytes=3 * MIB
+)
+KINDS = {
+    "control": client_options(SETTINGS, bulk=False),
+    "bulk": client_options(SETTINGS, bulk=True),
+    "server": server_options(SETTINGS),
+    "user": CHANNEL_OPTIONS,
+}
+SERVICES = ("control", "bulk", "server")
+
+
+def arguments(kind: str) -> dict[str, int]:
+    return dict(KINDS[kind])
+
+
+@pytest.fixture(scope="module")
+def grpc_library() -> bytes:
+    return Path(cygrpc.__file__).read_bytes()
+
+
+# Names
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_argument_is_one_that_grpc_knows(grpc_library: bytes, kind: str) -> None:
+    """An unknown one would be ignored. Names end with a zero byte in the library, so no prefix of one is found."""
+    for name in arguments(kind):
+        assert name.encode() + b"\0" in grpc_library, f"gRPC has no argument {name}"
+
+
+@pytest.mark.parametrize("name", ["grpc.keepalive_time", "grpc.http2.min_recv_ping_interval_without_data_ms"])
+def test_unknown_argument_would_be_found(grpc_library: bytes, name: str) -> None:
+    assert name.encode() + b"\0" not in grpc_library
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_argument_is_given_twice(kind: str) -> None:
+    assert len(arguments(kind)) == len(KINDS[kind])
+
+
+# Values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_compressed(kind: str) -> None:
+    assert arguments(kind)["grpc.default_compression_algorithm"] == grpc.Compression.NoCompression
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_both_ends_ask_silent_peers_also_while_no_call_runs(kind: str) -> None:
+    given_arguments = arguments(kind)
+    assert given_arguments["grpc.keepalive_time_ms"] == 2_500
+    assert given_arguments["grpc.keepalive_timeout_ms"] == 1_500
+    assert given_arguments["grpc.keepalive_permit_without_calls"] == 1
+    assert given_arguments["grpc.http2.max_pings_without_data"] == 0
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_flow_control_window_is_the_one_that_was_set(kind: str) -> None:
+    assert arguments(kind)["grpc.http2.lookahead_bytes"] == 3 * MIB
+    assert arguments(kind)["grpc.http2.bdp_probe"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "most_bytes"), [("control", CONTROL_MESSAGE_BYTES), ("bulk", 8 * MIB), ("server", 8 * MIB)]
+)
+def test_messages_are_limited_in_both_directions(kind: str, most_bytes: int) -> None:
+    assert arguments(kind)["grpc.max_receive_message_length"] == most_bytes
+    assert arguments(kind)["grpc.max_send_message_length"] == most_bytes
+
+
+def test_control_streams_never_allow_more_than_was_set() -> None:
+    options = dict(client_options(replace(SETTINGS, max_message_bytes=MIB), bulk=False))
+    assert options["grpc.max_send_message_length"] == MIB
+
+
+def test_bulk_alone_has_a_connection_of_its_own() -> None:
+    assert [arguments(kind)["grpc.use_local_subchannel_pool"] for kind in ("control", "bulk")] == [0, 1]
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_lost_peer_is_tried_again_soon_and_every_attempt_ends(bulk: bool) -> None:
+    options = dict(client_options(SETTINGS, bulk=bulk))
+    assert options["grpc.initial_reconnect_backoff_ms"] <= options["grpc.max_reconnect_backoff_ms"] <= 2_000
+    assert options["grpc.min_reconnect_backoff_ms"] == 1_500
+
+
+def test_server_shares_its_port_with_nobody() -> None:
+    assert arguments("server")["grpc.so_reuseport"] == 0
+
+
+@pytest.mark.parametrize("seconds", [LEAST_KEEPALIVE_S, 10.0, 3600.0])
+def test_no_server_sends_a_client_away_that_can_be_configured(seconds: float) -> None:
+    """Whatever the server's own keep-alive is."""
+    server = dict(server_options(replace(SETTINGS, keepalive_time_s=seconds)))
+    assert server["grpc.http2.min_ping_interval_without_data_ms"] == MIN_PING_INTERVAL_MS
+    assert server["grpc.keepalive_permit_without_calls"] == 1
+    least = dict(client_options(replace(SETTINGS, keepalive_time_s=LEAST_KEEPALIVE_S), bulk=True))
+    assert least["grpc.keepalive_time_ms"] >= 2 * MIN_PING_INTERVAL_MS
+    assert arguments("user")["grpc.keepalive_time_ms"] >= 2 * MIN_PING_INTERVAL_MS
+
+
+# On the wire
+
+
+async def _goaway_after_pings(port: int, interval_s: float) -> bool:
+    """Whether a client that only pings is sent away. gRPC's own clients never ping more often than once a second."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    empty_settings, ping = bytes(3) + b"\x04" + bytes(5), b"\x00\x00\x08\x06\x00" + bytes(12)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + empty_settings)
+    answer = b""
+    try:
+        for _ in range(6):
+            writer.write(ping)
+            with contextlib.suppress(TimeoutError):
+                answer += await asyncio.wait_for(reader.readuntil(b"too_many_pings"), interval_s)
+    except (ConnectionError, asyncio.IncompleteReadError) as error:
+        answer += getattr(error, "partial", b"")
+    writer.close()
+    return b"too_many_pings" in answer
+
+
+async def test_the_limit_of_pings_is_in_force_and_clients_below_it_may_stay() -> None:
+    """So the argument is not only known by name: a server's own default allows one ping in five minutes."""
+    server = grpc.aio.server(options=server_options(SETTINGS))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    intervals = (MIN_PING_INTERVAL_MS / 1e3 + 0.1, 0.05)
+    try:
+        sent_away = await asyncio.gather(*(_goaway_after_pings(port, interval_s) for interval_s in intervals))
+    finally:
+        await server.stop(grace=0)
+    assert sent_away == [False, True]
+
+
+# What must fit
+
+
+MODEL = ModelDescription("target", "", "float32", bytes(32), vocab_size=1000, context_length=5000, stop_token_ids=())
+
+
+def needed_for_a_prompt() -> int:
+    return (MODEL.context_length + 2 * MODEL.vocab_size) * 5 + ENVELOPE_BYTES
+
+
+def test_prompt_that_fills_the_context_must_fit() -> None:
+    needed = needed_for_a_prompt()
+    check_prompt_fits(MODEL, needed)
+    with pytest.raises(InvalidRequestError, match=f"max_message_bytes is {needed - 1}, .* 5000 tokens.* {needed}"):
+        check_prompt_fits(MODEL, needed - 1)
+
+
+def test_what_the_check_allows_for_is_enough_for_the_largest_request() -> None:
+    """Ids of 32 bits, every token allowed and a stop token, every bias set, a salt of characters of 4 bytes each."""
+    largest_id, largest = 2**32 - 1, 2**64 - 1
+    sampling = session_pb2.SamplingParameters(
+        **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), 0.5),
+        **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.5),
+        **dict.fromkeys(("top_k", "min_tokens"), largest_id),
+        logit_bias={largest_id - index: 1.0 for index in range(1024)},
+        allowed_token_ids=[largest_id] * MODEL.vocab_size,
+    )
+    request = verifier_pb2.OpenTargetSessionRequest(
+        **dict.fromkeys(("lease_id", "session_id"), largest),
+        **dict.fromkeys(("epoch", "first_round", "choice", "prompt_len"), largest_id),
+        **dict.fromkeys(("max_draft_tokens", "plain_rounds", "max_len"), largest_id),
+        token_ids=[largest_id] * MODEL.context_length,
+        stop_token_ids=[largest_id] * MODEL.vocab_size,
+        sampling=sampling,
+        rejection_sample_method="block",
+        verifying_key=bytes(16),
+        cache_salt="\N{GRINNING FACE}" * 256,
+    )
+    check_prompt_fits(MODEL, needed_for_a_prompt())
+    assert request.ByteSize() <= needed_for_a_prompt()
+
+
+def test_longest_block_must_fit() -> None:
+    check_block_fits(10 * MIB, 10 * MIB + ENVELOPE_BYTES)
+    with pytest.raises(InvalidRequestError, match="max_message_bytes is 10485760, but a draft block"):
+        check_block_fits(10 * MIB, 10 * MIB)
+
+
+# Large batches on control streams
+
+
+def commands(sizes: Sequence[int]) -> verifier_pb2.RunTargetSessionsResponse:
+    """Returns a message with one event for each size, at least so large."""
+    events = [
+        verifier_pb2.TargetEvent(failure=session_pb2.SessionFailure(session_id=size, message="x" * size))
+        for size in sizes
+    ]
+    return verifier_pb2.RunTargetSessionsResponse(events=events)
+
+
+def sizes_in(message: verifier_pb2.RunTargetSessionsResponse) -> list[int]:
+    return [event.failure.session_id for event in message.events]
+
+
+@given(st.lists(st.integers(0, 600_000), min_size=1, max_size=12))
+def test_batches_keep_every_event_in_order_and_stay_below_what_every_service_takes(sizes: list[int]) -> None:
+    parts = list(in_messages(commands, sizes))
+    assert [size for part in parts for size in sizes_in(part)] == sizes
+    assert all(part.ByteSize() <= LEAST_MESSAGE_BYTES for part in parts)
+
+
+def test_usual_batch_is_one_message() -> None:
+    assert [sizes_in(part) for part in in_messages(commands, [100] * 1000)] == [[100] * 1000]
+
+
+def test_single_event_is_never_lost() -> None:
+    assert [sizes_in(part) for part in in_messages(commands, [2 * MIB, 5])] == [[2 * MIB], [5]]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_message_bytes", MIB - 1),
+        ("max_message_bytes", 2**31),
+        ("keepalive_time_s", 0.9),
+        ("keepalive_time_s", 3601.0),
+        ("keepalive_time_s", math.nan),
+        ("keepalive_timeout_s", 0.0),
+        ("keepalive_timeout_s", math.inf),
+        ("flow_control_window_bytes", 2**16 - 1),
+        ("flow_control_window_bytes", 2**30 + 1),
+    ],
+)
+def test_setting_out_of_range_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequestError, match=name):
+        replace(SETTINGS, **{name: value})
+
+
+def test_settings_at_their_limits_are_taken() -> None:
+    ConnectionSettings(MIB, LEAST_KEEPALIVE_S, 3600.0, 2**16)
+    ConnectionSettings(2**31 - 1, 3600.0, 1.0, 2**30)

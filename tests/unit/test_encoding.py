@@ -1,0 +1,432 @@
+"""Draft distributions keep every bit on the wire, and what is wrong with one block is told of that block alone."""
+
+import math
+import random
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from draftwire.encoding import (
+    DENSE_FORMATS,
+    MAX_SUPPORT,
+    TOTAL_WEIGHT,
+    Claim,
+    Decoded,
+    DenseProbs,
+    DraftDistributions,
+    Encoding,
+    Supports,
+    decode,
+    decode_one,
+    encode_dense,
+    encode_sparse,
+    id_width,
+    position_bytes,
+)
+from draftwire.errors import BlockViolationError, Violation
+
+UNHURRIED = settings(deadline=None)  # the machine may be busy
+TARGET = 200_000
+VOCAB_SIZES = (1, 2, 100, 256, 257, 40_000, 65_536, 65_537, TARGET)
+"""Ids of 1, 2 and 3 bytes, and the largest and smallest vocabularies of each."""
+EVERY_DENSE = pytest.mark.parametrize("encoding", DENSE_FORMATS)
+
+Row = dict[int, int]
+"""Tokens and their weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What is encoded."""
+
+    vocab_size: int
+    rows: list[Row]
+    token_ids: list[int]
+
+
+@st.composite
+def sparse_blocks(draw: st.DrawFn, vocab_size: int) -> Block:
+    rows: list[Row] = []
+    for _ in range(draw(st.integers(1, 5))):
+        ids = draw(
+            st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=min(12, vocab_size), unique=True)
+            | st.just(list(range(vocab_size - 1, max(-1, vocab_size - 1 - MAX_SUPPORT), -1)))
+        )
+        cuts = draw(st.randoms(use_true_random=False)).sample(range(1, TOTAL_WEIGHT), len(ids) - 1)
+        borders = [0, *sorted(cuts), TOTAL_WEIGHT]
+        rows.append({token: borders[place + 1] - borders[place] for place, token in enumerate(ids)})
+    return Block(vocab_size, rows, [draw(st.sampled_from(list(row))) for row in rows])
+
+
+def supports_of(blocks: Sequence[Block], generator: random.Random) -> Supports:
+    """Returns the rows of blocks of one vocabulary; unused places hold any id and stand anywhere."""
+    rows = [row for block in blocks for row in block.rows]
+    width = max(len(row) for row in rows)
+    token_ids = np.zeros((len(rows), width), dtype=np.int64)
+    weights = np.zeros((len(rows), width), dtype=np.int64)
+    for index, row in enumerate(rows):
+        places = sorted(generator.sample(range(width), len(row)))
+        token_ids[index] = generator.choices(range(blocks[0].vocab_size), k=width)
+        token_ids[index, places], weights[index, places] = list(row), list(row.values())
+    return Supports(token_ids, weights, blocks[0].vocab_size)
+
+
+def used_rows(decoded: Decoded | BlockViolationError) -> list[list[tuple[int, int]]]:
+    assert isinstance(decoded, Supports), decoded
+    assert ((decoded.token_ids >= 0) & (decoded.token_ids < decoded.vocab_size)).all()
+    pairs = zip(decoded.token_ids.tolist(), decoded.weights.tolist(), strict=True)
+    return [[(token, weight) for token, weight in zip(*row, strict=True) if weight] for row in pairs]
+
+
+@given(
+    st.lists(st.sampled_from(VOCAB_SIZES).flatmap(sparse_blocks), min_size=1, max_size=8),
+    st.randoms(use_true_random=False),
+)
+@UNHURRIED
+def test_sparse_blocks_of_all_vocabularies_come_back_to_the_integer_and_in_their_order(
+    blocks: list[Block], generator: random.Random
+) -> None:
+    claims: dict[int, Claim] = {}
+    for vocab_size in {block.vocab_size for block in blocks}:
+        members = [index for index, block in enumerate(blocks) if block.vocab_size == vocab_size]
+        own = [blocks[index] for index in members]
+        encoded = encode_sparse(supports_of(own, generator), [len(block.rows) for block in own])
+        for index, stated in zip(members, encoded, strict=True):
+            claims[index] = Claim(blocks[index].token_ids, stated)
+    for block, decoded in zip(blocks, decode([claims[index] for index in range(len(blocks))], TARGET), strict=True):
+        assert used_rows(decoded) == [list(row.items()) for row in block.rows]
+        assert decoded.vocab_size == TARGET  # type: ignore[union-attr]
+
+
+@given(st.sampled_from(VOCAB_SIZES).flatmap(sparse_blocks), st.randoms(use_true_random=False))
+@UNHURRIED
+def test_a_block_takes_its_ids_its_weights_and_nothing_more(block: Block, generator: random.Random) -> None:
+    (stated,) = encode_sparse(supports_of([block], generator), [len(block.rows)])
+    ids = [token for row in block.rows for token in row]
+    weights = [weight for row in block.rows for weight in row.values()]
+    width = 1 if block.vocab_size <= 256 else 2 if block.vocab_size <= 65_536 else 3
+    expected = b"".join(token.to_bytes(width, "little") for token in ids)
+    assert stated.data == expected + struct.pack(f"<{len(weights)}H", *(weight - 1 for weight in weights))
+    assert stated.support_sizes == tuple(len(row) for row in block.rows)
+    assert (stated.encoding, stated.vocab_size) == (Encoding.SPARSE_UINT16, block.vocab_size)
+
+
+def test_blocks_of_one_batch_get_their_own_rows_even_where_one_has_none() -> None:
+    supports = Supports(np.array([[3, 1], [2, 0], [0, 1]]), np.array([[65_535, 1], [65_536, 0], [1, 65_535]]), 4)
+    encoded = encode_sparse(supports, [1, 0, 2])
+    assert [stated.support_sizes for stated in encoded] == [(2,), (), (1, 2)]
+    assert [stated.data.hex() for stated in encoded] == ["0301feff0000", "", "020001" + "ffff0000feff"]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "width"),
+    [(1, 1), (2, 1), (256, 1), (257, 2), (65_536, 2), (65_537, 3), (2**24, 3), (2**24 + 1, 4), (2**32 - 1, 4)],
+)
+def test_id_takes_the_fewest_bytes_that_hold_the_largest(vocab_size: int, width: int) -> None:
+    assert id_width(vocab_size) == width
+
+
+def test_most_bytes_of_a_position_are_those_of_its_largest_support() -> None:
+    assert position_bytes(Encoding.SPARSE_UINT16, 151_936, 64) == 64 * 5 + 2
+    assert position_bytes(Encoding.DENSE_FLOAT32, 1000, 64) == 4000
+    assert position_bytes(Encoding.DENSE_FLOAT16, 1000, 64) == 2000
+    assert position_bytes(Encoding.ONE_HOT, 1000, 64) == position_bytes(Encoding.NONE, 1000, 64) == 0
+
+
+# Golden bytes
+
+GOLDEN_SPARSE = (
+    "050000 400d03 ff0000"  # ids 5 and 200,000 of the first token, 255 of the second: 3 bytes each
+    "fe7f 0080 ffff"  # weights less one: 32,767 and 32,769; 65,536
+)
+
+
+def test_sparse_block_has_its_golden_bytes() -> None:
+    supports = Supports(np.array([[5, 200_000], [255, 0]]), np.array([[32_767, 32_769], [65_536, 0]]), 200_001)
+    (stated,) = encode_sparse(supports, [2])
+    assert stated.data.hex() == GOLDEN_SPARSE.replace(" ", "")
+    decoded = decode_one(Claim([200_000, 255], stated), 200_001)
+    assert used_rows(decoded) == [[(5, 32_767), (200_000, 32_769)], [(255, 65_536)]]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "golden"),
+    [
+        (Encoding.DENSE_FLOAT32, "0000803e0000403f" + "0000803f00000000"),
+        (Encoding.DENSE_FLOAT16, "0034003a" + "003c0000"),
+    ],
+)
+def test_dense_block_has_its_golden_bytes(encoding: Encoding, golden: str) -> None:
+    rows = np.array([[0.25, 0.75], [1.0, 0.0]], dtype=DENSE_FORMATS[encoding])
+    stated = encode_dense(encoding, rows)
+    assert (stated.encoding, stated.vocab_size, stated.data.hex()) == (encoding, 2, golden)
+    assert stated.support_sizes == ()
+    decoded = decode_one(Claim([1, 0], stated), 2)
+    assert isinstance(decoded, DenseProbs)
+    assert decoded.probs.tolist() == rows.tolist()
+
+
+def test_weight_of_all_draws_fits() -> None:
+    (stated,) = encode_sparse(Supports(np.array([[7]]), np.array([[TOTAL_WEIGHT]]), 8), [1])
+    assert stated.data == b"\x07\xff\xff"
+    assert used_rows(decode_one(Claim([7], stated), 8)) == [[(7, TOTAL_WEIGHT)]]
+
+
+# Dense rows and rows without data
+
+
+def random_rows(encoding: Encoding, length: int, vocab_size: int, seed: int) -> NDArray[np.floating]:
+    logits = 3.0 * np.random.default_rng(seed).standard_normal((length, vocab_size))
+    rows = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    return rows.astype(DENSE_FORMATS[encoding])
+
+
+@EVERY_DENSE
+@pytest.mark.parametrize("vocab_size", [3, 1000, 50_000])
+@pytest.mark.parametrize("beyond", [0, 7])
+def test_dense_rows_become_the_law_that_was_drawn_from(encoding: Encoding, vocab_size: int, beyond: int) -> None:
+    """One draws from numbers of any sum; their law is what they are divided by it."""
+    rows = random_rows(encoding, 4, vocab_size, seed=1)
+    tokens = rows.argmax(axis=1).tolist()
+    decoded = decode_one(Claim(tokens, encode_dense(encoding, rows)), vocab_size + beyond)
+    assert isinstance(decoded, DenseProbs)
+    assert decoded.probs.dtype == np.float32
+    assert decoded.probs.shape == (4, vocab_size + beyond)
+    assert abs(decoded.probs.sum(axis=1, dtype=np.float64) - 1.0).max() < 1e-6
+    exact = rows.astype(np.float64)
+    law = exact / exact.sum(axis=1, keepdims=True)
+    assert (abs(decoded.probs[:, :vocab_size] - law) <= law * 2.0**-24 + 1e-45).all()
+    assert not decoded.probs[:, vocab_size:].any()
+
+
+@EVERY_DENSE
+def test_encoding_does_not_depend_on_how_rows_lie_in_memory(encoding: Encoding) -> None:
+    rows = random_rows(encoding, 3, 6, seed=2)
+    strided = np.stack([rows, rows], axis=-1)[..., 0]
+    assert not strided.flags.c_contiguous
+    assert encode_dense(encoding, strided) == encode_dense(encoding, rows)
+    assert np.array_equal(np.frombuffer(encode_dense(encoding, rows).data, rows.dtype).reshape(rows.shape), rows)
+
+
+def test_smallest_numbers_stay_possible() -> None:
+    for encoding, smallest in ((Encoding.DENSE_FLOAT32, 1e-45), (Encoding.DENSE_FLOAT16, 6e-8)):
+        for large in (1.0 - 9e-4, 1.0, 1.0 + 9e-4):
+            stated = encode_dense(encoding, np.array([[smallest, large]], dtype=DENSE_FORMATS[encoding]))
+            decoded = decode_one(Claim([0], stated), 2)
+            assert isinstance(decoded, DenseProbs)
+            assert decoded.probs[0, 0] > 0.0
+
+
+@EVERY_DENSE
+def test_decoded_rows_are_ours_to_change(encoding: Encoding) -> None:
+    stated = encode_dense(encoding, random_rows(encoding, 2, 4, seed=3))
+    before = bytes(bytearray(stated.data))
+    decoded = decode_one(Claim(np.argmax(random_rows(encoding, 2, 4, seed=3), axis=1).tolist(), stated), 4)
+    assert isinstance(decoded, DenseProbs)
+    decoded.probs.fill(0.0)
+    assert stated.data == before
+
+
+def test_rounding_of_a_large_row_is_no_reason_to_refuse_it() -> None:
+    numbers = np.random.default_rng(0).random((2, 150_000))
+    for encoding, number in DENSE_FORMATS.items():
+        rows = (numbers / numbers.sum(axis=1, keepdims=True)).astype(number)
+        decode_one(Claim(rows.argmax(axis=1).tolist(), encode_dense(encoding, rows)), 150_000)
+
+
+@pytest.mark.parametrize("encoding", [Encoding.ONE_HOT, Encoding.NONE])
+def test_rows_without_data_have_all_mass_at_the_drafted_tokens(encoding: Encoding) -> None:
+    decoded = decode_one(Claim([2, 0], DraftDistributions(encoding, 3)), 5)
+    assert isinstance(decoded, Supports)
+    assert decoded.vocab_size == 5
+    assert decoded.token_ids.tolist() == [[2], [0]]
+    assert decoded.weights.tolist() == [[TOTAL_WEIGHT], [TOTAL_WEIGHT]]
+
+
+# What is refused
+
+
+def sparse_claim(
+    rows: Sequence[Sequence[tuple[int, int]]], token_ids: list[int], vocab_size: int = 10, width: int = 1
+) -> Claim:
+    """Encodes rows that `encode_sparse` would not be given."""
+    entries = [entry for row in rows for entry in row]
+    data = b"".join(token.to_bytes(width, "little") for token, _ in entries)
+    data += struct.pack(f"<{len(entries)}H", *(weight - 1 for _, weight in entries))
+    return Claim(token_ids, DraftDistributions(Encoding.SPARSE_UINT16, vocab_size, data, tuple(map(len, rows))))
+
+
+def dense_claim(encoding: Encoding, rows: Sequence[Sequence[float]], token_ids: list[int]) -> Claim:
+    numbers = np.array(rows, dtype=np.float64).astype(DENSE_FORMATS[encoding])
+    return Claim(token_ids, DraftDistributions(encoding, len(rows[0]), numbers.tobytes()))
+
+
+HALF = 32_768
+GOOD_ROW = [(3, HALF), (7, HALF)]
+SPARSE = sparse_claim([GOOD_ROW, [(9, TOTAL_WEIGHT)]], [7, 9])
+GOOD = [
+    SPARSE,
+    sparse_claim([[(5, 1), (299, 65_535)]], [5], 300, width=2),
+    dense_claim(Encoding.DENSE_FLOAT32, [[0.5, 0.25, 0.25]], [1]),
+    dense_claim(Encoding.DENSE_FLOAT16, [[0.5, 0.25, 0.25]], [2]),
+    Claim([2, 2], DraftDistributions(Encoding.ONE_HOT, 10)),
+    Claim([2, 2], DraftDistributions(Encoding.NONE, 10)),
+]
+
+
+def beside_good(row: Sequence[tuple[int, int]], token: int = 3) -> list[Claim]:
+    """Returns blocks in which a row comes first, last, and alone."""
+    return [
+        sparse_claim([row, GOOD_ROW], [token, 3]),
+        sparse_claim([GOOD_ROW, row], [3, token]),
+        sparse_claim([row], [token]),
+    ]
+
+
+def changed(claim: Claim, **changes: object) -> Claim:
+    return replace(claim, distributions=replace(claim.distributions, **changes))
+
+
+def dense_beside_good(row: Sequence[float]) -> list[Claim]:
+    good = [0.5, 0.25, 0.25]
+    return [dense_claim(encoding, rows, [0, 0]) for encoding in DENSE_FORMATS for rows in ([good, row], [row, good])]
+
+
+DATALESS = [Claim([2, 2], DraftDistributions(encoding, 10)) for encoding in (Encoding.ONE_HOT, Encoding.NONE)]
+DENSE = [dense_claim(encoding, [[0.5, 0.25, 0.25]] * 2, [0, 2]) for encoding in DENSE_FORMATS]
+EVERY = [SPARSE, *DATALESS, *DENSE]
+
+BROKEN: dict[str, tuple[Violation, list[Claim]]] = {
+    "id as large as the vocabulary": (Violation.TOKEN_ID, beside_good([(3, HALF), (10, HALF)])),
+    "largest id of its bytes": (Violation.TOKEN_ID, beside_good([(255, HALF), (3, HALF)])),
+    "id in the target's vocabulary only": (Violation.TOKEN_ID, beside_good([(3, 1), (11, 65_535)])),
+    "id twice": (Violation.TOKEN_ID, beside_good([(3, HALF), (3, HALF)])),
+    "id twice, apart": (Violation.TOKEN_ID, beside_good([(3, 20_000), (4, 20_000), (5, 5_536), (3, 20_000)])),
+    "filler's id twice": (Violation.TOKEN_ID, beside_good([(0, HALF), (0, HALF)], token=0)),
+    "sum too small": (Violation.WEIGHTS, beside_good([(3, HALF), (7, HALF - 1)])),
+    "sum too large": (Violation.WEIGHTS, beside_good([(3, HALF), (7, HALF + 1)])),
+    "sum is twice what it should be": (Violation.WEIGHTS, beside_good([(3, TOTAL_WEIGHT), (7, TOTAL_WEIGHT)])),
+    "weights that are all zero bytes": (Violation.WEIGHTS, beside_good([(3, 1), (7, 1)])),
+    "sums that make up for each other": (
+        Violation.WEIGHTS,
+        [sparse_claim([[(3, HALF), (7, HALF - 1)], [(3, HALF), (7, HALF + 1)]], [3, 3])],
+    ),
+    "draft token outside the support": (Violation.OUTSIDE_SUPPORT, beside_good(GOOD_ROW, token=4)),
+    "draft token 0 beside fillers": (Violation.OUTSIDE_SUPPORT, beside_good([(3, TOTAL_WEIGHT)], token=0)),
+    "draft token of another row": (
+        Violation.OUTSIDE_SUPPORT,
+        [sparse_claim([[(3, TOTAL_WEIGHT)], [(4, TOTAL_WEIGHT)]], [4, 3])],
+    ),
+    "dense draft token of probability 0": (Violation.OUTSIDE_SUPPORT, dense_beside_good([0.0, 0.5, 0.5])),
+    "draft token as large as the vocabulary": (
+        Violation.TOKEN_ID,
+        [replace(claim, token_ids=[claim.token_ids[0], claim.distributions.vocab_size]) for claim in EVERY],
+    ),
+    "largest draft token": (
+        Violation.TOKEN_ID,
+        [replace(claim, token_ids=[2**32 - 1, claim.token_ids[1]]) for claim in EVERY],
+    ),
+    "negative draft token": (Violation.TOKEN_ID, [replace(claim, token_ids=[-1, 2]) for claim in EVERY]),
+    "no draft token": (Violation.LENGTH, [replace(claim, token_ids=[]) for claim in EVERY]),
+    "vocabulary of 0": (Violation.ENCODING, [changed(claim, vocab_size=0) for claim in EVERY]),
+    "vocabulary above the target's": (Violation.ENCODING, [changed(claim, vocab_size=301) for claim in EVERY]),
+    "largest vocabulary": (Violation.ENCODING, [changed(claim, vocab_size=2**32 - 1) for claim in EVERY]),
+    "vocabulary of wider ids": (Violation.ENCODING, [changed(SPARSE, vocab_size=257)]),
+    "data too long": (
+        Violation.ENCODING,
+        [changed(claim, data=claim.distributions.data + bytes(extra)) for claim in EVERY for extra in (1, 2, 3, 4)],
+    ),
+    "data too short": (
+        Violation.ENCODING,
+        [changed(claim, data=claim.distributions.data[:-less]) for claim in (SPARSE, *DENSE) for less in (1, 2, 3, 4)],
+    ),
+    "no data": (Violation.ENCODING, [changed(claim, data=b"") for claim in (SPARSE, *DENSE)]),
+    "one size too few": (Violation.ENCODING, [changed(SPARSE, support_sizes=(3,))]),
+    "one size too many": (Violation.ENCODING, [changed(SPARSE, support_sizes=(1, 1, 1))]),
+    "no sizes": (Violation.ENCODING, [changed(SPARSE, support_sizes=())]),
+    "support of 0": (
+        Violation.ENCODING,
+        [changed(SPARSE, support_sizes=(3, 0)), changed(SPARSE, support_sizes=(0, 3))],
+    ),
+    "support of 257": (
+        Violation.ENCODING,
+        [sparse_claim([[(token, 1 if token else 65_280) for token in range(257)]], [0], 300, width=2)],
+    ),
+    "support of all numbers": (Violation.ENCODING, [changed(SPARSE, support_sizes=(2**32 - 1, 1))]),
+    "support sizes without sparse data": (
+        Violation.ENCODING,
+        [changed(claim, support_sizes=(1, 1)) for claim in (*DATALESS, *DENSE)],
+    ),
+    "NaN": (Violation.WEIGHTS, dense_beside_good([0.5, 0.5, math.nan])),
+    "NaN alone": (Violation.WEIGHTS, dense_beside_good([math.nan] * 3)),
+    "negative": (Violation.WEIGHTS, dense_beside_good([0.5, 0.75, -0.25])),
+    "negative, very small": (Violation.WEIGHTS, dense_beside_good([0.5, 0.5, -6e-8])),
+    "infinite": (Violation.WEIGHTS, dense_beside_good([0.5, math.inf, 0.0])),
+    "infinite on both sides": (Violation.WEIGHTS, dense_beside_good([0.5, math.inf, -math.inf])),
+    "sums to less": (Violation.WEIGHTS, dense_beside_good([0.5, 0.4, 0.0])),
+    "sums to more": (Violation.WEIGHTS, dense_beside_good([0.5, 0.6, 0.0])),
+    "sums to 0": (Violation.WEIGHTS, dense_beside_good([0.0, 0.0, 0.0])),
+    "sums to very much": (Violation.WEIGHTS, dense_beside_good([6e4, 6e4, 6e4])),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_block_is_refused_for_its_fault_and_leaves_the_others_right(name: str) -> None:
+    violation, claims = BROKEN[name]
+    alone = [decode_one(claim, 300) for claim in GOOD]
+    for broken in claims:
+        with pytest.raises(BlockViolationError) as raised:
+            decode_one(broken, 300)
+        assert raised.value.violation is violation
+        for place in range(len(GOOD) + 1):
+            results = decode([*GOOD[:place], broken, *GOOD[place:]], 300)
+            refused = results.pop(place)
+            assert isinstance(refused, BlockViolationError)
+            assert (refused.violation, str(refused)) == (violation, str(raised.value))
+            assert_same(results, alone)
+
+
+def test_several_broken_blocks_are_told_apart() -> None:
+    broken = [(violation, claim) for violation, claims in BROKEN.values() for claim in claims]
+    results = decode([claim for _, claim in broken] + GOOD, 300)
+    assert [getattr(result, "violation", None) for result in results[: len(broken)]] == [item[0] for item in broken]
+    assert_same(results[len(broken) :], [decode_one(claim, 300) for claim in GOOD])
+
+
+def assert_same(results: Sequence[Decoded | BlockViolationError], expected: Sequence[Decoded]) -> None:
+    for result, other in zip(results, expected, strict=True):
+        assert type(result) is type(other)
+        if isinstance(other, DenseProbs):
+            assert np.array_equal(result.probs, other.probs)  # type: ignore[union-attr]
+        else:
+            assert used_rows(result) == used_rows(other)
+
+
+def test_support_of_256_is_the_largest() -> None:
+    claim = sparse_claim([[(token, 256) for token in range(256)]], [255], 256)
+    assert used_rows(decode_one(claim, 300)) == [[(token, 256) for token in range(256)]]
+
+
+def test_no_blocks_give_no_results() -> None:
+    assert decode([], 300) == []
+
+
+FAR: dict[Encoding, Callable[[float], list[float]]] = {
+    Encoding.DENSE_FLOAT32: lambda side: [0.5, 0.5 + side * 1e-3],
+    Encoding.DENSE_FLOAT16: lambda side: [0.5, 0.5 + side * 2e-2],
+}
+
+
+@pytest.mark.parametrize("encoding", FAR)
+def test_sum_may_be_off_by_rounding_only(encoding: Encoding) -> None:
+    for side in (-0.9, 0.9):
+        decode_one(dense_claim(encoding, [FAR[encoding](side)], [0]), 2)
+    for side in (-1.1, 1.1):
+        with pytest.raises(BlockViolationError, match="sum to 1"):
+            decode_one(dense_claim(encoding, [FAR[encoding](side)], [0]), 2)
