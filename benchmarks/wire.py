@@ -1,6 +1,7 @@
 """What a draft costs on its way to the verifier, and what sending little of it costs: times, bytes, acceptance.
 
     python -m benchmarks.wire --output benchmarks/results/wire.json
+    python -m benchmarks.wire --parts rules --prompts 60 --block-lengths 4 --output benchmarks/results/wire_rules.json
 
 codec: how long a block of 8 takes to encode, and to decode and check, in one thread.
 settings: the same positions of real text, with the embedded pair's distributions p and q, under every setting: the
@@ -279,10 +280,10 @@ def measure_settings(pair: Pair, prompts: list[str], num_tokens: int) -> dict[st
 # Rules
 
 
-def measure_rules(pair: Pair, prompts: list[str], num_tokens: int) -> list[dict[str, Any]]:
+def measure_rules(pair: Pair, prompts: list[str], num_tokens: int, block_lengths: list[int]) -> list[dict[str, Any]]:
     """Compares default with dense distributions over whole texts, at temperature 1."""
     rows = []
-    for rule, block_length in product(PREDICTED, (4, 8)):
+    for rule, block_length in product(PREDICTED, block_lengths):
         kinds = []
         for quantization in (DEFAULT, DENSE):
             runs = [
@@ -435,10 +436,11 @@ def measure_sockets(prompts: list[str], num_tokens: int) -> dict[str, Any]:
 def main() -> None:
     """Measures, prints tables, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["codec", "settings", "socket"])
     parser.add_argument("--repetitions", type=int, default=5_000, help="of the codec's calls")
     parser.add_argument("--prompts", type=int, default=80)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--block-lengths", type=int, nargs="+", default=[4, 8], help="for rules")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -451,7 +453,7 @@ def main() -> None:
     if "settings" in arguments.parts:
         report |= measure_settings(pair, prompts[:40], num_tokens)
     if "rules" in arguments.parts:
-        report["rules"] = measure_rules(pair, prompts, num_tokens)
+        report["rules"] = measure_rules(pair, prompts, num_tokens, arguments.block_lengths)
         print_table("Default against dense distributions, T = 1", report["rules"])
     if "socket" in arguments.parts:
         report |= measure_sockets(prompts, num_tokens)

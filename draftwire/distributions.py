@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwire.encoding import DENSE_FORMATS, MAX_SUPPORT, TOTAL_WEIGHT, Decoded, Encoding, Supports
-from draftwire.errors import InvalidRequestError
+from draftwire.encoding import TOTAL_WEIGHT, Decoded, Supports
+from draftwire.quantization import Quantization as Quantization
 
 WHOLE_ROW = 8192
 """Up to so many weights `draw` reads as one running sum."""
@@ -147,26 +147,6 @@ def rows_of(decoded: Decoded) -> DraftRows:
         return DenseRows(torch.from_numpy(decoded.probs))
     probs = torch.from_numpy(decoded.weights).to(torch.float32).mul_(1.0 / TOTAL_WEIGHT)
     return SparseRows(torch.from_numpy(decoded.token_ids), probs, decoded.vocab_size)
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """What a drafter makes of its distributions before it draws from them."""
-
-    encoding: Encoding = Encoding.SPARSE_UINT16
-    """Sparse or dense."""
-    mass: float = 0.98
-    """Share of a distribution's mass that a sparse one keeps, in (0, 1]: that of the fewest tokens that hold it."""
-    max_support: int = 64
-    """Tokens that a sparse one keeps, at most, 1 to 256."""
-
-    def __post_init__(self) -> None:
-        if self.encoding is not Encoding.SPARSE_UINT16 and self.encoding not in DENSE_FORMATS:
-            raise InvalidRequestError(f"drafts are not drawn from distributions of encoding {self.encoding.value}")
-        if not 0.0 < self.mass <= 1.0:
-            raise InvalidRequestError(f"draft_mass must be in (0, 1], not {self.mass}")
-        if not 1 <= self.max_support <= MAX_SUPPORT:
-            raise InvalidRequestError(f"draft_max_support must be in 1..{MAX_SUPPORT}, not {self.max_support}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,34 +6,19 @@ so what it draws from and what the verifier reads are the same numbers, to the b
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftwire.errors import BlockViolationError, Violation
+from draftwire.quantization import MAX_SUPPORT as MAX_SUPPORT
+from draftwire.quantization import WEIGHT_BYTES as WEIGHT_BYTES
+from draftwire.quantization import Encoding as Encoding
+from draftwire.quantization import id_width as id_width
+from draftwire.quantization import position_bytes as position_bytes
 
 TOTAL_WEIGHT = 2**16
 """What the integer weights of a sparse distribution sum to: one is drawn with 16 random bits."""
-
-MAX_SUPPORT = 256
-"""Tokens of a sparse distribution, at most."""
-
-WEIGHT_BYTES = 2
-"""A weight is stored as one less, so that 65,536 fits too."""
-
-OUTSIDE_SUPPORT = "draft token has probability 0 in the distribution it claims to be drawn from"
-
-
-class Encoding(Enum):
-    """How a block's distributions travel."""
-
-    SPARSE_UINT16 = "sparse_uint16"
-    DENSE_FLOAT32 = "dense_float32"
-    DENSE_FLOAT16 = "dense_float16"
-    ONE_HOT = "one_hot"
-    NONE = "none"
-
 
 DENSE_FORMATS: dict[Encoding, np.dtype[np.floating]] = {
     Encoding.DENSE_FLOAT32: np.dtype("<f4"),
@@ -43,6 +28,8 @@ DENSE_FORMATS: dict[Encoding, np.dtype[np.floating]] = {
 
 SUM_ERRORS = {Encoding.DENSE_FLOAT32: 1e-3, Encoding.DENSE_FLOAT16: 2e-2}
 """How far rounding may move the sum of a dense row from 1."""
+
+OUTSIDE_SUPPORT = "draft token has probability 0 in the distribution it claims to be drawn from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +72,6 @@ class DenseProbs:
 
 Decoded = Supports | DenseProbs
 """The distributions of a block that passed all checks, a row for each draft token."""
-
-
-def id_width(vocab_size: int) -> int:
-    """Returns the bytes of a token id: as few as hold the largest."""
-    return max(1, ((vocab_size - 1).bit_length() + 7) // 8)
-
-
-def position_bytes(encoding: Encoding, vocab_size: int, max_support: int) -> int:
-    """Returns the most bytes that one position's distribution takes, its support size included."""
-    if encoding is Encoding.SPARSE_UINT16:
-        return max_support * (id_width(vocab_size) + WEIGHT_BYTES) + 2
-    return DENSE_FORMATS[encoding].itemsize * vocab_size if encoding in DENSE_FORMATS else 0
 
 
 def encode_dense(encoding: Encoding, rows: NDArray[np.floating]) -> DraftDistributions:

@@ -188,10 +188,10 @@ def message_of(
     )
 
 
-def sparse_sample(generator: random.Random, vocab_size: int, largest: int) -> Sample:
+def sparse_sample(generator: random.Random, vocab_size: int, largest: int, smallest: int = 1) -> Sample:
     rows: list[Row] = []
     for _ in range(generator.randint(1, 5)):
-        size = generator.randint(1, min(largest, vocab_size))
+        size = generator.randint(smallest, min(largest, vocab_size))
         ids = generator.sample(range(vocab_size), size)
         rows.append(dict(zip(ids, parted(generator, TOTAL, size), strict=True)))
     tokens = [generator.choice(list(row)) for row in rows]
@@ -230,7 +230,7 @@ def samples_for(generator: random.Random, target: Target) -> list[Sample]:
     for vocab_size in target.dense_vocab_sizes:
         samples += [dense_sample(generator, vocab_size, encoding) for encoding in DENSE for _ in range(5)]
     if target.vocab_size > 256:
-        samples.append(sparse_sample(generator, target.vocab_size, 256))
+        samples += [sparse_sample(generator, target.vocab_size - 1, 256, smallest=256) for _ in range(3)]
     return samples
 
 
@@ -321,6 +321,20 @@ def change_weights(generator: random.Random, message: session_pb2.DraftBlock) ->
     stated.data = stated.data[:start] + struct.pack(f"<{total}H", *weights)
 
 
+def add_entry(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    """Gives a part of a weight of a sparse block's last token to an id that it may not have had."""
+    stated = message.distributions
+    total = sum(stated.support_sizes)
+    if not total:
+        return
+    border = total * id_width(stated.vocab_size)
+    (weight,) = struct.unpack("<H", stated.data[-2:])
+    part = struct.pack("<2H", max(0, weight - 1), 0)
+    new = generator.randrange(stated.vocab_size).to_bytes(id_width(stated.vocab_size), "little")
+    stated.data = stated.data[:border] + new + stated.data[border:-2] + part
+    stated.support_sizes[-1] += 1
+
+
 def change_number(generator: random.Random, message: session_pb2.DraftBlock) -> None:
     """Replaces one or two numbers of a dense block."""
     stated = message.distributions
@@ -389,7 +403,7 @@ def drop_part(generator: random.Random, message: session_pb2.DraftBlock) -> None
 FieldMutation = Callable[[random.Random, session_pb2.DraftBlock], None]
 FIELD_MUTATIONS: list[FieldMutation] = [
     *(change_data, change_sizes, change_vocabulary, change_tokens, change_encoding),
-    *(change_ids, change_ids, change_weights, change_weights, change_number, change_number),
+    *(change_ids, change_ids, change_weights, change_weights, add_entry, change_number, change_number),
 ]
 RARE_MUTATIONS: list[FieldMutation] = [add_parent, drop_part]
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from draftwire.distributions import Quantization
-from draftwire.encoding import Encoding, position_bytes
+from draftwire.quantization import Encoding, Quantization, position_bytes
 from draftwire.services.settings import ConnectionSettings, EngineSettings, ModelSettings, ServerSettings, require
 
 

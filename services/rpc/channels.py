@@ -79,6 +79,8 @@ def _options_of_both(settings: ConnectionSettings, message_bytes: int) -> Option
         # verifier whose gateway has vanished frees its sessions.
         ("grpc.keepalive_time_ms", _milliseconds(settings.keepalive_time_s)),
         ("grpc.keepalive_timeout_ms", _milliseconds(settings.keepalive_timeout_s)),
+        # The one that counts: gRPC 1.85 never starts the other's timer, and waits a minute for answers without this.
+        ("grpc.http2.ping_timeout_ms", _milliseconds(settings.keepalive_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Probing would replace the window by one of its own choice, at least 4 MiB, and adds pings to the messages.

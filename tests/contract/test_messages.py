@@ -1,17 +1,17 @@
 """What services say to each other survives the wire, and its bytes do not change by accident."""
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
-import torch
 from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwire.distributions import DraftDistributions, Encoding
-from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.models.description import ModelDescription
+from draftwire.encoding import DenseProbs, DraftDistributions, Encoding, Supports, encode_dense
+from draftwire.errors import BlockViolationError, InvalidRequestError, NoRoomError, Violation
+from draftwire.models.description import PROTOCOL_VERSION, ModelDescription
 from draftwire.rounds import (
     Calibration,
     DraftBlock,
@@ -20,6 +20,7 @@ from draftwire.rounds import (
     ExtraToken,
     Fence,
     PlainRun,
+    ReceivedBlock,
     TargetSessionSpec,
     Verdict,
 )
@@ -28,6 +29,8 @@ from draftwire.services.gateway.server import _statistics_to_proto
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.status import error_of_number
+from draftwire.services.verifier.core import BlockRefused
+from draftwire.services.verifier.server import _event_to_proto
 from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2
 
 UNHURRIED = settings(deadline=None)  # the machine may be busy
@@ -36,6 +39,7 @@ UINT64 = st.integers(0, 2**64 - 1)
 IDS = st.lists(UINT32, max_size=12)
 KEYS = st.binary(min_size=16, max_size=16)
 TEXT = st.text(max_size=20)
+DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS = 2**64 - 5, 320, 8
 
 FENCES = st.builds(Fence, session_id=UINT64, epoch=UINT32, round=UINT32, prefix_len=UINT32, prefix_hash=UINT64)
 TIMINGS = st.builds(DraftTimings, calibration_us=UINT32, draft_us=UINT32)
@@ -55,15 +59,14 @@ SAMPLING = st.builds(
     allowed_token_ids=st.none() | st.lists(UINT32, min_size=1, max_size=4).map(tuple),
     min_tokens=UINT32,
 )
-ROWS = st.tuples(st.integers(0, 4), st.integers(1, 6)).flatmap(
-    lambda shape: st.lists(
-        st.lists(st.floats(0.0, 1.0, width=32), min_size=shape[1], max_size=shape[1]),
-        min_size=shape[0],
-        max_size=shape[0],
-    ).map(lambda rows: torch.tensor(rows, dtype=torch.float32).reshape(shape))
+DISTRIBUTIONS = st.builds(
+    DraftDistributions,
+    encoding=st.sampled_from(Encoding),
+    vocab_size=UINT32,
+    data=st.binary(max_size=40),
+    support_sizes=st.lists(UINT32, max_size=6).map(tuple),
 )
-DENSE = ROWS.map(DraftDistributions.from_rows)
-ONE_HOT = UINT32.map(DraftDistributions.one_hot)
+"""Any: what is said is checked after the wire."""
 TARGET_SPECS = st.builds(
     TargetSessionSpec,
     session_id=UINT64,
@@ -80,6 +83,7 @@ TARGET_SPECS = st.builds(
     stop_token_ids=st.frozensets(UINT32, max_size=6),
     max_len=UINT32,
     cache_salt=TEXT,
+    drafter_id=st.none() | UINT64,
 )
 DRAFT_SPECS = st.builds(
     DraftSessionSpec,
@@ -110,23 +114,39 @@ GOLDEN_FENCE = bytes.fromhex(
 BLOCK = DraftBlock(
     fence=FENCE,
     token_ids=[7, 300],
-    distributions=DraftDistributions.from_rows(torch.tensor([[0.25, 0.75], [1.0, 0.0]])),
+    distributions=DraftDistributions(
+        Encoding.SPARSE_UINT16, 301, bytes.fromhex("0700 2c01 2c01ff3f ffbf ffff"), support_sizes=(2, 1)
+    ),
     attempt=2,
     timings=DraftTimings(calibration_us=10, draft_us=200),
 )
-GOLDEN_BLOCK = (
+GOLDEN_BLOCK_START = (
     bytes.fromhex("0a 19")  # 1: fence, 25 bytes
     + GOLDEN_FENCE
     + bytes.fromhex(
         "10 02"  # 2: attempt
         "1a 03 07ac02"  # 3: token_ids, packed
-        "2a 16"  # 5: distributions, 22 bytes
-        "08 01"  # 1: encoding, dense float32
-        "10 02"  # 2: vocab_size
-        "1a 10 0000803e 0000403f 0000803f 00000000"  # 3: data, float32 little-endian, row-major
-        "30 0a"  # 6: calibration_duration_us
-        "38 c801"  # 7: draft_duration_us
     )
+)
+GOLDEN_BLOCK_END = bytes.fromhex(
+    "30 0a"  # 6: calibration_duration_us
+    "38 c801"  # 7: draft_duration_us
+)
+GOLDEN_BLOCK = (
+    GOLDEN_BLOCK_START
+    + bytes.fromhex(
+        "2a 17"  # 5: distributions, 23 bytes
+        "08 03"  # 1: encoding, sparse uint16
+        "10 ad02"  # 2: vocab_size
+        "1a 0c 0700 2c01 2c01 ff3f ffbf ffff"  # 3: data: ids 7 and 300, 300; weights 16,384 and 49,152, 65,536, less 1
+        "22 02 0201"  # 4: support_sizes, packed
+    )
+    + GOLDEN_BLOCK_END
+)
+GOLDEN_DENSE = bytes.fromhex(
+    "08 01"  # 1: encoding, dense float32
+    "10 02"  # 2: vocab_size
+    "1a 10 0000803e 0000403f 0000803f 00000000"  # 3: data, float32 little-endian, row-major
 )
 VERDICT = Verdict(
     fence=FENCE,
@@ -171,6 +191,7 @@ TARGET_SPEC = TargetSessionSpec(
     stop_token_ids=frozenset({9, 8}),
     max_len=400,
     cache_salt="salt",
+    drafter_id=0x0102030405060708,
 )
 GOLDEN_SAMPLING = (  # 58 bytes
     "09 000000000000f03f 10 00 19 000000000000f03f"  # 1: temperature 1.0, 2: top_k 0, 3: top_p 1.0
@@ -193,6 +214,7 @@ GOLDEN_TARGET_SPEC = bytes.fromhex(
     "6a 02 0809"  # 13: stop_token_ids, packed, ascending
     "70 9003"  # 14: max_len
     "7a 04 73616c74"  # 15: cache_salt
+    "8101 0807060504030201"  # 16: drafter_id, fixed64 little-endian
 )
 DRAFT_SPEC = DraftSessionSpec(
     session_id=1,
@@ -234,8 +256,19 @@ def sent(message: Message) -> Message:
     return type(message).FromString(message.SerializeToString())
 
 
-def wire_block(**changes: object) -> session_pb2.DraftBlock:
-    return session_pb2.DraftBlock(token_ids=[1], distributions=session_pb2.DraftDistributions(vocab_size=4, **changes))
+def wire_block(tokens: int = 1, **changes: object) -> session_pb2.DraftBlock:
+    stated = session_pb2.DraftDistributions(**({"vocab_size": 4} | changes))
+    return session_pb2.DraftBlock(token_ids=[1] * tokens, distributions=stated)
+
+
+def received(*blocks: session_pb2.DraftBlock) -> list[ReceivedBlock]:
+    return messages.blocks_from_proto([sent(block) for block in blocks], DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS)
+
+
+def refusal(block: session_pb2.DraftBlock) -> BlockViolationError:
+    (refused,) = received(block)
+    assert isinstance(refused.draft, BlockViolationError)
+    return refused.draft
 
 
 @given(FENCES)
@@ -303,19 +336,79 @@ def test_more_biases_or_allowed_tokens_than_any_vocabulary_needs_are_refused_at_
         messages.sampling_from_proto(allowed)
 
 
-@given(FENCES, IDS, st.one_of(DENSE, ONE_HOT), UINT32, TIMINGS)
+@given(FENCES, IDS, DISTRIBUTIONS, UINT32, TIMINGS)
 @UNHURRIED
-def test_draft_block_survives_the_wire_to_the_bit(
+def test_draft_block_travels_with_all_it_says(
     fence: Fence, ids: list[int], distributions: DraftDistributions, attempt: int, timings: DraftTimings
 ) -> None:
-    block = DraftBlock(fence, ids, distributions, attempt, timings)
-    assert messages.block_from_proto(sent(messages.block_to_proto(block))) == block
+    message = sent(messages.block_to_proto(DraftBlock(fence, ids, distributions, attempt, timings)))
+    assert list(message.token_ids) == ids
+    assert message.distributions.vocab_size == distributions.vocab_size
+    assert message.distributions.data == distributions.data
+    assert tuple(message.distributions.support_sizes) == distributions.support_sizes
+    (block,) = messages.blocks_from_proto([message], DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS)
+    assert (block.fence, block.attempt, block.timings, block.drafter_id) == (fence, attempt, timings, DRAFTER_ID)
+    assert block.has_distributions == (distributions.encoding is not Encoding.NONE)
+
+
+@given(st.lists(st.tuples(FENCES, st.sampled_from(Encoding), st.integers(0, 3)), max_size=6))
+@UNHURRIED
+def test_blocks_of_one_message_keep_their_order_and_what_was_drawn_from(
+    parts: list[tuple[Fence, Encoding, int]],
+) -> None:
+    """Good blocks of all encodings, and some without tokens, which are wrong."""
+    blocks = []
+    for fence, encoding, length in parts:
+        distributions = DraftDistributions(encoding, 4)
+        if encoding is Encoding.SPARSE_UINT16:
+            data = bytes([3, 1] * length) + bytes.fromhex("feff 0000") * length
+            distributions = DraftDistributions(encoding, 4, data, (2,) * length)
+        elif encoding in (Encoding.DENSE_FLOAT32, Encoding.DENSE_FLOAT16):
+            distributions = encode_dense(encoding, np.array([[0.0, 0.25, 0.25, 0.5]] * length).reshape(length, 4))
+        blocks.append(DraftBlock(fence, [3] * length, distributions))
+    for (fence, encoding, length), block in zip(
+        parts, received(*(messages.block_to_proto(block) for block in blocks)), strict=True
+    ):
+        assert (block.fence, block.drafter_id) == (fence, DRAFTER_ID)
+        if not length:
+            assert isinstance(block.draft, BlockViolationError)
+            assert block.draft.violation is Violation.LENGTH
+            continue
+        assert block.token_ids == [3] * length
+        if isinstance(block.draft, DenseProbs):
+            assert encoding in (Encoding.DENSE_FLOAT32, Encoding.DENSE_FLOAT16)
+            assert block.draft.probs[:, :4].tolist() == [[0.0, 0.25, 0.25, 0.5]] * length
+        else:
+            assert isinstance(block.draft, Supports)
+            expected = {3: 65_535, 1: 1} if encoding is Encoding.SPARSE_UINT16 else {3: 65_536}
+            for ids, weights in zip(block.draft.token_ids.tolist(), block.draft.weights.tolist(), strict=True):
+                assert {token: weight for token, weight in zip(ids, weights, strict=True) if weight} == expected
 
 
 @pytest.mark.parametrize("encoding", Encoding)
-def test_every_encoding_has_a_number_on_the_wire(encoding: Encoding) -> None:
-    block = DraftBlock(FENCE, [1], DraftDistributions(encoding, 4, b""))
-    assert messages.block_from_proto(sent(messages.block_to_proto(block))).distributions.encoding is encoding
+def test_every_encoding_has_a_number_of_its_name_on_the_wire(encoding: Encoding) -> None:
+    message = sent(messages.block_to_proto(DraftBlock(FENCE, [1], DraftDistributions(encoding, 4))))
+    name = session_pb2.DistributionEncoding.Name(message.distributions.encoding)
+    assert name == f"DISTRIBUTION_ENCODING_{encoding.name}"
+
+
+def test_block_of_the_longest_length_is_read_and_one_more_is_not() -> None:
+    none = session_pb2.DISTRIBUTION_ENCODING_NONE
+    (block,) = received(wire_block(MAX_DRAFT_TOKENS, encoding=none))
+    assert isinstance(block.draft, Supports)
+    error = refusal(wire_block(MAX_DRAFT_TOKENS + 1, encoding=none))
+    assert error.violation is Violation.LENGTH
+    assert str(MAX_DRAFT_TOKENS) in str(error)
+
+
+def test_refused_block_says_no_tokens_but_whose_it_is() -> None:
+    good = messages.block_to_proto(BLOCK)
+    bad = messages.block_to_proto(BLOCK)
+    bad.distributions.encoding = session_pb2.DISTRIBUTION_ENCODING_UNSPECIFIED
+    first, second = received(bad, good)
+    assert (first.fence, first.attempt, first.token_ids, first.drafter_id) == (FENCE, 2, [], DRAFTER_ID)
+    assert isinstance(first.draft, BlockViolationError)
+    assert isinstance(second.draft, Supports)
 
 
 @given(
@@ -405,7 +498,22 @@ def test_fence_has_its_golden_bytes() -> None:
 
 def test_draft_block_has_its_golden_bytes() -> None:
     assert messages.block_to_proto(BLOCK).SerializeToString(deterministic=True).hex() == GOLDEN_BLOCK.hex()
-    assert messages.block_from_proto(session_pb2.DraftBlock.FromString(GOLDEN_BLOCK)) == BLOCK
+    (block,) = received(session_pb2.DraftBlock.FromString(GOLDEN_BLOCK))
+    assert (block.fence, block.token_ids, block.attempt, block.timings) == (
+        *(BLOCK.fence, BLOCK.token_ids),
+        *(BLOCK.attempt, BLOCK.timings),
+    )
+    assert isinstance(block.draft, Supports)
+    assert (block.draft.weights.tolist(), block.draft.vocab_size) == ([[16_384, 49_152], [65_536, 0]], VOCAB_SIZE)
+    assert block.draft.token_ids[0].tolist() == [7, 300]
+    assert block.draft.token_ids[1, 0] == 300
+
+
+def test_dense_distributions_have_their_golden_bytes() -> None:
+    rows = np.array([[0.25, 0.75], [1.0, 0.0]], dtype=np.float32)
+    block = DraftBlock(FENCE, [1, 0], encode_dense(Encoding.DENSE_FLOAT32, rows))
+    message = messages.block_to_proto(block).distributions
+    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_DENSE.hex()
 
 
 def test_verdict_has_its_golden_bytes() -> None:
@@ -441,22 +549,15 @@ def test_every_number_of_the_statistics_reaches_the_user() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "encoding",
-    [
-        session_pb2.DISTRIBUTION_ENCODING_UNSPECIFIED,
-        session_pb2.DISTRIBUTION_ENCODING_SPARSE_UINT16,
-        99,
-    ],
-)
-def test_encoding_that_is_absent_unsupported_or_unknown_is_refused(encoding: int) -> None:
-    with pytest.raises(InvalidRequestError, match="encoding"):
-        messages.block_from_proto(sent(wire_block(encoding=encoding)))
+@pytest.mark.parametrize("encoding", [session_pb2.DISTRIBUTION_ENCODING_UNSPECIFIED, 6, 99, -1])
+def test_encoding_that_is_absent_or_unknown_is_refused(encoding: int) -> None:
+    error = refusal(wire_block(encoding=encoding))
+    assert error.violation is Violation.ENCODING
+    assert "encoding" in str(error)
 
 
 def test_block_without_distributions_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="encoding"):
-        messages.block_from_proto(session_pb2.DraftBlock(token_ids=[1]))
+    assert refusal(session_pb2.DraftBlock(token_ids=[1])).violation is Violation.ENCODING
 
 
 @pytest.mark.parametrize("kind", [session_pb2.EXTRA_TOKEN_KIND_UNSPECIFIED, 99])
@@ -469,10 +570,37 @@ def test_kind_of_extra_token_that_is_absent_or_unknown_is_refused(kind: int) -> 
 
 def test_token_tree_is_refused() -> None:
     message = wire_block(encoding=session_pb2.DISTRIBUTION_ENCODING_ONE_HOT)
-    messages.block_from_proto(sent(message))
+    assert isinstance(received(message)[0].draft, Supports)
     message.parent_indices.append(-1)
-    with pytest.raises(InvalidRequestError, match="tree"):
-        messages.block_from_proto(sent(message))
+    assert "tree" in str(refusal(message))
+
+
+def test_session_without_a_drafter_is_told_from_one_of_drafter_0() -> None:
+    for drafter_id in (None, 0, 2**64 - 1):
+        message = sent(messages.target_spec_to_proto(replace(TARGET_SPEC, drafter_id=drafter_id), 10))
+        assert messages.target_spec_from_proto(message).drafter_id == drafter_id
+
+
+def test_lease_and_hello_have_their_golden_bytes() -> None:
+    """The process's id is the same number in both, so that a session's drafter is known by it."""
+    lease = session_pb2.Lease(lease_id=1, instance_id=2**64 - 2)
+    assert lease.SerializeToString(deterministic=True).hex() == "090100000000000000" + "11feffffffffffffff"
+    hello = verifier_pb2.DrafterHello(instance_id=2**64 - 2)
+    assert hello.SerializeToString(deterministic=True).hex() == "11feffffffffffffff"
+
+
+@pytest.mark.parametrize("drafter_id", [None, 0, 2**64 - 1])
+def test_refusal_says_which_drafter_is_in_quarantine_or_that_none_is(drafter_id: int | None) -> None:
+    event = sent(_event_to_proto(BlockRefused(2**64 - 1, 2, 3, "why", drafter_id)))
+    assert event.WhichOneof("event") == "refusal"
+    refused = event.refusal
+    assert (refused.session_id, refused.epoch, refused.round, refused.message) == (2**64 - 1, 2, 3, "why")
+    assert refused.HasField("quarantined_drafter_id") == (drafter_id is not None)
+    assert refused.quarantined_drafter_id == (drafter_id or 0)
+
+
+def test_protocol_version_is_that_of_sparse_distributions() -> None:
+    assert PROTOCOL_VERSION == 4
 
 
 @pytest.mark.parametrize("length", [0, 15, 17, 32])

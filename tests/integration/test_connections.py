@@ -35,7 +35,7 @@ class Rig:
         self.stack = LocalStack(
             {
                 # Asks less often than its clients do: they must not be sent away for it.
-                "drafter": {"model": SCRIPT, "port": ports["drafter"], "keepalive_time_s": 2.0},
+                "drafter": {"model": SCRIPT, "port": ports["drafter"], **KEEPALIVE, "keepalive_time_s": 2.0},
                 "verifier": {"model": SCRIPT, "port": ports["verifier"], **KEEPALIVE},
                 "gateway": {**peers, **timeouts, **KEEPALIVE, "max_message_bytes": MIB},
             },
@@ -99,10 +99,9 @@ def client(rig: Rig) -> Iterator[Client]:
 class Running:
     """A completion that takes seconds, under way."""
 
-    COUNT = 400
-
-    def __init__(self, client: Client, **options: object) -> None:
-        self.stream = client.stream(PROMPT, max_tokens=self.COUNT, temperature=0.0, **options)
+    def __init__(self, client: Client, max_tokens: int = 200, **options: object) -> None:
+        self.stream = client.stream(PROMPT, max_tokens=max_tokens, temperature=0.0, **options)
+        self.expected = expected_tokens(len(PROMPT), max_tokens)
         self._pieces = iter(self.stream)
         self._token_ids: list[int] = []
         self.advance(10)
@@ -128,7 +127,7 @@ def test_silent_drafter_is_noticed_and_the_session_goes_on_without_it(rig: Rig, 
     seconds = time.monotonic() - started
     print(f"drafter given up after {seconds:.2f} s")
     assert seconds < KEEPALIVE_SECONDS + SLACK_SECONDS
-    assert running.finish() == expected_tokens(len(PROMPT), Running.COUNT)
+    assert running.finish() == running.expected
     completion = running.stream.completion
     assert completion is not None
     assert "lost" in completion.drafter_error
@@ -148,6 +147,17 @@ def test_sessions_of_a_gateway_that_vanished_are_freed_at_both_ends(rig: Rig, cl
         freed.result()
     print(f"verifier given up after {seconds:.2f} s, its sessions freed after {time.monotonic() - started:.2f} s")
     assert seconds < KEEPALIVE_SECONDS + SLACK_SECONDS
+
+
+def test_sessions_of_a_user_who_vanished_are_freed(rig: Rig) -> None:
+    with Relay(rig.stack.services["gateway"].port) as to_gateway, Client(f"127.0.0.1:{to_gateway.port}") as client:
+        running = Running(client, max_tokens=2000, num_speculative_tokens=0)
+        rig.wait_for_sessions("verifier", 1, seconds=1.0)
+        to_gateway.pause()
+        started = time.monotonic()
+        rig.wait_for_sessions("verifier", 0, seconds=KEEPALIVE_SECONDS + SLACK_SECONDS)
+        print(f"user given up after {time.monotonic() - started:.2f} s")
+        assert running.stream.completion is None
 
 
 def block_connection(rig: Rig, client: Client) -> Connection:
@@ -202,7 +212,7 @@ def test_message_above_the_limit_fails_its_call_alone(rig: Rig, client: Client) 
         client.generate("x" * (MIB + 1000), max_tokens=5)
     with pytest.raises(InvalidRequestError, match="context"):
         client.generate("x" * (MIB - 1000), max_tokens=5)
-    assert running.finish() == expected_tokens(len(PROMPT), Running.COUNT)
+    assert running.finish() == running.expected
 
 
 def test_verifier_whose_prompts_cannot_fit_does_not_start() -> None:

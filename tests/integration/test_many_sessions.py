@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftwire.distributions import DraftDistributions, Encoding, draw, race
+from draftwire.distributions import Quantization, draw, race, rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.encoding import Claim, DraftDistributions, Encoding, decode, decode_one
+from draftwire.errors import BlockViolationError, NoRoomError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
@@ -36,6 +37,7 @@ from draftwire.rounds import (
     Fence,
     FenceVerdict,
     PlainRun,
+    ReceivedBlock,
     TargetSessionSpec,
     Verdict,
 )
@@ -55,6 +57,8 @@ CONTEXT_LENGTH = 160
 MAX_DRAFT_TOKENS = 5
 LEASE = 1
 SUBSTITUTE = 0
+DRAFTER = 7
+DENSE = Quantization(Encoding.DENSE_FLOAT32)
 GREEDY = SamplingParams(0.0)
 SAMPLINGS = [
     GREEDY,
@@ -267,7 +271,7 @@ class Stack:
             drafting.Scheduler(
                 CONTEXT_LENGTH, MAX_DRAFT_TOKENS, Room(64, drafter_room), TightPacer(1.0, tokens=budget)
             ),
-            DraftEngine(LanguageModelDrafter(drafter, CONTEXT_LENGTH, SUBSTITUTE)),
+            DraftEngine(LanguageModelDrafter(drafter, CONTEXT_LENGTH, SUBSTITUTE, DENSE)),
             drafter.cache,
         )
 
@@ -289,6 +293,7 @@ class Stack:
             sampling=plan.sampling,
             rule=plan.rule,
             verifying_key=plan.key(Role.VERIFYING),
+            drafter_id=DRAFTER,
             max_draft_tokens=MAX_DRAFT_TOKENS,
             plain_rounds=min(plan.plain_rounds, plan.max_tokens) if plan.opens_plain else 0,
             stop_token_ids=plan.stop_token_ids,
@@ -386,10 +391,20 @@ class Stack:
             self.corrupt_next_block = False
             data = block.distributions.data[:-4] or b"none"
             block = replace(block, distributions=replace(block.distributions, data=data))
-        verdict = self.target.scheduler.offer_block(block)
-        assert verdict is not FenceVerdict.VIOLATION
-        self.seen[f"block {verdict.value}"] += 1
-        if verdict is FenceVerdict.CURRENT:
+        (draft,) = decode([Claim(block.token_ids, block.distributions)], VOCAB_SIZE)
+        is_told = block.distributions.encoding is not Encoding.NONE
+        received = ReceivedBlock(block.fence, block.token_ids, draft, is_told, DRAFTER, block.attempt, block.timings)
+        session = self.target.scheduler.sessions.get((block.fence.session_id, block.fence.epoch))
+        try:
+            self.target.scheduler.offer_block(received)
+        except BlockViolationError as error:
+            assert draft is error
+            assert session is not None
+            self.events.append((session, error))
+            return
+        is_current = session is not None and session.block is received
+        self.seen["block current" if is_current else "block stale"] += 1
+        if is_current:
             self.clients[block.fence.session_id].offered = block
 
     def deliver_event(self) -> None:
@@ -403,7 +418,7 @@ class Stack:
         if isinstance(event, Verdict):
             self._commit(client, event)
         else:
-            assert isinstance(event, InvalidRequestError)
+            assert isinstance(event, BlockViolationError)
             self.seen["block refused"] += 1
             self.race(client)
 
@@ -513,7 +528,7 @@ class Stack:
                 is_told = done.distributions.encoding is not Encoding.NONE
                 assert is_told == rule.needs_draft_probs
                 if is_told:
-                    sent = done.distributions.rows(done.draft_tokens, VOCAB_SIZE).dense()
+                    sent = rows_of(decode_one(Claim(done.draft_tokens, done.distributions), VOCAB_SIZE)).dense()
                     assert (sent - draft_probs).abs().max() < 1e-6, "the drafter sent its own rows"
             blocks = BlockBatch.padded(
                 target_probs.unsqueeze(0),
@@ -574,7 +589,9 @@ def test_sessions_together_write_what_the_loop_in_one_process_writes_for_each(mo
         target, drafter = CachedModel(models.target, CONTEXT_LENGTH), CachedModel(models.drafter, CONTEXT_LENGTH)
         block_length = plan.block_lengths[0]
         run = LocalRun(plan.sampling, plan.max_tokens, block_length, plan.rule, plan.seed, plan.stop_token_ids)
-        rounds = speculate(target, LanguageModelDrafter(drafter, CONTEXT_LENGTH), list(plan.prompt), run)
+        rounds = speculate(
+            target, LanguageModelDrafter(drafter, CONTEXT_LENGTH, quantization=DENSE), list(plan.prompt), run
+        )
         alone: list[int] = []
         for done in rounds:
             alone += done.token_ids

@@ -258,6 +258,17 @@ def test_mean_evalue_of_an_honest_drafter_is_at_most_one(rare: float, kind: str,
     assert mean <= 1.0 + 1e-9
 
 
+@pytest.mark.parametrize("bias", [-10.0, -0.3, -0.01, 0.001, 0.01, 0.1, 1.0, 10.0])
+@pytest.mark.parametrize("scale", [1.0, MAX_SURPRISE], ids=["acceptance", "surprise"])
+def test_evidence_is_close_to_that_of_the_best_rate(bias: float, scale: float) -> None:
+    """Bennett's inequality: with the best lambda, the exponent is V * h(S / V), h(u) = (1 + u) log(1 + u) - u."""
+    variance = 100.0 / bias**2
+    both = (bias * variance * scale, variance * scale**2)
+    found = math.log(evalue(AuditSums(10, *both) if scale == 1.0 else AuditSums(10, 0.0, 0.0, *both)))
+    best = variance * ((1.0 + abs(bias)) * math.log1p(abs(bias)) - abs(bias))
+    assert 0.8 * best - math.log(64) <= found <= best
+
+
 def test_error_budgets_of_all_windows_and_of_everything_sum_to_alpha() -> None:
     """With no evidence at all in the windows, what is left to the alarm is their budget."""
     alpha, window = 0.01, 8

@@ -84,6 +84,7 @@ def test_both_ends_ask_silent_peers_also_while_no_call_runs(kind: str) -> None:
     given_arguments = arguments(kind)
     assert given_arguments["grpc.keepalive_time_ms"] == 2_500
     assert given_arguments["grpc.keepalive_timeout_ms"] == 1_500
+    assert given_arguments["grpc.http2.ping_timeout_ms"] == 1_500
     assert given_arguments["grpc.keepalive_permit_without_calls"] == 1
     assert given_arguments["grpc.http2.max_pings_without_data"] == 0
 

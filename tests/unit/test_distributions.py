@@ -1,16 +1,14 @@
-"""Draft distributions keep every bit on the wire, bad ones are refused, and draws and races follow the weights."""
+"""Distributions are rounded as promised, dense and sparse rows agree, and draws and races follow the weights."""
 
 import math
 import random
-import struct
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
@@ -18,20 +16,30 @@ from draftwire.distributions import (
     CHUNK,
     WHOLE_ROW,
     DenseRows,
-    DraftDistributions,
     DraftRows,
-    Encoding,
+    Quantization,
+    QuantizedRows,
     SparseRows,
     draw,
     joined,
     no_rows,
+    quantize,
     race,
+    rows_of,
+)
+from draftwire.encoding import (
+    TOTAL_WEIGHT,
+    Claim,
+    DenseProbs,
+    DraftDistributions,
+    Encoding,
+    Supports,
+    decode_one,
 )
 from draftwire.errors import InvalidRequestError
 
 torch.set_num_threads(1)
 
-UNHURRIED = settings(deadline=None)  # the machine may be busy
 LARGEST_BELOW_ONE = math.nextafter(1.0, 0.0)
 EDGE_UNIFORMS = [0.0, 5e-324, 1e-300, 0.5, 1.0 - 1e-12, LARGEST_BELOW_ONE]
 WEIGHTS = {
@@ -75,150 +83,9 @@ def laid_out(row: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     return result, places
 
 
-def dense(rows: list[list[float]]) -> DraftDistributions:
-    """Encodes rows that `from_rows` would not be given."""
-    flat = [number for row in rows for number in row]
-    return DraftDistributions(Encoding.DENSE_FLOAT32, len(rows[0]), struct.pack(f"<{len(flat)}f", *flat))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_rows_come_back_from_the_wire_to_the_bit(seed: int) -> None:
-    rows = random_rows(5, 97, seed)
-    tokens = rows.argmax(dim=-1).tolist()
-    decoded = DraftDistributions.from_rows(rows).rows(tokens, 97)
-    assert isinstance(decoded, DenseRows)
-    assert torch.equal(decoded.probs.view(torch.int32), rows.view(torch.int32))
-
-
-@given(st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=20))
-@UNHURRIED
-def test_every_float32_comes_back_from_the_wire_to_the_bit(numbers: list[float]) -> None:
-    row = torch.tensor([numbers])
-    encoded = DraftDistributions.from_rows(row)
-    assert encoded.vocab_size == len(numbers)
-    assert encoded.data == struct.pack(f"<{len(numbers)}f", *numbers)
-
-
-def test_smallest_numbers_come_back_from_the_wire_to_the_bit() -> None:
-    rows = torch.tensor([[1e-45, 1e-38, 0.0, 1.0]])
-    decoded = DraftDistributions.from_rows(rows).rows([0], 4).dense()
-    assert torch.equal(decoded.view(torch.int32), rows.view(torch.int32))
-
-
-def test_encoding_does_not_depend_on_how_rows_lie_in_memory() -> None:
-    rows = random_rows(3, 6, 1)
-    strided = torch.stack([rows, rows], dim=-1)[..., 0]
-    assert not strided.is_contiguous()
-    assert DraftDistributions.from_rows(strided) == DraftDistributions.from_rows(rows)
-
-
-@pytest.mark.parametrize("make", [DraftDistributions.one_hot, DraftDistributions.none])
-def test_rows_without_data_are_sparse_with_all_mass_at_the_drafted_tokens(
-    make: Callable[[int], DraftDistributions],
-) -> None:
-    distributions = make(3)
-    assert distributions.data == b""
-    rows = distributions.rows([2, 0], 5)
-    assert isinstance(rows, SparseRows)
-    assert rows.probs.shape == rows.token_ids.shape == (2, 1)
-    assert rows.vocab_size == 5
-    assert rows.dense().tolist() == [[0.0, 0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]]
-
-
-def test_encodings_are_told_apart() -> None:
-    assert DraftDistributions.one_hot(3) == DraftDistributions(Encoding.ONE_HOT, 3, b"")
-    assert DraftDistributions.none(3) == DraftDistributions(Encoding.NONE, 3, b"")
-    assert DraftDistributions.from_rows(torch.ones(1, 1)).encoding is Encoding.DENSE_FLOAT32
-
-
-@pytest.mark.parametrize("encoding", Encoding)
-def test_empty_block_has_no_rows_in_any_encoding(encoding: Encoding) -> None:
-    rows = DraftDistributions(encoding, 3, b"").rows([], 5)
-    assert rows.dense().shape == (0, 5)
-    assert rows.vocab_size == 5
-
-
-def test_narrower_draft_vocabulary_is_padded_with_zeros() -> None:
-    rows = random_rows(4, 6, 2)
-    wide = DraftDistributions.from_rows(rows).rows(rows.argmax(dim=-1).tolist(), 9)
-    assert wide.vocab_size == 9
-    assert wide.dense().shape == (4, 9)
-    assert torch.equal(wide.dense()[:, :6], rows)
-    assert bool((wide.dense()[:, 6:] == 0.0).all())
-
-
-def test_decoded_rows_are_ours_to_change() -> None:
-    distributions = DraftDistributions.from_rows(random_rows(2, 4, 3))
-    before = bytes(bytearray(distributions.data))
-    distributions.rows([0, 0], 4).dense().zero_()
-    assert distributions.data == before
-
-
-@pytest.mark.parametrize("change", [b"\0\0\0\0", b"\0"])
-def test_data_of_the_wrong_size_is_refused(change: bytes) -> None:
-    good = dense([[0.5, 0.5], [0.5, 0.5]])
-    good.rows([0, 1], 2)
-    for data in (good.data + change, good.data[: -len(change)], b""):
-        with pytest.raises(InvalidRequestError, match="bytes"):
-            DraftDistributions(Encoding.DENSE_FLOAT32, 2, data).rows([0, 1], 2)
-
-
-def test_rows_for_another_number_of_tokens_are_refused() -> None:
-    for tokens in ([0], [0, 0, 0], []):
-        with pytest.raises(InvalidRequestError, match="bytes"):
-            dense([[0.5, 0.5], [0.5, 0.5]]).rows(tokens, 2)
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ([0.5, 0.75, -0.25], "negative"),
-        ([0.5, 0.5, -1e-45], "negative"),
-        ([0.5, 0.5, math.nan], "NaN"),
-        ([math.nan, 0.5, 0.5], "NaN"),
-        ([0.5, 0.4, 0.0], "sum to 1"),
-        ([0.5, 0.6, 0.0], "sum to 1"),
-        ([0.5, math.inf, 0.0], "sum to 1"),
-        ([0.0, 0.0, 0.0], "sum to 1"),
-        ([3e38, 3e38, 3e38], "sum to 1"),
-        ([0.0, 0.5, 0.5], "probability 0"),
-    ],
-    ids=str,
-)
-def test_row_that_is_no_distribution_with_its_token_is_refused_wherever_it_stands(
-    row: list[float], reason: str
-) -> None:
-    good = [0.5, 0.25, 0.25]
-    dense([good, good]).rows([0, 0], 3)
-    for rows in ([good, row], [row, good]):
-        with pytest.raises(InvalidRequestError, match=reason):
-            dense(rows).rows([0, 0], 3)
-
-
-def test_float32_rounding_of_a_large_row_is_no_reason_to_refuse_it() -> None:
-    rows = torch.rand(2, 150_000, generator=torch.Generator().manual_seed(0))
-    DraftDistributions.from_rows(rows / rows.sum(dim=-1, keepdim=True)).rows([5, 6], 150_000)
-
-
-@pytest.mark.parametrize("token", [3, 4, 2**31, 2**32 - 1])
-def test_token_beyond_the_draft_vocabulary_is_refused(token: int) -> None:
-    third = [0.5, 0.25, 0.25]
-    for distributions in (dense([third, third]), DraftDistributions.one_hot(3), DraftDistributions.none(3)):
-        with pytest.raises(InvalidRequestError, match="beyond"):
-            distributions.rows([0, token], 5)
-
-
-@pytest.mark.parametrize("vocab_size", [0, 5, 2**32 - 1])
-def test_vocabulary_that_is_empty_or_larger_than_the_targets_is_refused(vocab_size: int) -> None:
-    for encoding in Encoding:
-        with pytest.raises(InvalidRequestError, match="vocabulary"):
-            DraftDistributions(encoding, vocab_size, b"").rows([0], 4)
-
-
-@pytest.mark.parametrize("encoding", [Encoding.ONE_HOT, Encoding.NONE])
-def test_data_of_an_encoding_that_carries_none_is_refused(encoding: Encoding) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{encoding.value} carry no data"):
-        DraftDistributions(encoding, 2, b"\0").rows([0], 2)
+def one_hot_rows(token_ids: list[int]) -> DraftRows:
+    claim = Claim(token_ids, DraftDistributions(Encoding.ONE_HOT, VOCAB_SIZE))
+    return rows_of(decode_one(claim, VOCAB_SIZE))
 
 
 # Dense and sparse rows
@@ -348,7 +215,7 @@ def test_target_whose_sum_rounds_above_1_leaves_no_negative_mass(scale: float) -
 def test_residual_mass_of_one_hot_rows_is_what_the_target_does_not_give_the_token(seed: int) -> None:
     target = random_rows(3, VOCAB_SIZE, seed).double()
     target /= target.sum(dim=1, keepdim=True)
-    draft = DraftDistributions.one_hot(VOCAB_SIZE).rows([4, 0, 11], VOCAB_SIZE)
+    draft = one_hot_rows([4, 0, 11])
     index, ones = torch.arange(3), torch.ones(3, dtype=torch.float64)
     mass = draft.residual_mass(target, index, index, ones)
     assert mass.tolist() == pytest.approx((1.0 - target[index, [4, 0, 11]]).tolist(), abs=1e-15)
@@ -417,7 +284,7 @@ def test_dense_and_sparse_parts_are_not_joined() -> None:
 def test_no_rows_join_with_one_hot_rows_and_add_none() -> None:
     assert no_rows(VOCAB_SIZE).vocab_size == VOCAB_SIZE
     assert no_rows(VOCAB_SIZE).dense().shape == (0, VOCAB_SIZE)
-    one_hot = DraftDistributions.one_hot(4).rows([3, 1], VOCAB_SIZE)
+    one_hot = one_hot_rows([3, 1])
     together = joined([no_rows(VOCAB_SIZE), one_hot, no_rows(VOCAB_SIZE)])
     assert torch.equal(together.dense(), one_hot.dense())
     assert joined([no_rows(5), no_rows(5)]).dense().shape == (0, 5)
@@ -432,6 +299,163 @@ def test_rows_on_another_device_are_the_same(rows: DraftRows) -> None:
     meta = rows.to(torch.device("meta"))
     assert meta.vocab_size == rows.vocab_size
     assert meta.dense().device.type == "meta"
+
+
+# Rows that were decoded
+
+
+def test_decoded_weights_are_probabilities_to_the_bit() -> None:
+    weights = np.array([[1, 65_535, 0], [65_536, 0, 0], [21_845, 21_846, 21_845]])
+    rows = rows_of(Supports(np.array([[4, 2, 0], [11, 3, 3], [9, 8, 7]]), weights, VOCAB_SIZE))
+    assert isinstance(rows, SparseRows)
+    assert rows.vocab_size == VOCAB_SIZE
+    assert (rows.token_ids.dtype, rows.probs.dtype) == (torch.int64, torch.float32)
+    assert (rows.probs.double() * TOTAL_WEIGHT).tolist() == weights.tolist()
+    assert rows.probs.double().sum(dim=1).tolist() == [1.0, 1.0, 1.0]
+    every = np.arange(1, TOTAL_WEIGHT + 1)[:, None]
+    probs = rows_of(Supports(np.zeros_like(every), every, VOCAB_SIZE)).probs
+    assert torch.equal(probs.double() * TOTAL_WEIGHT, torch.from_numpy(every).double())
+
+
+def test_decoded_dense_rows_stay_as_they_are() -> None:
+    probs = random_rows(3, 7, 0).numpy()
+    rows = rows_of(DenseProbs(probs))
+    assert isinstance(rows, DenseRows)
+    assert np.array_equal(rows.probs.numpy(), probs)
+
+
+# Rounding to integer weights
+
+
+TOTALS = (2**8, 2**12, 2**16)
+SHAPES: dict[str, tuple[int, float]] = {
+    "flat": (300, 0.1),
+    "usual": (300, 3.0),
+    "peaked": (300, 12.0),
+    "short": (5, 1.0),
+    "long": (20_000, 4.0),
+    "one token": (1, 1.0),
+}
+"""Tokens, and the spread of their logits."""
+QUANTIZATIONS = [
+    Quantization(mass=mass, max_support=support) for mass in (0.3, 0.9, 0.98, 1.0) for support in (1, 8, 64, 256)
+]
+
+
+def rows_of_shape(shape: str, count: int) -> Tensor:
+    vocab_size, spread = SHAPES[shape]
+    generator = torch.Generator().manual_seed(len(shape))
+    return (spread * torch.randn(count, vocab_size, generator=generator)).softmax(dim=-1)
+
+
+def slow_support(row: Sequence[float], mass: float, max_support: int) -> list[float]:
+    """The fewest of the likeliest probabilities that hold the mass, the largest first."""
+    kept: list[float] = []
+    for prob in sorted(row, reverse=True)[:max_support]:
+        if sum(kept) >= mass or prob == 0.0:
+            break
+        kept.append(prob)
+    return kept
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=lambda q: f"{q.mass}-{q.max_support}")
+def test_rounded_rows_keep_the_fewest_tokens_that_hold_the_mass_and_their_shares(
+    quantization: Quantization, total: int, shape: str
+) -> None:
+    probs = rows_of_shape(shape, 12)
+    quantized = quantize(probs, quantization, total)
+    assert quantized.weights.dtype == quantized.token_ids.dtype == torch.int64
+    assert quantized.weights.sum(dim=1).tolist() == [total] * 12
+    for row, ids, weights in zip(probs.tolist(), quantized.token_ids.tolist(), quantized.weights.tolist(), strict=True):
+        kept = slow_support(row, quantization.mass, quantization.max_support)
+        support = len(kept)
+        assert support <= quantization.max_support
+        assert [row[token] for token in ids[:support]] == kept  # the likeliest always, the likeliest first
+        assert len(set(ids[:support])) == support
+        assert min(weights[:support]) >= 1
+        assert not any(weights[support:])
+        for prob, weight in zip(kept, weights[:support], strict=True):
+            assert abs(weight / total - prob / math.fsum(kept)) <= (support + 1) / total
+
+
+@pytest.mark.parametrize("total", TOTALS)
+def test_row_whose_first_token_holds_the_mass_is_that_token(total: int) -> None:
+    for first in (0.98, 0.99, 1.0):
+        probs = torch.tensor([[0.0, first, 1.0 - first, 0.0]], dtype=torch.float64)
+        quantized = quantize(probs, Quantization(), total)
+        assert quantized.token_ids[0, 0] == 1
+        assert quantized.weights.tolist() == [[total, 0, 0, 0]]
+
+
+def test_token_that_is_impossible_is_not_kept_whatever_the_mass() -> None:
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0, 0.0]])
+    quantized = quantize(probs, Quantization(mass=1.0, max_support=256))
+    assert (quantized.weights > 0).sum(dim=1).tolist() == [3, 1]
+    assert quantized.weights[0, :3].tolist() == [32_768, 16_384, 16_384]
+
+
+def test_row_that_sums_to_less_than_the_mass_is_kept_whole() -> None:
+    quantized = quantize(torch.tensor([[0.5, 0.49999]]), Quantization(mass=1.0))
+    assert (quantized.weights > 0).tolist() == [[True, True]]
+
+
+def test_rows_are_rounded_alike_beside_any_others() -> None:
+    probs = torch.cat([rows_of_shape("usual", 20), rows_of_shape("peaked", 20)])
+    together = quantize(probs, Quantization())
+    for index in range(len(probs)):
+        alone = quantize(probs[index : index + 1], Quantization())
+        assert torch.equal(together.weights[index], alone.weights[0])
+        used = alone.weights[0] > 0
+        assert torch.equal(together.token_ids[index][used], alone.token_ids[0][used])
+
+
+@pytest.mark.parametrize("bits", [8, 12, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_token_is_drawn_by_exactly_as_many_leading_bits_as_its_weight(bits: int, shape: str) -> None:
+    """The whole law: every value of the leading bits, with the least and the most that may follow them."""
+    total = 2**bits
+    rows = quantize(rows_of_shape(shape, 3), Quantization(max_support=64), total)
+    first = torch.arange(total, dtype=torch.float64) / total
+    last = (torch.arange(total, dtype=torch.float64) + 1.0) / total - 2.0**-53
+    assert bool((last < 1.0).all())
+    for row in range(3):
+        ids, weights = rows.token_ids[row : row + 1], rows.weights[row : row + 1]
+        every = QuantizedRows(ids.expand(total, -1), weights.expand(total, -1))
+        drawn = every.draw(first)
+        assert torch.equal(drawn, every.draw(last))
+        expected = torch.zeros(SHAPES[shape][0], dtype=torch.int64).scatter_add_(0, ids[0], weights[0])
+        assert torch.equal(torch.bincount(drawn, minlength=len(expected)), expected)
+
+
+def test_each_row_is_drawn_from_with_its_own_number() -> None:
+    rows = quantize(rows_of_shape("usual", 64), Quantization())
+    uniforms = torch.from_numpy(np.random.default_rng(5).random(64))
+    alone = [
+        int(QuantizedRows(rows.token_ids[i : i + 1], rows.weights[i : i + 1]).draw(uniforms[i : i + 1]))
+        for i in range(64)
+    ]
+    assert rows.draw(uniforms).tolist() == alone
+    assert len(set(alone)) > 5
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"encoding": Encoding.ONE_HOT}, "one_hot"),
+        ({"encoding": Encoding.NONE}, "none"),
+        ({"mass": 0.0}, "draft_mass"),
+        ({"mass": 1.1}, "draft_mass"),
+        ({"mass": math.nan}, "draft_mass"),
+        ({"max_support": 0}, "draft_max_support"),
+        ({"max_support": 257}, "draft_max_support"),
+    ],
+    ids=str,
+)
+def test_rounding_that_cannot_be_is_refused_by_name(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        Quantization(**values)
 
 
 # Draws

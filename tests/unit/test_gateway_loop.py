@@ -12,18 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwire.errors import DraftwireError, InvalidRequestError, ModelMismatchError, NoRoomError, UnavailableError
+from draftwire.encoding import Claim, DraftDistributions, Encoding, decode_one
+from draftwire.errors import BlockViolationError, DraftwireError, ModelMismatchError, NoRoomError, UnavailableError
 from draftwire.models.description import ModelDescription
 from draftwire.randomness import Role, derive_key
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
-    DraftBlock,
     DraftSessionSpec,
     DraftTimings,
     ExtraToken,
     Fence,
     PlainRun,
+    ReceivedBlock,
     TargetSessionSpec,
     Verdict,
 )
@@ -44,6 +45,7 @@ TINY_TIMEOUT_S = 0.1  # longer than a busy machine keeps an event loop waiting
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 STOP_TOKEN = len(LETTERS)
 PROMPT = [3, 1, 4]
+DRAFTER = 7
 STORY = [(7 * position) % len(LETTERS) for position in range(200)]  # no token twice within 52
 
 
@@ -109,6 +111,9 @@ class FakeTarget:
         if self._takes(run.fence):
             self._start_plain(run.num_rounds)
 
+    def takes_blocks_of(self, drafter_id: int) -> bool:
+        return True
+
     def offer_block(self, fence: Fence, num_draft_tokens: int) -> None:
         if self._takes(fence):
             self._begin(num_draft_tokens)
@@ -173,6 +178,7 @@ class FakeDrafter:
     def __init__(self, target: FakeTarget, context_length: int = 10_000) -> None:
         self.connected = True
         self.description = describe("drafter", context_length)
+        self.instance_id = DRAFTER
         self.target = target
         self.ready_after = 0
         """Verdicts that come before the prompt is read."""
@@ -406,6 +412,7 @@ async def test_specs_say_what_the_request_asks_for() -> None:
     assert drafter.spec.verifier_address == "target:1"
     assert drafter.spec.target_vocab_size == target.description.vocab_size
     assert (target.spec.cache_salt, drafter.spec.cache_salt) == ("", "")
+    assert target.spec.drafter_id == DRAFTER
 
 
 @pytest.mark.parametrize(
@@ -732,9 +739,9 @@ class SchedulerTarget:
         room, pacer = Room(max_sessions=1, kv_cache_tokens=10_000), PrefillPacer(max_added_latency_s=1.0)
         self.scheduler = Scheduler(10_000, STOP_TOKEN + 1, max_draft_tokens=8, room=room, pacer=pacer)
         self.inbox: Inbox
-        self.bad_step: Step | None = None
+        self.block_step: Step | None = None
         self.plain_run_came = asyncio.Event()
-        """After the bad block."""
+        """After the block."""
 
     async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
         self.inbox = inbox
@@ -742,11 +749,14 @@ class SchedulerTarget:
 
     def run_plain(self, run: PlainRun) -> None:
         self.scheduler.run_plain(run)
-        if self.bad_step is not None:
+        if self.block_step is not None:
             self.plain_run_came.set()
 
     def close(self, session_id: int, epoch: int) -> None:
         self.scheduler.close(session_id, epoch)
+
+    def takes_blocks_of(self, drafter_id: int) -> bool:
+        return True
 
     async def run_plain_steps(self) -> None:
         while True:
@@ -764,33 +774,58 @@ class SchedulerTarget:
         return self.scheduler.complete(step, StepResult([outcome], [1], [0], num_tokens=1, verify_us=1))
 
 
-async def test_block_refused_after_the_plain_run_came_does_not_leave_the_round_undecided() -> None:
-    """A drafter sends a bad block and is given up while the verifier scores it: the plain run finds the round taken.
+def received(fence: Fence, encoding: Encoding) -> ReceivedBlock:
+    """A block of one token."""
+    vocab_size = STOP_TOKEN + 1
+    draft = decode_one(Claim([0], DraftDistributions(encoding, vocab_size)), vocab_size)
+    return ReceivedBlock(fence, [0], draft, encoding is not Encoding.NONE, DRAFTER)
 
-    When the block then turns out to be bad, the round is nobody's: the verifier or the loop has to remember it.
-    """
+
+async def test_block_decided_after_the_plain_run_came_does_not_leave_the_next_round_undecided() -> None:
+    """A drafter is given up while the verifier scores its block: the plain run finds the round taken and is dropped."""
     target = SchedulerTarget()
     drafter = FakeDrafter(FakeTarget())
 
-    def send_bad_block(calibration: Calibration) -> None:
-        block = DraftBlock(calibration.fence, [0], DraftDistributions.one_hot(STOP_TOKEN + 1))
-        target.scheduler.offer_block(block)
-        target.bad_step = target.scheduler.next_step()  # the engine works on it
+    def send_block(calibration: Calibration) -> None:
+        target.scheduler.offer_block(received(calibration.fence, Encoding.ONE_HOT))
+        target.block_step = target.scheduler.next_step()  # the engine works on it
         target.inbox.put_nowait(DrafterLost(UnavailableError("gone")))
 
-    drafter.on_calibration = send_bad_block
+    drafter.on_calibration = send_block
     limits = LoopSettings(verdict_timeout_s=1.0)
     generating = asyncio.create_task(collect(make_loop(target, drafter, limits, max_tokens=5)))
     verifying = asyncio.create_task(target.run_plain_steps())
     await asyncio.wait_for(target.plain_run_came.wait(), TEST_SECONDS)
-    assert target.bad_step is not None
-    ((_, refusal),) = target.finish(target.bad_step, InvalidRequestError("no good"))
-    assert isinstance(refusal, InvalidRequestError)
-    target.inbox.put_nowait(DrafterLost(ModelMismatchError("the verifier refused a block")))
+    assert target.block_step is not None
+    (item,) = target.block_step.items
+    token = STORY[len(item.session.committed) - len(PROMPT)]
+    ((_, verdict),) = target.finish(target.block_step, Judgement([token], 0))
+    assert isinstance(verdict, Verdict)
+    target.inbox.put_nowait(verdict)
     try:
         assert (await generating).ids == STORY[:5]
     finally:
         verifying.cancel()
+
+
+async def test_refused_block_leaves_its_round_to_a_plain_run() -> None:
+    target = SchedulerTarget()
+    drafter = FakeDrafter(FakeTarget())
+    refusals = []
+
+    def send_bad_block(calibration: Calibration) -> None:
+        with pytest.raises(BlockViolationError) as refusal:
+            target.scheduler.offer_block(received(calibration.fence, Encoding.NONE))
+        refusals.append(refusal)
+        target.inbox.put_nowait(DrafterLost(ModelMismatchError("the verifier refused a block")))
+
+    drafter.on_calibration = send_bad_block
+    verifying = asyncio.create_task(target.run_plain_steps())
+    try:
+        assert (await collect(make_loop(target, drafter, max_tokens=5))).ids == STORY[:5]
+    finally:
+        verifying.cancel()
+    assert len(refusals) == 1
 
 
 # Messages out of place

@@ -12,10 +12,12 @@ from tiny_models import save_tiny_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from draftwire.distributions import DraftDistributions, Encoding, draw, race
-from draftwire.drafting import language_model
+from draftwire.distributions import Quantization, QuantizedRows, draw, quantize, race
+from draftwire.distributions import rows_of as decoded_rows
+from draftwire.drafting import drawing
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
+from draftwire.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, Encoding, decode_one
 from draftwire.errors import UnavailableError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import BLOCK_SIZE
@@ -46,6 +48,10 @@ SAMPLED = [
     SamplingParams(temperature=1.8, allowed_token_ids=(0, 1, 3, 6, 9)),
 ]
 STOP_TOKENS = frozenset({1, 6})
+DENSE = Quantization(Encoding.DENSE_FLOAT32)
+"""Sends the model's own distributions, which can be compared."""
+SPARSE = Quantization(mass=0.8, max_support=6)
+"""Leaves something out of nearly every distribution."""
 MakeDrafter = Callable[..., LanguageModelDrafter]
 
 
@@ -78,8 +84,10 @@ def reference(networks: dict[torch.dtype, PreTrainedModel]) -> PreTrainedModel:
 
 @pytest.fixture
 def make_drafter(networks: dict[torch.dtype, PreTrainedModel]) -> MakeDrafter:
-    def make(substitute_id: int = 0, dtype: torch.dtype = torch.float64) -> LanguageModelDrafter:
-        return LanguageModelDrafter(CountingModel(networks[dtype], 4096), CONTEXT_LENGTH, substitute_id)
+    def make(
+        substitute_id: int = 0, dtype: torch.dtype = torch.float64, quantization: Quantization = DENSE
+    ) -> LanguageModelDrafter:
+        return LanguageModelDrafter(CountingModel(networks[dtype], 4096), CONTEXT_LENGTH, substitute_id, quantization)
 
     return make
 
@@ -137,7 +145,7 @@ def fresh(drafter: LanguageModelDrafter, committed: list[int], wanted: DraftRequ
 
 def rows_of(draft: Draft, vocab_size: int = VOCAB_SIZE) -> Tensor:
     assert draft.distributions.encoding is not Encoding.NONE
-    return draft.distributions.rows(draft.token_ids, vocab_size).dense()
+    return decoded_rows(decode_one(Claim(draft.token_ids, draft.distributions), vocab_size)).dense()
 
 
 def assert_equal(draft: Draft | None, expected: Draft, vocab_size: int = VOCAB_SIZE) -> None:
@@ -268,11 +276,46 @@ def test_numbers_that_are_drawn_from_are_those_that_are_sent_to_the_bit(
         drawn_from.append(weights.clone())
         return draw(weights, numbers)
 
-    monkeypatch.setattr(language_model, "draw", watched)
+    monkeypatch.setattr(drawing, "draw", watched)
     draft = fresh(make_drafter(dtype=dtype), PROMPT, request(5))
     rows = torch.cat(drawn_from)
     assert rows.dtype == torch.float32
-    assert torch.equal(rows, rows_of(draft))
+    assert draft.distributions.data == rows.numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_weights_that_are_drawn_from_are_those_that_are_sent(
+    make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    drawn = []
+
+    def watched(rows: QuantizedRows, numbers: Tensor) -> Tensor:
+        drawn.append((rows, numbers))
+        return draw_weights(rows, numbers)
+
+    draw_weights = QuantizedRows.draw
+    monkeypatch.setattr(QuantizedRows, "draw", watched)
+    wanted = request(5)
+    draft = fresh(make_drafter(dtype=dtype, quantization=SPARSE), PROMPT, wanted)
+    assert draft.distributions.encoding is Encoding.SPARSE_UINT16
+    assert [float(numbers) for _, numbers in drawn] == wanted.key.uniforms(5).tolist()
+    sent = rows_of(draft) * TOTAL_WEIGHT
+    for row, token, (rows, numbers) in zip(sent, draft.token_ids, drawn, strict=True):
+        expected = torch.zeros(VOCAB_SIZE).scatter_add_(0, rows.token_ids[0], rows.weights[0].float())
+        assert torch.equal(row, expected)
+        assert int(draw_weights(rows, numbers)) == token
+
+
+@pytest.mark.parametrize("sampling", SAMPLED, ids=str)
+def test_sparse_rows_are_the_models_distributions_quantized(
+    drafter: LanguageModelDrafter, make_drafter: MakeDrafter, reference: PreTrainedModel, sampling: SamplingParams
+) -> None:
+    draft = fresh(make_drafter(quantization=SPARSE), PROMPT, request(5, sampling))
+    for position, row in enumerate(rows_of(draft)):
+        probs = true_probs(reference, PROMPT + draft.token_ids[:position], sampling).float()
+        expected = quantize(probs[None], SPARSE)
+        dense = torch.zeros(VOCAB_SIZE).scatter_add_(0, expected.token_ids[0], expected.weights[0].float())
+        assert (row - dense / TOTAL_WEIGHT).abs().max() <= 2 * VOCAB_SIZE / TOTAL_WEIGHT
 
 
 @pytest.mark.parametrize("sampling", SAMPLED, ids=str)
@@ -346,7 +389,7 @@ def test_coupled_tokens_win_the_races_of_their_places_in_the_text(
     for number in range(3):
         wanted = request(5, sampling, number, vocab_size=vocab_size, rule="coupled")
         draft = drafted(drafter, sequence, wanted)
-        assert draft.distributions == DraftDistributions.none(limit)
+        assert draft.distributions == DraftDistributions(Encoding.NONE, limit)
         for position, token in enumerate(draft.token_ids):
             text = committed + draft.token_ids[:position]
             probs = true_probs(reference, text, sampling, limit)
@@ -377,7 +420,7 @@ def test_rule_that_asks_for_no_distributions_gets_the_same_tokens_without_them(
             fresh(drafter, PROMPT, request(5, sampling, number, rule=rule)) for rule in ("block", "typical")
         )
         assert untold.token_ids == told.token_ids
-        assert untold.distributions == DraftDistributions.none(VOCAB_SIZE)
+        assert untold.distributions == DraftDistributions(Encoding.NONE, VOCAB_SIZE)
 
 
 def test_penalties_see_the_drafted_tokens_and_stop_tokens_come_when_enough_is_generated(
@@ -592,7 +635,7 @@ def test_logits_that_are_not_finite_end_the_block_of_their_sequence_alone(
 ) -> None:
     """Whether a token is drawn is decided before it is drawn; what was drawn before is sent."""
     healthy, ill = (
-        LanguageModelDrafter(model, CONTEXT_LENGTH)
+        LanguageModelDrafter(model, CONTEXT_LENGTH, quantization=DENSE)
         for model in (CountingModel(networks[torch.float64], 4096), FailingModel(networks[torch.float64], 4096))
     )
     prompts = [PROMPT, [7, 3], [2, 2, 8]]

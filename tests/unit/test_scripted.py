@@ -4,13 +4,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from scipy.stats import binomtest
 
+from draftwire.distributions import Quantization, rows_of
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import Drafting, DraftRequest
+from draftwire.encoding import Claim, decode_one
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, Round, speculate
 from draftwire.models.cached_model import Reading, SequenceModel
@@ -252,7 +255,13 @@ def test_logits_stand_before_the_draft_tokens_and_after_the_block() -> None:
 
 
 @pytest.mark.parametrize("setting", [{"dtype": "bfloat16"}, {"device": "cuda:0"}, {"revision": "main"}])
-@pytest.mark.parametrize("load", [load_target, load_drafter])
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(load_target, id="load_target"),
+        pytest.param(partial(load_drafter, quantization=Quantization()), id="load_drafter"),
+    ],
+)
 def test_setting_that_a_script_would_ignore_is_refused(load: Callable[..., object], setting: dict[str, str]) -> None:
     with pytest.raises(InvalidRequestError, match="scripted"):
         load(ModelSettings("scripted:", **setting), EngineSettings())

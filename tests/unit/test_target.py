@@ -184,7 +184,10 @@ def test_blocks_of_a_mixed_step_are_judged_as_if_each_were_alone(model: WatchedM
         assert len(step.decided) == len(groups)
         assert sorted(member for one in step.decided for member in one.members) == list(range(len(parts)))
         for one in step.decided:
-            assert len({(parts[member].rule.name, isinstance(parts[member].draft, DenseRows)) for member in one.members}) == 1
+            assert (
+                len({(parts[member].rule.name, isinstance(parts[member].draft, DenseRows)) for member in one.members})
+                == 1
+            )
             assert one.blocks.batch_size == len(one.members)
         for part, text, outcome in zip(parts, texts, step.outcomes, strict=True):
             assert isinstance(outcome, Judgement)

@@ -226,14 +226,21 @@ def test_held_out_loss_is_the_mean_over_whole_windows(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
-def test_model_that_drafts_for_itself_is_always_accepted(rule: str, tmp_path: Path) -> None:
+def test_model_that_drafts_for_itself_is_accepted_but_for_the_tail_that_it_leaves_out(
+    rule: str, tmp_path: Path
+) -> None:
     path = save_tiny_model(tmp_path, VOCAB_SIZE, 3, context_length=256)
     for temperature in (0.0, 1.0):
         measured = measure_acceptance(load(path), load(path), [[1, 2], [3]], rule, temperature, block_length=3)
         assert (measured.rule, measured.temperature, measured.block_length) == (rule, temperature, 3)
-        # Equal models differ by the rounding of float32 at most, once in a million tokens.
-        assert measured.acceptance_rate == 1.0
-        assert measured.block_efficiency == 4.0
+        if temperature == 0.0:
+            # Equal models differ by the rounding of float32 at most, once in a million tokens.
+            assert measured.acceptance_rate == 1.0
+            assert measured.block_efficiency == 4.0
+        else:
+            # The drafter keeps 98 % of the mass, so each token is kept with a probability of 0.98 at least.
+            assert measured.acceptance_rate > 0.95
+            assert measured.block_efficiency > 3.8
 
 
 def test_acceptance_counts_accepted_over_drafted_and_tokens_over_rounds(tmp_path: Path) -> None:

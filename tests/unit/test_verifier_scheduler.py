@@ -11,18 +11,26 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from draftwire.distributions import DraftDistributions
-from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
+from draftwire.encoding import Claim, DraftDistributions, Encoding, decode
+from draftwire.errors import (
+    BlockViolationError,
+    DraftwireError,
+    InvalidRequestError,
+    NoRoomError,
+    ProtocolViolationError,
+    UnavailableError,
+    Violation,
+)
 from draftwire.models.kv_cache import blocks_for
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
     CommittedTokens,
-    DraftBlock,
     DraftTimings,
     ExtraToken,
     Fence,
     FenceVerdict,
     PlainRun,
+    ReceivedBlock,
     TargetSessionSpec,
     Verdict,
 )
@@ -36,6 +44,7 @@ CONTEXT_LENGTH = 12
 VOCAB_SIZE = 100
 STOP_TOKEN = 99
 PROMPT = [1, 2, 3, 4]
+DRAFTER = 7
 
 
 @dataclass(slots=True)
@@ -77,6 +86,7 @@ def make_spec(session_id: int = 1, **changes: Any) -> TargetSessionSpec:
         plain_rounds=0,
         stop_token_ids=frozenset({STOP_TOKEN}),
         max_len=CONTEXT_LENGTH,
+        drafter_id=DRAFTER,
     )
     return replace(spec, **changes)
 
@@ -87,8 +97,26 @@ def long_spec(session_id: int, prompt_len: int, **changes: Any) -> TargetSession
     return make_spec(session_id, **{"token_ids": [1] * prompt_len, **given})
 
 
-def make_block(fence: Fence, token_ids: list[int] | None = None, **changes: Any) -> DraftBlock:
-    return DraftBlock(fence, token_ids or [10, 11], DraftDistributions.one_hot(VOCAB_SIZE), **changes)
+def make_block(
+    fence: Fence, token_ids: list[int] | None = None, encoding: Encoding = Encoding.ONE_HOT, **changes: Any
+) -> ReceivedBlock:
+    """A block as it comes out of the edge, where its distributions were decoded."""
+    token_ids = [10, 11] if token_ids is None else token_ids
+    (draft,) = decode([Claim(token_ids, DraftDistributions(encoding, VOCAB_SIZE))], VOCAB_SIZE)
+    given = {"drafter_id": DRAFTER, "has_distributions": encoding is not Encoding.NONE} | changes
+    return ReceivedBlock(fence, token_ids, draft, **given)
+
+
+def take(scheduler: Scheduler, block: ReceivedBlock) -> FenceVerdict:
+    """Offers a block and returns what became of it, as `run_plain` does."""
+    session = scheduler.sessions.get((block.fence.session_id, block.fence.epoch))
+    try:
+        scheduler.offer_block(block)
+    except BlockViolationError as error:
+        if error.violation is Violation.PREFIX:
+            return FenceVerdict.VIOLATION
+        raise
+    return FenceVerdict.CURRENT if session is not None and session.block is block else FenceVerdict.STALE
 
 
 def first_fence(session_id: int = 1, epoch: int = 0) -> Fence:
@@ -191,7 +219,7 @@ def run_steps(scheduler: Scheduler, limit: int, engine: Engine | None = None) ->
 
 
 def send_block(scheduler: Scheduler, fence: Fence) -> FenceVerdict:
-    return scheduler.offer_block(make_block(fence))
+    return take(scheduler, make_block(fence))
 
 
 def send_plain_run(scheduler: Scheduler, fence: Fence) -> FenceVerdict:
@@ -314,7 +342,7 @@ def test_block_for_the_current_round_goes_into_the_next_step() -> None:
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(), lease_id=0)
     block = make_block(first_fence())
-    assert scheduler.offer_block(block) is FenceVerdict.CURRENT
+    assert take(scheduler, block) is FenceVerdict.CURRENT
     (item,) = next_step(scheduler).items
     assert item.session is session
     assert item.block is block
@@ -386,7 +414,7 @@ def test_duplicate_of_a_pending_block_is_dropped_and_counted() -> None:
     scheduler = make_scheduler()
     scheduler.open(make_spec(), lease_id=0)
     scheduler.offer_block(make_block(first_fence(), [10]))
-    assert scheduler.offer_block(make_block(first_fence(), [11])) is FenceVerdict.STALE
+    assert take(scheduler, make_block(first_fence(), [11])) is FenceVerdict.STALE
     assert scheduler.dropped == {"stale": 1}
     (item,) = next_step(scheduler).items
     assert item.block is not None
@@ -440,7 +468,7 @@ def test_block_is_dropped_between_the_rounds_of_a_plain_run() -> None:
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(plain_rounds=3), lease_id=0)
     run_plain_steps(scheduler, [20])
-    assert scheduler.offer_block(make_block(session.fence)) is FenceVerdict.STALE
+    assert take(scheduler, make_block(session.fence)) is FenceVerdict.STALE
     assert [verdict.num_draft_tokens for verdict in run_plain_steps(scheduler, [21, 22, 23])] == [0, 0]
 
 
@@ -454,7 +482,7 @@ def test_completing_commits_the_tokens_so_that_the_next_fence_matches() -> None:
     complete(scheduler, next_step(scheduler), [10, 20])
     assert session.committed.ids == [*PROMPT, 10, 20]
     after = Fence(1, 0, 1, 6, CommittedTokens([*PROMPT, 10, 20]).hash)
-    assert scheduler.offer_block(make_block(after, [30])) is FenceVerdict.CURRENT
+    assert take(scheduler, make_block(after, [30])) is FenceVerdict.CURRENT
     verdict = complete(scheduler, next_step(scheduler), [30, 31])
     assert verdict is not None
     assert verdict.fence == after
@@ -543,20 +571,6 @@ def test_duration_of_steps_with_and_without_prompt_tokens_teaches_the_pacer() ->
             assert scheduler.pacer.beside.seconds_per_token == pytest.approx(0.01)
 
 
-def test_tokens_that_a_refused_block_kept_from_being_read_teach_the_pacer_nothing() -> None:
-    """A step in which nothing was read would make prompt tokens look free."""
-    scheduler = make_scheduler(context_length=1000)
-    scheduler.open(long_spec(1, 100), lease_id=0)
-    step = next_step(scheduler)
-    scheduler.complete(step, timed(Engine().run(step), 1.0))
-    session = scheduler.open(long_spec(2, 500, plain_rounds=0), lease_id=0)
-    scheduler.offer_block(make_block(session.fence))
-    step = next_step(scheduler)
-    result = Engine().run(step, lambda item: InvalidRequestError("no good"))
-    scheduler.complete(step, timed(result, 1e-4))
-    assert scheduler.pacer.alone.seconds_per_token == pytest.approx(0.01)
-
-
 def test_session_that_was_closed_before_it_was_opened_is_refused() -> None:
     """The two messages travel on different connections; nobody would close it again."""
     scheduler = make_scheduler()
@@ -638,9 +652,9 @@ def test_block_of_a_wrong_length_is_refused_and_the_round_stays_open(length: int
     scheduler = make_scheduler()
     scheduler.open(make_spec(max_draft_tokens=3), lease_id=0)
     with pytest.raises(InvalidRequestError):
-        scheduler.offer_block(replace(make_block(first_fence()), token_ids=[10] * length))
+        scheduler.offer_block(make_block(first_fence(), [10] * length))
     assert scheduler.next_step() is None
-    assert scheduler.offer_block(make_block(first_fence(), [10] * 3)) is FenceVerdict.CURRENT
+    assert take(scheduler, make_block(first_fence(), [10] * 3)) is FenceVerdict.CURRENT
 
 
 @pytest.mark.parametrize(("draft_len", "fits"), [(2, True), (3, False)])
@@ -651,7 +665,7 @@ def test_block_must_leave_room_for_its_extra_token_in_max_len(max_len: int, draf
     session = scheduler.open(make_spec(token_ids=prompt, max_len=max_len), lease_id=0)
     block = make_block(session.fence, [10] * draft_len)
     if fits:
-        assert scheduler.offer_block(block) is FenceVerdict.CURRENT
+        assert take(scheduler, block) is FenceVerdict.CURRENT
         complete(scheduler, next_step(scheduler), [10, 10, 20])
         assert len(session.committed) == max_len
     else:
@@ -664,50 +678,95 @@ def test_stale_block_of_a_wrong_length_is_dropped_not_refused() -> None:
     scheduler = make_scheduler()
     scheduler.open(make_spec(plain_rounds=1), lease_id=0)
     run_plain_steps(scheduler, [20])
-    assert scheduler.offer_block(make_block(first_fence(), [10] * 50)) is FenceVerdict.STALE
+    assert take(scheduler, make_block(first_fence(), [10] * 50)) is FenceVerdict.STALE
 
 
-def refuse_block(scheduler: Scheduler) -> Completed:
-    """Runs a step whose only block the engine refuses."""
-    step = next_step(scheduler)
-    (completed,) = scheduler.complete(step, Engine().run(step, lambda item: InvalidRequestError("no good")))
-    return completed
+MakeBad = Callable[[Fence], ReceivedBlock]
+
+VIOLATIONS: dict[str, tuple[Violation, MakeBad]] = {
+    "another prefix": (Violation.PREFIX, lambda fence: make_block(replace(fence, prefix_hash=1))),
+    "from the future": (Violation.PREFIX, lambda fence: make_block(replace(fence, round=fence.round + 1))),
+    "too long": (Violation.LENGTH, lambda fence: make_block(fence, [10] * 4)),
+    "beyond max_len": (Violation.LENGTH, lambda fence: make_block(fence, [10] * 3)),
+    "empty": (Violation.LENGTH, lambda fence: make_block(fence, [])),
+    "no distributions": (Violation.NO_DISTRIBUTIONS, lambda fence: make_block(fence, encoding=Encoding.NONE)),
+    "found in decoding": (Violation.TOKEN_ID, lambda fence: make_block(fence, [VOCAB_SIZE])),
+    "wrong data": (Violation.ENCODING, lambda fence: make_block(fence, encoding=Encoding.DENSE_FLOAT32)),
+    "another drafter": (Violation.PEER, lambda fence: make_block(fence, drafter_id=DRAFTER + 1)),
+}
+every_violation = pytest.mark.parametrize(("violation", "make_bad"), VIOLATIONS.values(), ids=VIOLATIONS.keys())
 
 
-def test_block_that_the_engine_refuses_leaves_the_round_open() -> None:
+@every_violation
+def test_violation_is_raised_and_touches_no_block_of_another_session(violation: Violation, make_bad: MakeBad) -> None:
     scheduler = make_scheduler()
-    session = scheduler.open(make_spec(), lease_id=0)
-    scheduler.offer_block(make_block(first_fence()))
-    told, error = refuse_block(scheduler)
-    assert told is session
-    assert isinstance(error, InvalidRequestError)
-    assert session.fence == first_fence()
-    assert scheduler.next_step() is None
-    assert scheduler.run_plain(PlainRun(first_fence(), 1)) is FenceVerdict.CURRENT
+    good = {session_id: make_block(first_fence(session_id)) for session_id in (1, 3)}
+    for session_id in (1, 2, 3):
+        scheduler.open(make_spec(session_id, max_len=7 if session_id == 2 else CONTEXT_LENGTH), lease_id=0)
+    bad = scheduler.sessions[2, 0]
+    scheduler.offer_block(good[1])
+    with pytest.raises(BlockViolationError) as raised:
+        scheduler.offer_block(make_bad(bad.fence))
+    scheduler.offer_block(good[3])
+    assert raised.value.violation is violation
+    assert (bad.block, bad.queued, bad.fence) == (None, False, first_fence(2))
+    step = next_step(scheduler)
+    assert ids_of(step) == [1, 3]
+    assert [item.block for item in step.items] == [good[1], good[3]]
+
+
+@every_violation
+def test_round_of_a_refused_block_stays_open_for_a_plain_run(violation: Violation, make_bad: MakeBad) -> None:
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(max_len=7), lease_id=0)
+    with pytest.raises(BlockViolationError):
+        scheduler.offer_block(make_bad(session.fence))
+    assert scheduler.run_plain(PlainRun(session.fence, 1)) is FenceVerdict.CURRENT
     (verdict,) = run_plain_steps(scheduler, [20, 21])
     assert verdict.extra is ExtraToken.PLAIN
-    assert not scheduler.dropped
 
 
-def test_another_block_may_follow_a_refused_one() -> None:
+@every_violation
+def test_block_of_the_sessions_drafter_is_taken_after_a_violation(violation: Violation, make_bad: MakeBad) -> None:
+    """Nobody but the core ends speculation, and never for what another drafter did."""
     scheduler = make_scheduler()
-    scheduler.open(make_spec(), lease_id=0)
-    scheduler.offer_block(make_block(first_fence(), [10]))
-    refuse_block(scheduler)
-    better = make_block(first_fence(), [11], attempt=1)
-    assert scheduler.offer_block(better) is FenceVerdict.CURRENT
+    session = scheduler.open(make_spec(max_len=7), lease_id=0)
+    with pytest.raises(BlockViolationError):
+        scheduler.offer_block(make_bad(session.fence))
+    assert session.drafter_id == DRAFTER
+    better = make_block(session.fence, [11], attempt=1)
+    scheduler.offer_block(better)
     assert next_step(scheduler).items[0].block is better
 
 
-def test_block_refused_before_the_prompt_was_read_does_not_skip_the_prompt() -> None:
-    scheduler = make_scheduler(context_length=100, budget=8)
-    session = scheduler.open(long_spec(1, 8, plain_rounds=0), lease_id=0)
-    scheduler.offer_block(make_block(session.fence))
-    refuse_block(scheduler)
-    assert session.is_reading
-    scheduler.pacer.tokens = 3  # type: ignore[attr-defined]
-    scheduler.run_plain(PlainRun(session.fence, 1))
-    assert [len(told) for told in run_steps(scheduler, 9)] == [0, 0, 1]
+@pytest.mark.parametrize("name", [name for name in VIOLATIONS if name not in ("from the future", "another drafter")])
+def test_stale_block_is_dropped_whatever_is_wrong_with_it(name: str) -> None:
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(plain_rounds=1), lease_id=0)
+    run_plain_steps(scheduler, [20])
+    scheduler.offer_block(VIOLATIONS[name][1](first_fence()))
+    assert scheduler.dropped == {"stale": 1}
+    assert session.block is None
+    assert scheduler.next_step() is None
+
+
+@every_violation
+def test_blocks_after_the_end_of_speculation_are_dropped(violation: Violation, make_bad: MakeBad) -> None:
+    scheduler = make_scheduler()
+    ended = scheduler.open(make_spec(1), lease_id=0)
+    never = scheduler.open(make_spec(2, drafter_id=None), lease_id=0)
+    ended.drafter_id = None
+    for session in (ended, never):
+        scheduler.offer_block(make_block(session.fence))
+        scheduler.offer_block(make_bad(session.fence))
+    assert scheduler.dropped == {"no_speculation": 4}
+    assert scheduler.next_step() is None
+
+
+def test_rule_that_needs_no_distributions_takes_blocks_without_them() -> None:
+    scheduler = make_scheduler()
+    scheduler.open(make_spec(rule="typical"), lease_id=0)
+    assert take(scheduler, make_block(first_fence(), encoding=Encoding.NONE)) is FenceVerdict.CURRENT
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("no good"), UnavailableError("no finite logits")])
@@ -731,7 +790,7 @@ def test_error_of_one_session_leaves_the_others_in_the_step_alone(error: Draftwi
     assert scheduler.sessions[2, 0].committed.ids == PROMPT
     scheduler.close(2, 0)
     for session_id in (1, 3):
-        assert scheduler.offer_block(make_block(scheduler.sessions[session_id, 0].fence)) is FenceVerdict.CURRENT
+        assert take(scheduler, make_block(scheduler.sessions[session_id, 0].fence)) is FenceVerdict.CURRENT
     assert ids_of(next_step(scheduler)) == [1, 3]
 
 
@@ -1017,7 +1076,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     def _send(self, fence: Fence, is_block: bool, amount: int) -> FenceVerdict:
         if is_block:
-            return self.scheduler.offer_block(replace(make_block(fence), token_ids=[10] * amount))
+            return take(self.scheduler, make_block(fence, [10] * amount))
         return self.scheduler.run_plain(PlainRun(fence, amount))
 
     @precondition(lambda self: self.step is None)
@@ -1043,8 +1102,6 @@ class AnyOrder(RuleBasedStateMachine):
             choice = chosen[item.session.key]
             if choice == 5:
                 return UnavailableError("no finite logits")
-            if choice == 4 and item.block is not None:
-                return InvalidRequestError("no good")
             return [*(item.block.token_ids[:choice] if item.block else []), STOP_TOKEN if choice == 3 else 20]
 
         told = self.scheduler.complete(self.step, self.engine.run(self.step, decide))
@@ -1058,7 +1115,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert (result.fence.round, result.fence.prefix_len) == (number, len(committed))
                 assert result.fence.prefix_hash == CommittedTokens(committed).hash
                 self.expected[session.key] = (number + 1, committed + result.token_ids)
-            elif not isinstance(result, InvalidRequestError):
+            else:
                 self.close(session.key)  # as the core does
 
     @rule(key=KEYS)

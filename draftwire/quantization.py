@@ -1,0 +1,58 @@
+"""What a drafter makes of its distributions, as settings: no numpy and no torch, for the command line reads it too."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from draftwire.errors import InvalidRequestError
+
+MAX_SUPPORT = 256
+"""Tokens of a sparse distribution, at most."""
+
+WEIGHT_BYTES = 2
+"""A weight is stored as one less, so that 65,536 fits too."""
+
+
+class Encoding(Enum):
+    """How a block's distributions travel."""
+
+    SPARSE_UINT16 = "sparse_uint16"
+    DENSE_FLOAT32 = "dense_float32"
+    DENSE_FLOAT16 = "dense_float16"
+    ONE_HOT = "one_hot"
+    NONE = "none"
+
+
+DENSE_BYTES = {Encoding.DENSE_FLOAT32: 4, Encoding.DENSE_FLOAT16: 2}
+"""Bytes of a number of the dense encodings."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What a drafter makes of its distributions before it draws from them."""
+
+    encoding: Encoding = Encoding.SPARSE_UINT16
+    """Sparse or dense."""
+    mass: float = 0.98
+    """Share of a distribution's mass that a sparse one keeps, in (0, 1]: that of the fewest tokens that hold it."""
+    max_support: int = 64
+    """Tokens that a sparse one keeps, at most, 1 to 256."""
+
+    def __post_init__(self) -> None:
+        if self.encoding is not Encoding.SPARSE_UINT16 and self.encoding not in DENSE_BYTES:
+            raise InvalidRequestError(f"drafts are not drawn from distributions of encoding {self.encoding.value}")
+        if not 0.0 < self.mass <= 1.0:
+            raise InvalidRequestError(f"draft_mass must be in (0, 1], not {self.mass}")
+        if not 1 <= self.max_support <= MAX_SUPPORT:
+            raise InvalidRequestError(f"draft_max_support must be in 1..{MAX_SUPPORT}, not {self.max_support}")
+
+
+def id_width(vocab_size: int) -> int:
+    """Returns the bytes of a token id: as few as hold the largest."""
+    return max(1, ((vocab_size - 1).bit_length() + 7) // 8)
+
+
+def position_bytes(encoding: Encoding, vocab_size: int, max_support: int) -> int:
+    """Returns the most bytes that one position's distribution takes, its support size included."""
+    if encoding is Encoding.SPARSE_UINT16:
+        return max_support * (id_width(vocab_size) + WEIGHT_BYTES) + 2
+    return DENSE_BYTES.get(encoding, 0) * vocab_size

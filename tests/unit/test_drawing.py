@@ -1,0 +1,248 @@
+"""What a draft states is what its tokens were drawn from: its bytes and the same random numbers give them again."""
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwire.distributions import WHOLE_ROW, Quantization, draw, race
+from draftwire.drafting.drawing import BlockStart, Drawer
+from draftwire.drafting.strategy import Draft, DraftRequest
+from draftwire.encoding import (
+    DENSE_FORMATS,
+    TOTAL_WEIGHT,
+    Claim,
+    Decoded,
+    DenseProbs,
+    DraftDistributions,
+    Encoding,
+    Supports,
+    decode_one,
+)
+from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.randomness import DrawKey, Role, derive_key, exponentials
+from draftwire.sampling import SamplingParams
+
+torch.set_num_threads(1)
+
+TARGET = 1200
+GREEDY = SamplingParams(temperature=0.0)
+EVERY_QUANTIZATION = pytest.mark.parametrize(
+    "quantization",
+    [Quantization(), Quantization(mass=1.0, max_support=256), *(Quantization(encoding) for encoding in DENSE_FORMATS)],
+    ids=lambda q: f"{q.encoding.value}-{q.max_support}",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Blocks that were drawn side by side."""
+
+    starts: list[BlockStart]
+    probs: list[list[Tensor]]
+    """`[target_vocab]` of each token of each block."""
+    drafts: list[Draft | DraftwireError]
+
+    def draft(self, block: int) -> Draft:
+        draft = self.drafts[block]
+        assert isinstance(draft, Draft)
+        return draft
+
+    def decoded(self, block: int) -> Decoded:
+        draft = self.draft(block)
+        return decode_one(Claim(draft.token_ids, draft.distributions), self.probs[block][0].shape[0])
+
+    def uniforms(self, block: int) -> list[float]:
+        return self.starts[block].request.key.uniforms(len(self.draft(block).token_ids)).tolist()
+
+
+def start(
+    number: int, num_tokens: int, vocab_size: int, *, is_coupled: bool = False, greedy: bool = False, probs: bool = True
+) -> BlockStart:
+    key = DrawKey(derive_key(number, Role.DRAFTING), choice=1, round=number + 3, attempt=number % 2)
+    sampling = GREEDY if greedy else SamplingParams()
+    request = DraftRequest(num_tokens, sampling, key, TARGET, is_coupled=is_coupled, needs_probs=probs)
+    return BlockStart(request, vocab_size, position=10 * number)
+
+
+def drawn(
+    starts: list[BlockStart], quantization: Quantization, seed: int = 0, target: int = TARGET, spread: float = 3.0
+) -> Drawn:
+    """Draws all blocks; at each step the unfinished ones, in another order each time."""
+    generator = torch.Generator().manual_seed(seed)
+    drawer, rows = Drawer(starts, quantization), [list[Tensor]() for _ in starts]
+    while members := [block for block in range(len(starts)) if drawer.num_left(block)]:
+        members = [members[place] for place in torch.randperm(len(members), generator=generator).tolist()]
+        probs = torch.zeros(len(members), target)
+        for row, block in zip(probs, members, strict=True):
+            logits = spread * torch.randn(starts[block].vocab_size, generator=generator)
+            row[: len(logits)] = logits.softmax(dim=0)
+            if starts[block].request.sampling.greedy:
+                row[:] = torch.nn.functional.one_hot(row.argmax(), target)
+            rows[block].append(row.clone())
+        assert [drawer.position(block) for block in members] == [
+            starts[block].position + len(rows[block]) - 1 for block in members
+        ]
+        drawer.draw(members, probs)
+    return Drawn(starts, rows, drawer.drafts())
+
+
+def mixed() -> list[BlockStart]:
+    """Blocks of all kinds, vocabularies and lengths."""
+    kinds = [{}, {"is_coupled": True}, {"greedy": True}, {"probs": False}, {"greedy": True, "probs": False}]
+    sizes = [TARGET, 7, 200, 256, 257, 1000]
+    return [
+        start(number, 1 + number * 7 % 5, sizes[number % len(sizes)], **kinds[number % len(kinds)])
+        for number in range(60)
+    ]
+
+
+def is_drawn(block: BlockStart) -> bool:
+    """Whether it is drawn from what it states."""
+    return block.request.needs_probs and not block.request.is_coupled and not block.request.sampling.greedy
+
+
+def assert_replays(blocks: Drawn, block: int) -> None:
+    """Draws from the decoded bytes with the block's numbers, in plain Python where the weights are integers."""
+    decoded, tokens, numbers = blocks.decoded(block), blocks.draft(block).token_ids, blocks.uniforms(block)
+    if isinstance(decoded, Supports):
+        for ids, weights, number, token in zip(
+            decoded.token_ids.tolist(), decoded.weights.tolist(), numbers, tokens, strict=True
+        ):
+            place = next(place for place, end in enumerate(accumulate(weights)) if end > number * TOTAL_WEIGHT)
+            assert ids[place] == token
+    else:
+        assert draw(torch.from_numpy(decoded.probs).double(), torch.tensor(numbers).double()).tolist() == tokens
+
+
+@EVERY_QUANTIZATION
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_follow_from_the_bytes_and_the_same_numbers_in_a_batch_of_all_kinds(
+    quantization: Quantization, seed: int
+) -> None:
+    starts = mixed()
+    blocks = drawn(starts, quantization, seed)
+    for number, block in enumerate(starts):
+        draft = blocks.draft(number)
+        assert len(draft.token_ids) == block.request.num_tokens
+        assert draft.distributions.vocab_size == block.vocab_size
+        assert max(draft.token_ids) < block.vocab_size
+        if is_drawn(block):
+            assert draft.distributions.encoding is quantization.encoding
+            assert_replays(blocks, number)
+        else:
+            stated = Encoding.ONE_HOT if block.request.needs_probs else Encoding.NONE
+            assert draft.distributions == DraftDistributions(stated, block.vocab_size)
+
+
+@EVERY_QUANTIZATION
+def test_a_block_is_drawn_alike_beside_any_others(quantization: Quantization) -> None:
+    starts = mixed()
+    blocks = drawn(starts, quantization)
+    for number, block in enumerate(starts):
+        alone = Drawer([block], quantization)
+        for row in blocks.probs[number]:
+            alone.draw([0], row.unsqueeze(0))
+        assert alone.drafts() == [blocks.drafts[number]]
+
+
+def test_sparse_block_states_the_likeliest_tokens_of_each_position() -> None:
+    quantization = Quantization(mass=0.9, max_support=16)
+    blocks = drawn([start(number, 4, 1000) for number in range(5)], quantization)
+    for number in range(5):
+        decoded = blocks.decoded(number)
+        assert isinstance(decoded, Supports)
+        for row, ids, weights in zip(
+            blocks.probs[number], decoded.token_ids.tolist(), decoded.weights.tolist(), strict=True
+        ):
+            used = [token for token, weight in zip(ids, weights, strict=True) if weight]
+            assert used == row.topk(len(used)).indices.tolist()
+            held = float(row[used].double().sum())
+            assert held >= 0.9 or len(used) == 16
+
+
+@pytest.mark.parametrize("encoding", DENSE_FORMATS)
+def test_dense_block_states_all_probabilities_as_they_were_rounded(encoding: Encoding) -> None:
+    blocks = drawn([start(number, 3, 500) for number in range(3)], Quantization(encoding))
+    for number in range(3):
+        probs = torch.stack(blocks.probs[number])[:, :500].numpy()
+        assert blocks.draft(number).distributions.data == probs.astype(DENSE_FORMATS[encoding]).tobytes()
+
+
+@pytest.mark.parametrize("encoding", DENSE_FORMATS)
+@pytest.mark.parametrize("vocab_size", [TARGET, WHOLE_ROW + 1000])
+def test_dense_tokens_are_drawn_from_the_stated_numbers_up_to_the_rounding_of_float32(
+    encoding: Encoding, vocab_size: int
+) -> None:
+    """Each number must fall where the stated law puts it, but for 1e-5 of it at the borders."""
+    starts = [start(number, 16, vocab_size) for number in range(40)]
+    blocks = drawn(starts, Quantization(encoding), target=vocab_size, spread=0.5)
+    for number in range(40):
+        decoded = blocks.decoded(number)
+        assert isinstance(decoded, DenseProbs)
+        law = torch.from_numpy(decoded.probs).double()
+        ends = (law / law.sum(dim=1, keepdim=True)).cumsum(dim=1)
+        for row, token, uniform in zip(ends, blocks.draft(number).token_ids, blocks.uniforms(number), strict=True):
+            assert (float(row[token - 1]) if token else 0.0) - 1e-5 <= uniform <= float(row[token]) + 1e-5
+
+
+def test_coupled_tokens_are_the_winners_of_their_places() -> None:
+    starts = [start(number, 3, 300, is_coupled=True, probs=number % 2 == 0) for number in range(8)]
+    blocks = drawn(starts, Quantization())
+    for number, block in enumerate(starts):
+        for place, (row, token) in enumerate(zip(blocks.probs[number], blocks.draft(number).token_ids, strict=True)):
+            words, position = torch.tensor([block.request.key.text_words]), torch.tensor([block.position + place])
+            assert race(row.unsqueeze(0), exponentials(words, position, TARGET)).winners.tolist() == [token]
+
+
+def test_tokens_that_nobody_asks_about_are_drawn_from_all_probabilities() -> None:
+    starts = [start(number, 4, 300, probs=False) for number in range(10)]
+    blocks = drawn(starts, Quantization(mass=0.1, max_support=1), spread=0.1)
+    for number in range(10):
+        expected = draw(torch.stack(blocks.probs[number]), torch.tensor(blocks.uniforms(number)).double())
+        assert blocks.draft(number).token_ids == expected.tolist()
+
+
+@EVERY_QUANTIZATION
+def test_greedy_tokens_are_the_likeliest_and_state_no_numbers(quantization: Quantization) -> None:
+    blocks = drawn([start(number, 3, 300, greedy=True) for number in range(4)], quantization)
+    for number in range(4):
+        assert blocks.draft(number).token_ids == [int(row.argmax()) for row in blocks.probs[number]]
+        assert blocks.draft(number).distributions == DraftDistributions(Encoding.ONE_HOT, 300)
+
+
+@EVERY_QUANTIZATION
+def test_block_of_which_nothing_was_drawn_is_an_error_and_leaves_the_others_right(quantization: Quantization) -> None:
+    starts = [start(0, 2, 7), start(1, 2, 7), start(2, 2, 300), start(3, 2, 7)]
+    drawer, probs = Drawer(starts, quantization), torch.zeros(2, TARGET)
+    probs[:, :7] = 1 / 7
+    for _ in range(2):
+        drawer.draw([3, 1], probs)
+    drafts = drawer.drafts()
+    for empty in (0, 2):
+        assert isinstance(drafts[empty], UnavailableError)
+    blocks = Drawn(starts, [list(probs)] * 4, drafts)
+    for number in (1, 3):
+        assert len(blocks.draft(number).token_ids) == 2
+        assert_replays(blocks, number)
+
+
+@EVERY_QUANTIZATION
+def test_block_that_ends_early_states_what_it_drew(quantization: Quantization) -> None:
+    starts = [start(0, 5, 300), start(1, 5, 300)]
+    drawer, probs = Drawer(starts, quantization), torch.full((2, TARGET), 0.0)
+    probs[:, :300] = (torch.arange(300) + 1.0) / math.fsum(range(301))
+    drawer.draw([0, 1], probs)
+    drawer.draw([1], probs[1:])
+    assert [drawer.num_left(0), drawer.num_left(1)] == [4, 3]
+    blocks = Drawn(starts, [[probs[0]], [probs[0]] * 2], drawer.drafts())
+    for number, length in ((0, 1), (1, 2)):
+        assert len(blocks.draft(number).token_ids) == length
+        assert_replays(blocks, number)
+
+
+def test_no_blocks_give_no_drafts() -> None:
+    assert Drawer([], Quantization()).drafts() == []

@@ -1,0 +1,161 @@
+"""The verifier's core: who is told of a refused block and of a drafter in quarantine, and who is not."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from draftwire.audit import AuditSums
+from draftwire.encoding import Claim, DraftDistributions, Encoding, decode
+from draftwire.errors import Violation
+from draftwire.randomness import KEY_BYTES
+from draftwire.rounds import CommittedTokens, Fence, ReceivedBlock, TargetSessionSpec
+from draftwire.sampling import SamplingParams
+from draftwire.services.metrics import PREFIX
+from draftwire.services.outbox import Outbox
+from draftwire.services.settings import ModelSettings
+from draftwire.services.verifier.config import VerifierConfig
+from draftwire.services.verifier.core import BlockRefused, VerifierCore
+from draftwire.services.verifier.drafters import MAX_DRAFTERS, Drafters
+from draftwire.services.verifier.scheduler import Step, StepItem, StepResult
+
+PROMPT = [1, 2, 3, 4]
+DRAFTER, OTHER = 7, 8
+DISHONEST = AuditSums(10_000, 5_000.0, 100.0, 0.0, 100.0)
+
+
+@pytest.fixture
+async def core() -> AsyncIterator[VerifierCore]:
+    core = VerifierCore(VerifierConfig(ModelSettings("scripted:")))
+    await core.start()
+    for drafter_id in (DRAFTER, OTHER):
+        core.welcome_drafter(drafter_id, core.description)
+    yield core
+    core.stop()
+
+
+def open_session(core: VerifierCore, session_id: int, lease_id: int, drafter_id: int | None = DRAFTER) -> None:
+    spec = TargetSessionSpec(
+        session_id=session_id,
+        epoch=0,
+        first_round=0,
+        choice=0,
+        token_ids=PROMPT,
+        prompt_len=len(PROMPT),
+        sampling=SamplingParams(),
+        rule="block",
+        verifying_key=bytes(KEY_BYTES),
+        max_draft_tokens=3,
+        plain_rounds=0,
+        stop_token_ids=frozenset(),
+        max_len=20,
+        drafter_id=drafter_id,
+    )
+    core.open_session(spec, lease_id)
+
+
+def make_block(session_id: int, token_ids: list[int], drafter_id: int = DRAFTER, **fence: Any) -> ReceivedBlock:
+    given = {"round": 0, "prefix_len": len(PROMPT), "prefix_hash": CommittedTokens(PROMPT).hash} | fence
+    (draft,) = decode([Claim(token_ids, DraftDistributions(Encoding.ONE_HOT, 320))], 320)
+    return ReceivedBlock(Fence(session_id, 0, **given), token_ids, draft, True, drafter_id)
+
+
+def events_of(outbox: Outbox[Any]) -> list[Any]:
+    return list(outbox._items)
+
+
+def num_refused(core: VerifierCore, violation: Violation) -> float:
+    labels = {"violation": violation.value}
+    return core.metrics.registry.get_sample_value(PREFIX + "blocks_refused_total", labels) or 0.0
+
+
+def convict(core: VerifierCore, session_id: int, drafter_id: int = DRAFTER) -> None:
+    """Tells the core of a step whose block damns its drafter."""
+    session = core._scheduler.sessions[session_id, 0]
+    step = Step([StepItem(session, make_block(session_id, [97], drafter_id), 1)], 0.0)
+    core._audit(step, StepResult([], [], [], 0, 0, audits=[DISHONEST]))
+
+
+@pytest.mark.parametrize(
+    ("violation", "bad"),
+    [
+        (Violation.PREFIX, make_block(1, [97], prefix_hash=1)),
+        (Violation.LENGTH, make_block(1, [97] * 4)),
+        (Violation.TOKEN_ID, make_block(1, [320])),
+    ],
+)
+async def test_violation_is_told_once_to_its_own_lease_and_counted(
+    core: VerifierCore, violation: Violation, bad: ReceivedBlock
+) -> None:
+    (own, outbox), (other, other_outbox) = core.open_lease(), core.open_lease()
+    open_session(core, 1, own)
+    open_session(core, 2, own)
+    open_session(core, 3, other)
+    core.push_blocks([bad, bad, make_block(1, [97]), make_block(2, [97])])
+    (refused,) = events_of(outbox)
+    assert isinstance(refused, BlockRefused)
+    assert (refused.session_id, refused.epoch, refused.round, refused.quarantined_drafter_id) == (1, 0, 0, None)
+    assert events_of(other_outbox) == []
+    assert {one: num_refused(core, one) for one in Violation if num_refused(core, one)} == {violation: 1.0}
+    assert core._scheduler.dropped == {"no_speculation": 2} | ({"violation": 1} if bad.fence.prefix_hash == 1 else {})
+    assert core._scheduler.sessions[2, 0].block is not None
+
+
+async def test_block_of_a_wrong_peer_is_counted_and_told_to_nobody(core: VerifierCore) -> None:
+    lease, outbox = core.open_lease()
+    open_session(core, 1, lease)
+    core.push_blocks([make_block(1, [97], OTHER), make_block(1, [98])])
+    assert events_of(outbox) == []
+    assert num_refused(core, Violation.PEER) == 1.0
+    block = core._scheduler.sessions[1, 0].block
+    assert block is not None
+    assert block.token_ids == [98]
+
+
+async def test_quarantine_ends_the_speculation_of_all_its_drafters_sessions_and_no_other(core: VerifierCore) -> None:
+    (first, outbox), (second, second_outbox) = core.open_lease(), core.open_lease()
+    open_session(core, 1, first)
+    open_session(core, 2, first, OTHER)
+    open_session(core, 3, second)
+    open_session(core, 4, second, None)
+    convict(core, 1)
+    for told, session_id in ((outbox, 1), (second_outbox, 3)):
+        assert [(event.session_id, event.quarantined_drafter_id) for event in events_of(told)] == [
+            (session_id, DRAFTER)
+        ]
+    open_session(core, 5, second)
+    assert [event.session_id for event in events_of(second_outbox)] == [3, 5]
+    assert events_of(second_outbox)[-1].quarantined_drafter_id == DRAFTER
+    open_session(core, 6, first, OTHER)
+    core.push_blocks([make_block(number, [97], OTHER if number in (2, 6) else DRAFTER) for number in (1, 2, 3, 5, 6)])
+    taken = [key[0] for key, session in core._scheduler.sessions.items() if session.block is not None]
+    assert taken == [2, 6]
+    assert len(events_of(outbox)) == 1
+    convict(core, 1)
+    assert len(events_of(outbox)) == 1, "once is enough"
+
+
+async def test_drafter_that_reconnects_stays_in_quarantine(core: VerifierCore) -> None:
+    lease, outbox = core.open_lease()
+    open_session(core, 1, lease)
+    convict(core, 1)
+    drafter = core.drafters.get(DRAFTER)
+    assert drafter is not None
+    drafter.num_streams -= 1
+    assert core.welcome_drafter(DRAFTER, core.description) is drafter
+    open_session(core, 2, lease)
+    assert [event.session_id for event in events_of(outbox)] == [1, 2]
+
+
+def test_only_so_many_drafters_are_remembered_and_those_that_matter_longest() -> None:
+    drafters = Drafters()
+    connected = drafters.connect(1, "m")
+    convicted = drafters.connect(2, "m")
+    assert convicted.add(DISHONEST)
+    convicted.num_streams = 0
+    for number in range(10, 10 + 2 * MAX_DRAFTERS):
+        drafters.connect(number, "m").num_streams = 0
+    assert len(list(drafters)) == MAX_DRAFTERS
+    assert drafters.get(1) is connected
+    assert drafters.get(2) is convicted
+    assert drafters.get(10) is None
