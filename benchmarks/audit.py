@@ -192,7 +192,7 @@ DISHONEST: dict[str, Callable[[Places], Drafter]] = {
     "declares the distribution of the place before": declares_the_place_before,
 }
 
-LATE = {f"draws at temperature {t} after an honest start": draws_at(t) for t in (0.7, 0.9)}
+LATE = {f"draws at temperature {t} after an honest start": draws_at(t) for t in (0.7, 0.9, 0.95)}
 
 
 def delay(lives: list[int | None]) -> Delay:

@@ -43,12 +43,13 @@ from benchmarks.prompts import load_prompts
 from benchmarks.relay import Relay, free_port
 from benchmarks.report import read_metric, write_report
 from draftwire.cli.up import embedded_model
-from draftwire.distributions import DenseRows, Quantization, quantize
+from draftwire.distributions import DenseRows, quantize
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.encoding import Claim, Encoding, Supports, decode, encode_dense, encode_sparse, id_width
+from draftwire.encoding import Claim, Supports, decode, encode_dense, encode_sparse
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.loading import load_model
+from draftwire.quantization import Encoding, Quantization, id_width
 from draftwire.sampling import SamplingParams
 from draftwire.services.local_stack import LocalStack
 from tests.tiny_models import save_tiny_model

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwire.encoding import TOTAL_WEIGHT, Decoded, Supports
-from draftwire.quantization import Quantization as Quantization
+from draftwire.quantization import Quantization
 
 WHOLE_ROW = 8192
 """Up to so many weights `draw` reads as one running sum."""
@@ -144,7 +144,8 @@ def joined(parts: Sequence[DraftRows]) -> DraftRows:
 def rows_of(decoded: Decoded) -> DraftRows:
     """Returns decoded distributions as tensors on the CPU. A weight's share of 65,536 is exact in float32."""
     if not isinstance(decoded, Supports):
-        return DenseRows(torch.from_numpy(decoded.probs))
+        own = torch.from_numpy(decoded.probs)
+        return DenseRows(pad(own, (0, decoded.vocab_size - own.shape[1])))
     probs = torch.from_numpy(decoded.weights).to(torch.float32).mul_(1.0 / TOTAL_WEIGHT)
     return SparseRows(torch.from_numpy(decoded.token_ids), probs, decoded.vocab_size)
 

@@ -11,11 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftwire.errors import BlockViolationError, Violation
-from draftwire.quantization import MAX_SUPPORT as MAX_SUPPORT
-from draftwire.quantization import WEIGHT_BYTES as WEIGHT_BYTES
-from draftwire.quantization import Encoding as Encoding
-from draftwire.quantization import id_width as id_width
-from draftwire.quantization import position_bytes as position_bytes
+from draftwire.quantization import MAX_SUPPORT, WEIGHT_BYTES, Encoding, id_width, position_bytes
 
 TOTAL_WEIGHT = 2**16
 """What the integer weights of a sparse distribution sum to: one is drawn with 16 random bits."""
@@ -28,6 +24,9 @@ DENSE_FORMATS: dict[Encoding, np.dtype[np.floating]] = {
 
 SUM_ERRORS = {Encoding.DENSE_FLOAT32: 1e-3, Encoding.DENSE_FLOAT16: 2e-2}
 """How far rounding may move the sum of a dense row from 1."""
+
+BLOCKS_AT_ONCE = 64
+"""Blocks that are decoded together: rows are padded to the longest among them, so a long one must not be met by all."""
 
 OUTSIDE_SUPPORT = "draft token has probability 0 in the distribution it claims to be drawn from"
 
@@ -67,7 +66,9 @@ class DenseProbs:
     """Distributions that say something about every token."""
 
     probs: NDArray[np.float32]
-    """`[rows, vocab]`: each row sums to 1 up to rounding; 0 for tokens that the drafter does not have."""
+    """`[rows, draft vocab]`: each row sums to 1 up to rounding."""
+    vocab_size: int
+    """Tokens that the target has; those that the drafter does not have are impossible."""
 
 
 Decoded = Supports | DenseProbs
@@ -133,9 +134,11 @@ def decode(claims: Sequence[Claim], target_vocab_size: int) -> list[Decoded | Bl
             sparse.setdefault(claim.distributions.vocab_size, []).append(index)
         else:
             results[index] = _decode_other(claim, target_vocab_size)
-    for members in sparse.values():
-        decoded = _decode_sparse([claims[index] for index in members], target_vocab_size)
-        results.update(zip(members, decoded, strict=True))
+    for of_one_vocabulary in sparse.values():
+        for start in range(0, len(of_one_vocabulary), BLOCKS_AT_ONCE):
+            members = of_one_vocabulary[start : start + BLOCKS_AT_ONCE]
+            decoded = _decode_sparse([claims[index] for index in members], target_vocab_size)
+            results.update(zip(members, decoded, strict=True))
     return [results[index] for index in range(len(claims))]
 
 
@@ -190,9 +193,7 @@ def _decode_other(claim: Claim, target_vocab_size: int) -> Decoded | BlockViolat
         return BlockViolationError(Violation.WEIGHTS, "draft distribution does not sum to 1")
     if not (np.take_along_axis(numbers, tokens[:, None], axis=1) > 0.0).all():
         return BlockViolationError(Violation.OUTSIDE_SUPPORT, OUTSIDE_SUPPORT)
-    probs = np.zeros((len(tokens), target_vocab_size), dtype=np.float32)
-    np.divide(numbers, sums, out=probs[:, : stated.vocab_size], casting="same_kind")
-    return DenseProbs(probs)
+    return DenseProbs((numbers / sums).astype(np.float32), target_vocab_size)
 
 
 def _decode_sparse(claims: Sequence[Claim], target_vocab_size: int) -> list[Decoded | BlockViolationError]:

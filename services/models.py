@@ -4,13 +4,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from draftwire.distributions import Quantization
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.models.cached_model import CachedModel, SequenceModel
 from draftwire.models.loading import LoadedModel, ModelCard, load_model
 from draftwire.models.scripted import Script, ScriptedTarget, is_scripted
+from draftwire.quantization import Quantization
 from draftwire.services.settings import EngineSettings, ModelSettings, require
 
 

@@ -151,12 +151,12 @@ def difference(received: ReceivedBlock, rows: list[Row] | None, target_vocab_siz
     assert isinstance(draft, DenseProbs)
     for row, probs in zip(rows, draft.probs.tolist(), strict=True):
         total = math.fsum(row.values())
-        if len(probs) != target_vocab_size or not abs(math.fsum(probs) - 1.0) < 1e-6 or any(probs[len(row) :]):
-            return "no distribution over the target's vocabulary"
+        if len(probs) != len(row) or not abs(math.fsum(probs) - 1.0) < 1e-6:
+            return "no distribution over the draft vocabulary"
         for token, weight in row.items():
             if abs(probs[token] - weight / total) > 1e-7 or (probs[token] > 0.0) != (weight > 0.0):
                 return "other probabilities"
-    return None
+    return None if draft.vocab_size == target_vocab_size else "another vocabulary"
 
 
 # Valid blocks

@@ -52,7 +52,7 @@ def watch_service(command: str) -> str:
         from draftwire.services.verifier.core import VerifierCore
         from draftwire.services.verifier.engine import TargetEngine
 
-        watch(VerifierCore, "push_block", "block at verifier")
+        watch(VerifierCore, "push_blocks", "block at verifier")
         watch(TargetEngine, "step", "verifying begins", "verifying ends")
         watch(Leases, "send", "verdict sent")
         return "verifier"

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwire.distributions import Quantization, QuantizedRows, draw, quantize, race
+from draftwire.distributions import QuantizedRows, draw, quantize, race
 from draftwire.drafting.strategy import Draft, DraftRequest
-from draftwire.encoding import DraftDistributions, Encoding, Supports, encode_dense, encode_sparse
+from draftwire.encoding import DraftDistributions, Supports, encode_dense, encode_sparse
 from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import exponentials, uniforms
 
 

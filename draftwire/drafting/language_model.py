@@ -7,11 +7,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from draftwire.distributions import Quantization
 from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.models.cached_model import Reading, SequenceModel
+from draftwire.quantization import Quantization
 from draftwire.sampling import Span, is_distribution, probabilities_of_spans
 
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import cast
 
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
-from draftwire.encoding import DraftDistributions, Encoding
+from draftwire.encoding import DraftDistributions
 from draftwire.errors import DraftwireError
 from draftwire.models.scripted import Script, expected_tokens, wait
+from draftwire.quantization import Encoding
 
 
 class ScriptedSequence:

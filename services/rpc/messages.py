@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from draftwire.encoding import Claim, DraftDistributions, Encoding, decode
+from draftwire.encoding import Claim, DraftDistributions, decode
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.models.description import ModelDescription
+from draftwire.quantization import Encoding
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
     MAX_SALT_LENGTH,

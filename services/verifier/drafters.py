@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from draftwire.audit import AuditSums, DrafterAudit
 
 MAX_DRAFTERS = 1024
-"""Drafters that are remembered; of more, those that came first and are neither connected nor in quarantine are
-forgotten."""
+"""Drafters that are remembered; of more, those that are not connected are forgotten: first the honest, then by age."""
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class Drafters:
         drafter = self._by_id.pop(drafter_id, None) or Drafter(drafter_id, model_name)
         self._by_id[drafter_id] = drafter
         drafter.num_streams += 1
-        gone = [other.id for other in self if not other.num_streams and not other.is_quarantined]
-        for other_id in gone[: max(0, len(self._by_id) - MAX_DRAFTERS)]:
-            del self._by_id[other_id]
+        gone = sorted((other for other in self if not other.num_streams), key=lambda other: other.is_quarantined)
+        for other in gone[: max(0, len(self._by_id) - MAX_DRAFTERS)]:
+            del self._by_id[other.id]
         return drafter

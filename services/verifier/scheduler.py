@@ -161,13 +161,15 @@ class Scheduler:
         Raises:
             BlockViolationError: the block breaks the protocol. The session is as it was.
         """
-        session = self.sessions.get((block.fence.session_id, block.fence.epoch))
-        if session is not None and session.drafter_id is None:
+        known = self.sessions.get((block.fence.session_id, block.fence.epoch))
+        if known is not None and known.drafter_id is None:
             self.dropped["no_speculation"] += 1
             return
-        if session is not None and session.drafter_id != block.drafter_id:
-            raise BlockViolationError(Violation.PEER, "block from another drafter than the session's")
         session, verdict = self._judge(block.fence)
+        if verdict is FenceVerdict.STALE:
+            return
+        if known is not None and known.drafter_id != block.drafter_id:
+            raise BlockViolationError(Violation.PEER, "block from another drafter than the session's")
         if verdict is FenceVerdict.VIOLATION:
             raise BlockViolationError(Violation.PREFIX, "block for another prefix than the session's")
         if session is None:

@@ -9,9 +9,10 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwire.encoding import DenseProbs, DraftDistributions, Encoding, Supports, encode_dense
+from draftwire.encoding import DenseProbs, DraftDistributions, Supports, encode_dense
 from draftwire.errors import BlockViolationError, InvalidRequestError, NoRoomError, Violation
 from draftwire.models.description import PROTOCOL_VERSION, ModelDescription
+from draftwire.quantization import Encoding
 from draftwire.rounds import (
     Calibration,
     DraftBlock,

@@ -42,9 +42,7 @@ def test_wire_benchmark_finds_that_keeping_less_takes_fewer_bytes_and_is_accepte
     sizes = ("--prompts", "2", "--max-tokens", "16", "--repetitions", "20")
     run("-m", "benchmarks.wire", "--parts", "codec", "settings", *sizes, "--output", str(output))
     report = json.loads(output.read_text())
-    sparse, _, dense = report["codec"]
-    assert sparse["bytes_per_token"] == 32 * 5
-    assert dense["bytes_per_token"] == 151_936 * 4
+    assert report["codec"][0]["bytes_per_token"] == 32 * 5
     small, large = (
         next(row for row in report["settings at T=1.0"] if (row["mass"], row["cap"], row["bits"]) == (1.0, cap, 16))
         for cap in (8, 256)

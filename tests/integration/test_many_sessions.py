@@ -21,13 +21,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftwire.distributions import Quantization, draw, race, rows_of
+from draftwire.distributions import draw, race, rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.encoding import Claim, DraftDistributions, Encoding, decode, decode_one
+from draftwire.encoding import Claim, DraftDistributions, decode, decode_one
 from draftwire.errors import BlockViolationError, NoRoomError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
+from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey, Role, derive_key, exponentials
 from draftwire.rounds import (
     Calibration,
@@ -398,7 +399,6 @@ class Stack:
         try:
             self.target.scheduler.offer_block(received)
         except BlockViolationError as error:
-            assert draft is error
             assert session is not None
             self.events.append((session, error))
             return

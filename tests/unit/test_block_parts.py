@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire.encoding import DraftDistributions, Encoding
+from draftwire.encoding import DraftDistributions
+from draftwire.quantization import Encoding
 from draftwire.rounds import DraftBlock, Fence
 from draftwire.services.drafter.wire import in_parts
 

@@ -17,7 +17,6 @@ from draftwire.distributions import (
     WHOLE_ROW,
     DenseRows,
     DraftRows,
-    Quantization,
     QuantizedRows,
     SparseRows,
     draw,
@@ -27,16 +26,9 @@ from draftwire.distributions import (
     race,
     rows_of,
 )
-from draftwire.encoding import (
-    TOTAL_WEIGHT,
-    Claim,
-    DenseProbs,
-    DraftDistributions,
-    Encoding,
-    Supports,
-    decode_one,
-)
+from draftwire.encoding import TOTAL_WEIGHT, Claim, DenseProbs, DraftDistributions, Supports, decode_one
 from draftwire.errors import InvalidRequestError
+from draftwire.quantization import Encoding, Quantization
 
 torch.set_num_threads(1)
 

@@ -10,9 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from draftwire.encoding import DraftDistributions, Encoding
+from draftwire.encoding import DraftDistributions
 from draftwire.errors import InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
 from draftwire.models.kv_cache import blocks_for
+from draftwire.quantization import Encoding
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence
 from draftwire.sampling import SamplingParams

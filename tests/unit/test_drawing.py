@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwire.distributions import WHOLE_ROW, Quantization, draw, race
+from draftwire.distributions import WHOLE_ROW, draw, race
 from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.encoding import (
@@ -18,11 +18,11 @@ from draftwire.encoding import (
     Decoded,
     DenseProbs,
     DraftDistributions,
-    Encoding,
     Supports,
     decode_one,
 )
 from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey, Role, derive_key, exponentials
 from draftwire.sampling import SamplingParams
 

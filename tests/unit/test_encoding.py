@@ -12,24 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from draftwire.distributions import rows_of
 from draftwire.encoding import (
     DENSE_FORMATS,
-    MAX_SUPPORT,
     TOTAL_WEIGHT,
     Claim,
     Decoded,
     DenseProbs,
     DraftDistributions,
-    Encoding,
     Supports,
     decode,
     decode_one,
     encode_dense,
     encode_sparse,
-    id_width,
-    position_bytes,
 )
 from draftwire.errors import BlockViolationError, Violation
+from draftwire.quantization import MAX_SUPPORT, Encoding, id_width, position_bytes
 
 UNHURRIED = settings(deadline=None, max_examples=40)  # the machine may be busy
 TARGET = 200_000
@@ -199,12 +197,29 @@ def test_dense_rows_become_the_law_that_was_drawn_from(encoding: Encoding, vocab
     decoded = decode_one(Claim(tokens, encode_dense(encoding, rows)), vocab_size + beyond)
     assert isinstance(decoded, DenseProbs)
     assert decoded.probs.dtype == np.float32
-    assert decoded.probs.shape == (4, vocab_size + beyond)
+    assert decoded.probs.shape == (4, vocab_size)
     assert abs(decoded.probs.sum(axis=1, dtype=np.float64) - 1.0).max() < 1e-6
     exact = rows.astype(np.float64)
     law = exact / exact.sum(axis=1, keepdims=True)
-    assert (abs(decoded.probs[:, :vocab_size] - law) <= law * 2.0**-24 + 1e-45).all()
-    assert not decoded.probs[:, vocab_size:].any()
+    assert (abs(decoded.probs - law) <= law * 2.0**-23 + 1e-45).all()
+    padded = rows_of(decoded).dense().numpy()
+    assert padded.shape == (4, vocab_size + beyond)
+    assert np.array_equal(padded[:, :vocab_size], decoded.probs)
+    assert not padded[:, vocab_size:].any()
+
+
+def test_small_message_of_dense_blocks_takes_no_memory_of_the_targets_vocabulary() -> None:
+    claims = [Claim([0], DraftDistributions(Encoding.DENSE_FLOAT32, 1, np.float32(1.0).tobytes()))] * 200
+    decoded = decode(claims, 10**9)
+    assert all(isinstance(one, DenseProbs) and one.probs.size == 1 for one in decoded)
+
+
+def test_one_large_support_does_not_widen_the_rows_of_a_whole_message() -> None:
+    wide = Supports(np.arange(256)[None], np.full((1, 256), 256), 256)
+    narrow = Supports(np.array([[7]]), np.array([[65536]]), 256)
+    blocks = [*encode_sparse(narrow, [1]) * 1000, *encode_sparse(wide, [1])]
+    decoded = decode([Claim([7], block) for block in blocks], 256)
+    assert sum(one.weights.size for one in decoded if isinstance(one, Supports)) < 1001 * 20
 
 
 @EVERY_DENSE

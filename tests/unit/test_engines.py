@@ -12,10 +12,11 @@ from draftwire.distributions import rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
-from draftwire.encoding import Claim, Encoding, decode, decode_one, encode_dense
+from draftwire.encoding import Claim, decode, decode_one, encode_dense
 from draftwire.errors import BlockViolationError
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.scripted import Script, ScriptedTarget, expected_tokens
+from draftwire.quantization import Encoding
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
     Calibration,

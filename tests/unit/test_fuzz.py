@@ -29,7 +29,7 @@ FAULTS = {
     "high byte of an id is lost": ("_decode_sparse", "narrow[:, :width] =", "narrow[:, :min(width, 2)] ="),
     "negative numbers": ("_decode_other", "numbers >= 0.0", "numbers > -1.0"),
     "dense rows of any sum": ("_decode_other", "SUM_ERRORS[stated.encoding]", "9.0"),
-    "dense rows as they come": ("_decode_other", "np.divide(numbers, sums,", "np.divide(numbers, 1.0,"),
+    "dense rows as they come": ("_decode_other", "(numbers / sums)", "(numbers / 1.0)"),
     "impossible token of a dense row": (
         "_decode_other",
         "tokens[:, None], axis=1) > 0.0",

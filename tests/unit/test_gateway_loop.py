@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwire.encoding import Claim, DraftDistributions, Encoding, decode_one
+from draftwire.encoding import Claim, DraftDistributions, decode_one
 from draftwire.errors import BlockViolationError, DraftwireError, ModelMismatchError, NoRoomError, UnavailableError
 from draftwire.models.description import ModelDescription
+from draftwire.quantization import Encoding
 from draftwire.randomness import Role, derive_key
 from draftwire.rounds import (
     Calibration,

@@ -12,15 +12,16 @@ from tiny_models import save_tiny_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from draftwire.distributions import Quantization, QuantizedRows, draw, quantize, race
+from draftwire.distributions import QuantizedRows, draw, quantize, race
 from draftwire.distributions import rows_of as decoded_rows
 from draftwire.drafting import drawing
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
-from draftwire.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, Encoding, decode_one
+from draftwire.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
 from draftwire.errors import UnavailableError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey, exponentials
 from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
 from draftwire.verification import RULES

@@ -13,12 +13,13 @@ from tiny_models import save_tiny_model, tiny_network
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftwire.distributions import DenseRows, Quantization, SparseRows, quantize, race
+from draftwire.distributions import DenseRows, SparseRows, quantize, race
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.encoding import TOTAL_WEIGHT, Encoding
+from draftwire.encoding import TOTAL_WEIGHT
 from draftwire.errors import InvalidRequestError
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
+from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey, Role, derive_key, exponentials
 from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
 from draftwire.verification import RULES, GreedyBlockRule, LawRule

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from draftwire.distributions import Quantization, rows_of
+from draftwire.distributions import rows_of
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import Drafting, DraftRequest
 from draftwire.encoding import Claim, decode_one
@@ -18,6 +18,7 @@ from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, Round, speculate
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.scripted import PREFIX, Script, ScriptedTarget, expected_tokens, is_scripted
+from draftwire.quantization import Quantization
 from draftwire.randomness import DrawKey
 from draftwire.sampling import SamplingParams
 from draftwire.services.models import load_drafter, load_target

@@ -12,11 +12,12 @@ from tiny_models import tiny_network
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftwire.distributions import DenseRows, DraftRows, Quantization, SparseRows, draw, no_rows, quantize, rows_of
-from draftwire.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, Encoding, decode_one
+from draftwire.distributions import DenseRows, DraftRows, SparseRows, draw, no_rows, quantize, rows_of
+from draftwire.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
 from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
+from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey
 from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, verify

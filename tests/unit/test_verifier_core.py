@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from draftwire.audit import AuditSums
-from draftwire.encoding import Claim, DraftDistributions, Encoding, decode
+from draftwire.encoding import Claim, DraftDistributions, decode
 from draftwire.errors import Violation
+from draftwire.quantization import Encoding
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import CommittedTokens, Fence, ReceivedBlock, TargetSessionSpec
 from draftwire.sampling import SamplingParams

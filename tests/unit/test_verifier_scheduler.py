@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from draftwire.encoding import Claim, DraftDistributions, Encoding, decode
+from draftwire.encoding import Claim, DraftDistributions, decode
 from draftwire.errors import (
     BlockViolationError,
     DraftwireError,
@@ -22,6 +22,7 @@ from draftwire.errors import (
     Violation,
 )
 from draftwire.models.kv_cache import blocks_for
+from draftwire.quantization import Encoding
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
     CommittedTokens,
