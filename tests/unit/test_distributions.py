@@ -311,7 +311,7 @@ def test_decoded_weights_are_probabilities_to_the_bit() -> None:
 
 def test_decoded_dense_rows_stay_as_they_are() -> None:
     probs = random_rows(3, 7, 0).numpy()
-    rows = rows_of(DenseProbs(probs))
+    rows = rows_of(DenseProbs(probs, 7))
     assert isinstance(rows, DenseRows)
     assert np.array_equal(rows.probs.numpy(), probs)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
+from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey, Role, derive_key
 from draftwire.sampling import SamplingParams, probabilities
 from draftwire.verification import RULES, BlockBatch, FixedNoise, GreedyBlockRule, KeyedNoise, Outcome, verify
@@ -309,7 +310,8 @@ def target() -> CachedModel:
 
 @pytest.fixture(scope="module")
 def drafter() -> LanguageModelDrafter:
-    return LanguageModelDrafter(CachedModel(tiny_network("llama", VOCAB_SIZE, 96, seed=4), 512), 96)
+    network = tiny_network("llama", VOCAB_SIZE, 96, seed=4)
+    return LanguageModelDrafter(CachedModel(network, 512), 96, quantization=Quantization(Encoding.DENSE_FLOAT32))
 
 
 @torch.inference_mode()

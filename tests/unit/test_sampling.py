@@ -616,8 +616,9 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         top_p=usually(1.0, st.sampled_from([0.01317, 0.29171, 0.53719, 0.73123, 0.90173, 0.99913])),
         min_p=usually(0.0, st.sampled_from([1e-7, 0.0137, 0.2713, 0.7719, 1.0])),
         repetition_penalty=usually(1.0, st.sampled_from([0.37, 1.3, 41.0])),
-        presence_penalty=usually(0.0, st.sampled_from([-1.7, 0.4, 2.0])),
-        frequency_penalty=usually(0.0, st.sampled_from([-1.1, 0.6, 2.0])),
+        # Multiples of powers of 2: sums are exact, so equal logits are equal in whatever order they are made.
+        presence_penalty=usually(0.0, st.sampled_from([-1.6875, 0.375, 2.0])),
+        frequency_penalty=usually(0.0, st.sampled_from([-1.0625, 0.625, 2.0])),
         logit_bias=tuple(usually({}, biases).items()),
         allowed_token_ids=usually(None, st.sets(tokens(VOCAB_SIZE), min_size=1).map(tuple)),
         min_tokens=usually(0, st.integers(0, 6)),
