@@ -55,8 +55,8 @@ class DrafterAudit:
     drawn with fresh random numbers: leave out those of a key that was used before (`FirstUses`), and those of coupled
     rules, which use a place's noise again. Memory and the time for each `add` are constant.
 
-    Source: Freedman 1975, "On tail probabilities for martingales"; Ville 1939; mixtures as in Howard et al. 2021,
-    "Time-uniform, nonparametric, nonasymptotic confidence sequences", section 3.
+    Source: Freedman 1975, "On tail probabilities for martingales"; Ville 1939; Howard et al. 2020, "Time-uniform
+    Chernoff bounds via nonnegative supermartingales".
     """
 
     def __init__(self, alpha: float = ALPHA, window: int = WINDOW) -> None:

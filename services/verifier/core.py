@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from draftwire.audit import AuditSums
+from draftwire.audit import AuditSums, FirstUses
 from draftwire.errors import BlockViolationError, DraftwireError, ProtocolViolationError, UnavailableError, Violation
 from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.models.loading import ModelCard
@@ -48,6 +48,7 @@ class VerifierCore:
         """Prepares; `start` loads the model."""
         self.config = config
         self.drafters = Drafters()
+        self._first_uses = FirstUses()
         self.metrics = VerifierMetrics(self.drafters)
         self.card: ModelCard
         self._scheduler: Scheduler
@@ -112,6 +113,7 @@ class VerifierCore:
         """
         self._leases.require(lease_id)
         session = self._scheduler.open(spec, lease_id)
+        session.is_audited = self._first_uses.claim(spec.verifying_key, spec.choice)
         drafter = None if spec.drafter_id is None else self.drafters.get(spec.drafter_id)
         if drafter is not None and drafter.is_quarantined:
             self._end_speculation(session, _quarantine_message(drafter), drafter.id)
@@ -177,7 +179,7 @@ class VerifierCore:
         """Adds what a step shows to the drafters' records; quarantines those that are past the bound."""
         sums_of: dict[int, AuditSums] = {}
         for item, sums in zip(step.items, result.audits, strict=True):
-            if item.block is not None and sums is not None:
+            if item.block is not None and item.session.is_audited and sums is not None:
                 sums_of[item.block.drafter_id] = sums_of.get(item.block.drafter_id, AuditSums()) + sums
         for drafter_id, sums in sums_of.items():
             drafter = self.drafters.get(drafter_id)

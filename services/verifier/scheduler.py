@@ -50,6 +50,8 @@ class TargetSession:
     """Tokens that it did not have to read; None before the first step."""
     drafter_id: int | None = None
     """The drafter whose blocks it takes; None takes none, or no more."""
+    is_audited: bool = True
+    """Whether its draft tokens count in the audit: not if they are drawn with the numbers of an earlier session."""
     block: ReceivedBlock | None = None
     """The block that waits for the current round."""
     queued: bool = False

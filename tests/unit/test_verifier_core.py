@@ -35,7 +35,9 @@ async def core() -> AsyncIterator[VerifierCore]:
     core.stop()
 
 
-def open_session(core: VerifierCore, session_id: int, lease_id: int, drafter_id: int | None = DRAFTER) -> None:
+def open_session(
+    core: VerifierCore, session_id: int, lease_id: int, drafter_id: int | None = DRAFTER, seed: int | None = None
+) -> None:
     spec = TargetSessionSpec(
         session_id=session_id,
         epoch=0,
@@ -45,7 +47,7 @@ def open_session(core: VerifierCore, session_id: int, lease_id: int, drafter_id:
         prompt_len=len(PROMPT),
         sampling=SamplingParams(),
         rule="block",
-        verifying_key=bytes(KEY_BYTES),
+        verifying_key=(session_id if seed is None else seed).to_bytes(KEY_BYTES, "little"),
         max_draft_tokens=3,
         plain_rounds=0,
         stop_token_ids=frozenset(),
@@ -160,3 +162,17 @@ def test_only_so_many_drafters_are_remembered_and_those_that_matter_longest() ->
     assert drafters.get(1) is connected
     assert drafters.get(2) is convicted
     assert drafters.get(10) is None
+
+
+async def test_session_of_a_seed_that_was_used_before_is_no_evidence(core: VerifierCore) -> None:
+    """Its draft tokens are drawn with the same numbers, so that one unlucky seed would bring an honest drafter down."""
+    lease_id, outbox = core.open_lease()
+    open_session(core, 1, lease_id, seed=42)
+    core.close_session(1, 0)
+    open_session(core, 2, lease_id, seed=42)
+    convict(core, 2)
+    assert not core.drafters.get(DRAFTER).is_quarantined
+    assert events_of(outbox) == []
+    open_session(core, 3, lease_id, seed=43)
+    convict(core, 3)
+    assert core.drafters.get(DRAFTER).is_quarantined
