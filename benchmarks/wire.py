@@ -6,7 +6,8 @@
 codec: how long a block of 8 takes to encode, and to decode and check, in one thread.
 settings: the same positions of real text, with the embedded pair's distributions p and q, under every setting: the
     exact acceptance of a draft token, sum over tokens of min(p, q') with q' the law that would be drawn from and sent,
-    and the bytes of q'. Nothing is drawn, so the settings differ by themselves alone.
+    and the bytes of q'. Nothing is drawn, so the settings differ by themselves alone. Then what it would bring to
+    spread the mass that is left out by a law that both sides hold.
 rules: whole texts in one process, drafted from default and from dense distributions: acceptance rates, counted, and
     expected given the blocks (less noise).
 socket: bytes that the drafter's connection to the verifier carries, HTTP/2 and gRPC framing, hello and pings included,
@@ -45,7 +46,7 @@ from benchmarks.report import read_metric, write_report
 from draftwire.cli.up import embedded_model
 from draftwire.distributions import DenseRows, quantize
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.encoding import Claim, Supports, decode, encode_dense, encode_sparse
+from draftwire.encoding import NARROW, Claim, Supports, decode, encode_dense, encode_sparse
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.loading import load_model
@@ -242,8 +243,10 @@ def judge_setting(positions: Positions, setting: Setting) -> dict[str, Any]:
     own = (positions.target.gather(1, quantized.token_ids)).minimum(quantized.weights / total).sum(dim=1)
     dense = positions.target.minimum(positions.draft).sum(dim=1)
     support = (quantized.weights > 0).sum(dim=1)
-    # The support's size is a varint of one byte, of two from 128 on.
-    sizes = support * (id_width(positions.draft.shape[1]) + setting.bits / 8) + 1 + (support >= 128)
+    wide = (quantized.weights > NARROW).sum(dim=1)
+    # Both numbers are varints of one byte, of two from 128 on.
+    varints = 2 + (support >= 128).to(torch.int64) + (wide >= 128)
+    sizes = support * (id_width(positions.draft.shape[1]) + 1) + wide * (setting.bits / 8 - 1) + varints
     return {
         **asdict(setting),
         "acceptance": float(own.double().mean()),
@@ -252,6 +255,22 @@ def judge_setting(positions: Positions, setting: Setting) -> dict[str, Any]:
         "bytes_per_position": float(sizes.double().mean()),
         "share_capped": float((support == setting.cap).double().mean()),
     }
+
+
+def judge_tail(positions: Positions, others: Positions, cap: int) -> dict[str, Any]:
+    """Returns what it would bring to send the mass that is left out too, spread by a law that both sides hold.
+
+    That law is the mean of what the same cap leaves out at the positions of other texts.
+    """
+    kept = positions.draft.topk(cap, dim=1)
+    left_out = others.draft.scatter(1, others.draft.topk(cap, dim=1).indices, 0.0).mean(dim=0)
+    tails = left_out.expand_as(positions.draft).scatter(1, kept.indices, 0.0)
+    tails *= (1.0 - kept.values.sum(dim=1, keepdim=True)) / tails.sum(dim=1, keepdim=True)
+    dense = positions.target.minimum(positions.draft).sum(dim=1)
+    with_tail = positions.target.minimum(tails.scatter(1, kept.indices, kept.values)).sum(dim=1)
+    without = positions.target.gather(1, kept.indices).minimum(kept.values / kept.values.sum(dim=1, keepdim=True))
+    ratios = [ratio(positions.sums(own), positions.sums(dense)) for own in (with_tail, without.sum(dim=1))]
+    return {"cap": cap, "ratio_with_tail": ratios[0], "ratio_without": ratios[1]}
 
 
 def shape(positions: Positions) -> dict[str, float]:
@@ -266,8 +285,8 @@ def shape(positions: Positions) -> dict[str, float]:
     }
 
 
-def measure_settings(pair: Pair, prompts: list[str], num_tokens: int) -> dict[str, Any]:
-    """Judges all settings at all temperatures."""
+def measure_settings(pair: Pair, prompts: list[str], others: list[str], num_tokens: int) -> dict[str, Any]:
+    """Judges all settings at all temperatures, and a tail learnt from other prompts."""
     report: dict[str, Any] = {}
     for temperature in TEMPERATURES:
         positions = pair.positions(prompts, temperature, num_tokens)
@@ -275,6 +294,10 @@ def measure_settings(pair: Pair, prompts: list[str], num_tokens: int) -> dict[st
         rows = [judge_setting(positions, setting) for setting in SETTINGS]
         report[f"settings at T={temperature}"] = rows
         print_table(f"T = {temperature}: {shape(positions)}", rows)
+        if temperature == TEMPERATURES[0]:
+            learnt = pair.positions(others, temperature, num_tokens)
+            report["tails"] = [judge_tail(positions, learnt, cap) for cap in CAPS]
+            print_table(f"T = {temperature}: what is left out spread by a law that both sides hold", report["tails"])
     return report
 
 
@@ -452,7 +475,7 @@ def main() -> None:
         report["codec"] = measure_codec(arguments.repetitions)
         print_table("Codec, microseconds per block of 8, 151,936 tokens", report["codec"])
     if "settings" in arguments.parts:
-        report |= measure_settings(pair, prompts[:40], num_tokens)
+        report |= measure_settings(pair, prompts[:40], prompts[40:], num_tokens)
     if "rules" in arguments.parts:
         report["rules"] = measure_rules(pair, prompts, num_tokens, arguments.block_lengths)
         print_table("Default against dense distributions, T = 1", report["rules"])

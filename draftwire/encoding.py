@@ -6,15 +6,19 @@ so what it draws from and what the verifier reads are the same numbers, to the b
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import gt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from draftwire.errors import BlockViolationError, Violation
-from draftwire.quantization import MAX_SUPPORT, WEIGHT_BYTES, Encoding, id_width, position_bytes
+from draftwire.quantization import MAX_SUPPORT, Encoding, id_width, position_bytes
 
 TOTAL_WEIGHT = 2**16
 """What the integer weights of a sparse distribution sum to: one is drawn with 16 random bits."""
+
+NARROW = 2**8
+"""A weight less one that is below this has no high byte."""
 
 DENSE_FORMATS: dict[Encoding, np.dtype[np.floating]] = {
     Encoding.DENSE_FLOAT32: np.dtype("<f4"),
@@ -39,14 +43,17 @@ class DraftDistributions:
         encoding: the layout of `data`. NONE says nothing about them, for rules that do not ask.
         vocab_size: tokens that the drafter has: entries of a dense row, and the bound of all ids.
         data: `[draft_len, vocab_size]` little-endian floats if dense. If sparse, the token ids of all positions, each
-            in `id_width` bytes, then all weights less one, 2 bytes each. Empty for the others.
+            in `id_width` bytes, then the low bytes of all weights less one, then the high bytes of those that have one.
+            Empty for the others.
         support_sizes: entries of each position if sparse; empty for the others.
+        wide_sizes: how many of them, from the first on, have a high byte; the others' is 0.
     """
 
     encoding: Encoding
     vocab_size: int
     data: bytes = b""
     support_sizes: tuple[int, ...] = ()
+    wide_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +96,23 @@ def encode_sparse(supports: Supports, lengths: Iterable[int]) -> list[DraftDistr
         lengths: draft tokens of each block.
     """
     used = supports.weights > 0
+    places = used.cumsum(axis=1)  # from 1 on
+    less = supports.weights - 1
+    num_wide = np.where(less >= NARROW, places, 0).max(axis=1, initial=0)
+    wide = used & (places <= num_wide[:, None])
     ids = supports.token_ids[used].astype("<u4").view(np.uint8).reshape(-1, 4)
-    weights = (supports.weights[used] - 1).astype("<u2")
-    sizes = used.sum(axis=1).tolist()
     ids = np.ascontiguousarray(ids[:, : id_width(supports.vocab_size)])
+    low = (less[used] % NARROW).astype(np.uint8)
+    high = (less[wide] // NARROW).astype(np.uint8)
+    support_sizes, wide_sizes = used.sum(axis=1).tolist(), num_wide.tolist()
     blocks = []
-    row = entry = 0
+    row = entry = wide_entry = 0
     for length in lengths:
-        own = tuple(sizes[row : row + length])
-        end = entry + sum(own)
-        data = ids[entry:end].tobytes() + weights[entry:end].tobytes()
-        blocks.append(DraftDistributions(Encoding.SPARSE_UINT16, supports.vocab_size, data, own))
-        row, entry = row + length, end
+        own, own_wide = tuple(support_sizes[row : row + length]), tuple(wide_sizes[row : row + length])
+        end, wide_end = entry + sum(own), wide_entry + sum(own_wide)
+        data = ids[entry:end].tobytes() + low[entry:end].tobytes() + high[wide_entry:wide_end].tobytes()
+        blocks.append(DraftDistributions(Encoding.SPARSE_UINT16, supports.vocab_size, data, own, own_wide))
+        row, entry, wide_entry = row + length, end, wide_end
     return blocks
 
 
@@ -170,9 +182,11 @@ def _check_sizes(claim: Claim, target_vocab_size: int) -> None:
             raise BlockViolationError(Violation.ENCODING, message)
         if not 1 <= min(stated.support_sizes) <= max(stated.support_sizes) <= MAX_SUPPORT:
             raise BlockViolationError(Violation.ENCODING, f"a support has 1 to {MAX_SUPPORT} tokens")
-        expected = sum(stated.support_sizes) * (id_width(stated.vocab_size) + WEIGHT_BYTES)
+        if len(stated.wide_sizes) != length or any(map(gt, stated.wide_sizes, stated.support_sizes)):
+            raise BlockViolationError(Violation.ENCODING, "numbers of wide weights that do not fit the supports")
+        expected = sum(stated.support_sizes) * (id_width(stated.vocab_size) + 1) + sum(stated.wide_sizes)
     else:
-        if stated.support_sizes:
+        if stated.support_sizes or stated.wide_sizes:
             raise BlockViolationError(Violation.ENCODING, "support sizes without a sparse encoding")
         expected = length * position_bytes(stated.encoding, stated.vocab_size, 0)
     if len(stated.data) != expected:
@@ -196,23 +210,31 @@ def _decode_other(claim: Claim, target_vocab_size: int) -> Decoded | BlockViolat
     return DenseProbs((numbers / sums).astype(np.float32), target_vocab_size)
 
 
+def _split(stated: DraftDistributions) -> tuple[bytes, bytes, bytes]:
+    """Returns the ids, low bytes and high bytes of a sparse block whose sizes are right."""
+    entries = sum(stated.support_sizes)
+    border = entries * id_width(stated.vocab_size)
+    return stated.data[:border], stated.data[border : border + entries], stated.data[border + entries :]
+
+
 def _decode_sparse(claims: Sequence[Claim], target_vocab_size: int) -> list[Decoded | BlockViolationError]:
     """Decodes sparse blocks of one draft vocabulary whose sizes are right."""
     vocab_size = claims[0].distributions.vocab_size
     width = id_width(vocab_size)
-    parts = [claim.distributions.data for claim in claims]
-    borders = [len(data) // (width + WEIGHT_BYTES) * width for data in parts]
-    id_bytes = b"".join([data[:border] for data, border in zip(parts, borders, strict=True)])
-    weight_bytes = b"".join([data[border:] for data, border in zip(parts, borders, strict=True)])
-    sizes = np.array([size for claim in claims for size in claim.distributions.support_sizes])
+    all_stated = [claim.distributions for claim in claims]
+    id_bytes, low_bytes, high_bytes = (b"".join(parts) for parts in zip(*map(_split, all_stated), strict=True))
+    sizes = np.array([size for stated in all_stated for size in stated.support_sizes])
+    wide_sizes = np.array([size for stated in all_stated for size in stated.wide_sizes])
     columns = np.arange(sizes.max())
     used = columns < sizes[:, None]
+    wide = columns < wide_sizes[:, None]
     narrow = np.zeros((len(id_bytes) // width, 4), dtype=np.uint8)
     narrow[:, :width] = np.frombuffer(id_bytes, dtype=np.uint8).reshape(-1, width)
     token_ids = np.zeros(used.shape, dtype=np.int64)
     token_ids[used] = narrow.view("<u4")[:, 0]
     weights = np.zeros(used.shape, dtype=np.int64)
-    weights[used] = np.frombuffer(weight_bytes, dtype="<u2")
+    weights[used] = np.frombuffer(low_bytes, dtype=np.uint8)
+    weights[wide] += np.frombuffer(high_bytes, dtype=np.uint8).astype(np.int64) * NARROW
     weights += used
     tokens = np.array([token for claim in claims for token in claim.token_ids])[:, None]
 

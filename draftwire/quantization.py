@@ -9,7 +9,7 @@ MAX_SUPPORT = 256
 """Tokens of a sparse distribution, at most."""
 
 WEIGHT_BYTES = 2
-"""A weight is stored as one less, so that 65,536 fits too."""
+"""Of a weight, at most. It is stored as one less, so that 65,536 fits too."""
 
 
 class Encoding(Enum):
@@ -52,7 +52,7 @@ def id_width(vocab_size: int) -> int:
 
 
 def position_bytes(encoding: Encoding, vocab_size: int, max_support: int) -> int:
-    """Returns the most bytes that one position's distribution takes, its support size included."""
+    """Returns the most bytes that one position's distribution takes, its sizes included."""
     if encoding is Encoding.SPARSE_UINT16:
-        return max_support * (id_width(vocab_size) + WEIGHT_BYTES) + 2
+        return max_support * (id_width(vocab_size) + WEIGHT_BYTES) + 4
     return DENSE_BYTES.get(encoding, 0) * vocab_size

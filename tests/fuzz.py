@@ -82,19 +82,27 @@ def id_width(vocab_size: int) -> int:
     return 1 if vocab_size <= 2**8 else 2 if vocab_size <= 2**16 else 3 if vocab_size <= 2**24 else 4
 
 
-def read_sparse(data: bytes, sizes: Sequence[int], num_tokens: int, vocab_size: int) -> list[Row] | None:
-    width, total = id_width(vocab_size), sum(sizes)
-    if len(sizes) != num_tokens or len(data) != total * (width + 2):
+def read_sparse(stated: session_pb2.DraftDistributions, num_tokens: int) -> list[Row] | None:
+    data, sizes, wide_sizes = stated.data, stated.support_sizes, stated.wide_sizes
+    width, total = id_width(stated.vocab_size), sum(sizes)
+    if not len(sizes) == len(wide_sizes) == num_tokens or len(data) != total * (width + 1) + sum(wide_sizes):
         return None
     ids = [int.from_bytes(data[start : start + width], "little") for start in range(0, total * width, width)]
-    weights = struct.unpack_from(f"<{total}H", data, total * width)
-    rows, start = [], 0
-    for size in sizes:
-        row: Row = {ids[place]: weights[place] + 1 for place in range(start, start + size)}
-        if not 1 <= size <= 256 or len(row) != size or max(row) >= vocab_size or sum(row.values()) != TOTAL:
+    start, high = 0, total * (width + 1)
+    rows = []
+    for size, wide in zip(sizes, wide_sizes, strict=True):
+        row: Row = {}
+        for place in range(size):
+            weight = data[total * width + start + place] + 1
+            if place < wide:
+                weight += 256 * data[high + place]
+            row[ids[start + place]] = weight
+        if not 1 <= size <= 256 or wide > size or len(row) != size:
+            return None
+        if max(row) >= stated.vocab_size or sum(row.values()) != TOTAL:
             return None
         rows.append(row)
-        start += size
+        start, high = start + size, high + wide
     return rows
 
 
@@ -114,14 +122,14 @@ def read_dense(data: bytes, encoding: int, num_tokens: int, vocab_size: int) -> 
 def read(message: session_pb2.DraftBlock, target_vocab_size: int) -> list[Row] | None:
     """Returns what a block says of each of its tokens; None if it has to be refused."""
     stated, tokens = message.distributions, list(message.token_ids)
-    vocab_size, sizes, encoding = stated.vocab_size, list(stated.support_sizes), stated.encoding
+    vocab_size, encoding = stated.vocab_size, stated.encoding
     if message.parent_indices or not 1 <= len(tokens) <= MAX_DRAFT_TOKENS:
         return None
     if not 1 <= vocab_size <= target_vocab_size or max(tokens) >= vocab_size:
         return None
     if encoding == SPARSE:
-        rows = read_sparse(stated.data, sizes, len(tokens), vocab_size)
-    elif sizes:
+        rows = read_sparse(stated, len(tokens))
+    elif stated.support_sizes or stated.wide_sizes:
         return None
     elif encoding in DENSE:
         rows = read_dense(stated.data, encoding, len(tokens), vocab_size)
@@ -171,21 +179,35 @@ class Sample:
 
 
 def parted(generator: random.Random, total: int, count: int) -> list[int]:
-    """Returns positive integers of a sum."""
-    cuts = [0, *sorted(generator.sample(range(1, total), count - 1)), total]
-    return [end - start for start, end in pairwise(cuts)]
+    """Returns positive integers of a sum, alike or most of them small, in any order or falling."""
+    bound = generator.choice((total, 1_000))
+    cuts = [0, *sorted(generator.sample(range(1, bound), count - 1)), total]
+    parts = [end - start for start, end in pairwise(cuts)]
+    generator.shuffle(parts)
+    return sorted(parts, reverse=True) if generator.random() < 0.5 else parts
 
 
 def message_of(
-    generator: random.Random, encoding: int, vocab_size: int, tokens: list[int], data: bytes, sizes: Sequence[int] = ()
+    generator: random.Random, encoding: int, vocab_size: int, tokens: list[int], data: bytes
 ) -> session_pb2.DraftBlock:
     return session_pb2.DraftBlock(
         fence=session_pb2.Fence(session_id=generator.getrandbits(64), epoch=1, round=generator.randrange(500)),
         token_ids=tokens,
-        distributions=session_pb2.DraftDistributions(
-            encoding=encoding, vocab_size=vocab_size, data=data, support_sizes=sizes
-        ),
+        distributions=session_pb2.DraftDistributions(encoding=encoding, vocab_size=vocab_size, data=data),
     )
+
+
+def set_weights(generator: random.Random, stated: session_pb2.DraftDistributions, rows: list[list[int]]) -> None:
+    """Puts weights behind the ids of a sparse block, with as many high bytes as they need or with more."""
+    wide_sizes = []
+    for row in rows:
+        fewest = max((place for place, weight in enumerate(row, 1) if weight > 256), default=0)
+        wide_sizes.append(generator.choice((fewest, fewest, generator.randint(fewest, len(row)), len(row))))
+    low = [(weight - 1) % 256 for row in rows for weight in row]
+    high = [(weight - 1) // 256 for row, wide in zip(rows, wide_sizes, strict=True) for weight in row[:wide]]
+    stated.data = stated.data[: len(low) * id_width(stated.vocab_size)] + bytes(low + high)
+    stated.support_sizes[:] = map(len, rows)
+    stated.wide_sizes[:] = wide_sizes
 
 
 def sparse_sample(generator: random.Random, vocab_size: int, largest: int, smallest: int = 1) -> Sample:
@@ -196,9 +218,8 @@ def sparse_sample(generator: random.Random, vocab_size: int, largest: int, small
         rows.append(dict(zip(ids, parted(generator, TOTAL, size), strict=True)))
     tokens = [generator.choice(list(row)) for row in rows]
     id_bytes = b"".join(token.to_bytes(id_width(vocab_size), "little") for row in rows for token in row)
-    weight_bytes = b"".join(struct.pack("<H", int(weight) - 1) for row in rows for weight in row.values())
-    sizes = [len(row) for row in rows]
-    message = message_of(generator, SPARSE, vocab_size, tokens, id_bytes + weight_bytes, sizes)
+    message = message_of(generator, SPARSE, vocab_size, tokens, id_bytes)
+    set_weights(generator, message.distributions, [[int(weight) for weight in row.values()] for row in rows])
     return Sample(message.SerializeToString(), rows)
 
 
@@ -305,34 +326,36 @@ def change_ids(generator: random.Random, message: session_pb2.DraftBlock) -> Non
     stated.data = bytes(data)
 
 
+def sparse_weights(message: session_pb2.DraftBlock) -> list[list[int]]:
+    """Returns the weights of a valid block, none if it is not sparse."""
+    stated = message.distributions
+    rows = read_sparse(stated, len(message.token_ids)) if stated.encoding == SPARSE else None
+    return [[int(weight) for weight in row.values()] for row in rows or ()]
+
+
 def change_weights(generator: random.Random, message: session_pb2.DraftBlock) -> None:
     """Moves weight between entries of a sparse block, or adds some."""
-    stated = message.distributions
-    total = sum(stated.support_sizes)
-    if not total:
+    rows = sparse_weights(message)
+    if not rows:
         return
-    start = total * id_width(stated.vocab_size)
-    weights = list(struct.unpack_from(f"<{total}H", stated.data, start))
-    first, second = generator.choices(range(total), k=2)
-    step = generator.choice((1, -1, 1000, 65_535))
-    weights[first] = (weights[first] + step) % TOTAL
-    if generator.random() < 0.6:
-        weights[second] = (weights[second] - step) % TOTAL
-    stated.data = stated.data[:start] + struct.pack(f"<{total}H", *weights)
+    step = generator.choice((1, -1, 256, 1000, 65_535))
+    for signed in (step, -step) if generator.random() < 0.6 else (step,):
+        row = generator.choice(rows)
+        place = generator.randrange(len(row))
+        row[place] = (row[place] - 1 + signed) % TOTAL + 1
+    set_weights(generator, message.distributions, rows)
 
 
 def add_entry(generator: random.Random, message: session_pb2.DraftBlock) -> None:
     """Gives a part of a weight of a sparse block's last token to an id that it may not have had."""
-    stated = message.distributions
-    total = sum(stated.support_sizes)
-    if not total:
+    stated, rows = message.distributions, sparse_weights(message)
+    if not rows:
         return
-    border = total * id_width(stated.vocab_size)
-    (weight,) = struct.unpack("<H", stated.data[-2:])
-    part = struct.pack("<2H", max(0, weight - 1), 0)
-    new = generator.randrange(stated.vocab_size).to_bytes(id_width(stated.vocab_size), "little")
-    stated.data = stated.data[:border] + new + stated.data[border:-2] + part
-    stated.support_sizes[-1] += 1
+    width = id_width(stated.vocab_size)
+    new = generator.randrange(stated.vocab_size).to_bytes(width, "little")
+    stated.data = stated.data[: sum(stated.support_sizes) * width] + new
+    rows[-1][-1:] = [max(1, rows[-1][-1] - 1), 1]
+    set_weights(generator, stated, rows)
 
 
 def change_number(generator: random.Random, message: session_pb2.DraftBlock) -> None:
@@ -350,7 +373,7 @@ def change_number(generator: random.Random, message: session_pb2.DraftBlock) -> 
 
 
 def change_sizes(generator: random.Random, message: session_pb2.DraftBlock) -> None:
-    sizes = message.distributions.support_sizes
+    sizes = generator.choice((message.distributions.support_sizes, message.distributions.wide_sizes))
     if not sizes or generator.random() < 0.2:
         sizes.append(generator.choice((0, 1, 2, 2**32 - 1)))
         return
@@ -363,6 +386,27 @@ def change_sizes(generator: random.Random, message: session_pb2.DraftBlock) -> N
         sizes[place] += 1
         other = generator.randrange(len(sizes))
         sizes[other] = max(0, sizes[other] - 1)
+
+
+def change_high_bytes(generator: random.Random, message: session_pb2.DraftBlock) -> None:
+    """Gives or takes high bytes of a sparse block, so that the data is as long as its sizes say."""
+    stated, sizes = message.distributions, message.distributions.wide_sizes
+    if not sizes:
+        return
+    place, manner = generator.randrange(len(sizes)), generator.randrange(8)
+    own, support = sizes[place], stated.support_sizes[place]
+    end = len(stated.data) - sum(sizes[place + 1 :])
+    new = max(0, generator.choice((0, own - 1, own + 1, support, support + 1, 257)))
+    high = b""
+    if manner == 0:
+        del sizes[place]
+    elif manner == 1:
+        high = stated.data[end - own : end] + bytes(new)
+        sizes.insert(place + 1, new)
+    else:
+        high = stated.data[end - own : end][:new].ljust(new, generator.choice((b"\x00", b"\x01")))
+        sizes[place] = new
+    stated.data = stated.data[: end - own] + high + stated.data[end:]
 
 
 def change_vocabulary(generator: random.Random, message: session_pb2.DraftBlock) -> None:
@@ -404,6 +448,7 @@ FieldMutation = Callable[[random.Random, session_pb2.DraftBlock], None]
 FIELD_MUTATIONS: list[FieldMutation] = [
     *(change_data, change_sizes, change_vocabulary, change_tokens, change_encoding),
     *(change_ids, change_ids, change_weights, change_weights, add_entry, change_number, change_number),
+    *(change_sizes, change_high_bytes, change_high_bytes),
 ]
 RARE_MUTATIONS: list[FieldMutation] = [add_parent, drop_part]
 

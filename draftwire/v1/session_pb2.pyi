@@ -33,8 +33,10 @@ class _DistributionEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_
     """No data: every token was the only one its position could have."""
     DISTRIBUTION_ENCODING_SPARSE_UINT16: _DistributionEncoding.ValueType  # 3
     """Per position a support of 1 to 256 token ids with integer weights that sum to 65,536, 1 or more each; other tokens
-    are impossible. First the ids of all positions, each in the fewest whole bytes that hold vocab_size - 1; then all
-    weights less one, uint16. The ids of one position differ; their order is free.
+    are impossible. First the ids of all positions, each in the fewest whole bytes that hold vocab_size - 1. A weight
+    less one is a uint16: then come the low bytes of all, then the high bytes of each position's first wide_sizes; the
+    others' are 0. The ids of one position differ; their order is free, and the fewest bytes are taken if the weights
+    fall.
     """
     DISTRIBUTION_ENCODING_NONE: _DistributionEncoding.ValueType  # 4
     """No data: nothing is said, for rules that do not ask. Others refuse the block."""
@@ -52,8 +54,10 @@ DISTRIBUTION_ENCODING_ONE_HOT: DistributionEncoding.ValueType  # 2
 """No data: every token was the only one its position could have."""
 DISTRIBUTION_ENCODING_SPARSE_UINT16: DistributionEncoding.ValueType  # 3
 """Per position a support of 1 to 256 token ids with integer weights that sum to 65,536, 1 or more each; other tokens
-are impossible. First the ids of all positions, each in the fewest whole bytes that hold vocab_size - 1; then all
-weights less one, uint16. The ids of one position differ; their order is free.
+are impossible. First the ids of all positions, each in the fewest whole bytes that hold vocab_size - 1. A weight
+less one is a uint16: then come the low bytes of all, then the high bytes of each position's first wide_sizes; the
+others' are 0. The ids of one position differ; their order is free, and the fewest bytes are taken if the weights
+fall.
 """
 DISTRIBUTION_ENCODING_NONE: DistributionEncoding.ValueType  # 4
 """No data: nothing is said, for rules that do not ask. Others refuse the block."""
@@ -259,6 +263,7 @@ class DraftDistributions(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     SUPPORT_SIZES_FIELD_NUMBER: _builtins.int
+    WIDE_SIZES_FIELD_NUMBER: _builtins.int
     encoding: Global___DistributionEncoding.ValueType
     """Layout of `data`."""
     vocab_size: _builtins.int
@@ -269,6 +274,10 @@ class DraftDistributions(_message.Message):
     def support_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids at each position of a sparse encoding; empty otherwise."""
 
+    @_builtins.property
+    def wide_sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of a position's weights have a high byte, of a sparse encoding; empty otherwise."""
+
     def __init__(
         self,
         *,
@@ -276,10 +285,11 @@ class DraftDistributions(_message.Message):
         vocab_size: _builtins.int = ...,
         data: _builtins.bytes = ...,
         support_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        wide_sizes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "encoding", b"encoding", "support_sizes", b"support_sizes", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "encoding", b"encoding", "support_sizes", b"support_sizes", "vocab_size", b"vocab_size", "wide_sizes", b"wide_sizes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

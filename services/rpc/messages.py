@@ -108,6 +108,7 @@ def block_to_proto(block: DraftBlock) -> session_pb2.DraftBlock:
             vocab_size=block.distributions.vocab_size,
             data=block.distributions.data,
             support_sizes=block.distributions.support_sizes,
+            wide_sizes=block.distributions.wide_sizes,
         ),
         calibration_duration_us=block.timings.calibration_us,
         draft_duration_us=block.timings.draft_us,
@@ -152,7 +153,11 @@ def _claim_from_proto(message: session_pb2.DraftBlock, max_draft_tokens: int) ->
             Violation.LENGTH, f"block of {len(message.token_ids)} draft tokens, the limit is {max_draft_tokens}"
         )
     distributions = DraftDistributions(
-        _ENCODINGS[stated.encoding], stated.vocab_size, stated.data, tuple(stated.support_sizes)
+        _ENCODINGS[stated.encoding],
+        stated.vocab_size,
+        stated.data,
+        tuple(stated.support_sizes),
+        tuple(stated.wide_sizes),
     )
     return Claim(list(message.token_ids), distributions)
 

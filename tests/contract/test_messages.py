@@ -66,6 +66,7 @@ DISTRIBUTIONS = st.builds(
     vocab_size=UINT32,
     data=st.binary(max_size=40),
     support_sizes=st.lists(UINT32, max_size=6).map(tuple),
+    wide_sizes=st.lists(UINT32, max_size=6).map(tuple),
 )
 """Any: what is said is checked after the wire."""
 TARGET_SPECS = st.builds(
@@ -116,7 +117,11 @@ BLOCK = DraftBlock(
     fence=FENCE,
     token_ids=[7, 300],
     distributions=DraftDistributions(
-        Encoding.SPARSE_UINT16, 301, bytes.fromhex("0700 2c01 2c01ff3f ffbf ffff"), support_sizes=(2, 1)
+        Encoding.SPARSE_UINT16,
+        301,
+        bytes.fromhex("0700 2c01 0500 2c01 ff9b63 ff bf3f ff"),
+        support_sizes=(3, 1),
+        wide_sizes=(2, 1),
     ),
     attempt=2,
     timings=DraftTimings(calibration_us=10, draft_us=200),
@@ -136,11 +141,15 @@ GOLDEN_BLOCK_END = bytes.fromhex(
 GOLDEN_BLOCK = (
     GOLDEN_BLOCK_START
     + bytes.fromhex(
-        "2a 17"  # 5: distributions, 23 bytes
+        "2a 1e"  # 5: distributions, 30 bytes
         "08 03"  # 1: encoding, sparse uint16
         "10 ad02"  # 2: vocab_size
-        "1a 0c 0700 2c01 2c01 ff3f ffbf ffff"  # 3: data: ids 7 and 300, 300; weights 16,384 and 49,152, 65,536, less 1
-        "22 02 0201"  # 4: support_sizes, packed
+        "1a 0f"  # 3: data, 15 bytes
+        "0700 2c01 0500 2c01"  # ids 7, 300 and 5; 300
+        "ff 9b 63 ff"  # low bytes of weights less one: 49,152, 16,284 and 100; 65,536
+        "bf 3f ff"  # high bytes of the first two; of the only one
+        "22 02 0301"  # 4: support_sizes, packed
+        "2a 02 0201"  # 5: wide_sizes, packed
     )
     + GOLDEN_BLOCK_END
 )
@@ -347,6 +356,7 @@ def test_draft_block_travels_with_all_it_says(
     assert message.distributions.vocab_size == distributions.vocab_size
     assert message.distributions.data == distributions.data
     assert tuple(message.distributions.support_sizes) == distributions.support_sizes
+    assert tuple(message.distributions.wide_sizes) == distributions.wide_sizes
     (block,) = messages.blocks_from_proto([message], DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS)
     assert (block.fence, block.attempt, block.timings, block.drafter_id) == (fence, attempt, timings, DRAFTER_ID)
     assert block.has_distributions == (distributions.encoding is not Encoding.NONE)
@@ -362,8 +372,8 @@ def test_blocks_of_one_message_keep_their_order_and_what_was_drawn_from(
     for fence, encoding, length in parts:
         distributions = DraftDistributions(encoding, 4)
         if encoding is Encoding.SPARSE_UINT16:
-            data = bytes([3, 1] * length) + bytes.fromhex("feff 0000") * length
-            distributions = DraftDistributions(encoding, 4, data, (2,) * length)
+            data = bytes([3, 1] * length) + bytes.fromhex("fe00") * length + bytes.fromhex("ff") * length
+            distributions = DraftDistributions(encoding, 4, data, (2,) * length, (1,) * length)
         elif encoding in (Encoding.DENSE_FLOAT32, Encoding.DENSE_FLOAT16):
             distributions = encode_dense(encoding, np.array([[0.0, 0.25, 0.25, 0.5]] * length).reshape(length, 4))
         blocks.append(DraftBlock(fence, [3] * length, distributions))
@@ -505,8 +515,9 @@ def test_draft_block_has_its_golden_bytes() -> None:
         *(BLOCK.attempt, BLOCK.timings),
     )
     assert isinstance(block.draft, Supports)
-    assert (block.draft.weights.tolist(), block.draft.vocab_size) == ([[16_384, 49_152], [65_536, 0]], VOCAB_SIZE)
-    assert block.draft.token_ids[0].tolist() == [7, 300]
+    assert block.draft.weights.tolist() == [[49_152, 16_284, 100], [65_536, 0, 0]]
+    assert block.draft.vocab_size == VOCAB_SIZE
+    assert block.draft.token_ids[0].tolist() == [7, 300, 5]
     assert block.draft.token_ids[1, 0] == 300
 
 
@@ -600,8 +611,8 @@ def test_refusal_says_which_drafter_is_in_quarantine_or_that_none_is(drafter_id:
     assert refused.quarantined_drafter_id == (drafter_id or 0)
 
 
-def test_protocol_version_is_that_of_sparse_distributions() -> None:
-    assert PROTOCOL_VERSION == 4
+def test_protocol_version_is_that_of_wide_sizes() -> None:
+    assert PROTOCOL_VERSION == 5
 
 
 @pytest.mark.parametrize("length", [0, 15, 17, 32])

@@ -2,9 +2,10 @@
 
 import math
 import random
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -50,17 +51,34 @@ class Block:
     token_ids: list[int]
 
 
+def fewest_wide(weights: Sequence[int]) -> int:
+    return max((place for place, weight in enumerate(weights, 1) if weight > 256), default=0)
+
+
+def weight_bytes(rows: Sequence[Sequence[int]], wide_sizes: Sequence[int]) -> bytes:
+    """Returns the low bytes of all weights, and the high bytes of so many of each row."""
+    low = [(weight - 1) % 256 for row in rows for weight in row]
+    high = [(weight - 1) // 256 for row, size in zip(rows, wide_sizes, strict=True) for weight in row[:size]]
+    return bytes(low + high)
+
+
 @st.composite
 def sparse_blocks(draw: st.DrawFn, vocab_size: int) -> Block:
+    """Weights of any size and most of them small, in any order and falling."""
     rows: list[Row] = []
+    generator = draw(GENERATORS)
     for _ in range(draw(st.integers(1, 5))):
         ids = draw(
             st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=min(12, vocab_size), unique=True)
             | st.just(list(range(vocab_size - 1, max(-1, vocab_size - 1 - MAX_SUPPORT), -1)))
         )
-        cuts = draw(GENERATORS).sample(range(1, TOTAL_WEIGHT), len(ids) - 1)
-        borders = [0, *sorted(cuts), TOTAL_WEIGHT]
-        rows.append({token: borders[place + 1] - borders[place] for place, token in enumerate(ids)})
+        bound = draw(st.sampled_from((TOTAL_WEIGHT, 2_000)))
+        borders = [0, *sorted(generator.sample(range(1, bound), len(ids) - 1)), TOTAL_WEIGHT]
+        weights = [end - start for start, end in pairwise(borders)]
+        generator.shuffle(weights)
+        if draw(st.booleans()):
+            weights.sort(reverse=True)
+        rows.append(dict(zip(ids, weights, strict=True)))
     return Block(vocab_size, rows, [draw(st.sampled_from(list(row))) for row in rows])
 
 
@@ -108,20 +126,70 @@ def test_sparse_blocks_of_all_vocabularies_come_back_to_the_integer_and_in_their
 @UNHURRIED
 def test_a_block_takes_its_ids_its_weights_and_nothing_more(block: Block, generator: random.Random) -> None:
     (stated,) = encode_sparse(supports_of([block], generator), [len(block.rows)])
-    ids = [token for row in block.rows for token in row]
-    weights = [weight for row in block.rows for weight in row.values()]
     width = 1 if block.vocab_size <= 256 else 2 if block.vocab_size <= 65_536 else 3
-    expected = b"".join(token.to_bytes(width, "little") for token in ids)
-    assert stated.data == expected + struct.pack(f"<{len(weights)}H", *(weight - 1 for weight in weights))
+    ids = b"".join(token.to_bytes(width, "little") for row in block.rows for token in row)
+    weights = [list(row.values()) for row in block.rows]
+    wide_sizes = [fewest_wide(row) for row in weights]
+    assert stated.data == ids + weight_bytes(weights, wide_sizes)
     assert stated.support_sizes == tuple(len(row) for row in block.rows)
+    assert stated.wide_sizes == tuple(wide_sizes)
     assert (stated.encoding, stated.vocab_size) == (Encoding.SPARSE_UINT16, block.vocab_size)
+
+
+@given(st.sampled_from(VOCAB_SIZES).flatmap(sparse_blocks), GENERATORS)
+@UNHURRIED
+def test_falling_weights_take_the_fewest_bytes(block: Block, generator: random.Random) -> None:
+    falling = [dict(sorted(row.items(), key=itemgetter(1), reverse=True)) for row in block.rows]
+    shuffled = [dict(generator.sample(list(row.items()), len(row))) for row in block.rows]
+    in_orders = [replace(block, rows=rows) for rows in (falling, shuffled)]
+    first, other = encode_sparse(supports_of(in_orders, generator), [len(block.rows)] * 2)
+    assert first.wide_sizes == tuple(sum(weight > 256 for weight in row.values()) for row in falling)
+    assert len(first.data) <= len(other.data)
+    assert all(size <= more for size, more in zip(first.wide_sizes, other.wide_sizes, strict=True))
+    for stated, rows in ((first, falling), (other, shuffled)):
+        assert used_rows(decode_one(Claim(block.token_ids, stated), TARGET)) == [list(row.items()) for row in rows]
+
+
+@given(st.sampled_from(VOCAB_SIZES).flatmap(sparse_blocks), GENERATORS)
+@UNHURRIED
+def test_more_high_bytes_than_are_needed_mean_the_same(block: Block, generator: random.Random) -> None:
+    rows = [list(row.items()) for row in block.rows]
+    fewest = [fewest_wide(list(row.values())) for row in block.rows]
+    some = [generator.randint(size, len(row)) for size, row in zip(fewest, rows, strict=True)]
+    for wide_sizes in (fewest, some, [len(row) for row in rows]):
+        claim = sparse_claim(rows, block.token_ids, block.vocab_size, id_width(block.vocab_size), wide_sizes)
+        assert used_rows(decode_one(claim, TARGET)) == rows
+
+
+@pytest.mark.parametrize(
+    ("weights", "wide_size"),
+    [
+        ([65_536], 1),
+        ([65_280, 256], 1),
+        ([65_279, 257], 2),
+        ([256, 65_280], 2),
+        ([256, 65_279, 1], 2),
+        ([32_768, 1, 32_767], 3),
+        ([256] * 256, 0),
+        ([257, 255] + [256] * 254, 1),
+        ([255] + [256] * 254 + [257], 256),
+    ],
+    ids=lambda value: None if isinstance(value, int) else f"{len(value)} from {value[0]}",
+)
+def test_high_bytes_end_with_the_last_weight_above_256(weights: list[int], wide_size: int) -> None:
+    row = dict(enumerate(weights))
+    (stated,) = encode_sparse(supports_of([Block(256, [row], [0])], random.Random(0)), [1])
+    assert stated.wide_sizes == (wide_size,)
+    assert len(stated.data) == 2 * len(weights) + wide_size
+    assert used_rows(decode_one(Claim([0], stated), 256)) == [list(row.items())]
 
 
 def test_blocks_of_one_batch_get_their_own_rows_even_where_one_has_none() -> None:
     supports = Supports(np.array([[3, 1], [2, 0], [0, 1]]), np.array([[65_535, 1], [65_536, 0], [1, 65_535]]), 4)
     encoded = encode_sparse(supports, [1, 0, 2])
     assert [stated.support_sizes for stated in encoded] == [(2,), (), (1, 2)]
-    assert [stated.data.hex() for stated in encoded] == ["0301feff0000", "", "020001" + "ffff0000feff"]
+    assert [stated.wide_sizes for stated in encoded] == [(1,), (), (1, 2)]
+    assert [stated.data.hex() for stated in encoded] == ["0301fe00ff", "", "020001ff00feff00ff"]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +201,7 @@ def test_id_takes_the_fewest_bytes_that_hold_the_largest(vocab_size: int, width:
 
 
 def test_most_bytes_of_a_position_are_those_of_its_largest_support() -> None:
-    assert position_bytes(Encoding.SPARSE_UINT16, 151_936, 64) == 64 * 5 + 2
+    assert position_bytes(Encoding.SPARSE_UINT16, 151_936, 64) == 64 * 5 + 4
     assert position_bytes(Encoding.DENSE_FLOAT32, 1000, 64) == 4000
     assert position_bytes(Encoding.DENSE_FLOAT16, 1000, 64) == 2000
     assert position_bytes(Encoding.ONE_HOT, 1000, 64) == position_bytes(Encoding.NONE, 1000, 64) == 0
@@ -142,17 +210,20 @@ def test_most_bytes_of_a_position_are_those_of_its_largest_support() -> None:
 # Golden bytes
 
 GOLDEN_SPARSE = (
-    "050000 400d03 ff0000"  # ids 5 and 200,000 of the first token, 255 of the second: 3 bytes each
-    "fe7f 0080 ffff"  # weights less one: 32,767 and 32,769; 65,536
+    "400d03 050000 010000 ff0000"  # ids 200,000, 5 and 1 of the first token, 255 of the second: 3 bytes each
+    "00 9b 62 ff"  # low bytes of weights less one: 32,769, 32,668 and 99; 65,536
+    "80 7f ff"  # high bytes of those of them that have one: 2; 1
 )
 
 
 def test_sparse_block_has_its_golden_bytes() -> None:
-    supports = Supports(np.array([[5, 200_000], [255, 0]]), np.array([[32_767, 32_769], [65_536, 0]]), 200_001)
-    (stated,) = encode_sparse(supports, [2])
+    token_ids = np.array([[200_000, 5, 1], [255, 0, 0]])
+    weights = np.array([[32_769, 32_668, 99], [65_536, 0, 0]])
+    (stated,) = encode_sparse(Supports(token_ids, weights, 200_001), [2])
     assert stated.data.hex() == GOLDEN_SPARSE.replace(" ", "")
+    assert (stated.support_sizes, stated.wide_sizes) == ((3, 1), (2, 1))
     decoded = decode_one(Claim([200_000, 255], stated), 200_001)
-    assert used_rows(decoded) == [[(5, 32_767), (200_000, 32_769)], [(255, 65_536)]]
+    assert used_rows(decoded) == [[(200_000, 32_769), (5, 32_668), (1, 99)], [(255, 65_536)]]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +237,7 @@ def test_dense_block_has_its_golden_bytes(encoding: Encoding, golden: str) -> No
     rows = np.array([[0.25, 0.75], [1.0, 0.0]], dtype=DENSE_FORMATS[encoding])
     stated = encode_dense(encoding, rows)
     assert (stated.encoding, stated.vocab_size, stated.data.hex()) == (encoding, 2, golden)
-    assert stated.support_sizes == ()
+    assert stated.support_sizes == stated.wide_sizes == ()
     decoded = decode_one(Claim([1, 0], stated), 2)
     assert isinstance(decoded, DenseProbs)
     assert decoded.probs.tolist() == rows.tolist()
@@ -270,13 +341,19 @@ def test_rows_without_data_have_all_mass_at_the_drafted_tokens(encoding: Encodin
 
 
 def sparse_claim(
-    rows: Sequence[Sequence[tuple[int, int]]], token_ids: list[int], vocab_size: int = 10, width: int = 1
+    rows: Sequence[Sequence[tuple[int, int]]],
+    token_ids: list[int],
+    vocab_size: int = 10,
+    width: int = 1,
+    wide_sizes: Sequence[int] | None = None,
 ) -> Claim:
-    """Encodes rows that `encode_sparse` would not be given."""
-    entries = [entry for row in rows for entry in row]
-    data = b"".join(token.to_bytes(width, "little") for token, _ in entries)
-    data += struct.pack(f"<{len(entries)}H", *(weight - 1 for _, weight in entries))
-    return Claim(token_ids, DraftDistributions(Encoding.SPARSE_UINT16, vocab_size, data, tuple(map(len, rows))))
+    """Encodes rows that `encode_sparse` would not be given, by default with no more high bytes than they need."""
+    weights = [[weight for _, weight in row] for row in rows]
+    own_wide = tuple(map(fewest_wide, weights) if wide_sizes is None else wide_sizes)
+    data = b"".join(token.to_bytes(width, "little") for row in rows for token, _ in row)
+    data += weight_bytes(weights, own_wide)
+    sizes = tuple(map(len, rows))
+    return Claim(token_ids, DraftDistributions(Encoding.SPARSE_UINT16, vocab_size, data, sizes, own_wide))
 
 
 def dense_claim(encoding: Encoding, rows: Sequence[Sequence[float]], token_ids: list[int]) -> Claim:
@@ -287,8 +364,12 @@ def dense_claim(encoding: Encoding, rows: Sequence[Sequence[float]], token_ids: 
 HALF = 32_768
 GOOD_ROW = [(3, HALF), (7, HALF)]
 SPARSE = sparse_claim([GOOD_ROW, [(9, TOTAL_WEIGHT)]], [7, 9])
+FALLING = [(3, 65_000), (7, 300), (4, 200), (5, 36)]
+PARTLY_WIDE = sparse_claim([FALLING, GOOD_ROW], [5, 3])
 GOOD = [
     SPARSE,
+    PARTLY_WIDE,
+    sparse_claim([FALLING, FALLING], [3, 4], wide_sizes=[3, 4]),
     sparse_claim([[(5, 1), (299, 65_535)]], [5], 300, width=2),
     dense_claim(Encoding.DENSE_FLOAT32, [[0.5, 0.25, 0.25]], [1]),
     dense_claim(Encoding.DENSE_FLOAT16, [[0.5, 0.25, 0.25]], [2]),
@@ -318,6 +399,12 @@ def dense_beside_good(row: Sequence[float]) -> list[Claim]:
 DATALESS = [Claim([2, 2], DraftDistributions(encoding, 10)) for encoding in (Encoding.ONE_HOT, Encoding.NONE)]
 DENSE = [dense_claim(encoding, [[0.5, 0.25, 0.25]] * 2, [0, 2]) for encoding in DENSE_FORMATS]
 EVERY = [SPARSE, *DATALESS, *DENSE]
+
+
+def high_changed(wide_sizes: tuple[int, ...], high: str) -> Claim:
+    """Returns what `PARTLY_WIDE` is with other high bytes; its own are fd01 7f7f."""
+    return changed(PARTLY_WIDE, wide_sizes=wide_sizes, data=PARTLY_WIDE.distributions.data[:12] + bytes.fromhex(high))
+
 
 BROKEN: dict[str, tuple[Violation, list[Claim]]] = {
     "id as large as the vocabulary": (Violation.TOKEN_ID, beside_good([(3, HALF), (10, HALF)])),
@@ -379,6 +466,52 @@ BROKEN: dict[str, tuple[Violation, list[Claim]]] = {
     "support sizes without sparse data": (
         Violation.ENCODING,
         [changed(claim, support_sizes=(1, 1)) for claim in (*DATALESS, *DENSE)],
+    ),
+    "wide sizes without sparse data": (
+        Violation.ENCODING,
+        [changed(claim, wide_sizes=sizes) for claim in (*DATALESS, *DENSE) for sizes in ((0,), (0, 0), (1, 1))],
+    ),
+    "one wide size too few": (
+        Violation.ENCODING,
+        [high_changed((2,), "fd01"), high_changed((4,), "fd017f7f"), changed(PARTLY_WIDE, wide_sizes=(2,))],
+    ),
+    "one wide size too many": (
+        Violation.ENCODING,
+        [high_changed(sizes, "fd017f7f") for sizes in ((2, 2, 0), (0, 2, 2))] + [high_changed((2, 2, 1), "fd017f7f00")],
+    ),
+    "no wide sizes": (Violation.ENCODING, [changed(PARTLY_WIDE, wide_sizes=()), high_changed((), "")]),
+    "wide size above its support's": (
+        Violation.ENCODING,
+        [
+            high_changed((1, 3), "fd017f7f"),
+            high_changed((2, 3), "fd017f7f00"),
+            high_changed((5, 2), "fd010000007f7f"),
+            high_changed((5, 0), "fd01000000"),
+        ],
+    ),
+    "wide size of all numbers": (
+        Violation.ENCODING,
+        [changed(PARTLY_WIDE, wide_sizes=sizes) for sizes in ((2**32 - 1, 2), (2, 2**32 - 1))],
+    ),
+    "high byte that is not there": (
+        Violation.ENCODING,
+        [high_changed((2, 2), "fd017f"), high_changed((3, 2), "fd017f7f"), high_changed((2, 2), "")],
+    ),
+    "high byte that is none's": (
+        Violation.ENCODING,
+        [high_changed((2, 2), "fd017f7f00"), high_changed((1, 2), "fd017f7f"), high_changed((0, 0), "fd017f7f")],
+    ),
+    "high bytes left out": (
+        Violation.WEIGHTS,
+        [high_changed((1, 2), "fd7f7f"), high_changed((2, 1), "fd017f"), high_changed((0, 0), "")],
+    ),
+    "high bytes of another row": (
+        Violation.WEIGHTS,
+        [high_changed((3, 1), "fd017f7f"), high_changed((4, 0), "fd017f7f")],
+    ),
+    "high byte of a narrow weight": (
+        Violation.WEIGHTS,
+        [high_changed((3, 2), "fd01017f7f"), high_changed((4, 2), "fd0100ff7f7f")],
     ),
     "NaN": (Violation.WEIGHTS, dense_beside_good([0.5, 0.5, math.nan])),
     "NaN alone": (Violation.WEIGHTS, dense_beside_good([math.nan] * 3)),

@@ -26,6 +26,7 @@ FAULTS = {
     "any draft token": ("_decode_sparse", "~((token_ids == tokens) & used)", "(weights < 0)"),
     "fillers are possible draft tokens": ("_decode_sparse", "((token_ids == tokens) & used)", "(token_ids == tokens)"),
     "one bad block spoils the last": ("_decode_sparse", "results[block] =", "results[-1] ="),
+    "high bytes wrap": ("_decode_sparse", ".astype(np.int64) * NARROW", ".astype(np.int8).astype(np.int64) * NARROW"),
     "high byte of an id is lost": ("_decode_sparse", "narrow[:, :width] =", "narrow[:, :min(width, 2)] ="),
     "negative numbers": ("_decode_other", "numbers >= 0.0", "numbers > -1.0"),
     "dense rows of any sum": ("_decode_other", "SUM_ERRORS[stated.encoding]", "9.0"),
@@ -44,8 +45,57 @@ FAULTS = {
     "draft token beyond the vocabulary": ("_check_sizes", "max(claim.token_ids) >=", "max(claim.token_ids) >"),
     "support sizes for other blocks": ("_check_sizes", "len(stated.support_sizes) != length", "False"),
     "supports of any size": ("_check_sizes", "<= MAX_SUPPORT:", "<= 2**40:"),
-    "support sizes of dense blocks": ("_check_sizes", "if stated.support_sizes:", "if False:"),
+    "support sizes of dense blocks": (
+        "_check_sizes",
+        "stated.support_sizes or stated.wide_sizes:",
+        "stated.wide_sizes:",
+    ),
+    "wide sizes of dense blocks": (
+        "_check_sizes",
+        "stated.support_sizes or stated.wide_sizes:",
+        "stated.support_sizes:",
+    ),
+    "wide sizes for other blocks": ("_check_sizes", "len(stated.wide_sizes) != length", "False"),
+    "wide sizes for longer blocks": (
+        "_check_sizes",
+        "len(stated.wide_sizes) != length",
+        "len(stated.wide_sizes) < length",
+    ),
+    "wide sizes for shorter blocks": (
+        "_check_sizes",
+        "len(stated.wide_sizes) != length",
+        "len(stated.wide_sizes) > length",
+    ),
+    "wide sizes above the supports": (
+        "_check_sizes",
+        "any(map(gt, stated.wide_sizes, stated.support_sizes))",
+        "False",
+    ),
+    "wide sizes above the supports but not their sum": (
+        "_check_sizes",
+        "any(map(gt, stated.wide_sizes, stated.support_sizes))",
+        "sum(stated.wide_sizes) > sum(stated.support_sizes)",
+    ),
+    "supports must be wide": (
+        "_check_sizes",
+        "gt, stated.wide_sizes, stated.support_sizes",
+        "gt, stated.support_sizes, stated.wide_sizes",
+    ),
+    "high bytes are not data": ("_check_sizes", "+ sum(stated.wide_sizes)", ""),
     "data of any size": ("_check_sizes", "len(stated.data) != expected", "len(stated.data) < expected"),
+    "data that ends early": ("_check_sizes", "len(stated.data) != expected", "len(stated.data) > expected"),
+    "high bytes are low ones": ("_decode_sparse", "* NARROW", "* 1"),
+    "high bytes of the last weights": (
+        "_decode_sparse",
+        "wide = columns < wide_sizes[:, None]",
+        "wide = used & (columns >= (sizes - wide_sizes)[:, None])",
+    ),
+    "high bytes from behind": ("_decode_sparse", "high_bytes, dtype=np.uint8)", "high_bytes, dtype=np.uint8)[::-1]"),
+    "high bytes come first": (
+        "_split",
+        "stated.data[border : border + entries], stated.data[border + entries :]",
+        "stated.data[-entries:], stated.data[border:-entries]",
+    ),
 }
 
 
