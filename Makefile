@@ -5,7 +5,7 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 SOURCES := draftwire services tests benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-fast check-rules fuzz lint format types protos protos-check install clean
+.PHONY: demo test test-fast check-rules fuzz chaos lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
@@ -21,6 +21,9 @@ check-rules: $(INSTALLED)  ## prove every verification rule by enumeration
 
 fuzz: $(INSTALLED)  ## feed a million broken draft blocks to the decoder
 	$(BIN)/python -m tests.fuzz --messages 1000000
+
+chaos: $(INSTALLED)  ## break services and links at random under load, and check every token
+	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
 
 lint: $(INSTALLED)  ## style of code and protos
 	$(BIN)/ruff check $(SOURCES)

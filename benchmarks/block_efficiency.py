@@ -9,7 +9,8 @@ one process, and each drafted block is asked what either rule is expected to acc
     token: sum over i of prod over j <= i of min(1, r_j)        block: sum over i of a_i
 
 with r_j the ratio of target to draft probability of draft token j and a_i the block weights. The prediction is paired:
-both sums come from the same blocks. Intervals are 95 %, by bootstrap over the prompts.
+both sums come from the same blocks. Drafts are as `draftwire up` makes them, with up to 512 tokens a position.
+Intervals are 95 %, by bootstrap over the prompts.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported; its threads share two cores
 
@@ -34,6 +36,7 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.loading import load_model
+from draftwire.quantization import Quantization
 from draftwire.sampling import SamplingParams
 from draftwire.services.local_stack import LocalStack
 from draftwire.verification import RULES, LawRule
@@ -112,11 +115,14 @@ def measure(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
 
 def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Counts]:
     """Continues every prompt in this process and asks each block what either rule would accept."""
-    target, drafter = (load_model(options["model"]) for options in _models(arguments))
+    models = _models(arguments)
+    target, drafter = (load_model(options["model"]) for options in models)
+    quantization = Quantization(mass=models[1]["draft_mass"], max_support=models[1]["draft_max_support"])
     context_length = drafter.description.context_length
     cached_target = CachedModel(target.model, context_length)
-    strategy = LanguageModelDrafter(CachedModel(drafter.model, context_length), context_length)
-    tokenizer = AutoTokenizer.from_pretrained(_models(arguments)[0]["model"])
+    cached_drafter = CachedModel(drafter.model, context_length)
+    strategy = LanguageModelDrafter(cached_drafter, context_length, quantization=quantization)
+    tokenizer = AutoTokenizer.from_pretrained(models[0]["model"])
     counts: dict[str, list[tuple[float, int, int]]] = {rule: [] for rule in PREDICTED}
     sampling = SamplingParams(arguments.temperature)
     for seed, prompt in track(list(enumerate(prompts)), "prediction"):
@@ -136,7 +142,7 @@ def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
     return {rule: np.array(rows, dtype=np.float64) for rule, rows in counts.items()}
 
 
-def _models(arguments: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
+def _models(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     options = stack_options(arguments.target, arguments.drafter, arguments.block_length)
     return options["verifier"], options["drafter"]
 

@@ -62,7 +62,7 @@ BLOCK_LENGTH, SUPPORT, BATCH = 8, 32, 16
 
 TEMPERATURES = (1.0, 0.6, 0.2)
 MASSES = (0.9, 0.95, 0.98, 0.99, 0.995, 1.0)
-CAPS = (8, 16, 32, 64, 128, 256)
+CAPS = (8, 16, 32, 64, 128, 256, 512, 1024)
 DEFAULT = Quantization()
 DENSE = Quantization(Encoding.DENSE_FLOAT32)
 
@@ -475,7 +475,8 @@ def main() -> None:
         report["codec"] = measure_codec(arguments.repetitions)
         print_table("Codec, microseconds per block of 8, 151,936 tokens", report["codec"])
     if "settings" in arguments.parts:
-        report |= measure_settings(pair, prompts[:40], prompts[40:], num_tokens)
+        half = len(prompts) // 2
+        report |= measure_settings(pair, prompts[:half], prompts[half:], num_tokens)
     if "rules" in arguments.parts:
         report["rules"] = measure_rules(pair, prompts, num_tokens, arguments.block_lengths)
         print_table("Default against dense distributions, T = 1", report["rules"])

@@ -6,6 +6,9 @@ RETRY_KEY = "grpc-retry-pushback-ms"
 """Trailing metadata of a full server: when to try again, milliseconds. gRPC itself reads it where a client has retries
 configured. Source: gRPC proposal A6, "Client Retries"."""
 
+GENERATED_KEY = "draftwire-generated-tokens"
+"""Trailing metadata of a completion that was interrupted: how many tokens it had."""
+
 
 class DraftwireError(Exception):
     """Base of all errors that are meant to be read by whoever caused them. The message holds no prompt and no token."""
@@ -13,6 +16,10 @@ class DraftwireError(Exception):
 
 class InvalidRequestError(DraftwireError):
     """A parameter is missing, out of range or not supported. Retrying does not help."""
+
+
+class UnauthenticatedError(DraftwireError):
+    """The caller did not show a token that is good here. The message does not say why."""
 
 
 class UnknownSessionError(DraftwireError):
@@ -80,3 +87,15 @@ class NoRoomError(DraftwireError):
 
 class UnavailableError(DraftwireError):
     """The server is not ready, is draining, or has lost a peer that it needs."""
+
+
+class CompletionInterruptedError(UnavailableError):
+    """A completion ended before its end. It can be resumed, here or elsewhere.
+
+    Attributes:
+        num_generated_tokens: tokens that it had, resumed ones included.
+    """
+
+    def __init__(self, message: str, num_generated_tokens: int) -> None:
+        super().__init__(message)
+        self.num_generated_tokens = num_generated_tokens

@@ -5,7 +5,7 @@ from enum import Enum
 
 from draftwire.errors import InvalidRequestError
 
-MAX_SUPPORT = 256
+MAX_SUPPORT = 1024
 """Tokens of a sparse distribution, at most."""
 
 WEIGHT_BYTES = 2
@@ -35,7 +35,7 @@ class Quantization:
     mass: float = 0.98
     """Share of a distribution's mass that a sparse one keeps, in (0, 1]: that of the fewest tokens that hold it."""
     max_support: int = 64
-    """Tokens that a sparse one keeps, at most, 1 to 256."""
+    """Tokens that a sparse one keeps, at most, 1 to 1,024."""
 
     def __post_init__(self) -> None:
         if self.encoding is not Encoding.SPARSE_UINT16 and self.encoding not in DENSE_BYTES:

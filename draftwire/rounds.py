@@ -1,6 +1,7 @@
 """What the three services tell each other about a session, free of any transport."""
 
 import hashlib
+import hmac
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from draftwire.encoding import Decoded, DraftDistributions
 from draftwire.errors import BlockViolationError
+from draftwire.randomness import KEY_BYTES
 from draftwire.sampling import SamplingParams
 
 MAX_SALT_LENGTH = 256
@@ -77,6 +79,24 @@ class DraftTimings:
 
 
 @dataclass(frozen=True, slots=True)
+class Permit:
+    """Lets a drafter push blocks for one session."""
+
+    number: int
+    """0 for the session's first drafter, and higher for each one that takes its place."""
+    token: bytes
+
+    @classmethod
+    def make(cls, key: bytes, number: int) -> "Permit":
+        """Makes a session's permit of a number from its key, which no drafter knows."""
+        return cls(number, hashlib.blake2b(number.to_bytes(4, "little"), key=key, digest_size=KEY_BYTES).digest())
+
+    def is_made_with(self, key: bytes) -> bool:
+        """Whether it is genuine."""
+        return bool(key) and hmac.compare_digest(self.token, Permit.make(key, self.number).token)
+
+
+@dataclass(frozen=True, slots=True)
 class DraftBlock:
     """Tokens that a drafter proposes for one round, with the distributions that they were drawn from."""
 
@@ -85,6 +105,8 @@ class DraftBlock:
     distributions: DraftDistributions
     attempt: int = 0
     timings: DraftTimings = field(default_factory=DraftTimings)
+    permit: Permit | None = None
+    """With the first block that a drafter sends for a session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +123,7 @@ class ReceivedBlock:
     """The drafter that sent it."""
     attempt: int = 0
     timings: DraftTimings = field(default_factory=DraftTimings)
+    permit: Permit | None = None
 
 
 class ExtraToken(Enum):
@@ -154,6 +177,16 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
+class SendDrafted:
+    """Asks for a block under way as far as it is drawn."""
+
+    session_id: int
+    epoch: int
+    round: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TargetSessionSpec:
     """Opens a session on a verifier."""
 
@@ -173,8 +206,8 @@ class TargetSessionSpec:
     max_len: int
     """Most tokens that will ever be committed, prompt included."""
     cache_salt: str = ""
-    drafter_id: int | None = None
-    """The drafter whose blocks the session takes; None takes none."""
+    permit_key: bytes = b""
+    """Makes the permits of the drafters whose blocks the session takes; empty takes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +230,5 @@ class DraftSessionSpec:
     max_draft_tokens: int
     max_len: int
     """Most tokens that committed and drafted ones will ever be together."""
+    permit: Permit
     cache_salt: str = ""

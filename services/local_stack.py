@@ -118,7 +118,7 @@ class LocalStack:
 
     def _launch(self, name: str, peers: Mapping[str, object]) -> None:
         options = {"port": 0, "metrics_port": 0, "log_format": "json", **peers, **self._options[name]}
-        arguments = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+        arguments = [_argument(key.replace("_", "-"), value) for key, value in options.items()]
         process = subprocess.Popen(
             [sys.executable, "-m", f"draftwire.services.{name}", *arguments],
             stdout=subprocess.DEVNULL,  # else whoever reads our output would wait for the services to end
@@ -151,6 +151,12 @@ class LocalStack:
         service.process.wait()
         service.started.set()
         self._ended.put(service.name)
+
+
+def _argument(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        return f"--{name}" if value else f"--no-{name}"
+    return f"--{name}={value}"
 
 
 def _parse(text: str) -> LogLine:

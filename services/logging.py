@@ -1,13 +1,22 @@
-"""Log lines: structured, on standard error, never with a prompt or a token in them."""
+"""Log lines: structured, on standard error, never with a prompt or a token in them.
+
+Whoever logs an error of unknown origin must reckon with a message that quotes what the error is about, so tracebacks
+are written without messages, and without the values of variables.
+"""
 
 import logging
 import sys
+import traceback
 
 import structlog
 
+from draftwire.errors import DraftwireError
+
+log = structlog.get_logger()
+
 
 def configure_logging(log_format: str, service: str) -> None:
-    """Sets up structlog for the process.
+    """Sets up structlog for the process, and sends what libraries log the same way.
 
     Args:
         log_format: "console" for people, "json" for machines.
@@ -16,18 +25,67 @@ def configure_logging(log_format: str, service: str) -> None:
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+        )
     )
-    processors: list[structlog.typing.Processor] = [
-        structlog.contextvars.merge_contextvars,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso"),
-    ]
-    if log_format == "json":
-        processors.append(structlog.processors.format_exc_info)
     structlog.configure(
-        processors=[*processors, renderer],
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            _format_exception,
+            renderer,
+        ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     structlog.contextvars.bind_contextvars(service=service)
+    logging.basicConfig(handlers=[_Forwarder()], force=True)
+
+
+def traceback_text(error: BaseException) -> str:
+    """Returns where an error and its causes were raised, and their types.
+
+    Messages are left out, but for errors that never quote a prompt: ours, and those of torch's own classes, such as a
+    device that is out of memory.
+    """
+    return "\n".join(_parts(error, set()))
+
+
+def _parts(error: BaseException, seen: set[int]) -> list[str]:
+    if id(error) in seen:
+        return []
+    seen.add(id(error))
+    cause = error.__cause__ if error.__suppress_context__ else error.__context__
+    parts = [*_parts(cause, seen), "which led to:"] if cause is not None else []
+    quotes_nothing = isinstance(error, DraftwireError) or type(error).__module__.partition(".")[0] == "torch"
+    message = f": {error}" if quotes_nothing else ""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    parts.append(f"Traceback (most recent call last):\n{frames}{type(error).__qualname__}{message}")
+    if isinstance(error, BaseExceptionGroup):
+        for index, member in enumerate(error.exceptions):
+            parts += [f"member {index} of the group:", *_parts(member, seen)]
+    return parts
+
+
+def _format_exception(
+    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    given = event.pop("exc_info", None)
+    error = given if isinstance(given, BaseException) else given[1] if isinstance(given, tuple) else None
+    if given and error is None:
+        error = sys.exc_info()[1]
+    if error is not None:
+        event["exception"] = traceback_text(error)
+    return event
+
+
+class _Forwarder(logging.Handler):
+    """Writes what libraries log as lines of ours."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        error = record.exc_info[1] if record.exc_info else None
+        details = {} if error is None else {"exc_info": error}
+        log.log(record.levelno, "library.message_logged", logger=record.name, text=record.getMessage(), **details)

@@ -143,7 +143,8 @@ class GatewayMetrics(ServiceMetrics):
         self.lossy_requests = self.counter(
             "lossy_requests", "Requests ended that asked for a rule that changes the distribution.", ("method",)
         )
-        self.drafters_lost = self.counter("drafters_lost", "Sessions that went on without their drafter.")
+        self.drafters_lost = self.counter("drafters_lost", "Times that a session went on without its drafter.")
+        self.verifiers_lost = self.counter("verifiers_lost", "Times that a session lost its verifier.")
 
 
 class _Watcher:

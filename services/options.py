@@ -25,7 +25,21 @@ from draftwire.services.verifier.config import VerifierConfig
 PREFIX = "DRAFTWIRE_"
 
 ADDRESS_VARIABLE = "DRAFTWIRE_ADDRESS"
-CLIENT_VARIABLES = frozenset({ADDRESS_VARIABLE})
+TOKEN_VARIABLE = "DRAFTWIRE_TOKEN"
+TLS_CA_VARIABLE = "DRAFTWIRE_TLS_CA"
+TLS_CERT_VARIABLE = "DRAFTWIRE_TLS_CERT"
+TLS_KEY_VARIABLE = "DRAFTWIRE_TLS_KEY"
+TLS_TARGET_NAME_VARIABLE = "DRAFTWIRE_TLS_TARGET_NAME"
+CLIENT_VARIABLES = frozenset(
+    {
+        ADDRESS_VARIABLE,
+        TOKEN_VARIABLE,
+        TLS_CA_VARIABLE,
+        TLS_CERT_VARIABLE,
+        TLS_KEY_VARIABLE,
+        TLS_TARGET_NAME_VARIABLE,
+    }
+)
 """Variables that are no service's."""
 
 SERVICES: dict[str, type] = {"drafter": DrafterConfig, "verifier": VerifierConfig, "gateway": GatewayConfig}
@@ -130,9 +144,9 @@ def _is_empty(name: str, value: str) -> bool:
 
 
 def _parameter(service: str, setting: Setting) -> inspect.Parameter:
-    option = typer.Option(
-        "--" + setting.name.replace("_", "-"), envvar=variable(service, setting.name), help=setting.help
-    )
+    name = setting.name.replace("_", "-")
+    flags = f"--{name}/--no-{name}" if setting.kind is bool else f"--{name}"
+    option = typer.Option(flags, envvar=variable(service, setting.name), help=setting.help)
     default = inspect.Parameter.empty if setting.default is MISSING else setting.default
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[setting.kind, option]

@@ -1,6 +1,8 @@
 """Settings that several services have, and how bad ones are refused."""
 
 from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
 
 from draftwire.errors import InvalidRequestError
 
@@ -20,7 +22,7 @@ class ServerSettings:
     """Where a service listens and how it stops."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Traffic is not encrypted yet: keep it inside a trusted network."""
+    """Address to listen on. One that other machines reach needs tls_cert, or allow_plaintext."""
     port: int = 0
     """gRPC port; 0 takes a free one, which the log names."""
     metrics_port: int | None = None
@@ -35,6 +37,72 @@ class ServerSettings:
         require(self.metrics_port is None or 0 <= self.metrics_port <= 65535, "metrics_port must be in 0..65535")
         require(self.drain_seconds >= 0.0, "drain_seconds must not be negative")
         require(self.log_format in ("console", "json"), f"log_format must be console or json, not {self.log_format!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsSettings:
+    """How a service shows who it is, and whom it believes, on the connections that it opens and those that it accepts.
+
+    The files are read again when they change; see `draftwire.services.rpc.tls`.
+    """
+
+    tls_cert: Path | None = None
+    """PEM file: the certificate of this service and those between it and its issuer. Shown to callers, and to the
+    services that this one calls."""
+    tls_key: Path | None = None
+    """PEM file: the key of tls_cert, without a password."""
+    tls_ca: Path | None = None
+    """PEM file: issuers of the certificates that are believed. With it, services are called over TLS only."""
+    tls_require_client_cert: bool = True
+    """Whether callers must show a certificate that tls_ca issued, where tls_ca is given."""
+    tls_target_name: str | None = None
+    """Name that the certificates of called services must carry instead of the address at which they are called."""
+    allow_plaintext: bool = False
+    """Whether prompts and texts may leave this machine unencrypted: for networks that encrypt on their own."""
+
+    def __post_init__(self) -> None:
+        has_both = (self.tls_cert is None) == (self.tls_key is None)
+        require(has_both, "tls_cert and tls_key come together: a certificate and its key")
+        has_use = self.tls_target_name is None or self.tls_ca is not None
+        require(has_use, "tls_target_name is the name in certificates that tls_ca issued: set tls_ca too")
+
+    @property
+    def requires_client_cert(self) -> bool:
+        """Whether callers must show a certificate."""
+        return self.tls_ca is not None and self.tls_require_client_cert
+
+    def check_listening(self, host: str) -> None:
+        """Makes sure that a service may listen at a host.
+
+        Raises:
+            InvalidRequestError: other machines reach it, and traffic would not be encrypted; or callers are to show
+                certificates, and there is no TLS to show them over.
+        """
+        if self.tls_cert is None:
+            may_listen = self.allow_plaintext or is_loopback(host)
+            require(may_listen, f"host {host} is reached from other machines: set tls_cert and tls_key{_OR_PLAINTEXT}")
+            can_show = not self.requires_client_cert
+            require(can_show, "tls_ca asks callers for certificates, which needs tls_cert and tls_key")
+
+    def check_dialling(self, host: str) -> None:
+        """Makes sure that a service that encrypts what it accepts does not pass it on unencrypted.
+
+        Raises:
+            InvalidRequestError: it would, to another machine.
+        """
+        may_dial = self.tls_cert is None or self.tls_ca is not None or self.allow_plaintext or is_loopback(host)
+        require(may_dial, f"there is tls_cert, but {host} would be called without TLS: set tls_ca{_OR_PLAINTEXT}")
+
+
+_OR_PLAINTEXT = ", or allow_plaintext where the network encrypts on its own"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address never leaves this machine: 127.0.0.0/8, ::1 or localhost."""
+    try:
+        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 LEAST_MESSAGE_BYTES = 2**20
@@ -105,9 +173,13 @@ class EngineSettings:
     max_added_latency_ms: float = 100.0
     """How much the reading of long prompts may add to the time of a running session's next tokens, at drafter and
     verifier together, milliseconds. Set it alike at both."""
+    watchdog_s: float = 120.0
+    """Seconds that one call on the device may take before health says NOT_SERVING, so that the process is restarted.
+    Loading the model does not count."""
 
     def __post_init__(self) -> None:
         require(self.max_sessions >= 1, "max_sessions must be at least 1")
         require(self.max_draft_tokens >= 1, "max_draft_tokens must be at least 1")
         require(self.kv_cache_tokens >= 16, "kv_cache_tokens must be at least 16")
         require(0.0 < self.max_added_latency_ms < float("inf"), "max_added_latency_ms must be positive")
+        require(0.0 < self.watchdog_s < float("inf"), "watchdog_s must be positive")

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
@@ -17,10 +18,16 @@ log = structlog.get_logger()
 class TorchThread:
     """Runs functions one after another on a thread of their own, so that the event loop never waits for a model."""
 
-    def __init__(self) -> None:
-        """Starts the thread, which does not keep the process alive."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Starts the thread, which does not keep the process alive.
+
+        Args:
+            clock: seconds; for `busy_s`.
+        """
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._stopped = False
+        self._clock = clock
+        self._began_at: float | None = None  # set by the thread only
         threading.Thread(target=self._run_all, name="torch", daemon=True).start()
 
     async def run(
@@ -45,6 +52,11 @@ class TorchThread:
         """Runs `function` on the thread, without waiting for it."""
         self._work.put(lambda: function(*args, **kwargs))
 
+    def busy_s(self) -> float:
+        """Returns for how many seconds the running function has run; 0 where none runs. Any thread may ask."""
+        began_at = self._began_at
+        return 0.0 if began_at is None else self._clock() - began_at
+
     def stop(self) -> None:
         """Lets the running function end and drops what waits."""
         self._stopped = True
@@ -52,10 +64,13 @@ class TorchThread:
 
     def _run_all(self) -> None:
         while (work := self._work.get()) is not None and not self._stopped:
+            self._began_at = self._clock()
             try:
                 work()
             except Exception:  # of `post`, or the loop is gone: nobody waits for it
                 log.exception("torch_thread.work_failed")
+            finally:
+                self._began_at = None
 
 
 def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], outcome: Any) -> None:

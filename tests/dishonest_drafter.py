@@ -10,6 +10,8 @@ from torch import Tensor
 from draftwire.distributions import QuantizedRows
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.strategy import Draft
+from draftwire.rounds import DraftSessionSpec
+from draftwire.services.drafter.scheduler import DraftSession, Scheduler
 from draftwire.services.options import main
 
 CORRUPTED_TEMPERATURE = 0.875
@@ -49,7 +51,17 @@ def corrupt() -> None:
     Drawer.drafts = drafts
 
 
-WAYS: dict[str, Callable[[], None]] = {"argmax": argmax, "too_cold": too_cold, "corrupt": corrupt}
+def forge() -> None:
+    """Shows permits of numbers that it was not given."""
+    honest = Scheduler.open
+
+    def forged_open(self: Scheduler, spec: DraftSessionSpec, lease_id: int) -> DraftSession:
+        return honest(self, replace(spec, permit=replace(spec.permit, number=spec.permit.number + 1)), lease_id)
+
+    Scheduler.open = forged_open
+
+
+WAYS: dict[str, Callable[[], None]] = {"argmax": argmax, "too_cold": too_cold, "corrupt": corrupt, "forge": forge}
 
 if __name__ == "__main__":
     WAYS[sys.argv.pop(1)]()

@@ -97,7 +97,7 @@ def read_sparse(stated: session_pb2.DraftDistributions, num_tokens: int) -> list
             if place < wide:
                 weight += 256 * data[high + place]
             row[ids[start + place]] = weight
-        if not 1 <= size <= 256 or wide > size or len(row) != size:
+        if not 1 <= size <= 1024 or wide > size or len(row) != size:
             return None
         if max(row) >= stated.vocab_size or sum(row.values()) != TOTAL:
             return None
@@ -251,7 +251,7 @@ def samples_for(generator: random.Random, target: Target) -> list[Sample]:
     for vocab_size in target.dense_vocab_sizes:
         samples += [dense_sample(generator, vocab_size, encoding) for encoding in DENSE for _ in range(5)]
     if target.vocab_size > 256:
-        samples += [sparse_sample(generator, target.vocab_size - 1, 256, smallest=256) for _ in range(3)]
+        samples += [sparse_sample(generator, target.vocab_size - 1, 1024, smallest=1024) for _ in range(3)]
     return samples
 
 
@@ -381,7 +381,7 @@ def change_sizes(generator: random.Random, message: session_pb2.DraftBlock) -> N
     if manner == 0:
         del sizes[place]
     elif manner == 1:
-        sizes[place] = generator.choice((0, 1, 256, 257, 65_536, 2**31, 2**32 - 1))
+        sizes[place] = generator.choice((0, 1, 1024, 1025, 65_536, 2**31, 2**32 - 1))
     else:  # the sum stays
         sizes[place] += 1
         other = generator.randrange(len(sizes))

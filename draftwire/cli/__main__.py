@@ -9,6 +9,7 @@ from rich.console import Console
 from draftwire import __version__
 from draftwire.cli.check_rule import check_rule
 from draftwire.cli.generate import generate
+from draftwire.cli.token import token
 from draftwire.cli.up import demo, up
 from draftwire.errors import DraftwireError
 from draftwire.services.options import SERVICES, refuse_unknown_variables, serve_command
@@ -27,6 +28,7 @@ app.command()(up)
 app.command()(demo)
 app.command()(generate)
 app.command()(check_rule)
+app.command()(token)
 
 
 @app.callback(invoke_without_command=True)

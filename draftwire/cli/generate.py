@@ -7,7 +7,14 @@ from rich.console import Console
 
 from draftwire.client import Client, Completion
 from draftwire.client.sync import DEFAULT_ADDRESS
-from draftwire.services.options import ADDRESS_VARIABLE
+from draftwire.services.options import (
+    ADDRESS_VARIABLE,
+    TLS_CA_VARIABLE,
+    TLS_CERT_VARIABLE,
+    TLS_KEY_VARIABLE,
+    TLS_TARGET_NAME_VARIABLE,
+    TOKEN_VARIABLE,
+)
 
 
 def generate(
@@ -28,10 +35,21 @@ def generate(
     rejection_sample_method: Annotated[
         str | None, typer.Option(help="block, token, coupled, or typical (lossy).")
     ] = None,
+    tls_ca: Annotated[str | None, typer.Option(envvar=TLS_CA_VARIABLE, help="PEM file: whom to believe.")] = None,
+    tls_cert: Annotated[str | None, typer.Option(envvar=TLS_CERT_VARIABLE, help="PEM file: who we are.")] = None,
+    tls_key: Annotated[str | None, typer.Option(envvar=TLS_KEY_VARIABLE, help="PEM file: the key of it.")] = None,
+    tls_target_name: Annotated[
+        str | None, typer.Option(envvar=TLS_TARGET_NAME_VARIABLE, help="Name in the gateway's certificate.")
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar=TOKEN_VARIABLE, help="Bearer token; the variable hides it from other users."),
+    ] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the gateway to come up.")] = 5.0,
 ) -> None:
     """Stream a completion, then print what it took."""
-    with Client(address) as client:
+    security = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "tls_target_name": tls_target_name}
+    with Client(address, **security, token=token) as client:
         stream = client.stream(
             prompt,
             max_tokens=max_tokens,

@@ -90,9 +90,11 @@ def stack_options(target: str | None, drafter: str | None, num_speculative_token
         InvalidRequestError: no model is named and the embedded pair is not there.
     """
     cores = os.cpu_count() or 1
+    # Bytes cost next to nothing on one machine, and what a sparse distribution leaves out costs acceptance.
+    drafts = {"draft_mass": 0.99, "draft_max_support": 512}
     return {
         "verifier": {"model": target or embedded_model("target"), "threads": cores},
-        "drafter": {"model": drafter or embedded_model("drafter"), "threads": 1},
+        "drafter": {"model": drafter or embedded_model("drafter"), "threads": 1, **drafts},
         "gateway": {"num_speculative_tokens": num_speculative_tokens},
     }
 

@@ -5,20 +5,27 @@ for piece in client.stream("def merge_sorted(a, b):", temperature=0.0, max_token
 print(piece.text, end="")
 """
 
+import random
+import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import grpc
 
+from draftwire.client.patience import Patience
+from draftwire.client.security import Security
 from draftwire.errors import (
     RETRY_KEY,
     DraftwireError,
     InvalidRequestError,
     ModelMismatchError,
     NoRoomError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
@@ -46,8 +53,12 @@ _TOO_LARGE = "message larger than max"
 
 _ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.FAILED_PRECONDITION: ModelMismatchError,
 }
+StartCall = Callable[[gateway_pb2.GenerateRequest], Any]
+"""Sends a request to the next gateway and returns the call."""
+
 _FINISH_REASONS = {gateway_pb2.FINISH_REASON_STOP: "stop", gateway_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -76,6 +87,9 @@ class Completion:
     drafter_error: str
     """Why the completion went on without a drafter; empty if it did not have to."""
     statistics: gateway_pb2.GenerationStatistics
+    """Of the last part, if the completion was interrupted."""
+    num_resumed: int = 0
+    """How often it was interrupted and resumed."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -94,45 +108,98 @@ class Completion:
 
 
 class CompletionStream:
-    """Iterates over the pieces of one completion; `completion` is there when it is exhausted."""
+    """Iterates over the pieces of one completion; `completion` is there when it is exhausted.
 
-    def __init__(self, call: Any) -> None:
+    A stream that is interrupted is resumed from the tokens that have come, by the next gateway, or by the same one if
+    there is no other: the pieces go on as if nothing had happened.
+    """
+
+    def __init__(self, start: StartCall, request: gateway_pb2.GenerateRequest, patience: Patience) -> None:
         """Use `Client.stream`."""
-        self._call = call
         self.completion: Completion | None = None
+        self._start = start
+        self._request = request
+        self._patience = patience
+        self._is_cancelled = False
+        self._num_resumed = 0
+        self._call = start(request)
 
     def __iter__(self) -> Iterator[Piece]:
         text: list[str] = []
         token_ids: list[int] = []
-        try:
-            for response in self._call:
-                if response.WhichOneof("event") == "delta":
-                    piece = Piece(list(response.delta.token_ids), response.delta.text)
-                    text.append(piece.text)
-                    token_ids += piece.token_ids
-                    yield piece
-                else:
-                    self.completion = _completion("".join(text), token_ids, response.finish)
-        except grpc.RpcError as error:
-            raise _error_of(error) from error
+        while self.completion is None:
+            try:
+                for response in self._call:
+                    self._patience.renew()
+                    if response.WhichOneof("event") == "delta":
+                        piece = Piece(list(response.delta.token_ids), response.delta.text)
+                        text.append(piece.text)
+                        token_ids += piece.token_ids
+                        yield piece
+                    else:
+                        self.completion = _completion("".join(text), token_ids, response.finish, self._num_resumed)
+            except grpc.RpcError as error:
+                self._resume(token_ids, _error_of(error), error)
+            else:
+                if self.completion is None:
+                    self._resume(token_ids, UnavailableError("the stream ended without a finish"), None)
 
     def cancel(self) -> None:
         """Ends the generation; the server frees what it held."""
+        self._is_cancelled = True
         self._call.cancel()
+
+    def _resume(self, token_ids: list[int], refusal: DraftwireError, error: grpc.RpcError | None) -> None:
+        """Starts anew from the tokens that have come, after a pause.
+
+        Raises:
+            DraftwireError: that is of no use, or was tried for too long.
+        """
+        is_final = error is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        is_lost = isinstance(refusal, UnavailableError | NoRoomError) and not is_final and not self._is_cancelled
+        if not is_lost or not self._patience.wait(refusal):
+            raise refusal from error
+        self._num_resumed += bool(token_ids)
+        del self._request.generated_token_ids[:]
+        self._request.generated_token_ids.extend(token_ids)
+        self._call = self._start(self._request)
 
 
 class Client:
     """A connection to a gateway. Thread-safe; close it, or use it as a context manager."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
-        """Prepares; the first call connects.
+    def __init__(
+        self,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        tls_target_name: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        """Prepares; the first call connects. Files are read now.
 
         Args:
-            address: host:port of the gateway.
+            address: host:port of the gateway, or of several, as a list or separated by commas. A completion goes to one
+                of them, and to the next if it is interrupted.
+            tls_ca: PEM file of the issuers that are believed; without it, the connection is plaintext.
+            tls_cert: PEM file of the certificate to show, where the gateway wants one.
+            tls_key: PEM file of its key.
+            tls_target_name: name that the gateway's certificate must carry instead of its address.
+            token: bearer token, where the gateway wants one. It travels as it is: give it over TLS, or on one machine.
+
+        Raises:
+            InvalidRequestError: a file cannot be read, or is given without those that it needs.
         """
-        self._address = address
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
+        addresses = address.split(",") if isinstance(address, str) else list(address)
+        self._address = ", ".join(addresses)
+        security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token)
+        self._channels = [security.open_channel(one.strip(), CHANNEL_OPTIONS) for one in addresses]
+        self._metadata = security.metadata
+        self._stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in self._channels]
+        self._stub = self._stubs[0]
+        self._turns = count(random.randrange(len(self._stubs)))
 
     def __enter__(self) -> "Client":
         return self
@@ -143,8 +210,9 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection."""
-        self._channel.close()
+        """Closes the connections."""
+        for channel in self._channels:
+            channel.close()
 
     def stream(
         self,
@@ -169,6 +237,7 @@ class Client:
         cache_salt: str = "",
         timeout_s: float | None = None,
         wait_for_server_s: float | None = None,
+        resume_s: float = 30.0,
     ) -> CompletionStream:
         """Starts a completion. What is None is left to the server.
 
@@ -193,6 +262,7 @@ class Client:
             cache_salt: what the server computes for this prompt is shared with requests of the same salt only.
             timeout_s: deadline for the whole completion.
             wait_for_server_s: how long the server may take to come up before the request is sent.
+            resume_s: how long a completion that was interrupted is tried again; 0 raises the interruption.
 
         Raises:
             InvalidRequestError: here or while iterating: a parameter is out of range.
@@ -220,15 +290,24 @@ class Client:
                 max_tokens=max_tokens,
                 stop=stop,
                 stop_token_ids=stop_token_ids,
-                seed=seed,
+                seed=secrets.randbits(64) if seed is None else seed,  # the same if it is resumed
                 num_speculative_tokens=num_speculative_tokens,
                 rejection_sample_method=rejection_sample_method,
                 cache_salt=cache_salt,
                 **_prompt(prompt),
             )
+        except UnicodeError as error:  # whose message would quote the prompt
+            raise InvalidRequestError("a text holds characters that UTF-8 cannot encode") from error
         except (ValueError, TypeError) as error:  # a number that does not fit its field
             raise InvalidRequestError(str(error)) from error
-        return CompletionStream(self._stub.Generate(request, timeout=timeout_s))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def start(request: gateway_pb2.GenerateRequest) -> Any:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            stub = self._stubs[next(self._turns) % len(self._stubs)]
+            return stub.Generate(request, timeout=left, metadata=self._metadata)
+
+        return CompletionStream(start, request, Patience(len(self._stubs), resume_s, deadline))
 
     def generate(self, prompt: str | Sequence[int] | Sequence[dict[str, str]], **options: Any) -> Completion:
         """Returns a whole completion; takes what `stream` takes."""
@@ -241,7 +320,7 @@ class Client:
     def server(self) -> gateway_pb2.GetServerResponse:
         """Returns which models answer, and the server's defaults."""
         try:
-            return self._stub.GetServer(gateway_pb2.GetServerRequest(), timeout=10.0)
+            return self._stub.GetServer(gateway_pb2.GetServerRequest(), timeout=10.0, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _error_of(error) from error
 
@@ -255,29 +334,43 @@ class Client:
         while True:
             try:
                 left = max(deadline - time.monotonic(), 0.1)
-                self._stub.GetServer(gateway_pb2.GetServerRequest(), timeout=left, wait_for_ready=True)
+                self._stub.GetServer(
+                    gateway_pb2.GetServerRequest(), timeout=left, wait_for_ready=True, metadata=self._metadata
+                )
                 return
             except grpc.RpcError as error:
                 if time.monotonic() > deadline:
                     message = (
-                        f"no gateway answered at {self._address} within {timeout_s:g} s; `draftwire up` starts one"
+                        f"no gateway answered at {self._address} within {timeout_s:g} s{self._why_not(error)}; "
+                        "`draftwire up` starts one"
                     )
                     raise UnavailableError(message) from error
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise _error_of(error) from error
                 time.sleep(0.2)  # up, but still loading
 
+    def _why_not(self, error: grpc.RpcError) -> str:
+        """Returns why a call that waited was not made, which its own status does not say: a certificate, say."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            try:
+                self._stub.GetServer(gateway_pb2.GetServerRequest(), timeout=1.0, metadata=self._metadata)
+            except grpc.RpcError as refused:
+                error = refused
+        return f" ({error.details()})"
+
 
 def _prompt(prompt: Any) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"text": prompt}
     if prompt and isinstance(prompt[0], dict):
+        if not all(message.keys() == {"role", "content"} for message in prompt):
+            raise InvalidRequestError('a chat message has a "role", a "content" and nothing else')
         chat_messages = [gateway_pb2.ChatMessage(**message) for message in prompt]
         return {"chat": gateway_pb2.ChatPrompt(messages=chat_messages)}
     return {"token_ids": gateway_pb2.TokenIds(ids=prompt)}
 
 
-def _completion(text: str, token_ids: list[int], finish: gateway_pb2.GenerateFinish) -> Completion:
+def _completion(text: str, token_ids: list[int], finish: gateway_pb2.GenerateFinish, num_resumed: int) -> Completion:
     return Completion(
         text=text,
         token_ids=token_ids,
@@ -287,6 +380,7 @@ def _completion(text: str, token_ids: list[int], finish: gateway_pb2.GenerateFin
         is_lossy=finish.is_lossy,
         drafter_error=finish.drafter_error,
         statistics=finish.statistics,
+        num_resumed=num_resumed,
     )
 
 

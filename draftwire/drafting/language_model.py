@@ -137,7 +137,8 @@ class LanguageModelDrafter:
     ) -> list[Draft | DraftwireError]:
         """Draws block after block, position by position.
 
-        A block whose next logits are not finite ends there: a failure of the model for that sequence alone.
+        A block whose next logits are not finite ends there: a failure of the model for that sequence alone. One that is
+        cut ends after the token that was drawn last, and costs no forward pass more.
 
         Args:
             logits: `[members, vocab]`, after each member's committed tokens.
@@ -156,7 +157,7 @@ class LanguageModelDrafter:
                 probs = probs[torch.tensor(is_good, device=probs.device)]
             active = [index for index, good in zip(active, is_good, strict=True) if good]
             drawer.draw(active, probs)
-            active = [index for index in active if drawer.num_left(index)]
+            active = [index for index in active if drawer.num_left(index) and not members[index][1].is_cut()]
             if active:
                 last = [(members[index][0].cached, drawer.token_ids[index][-1:]) for index in active]
                 logits = self.model.read([Reading(cached, token_ids, 1) for cached, token_ids in last])

@@ -62,13 +62,24 @@ class ScriptedDrafter:
                 members.append((index, sequence, drafting.request))
         wait(self._script.calibration_ms / 1e3 + self._script.read_us * num_read / 1e6)
         calibrated = time.perf_counter()
-        wait(self._script.draft_ms / 1e3 * max((request.num_tokens for _, _, request in members), default=0))
+        lengths = self._drawn([request for _, _, request in members])
         drafts: list[Draft | DraftwireError | None] = [None] * len(draftings)
-        for index, sequence, request in members:
-            drafts[index] = self._draft(sequence, request)
+        for (index, sequence, request), length in zip(members, lengths, strict=True):
+            drafts[index] = self._draft(sequence, request, length)
         return DraftStep(drafts, num_read, calibrated - started, time.perf_counter() - calibrated)
 
-    def _draft(self, sequence: ScriptedSequence, request: DraftRequest) -> Draft:
-        tokens = expected_tokens(sequence.num_committed, request.num_tokens)
+    def _drawn(self, requests: Sequence[DraftRequest]) -> list[int]:
+        """Waits as if drawing blocks side by side, and returns how long each of them became."""
+        lengths = [0] * len(requests)
+        active = list(range(len(requests)))
+        while active:
+            wait(self._script.draft_ms / 1e3)
+            for index in active:
+                lengths[index] += 1
+            active = [i for i in active if lengths[i] < requests[i].num_tokens and not requests[i].is_cut()]
+        return lengths
+
+    def _draft(self, sequence: ScriptedSequence, request: DraftRequest, length: int) -> Draft:
+        tokens = expected_tokens(sequence.num_committed, length)
         encoding = Encoding.ONE_HOT if request.needs_probs else Encoding.NONE
         return Draft(tokens, DraftDistributions(encoding, min(request.vocab_size, self._script.vocab_size)))

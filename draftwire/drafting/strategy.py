@@ -1,6 +1,6 @@
 """The interface that every way of drafting has."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,6 +8,11 @@ from draftwire.encoding import DraftDistributions
 from draftwire.errors import DraftwireError
 from draftwire.randomness import DrawKey
 from draftwire.sampling import SamplingParams
+
+
+def never() -> bool:
+    """Lets a block become as long as it was asked for."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,9 @@ class DraftRequest:
     """How many of the committed tokens are the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
     """The tokens that `SamplingParams.min_tokens` keeps away."""
+    is_cut: Callable[[], bool] = never
+    """Whether nobody waits for more tokens than are drawn. Asked on the torch thread after each token; a block that is
+    cut ends before its next token is drawn, and keeps all that was drawn: none is left out for what it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +110,8 @@ class DraftingStrategy(Protocol):
         """
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
-        """Carries out the parts of different sequences together."""
+        """Carries out the parts of different sequences together.
+
+        All drafts are returned together: a block that was cut waits until the others of the step end, which takes less
+        long without it. Blocks are short, so that ending steps block by block would gain little.
+        """

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from draftwire.errors import ModelMismatchError
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Meaning of the messages in `protos/draftwire/v1`. Raised with every change that an older peer would misread."""
 
 
@@ -29,6 +29,8 @@ class ModelDescription:
     """Positions that the model can attend to."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end a generation."""
+    weights_fingerprint: bytes = b""
+    """Equal for equal weights; see `draftwire.models.loading.weights_fingerprint`."""
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -40,6 +42,12 @@ def fingerprint(tokens: Sequence[str]) -> bytes:
         digest.update(len(encoded).to_bytes(4, "little"))
         digest.update(encoded)
     return digest.digest()
+
+
+def can_take_over(first: ModelDescription, second: ModelDescription) -> bool:
+    """Whether a session on one model can go on on the other: the same weights, numerics, vocabulary and context."""
+    same = ("weights_fingerprint", "dtype", "vocabulary_fingerprint", "vocab_size", "context_length", "stop_token_ids")
+    return all(getattr(first, name) == getattr(second, name) for name in same)
 
 
 def check_protocol(peer: ModelDescription) -> None:

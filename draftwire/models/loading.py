@@ -1,5 +1,6 @@
 """Loads any Hugging Face causal language model, by path or hub name, with its tokenizer."""
 
+import hashlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription, fingerprint
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+FINGERPRINT_ENTRIES = 64
+"""Entries of each weight that its fingerprint looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +85,25 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
         vocab_size=loaded.get_output_embeddings().weight.shape[0],
         context_length=_context_length(model),
         stop_token_ids=_stop_token_ids(model, tokenizer),
+        weights_fingerprint=weights_fingerprint(model),
     )
     return LoadedModel(model, card)
+
+
+def weights_fingerprint(model: torch.nn.Module) -> bytes:
+    """Returns the SHA-256 of the weights' names, shapes and types, and of some entries of each.
+
+    Tells models apart that were trained apart; it is no proof against weights that were changed on purpose.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        entries = tensor.flatten()
+        places = torch.linspace(
+            0, max(0, len(entries) - 1), min(FINGERPRINT_ENTRIES, len(entries)), dtype=torch.float64
+        )
+        digest.update(entries[places.to(torch.int64).to(entries.device)].cpu().view(torch.uint8).numpy().tobytes())
+    return digest.digest()
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

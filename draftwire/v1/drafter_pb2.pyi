@@ -40,6 +40,7 @@ class OpenDraftSessionRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -80,6 +81,10 @@ class OpenDraftSessionRequest(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that min_tokens keeps away."""
 
+    @_builtins.property
+    def permit(self) -> _session_pb2.DraftPermit:
+        """Lets this drafter push the session's blocks."""
+
     def __init__(
         self,
         *,
@@ -98,10 +103,11 @@ class OpenDraftSessionRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         rejection_sample_method: _builtins.str = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        permit: _session_pb2.DraftPermit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "permit", b"permit", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -167,6 +173,42 @@ class Calibration(_message.Message):
 Global___Calibration: _TypeAlias = Calibration  # noqa: Y015
 
 @_typing.final
+class SendDrafted(_message.Message):
+    """Asks for the block under way as far as it is drawn: no further token is drawn for it. Without effect if the block was
+    sent, or another one was asked for since. A block of which nothing is drawn yet is sent after its first token.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.int
+    """The session."""
+    epoch: _builtins.int
+    """Its epoch."""
+    round: _builtins.int
+    """The block's round."""
+    attempt: _builtins.int
+    """The block's attempt."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        round: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "round", b"round", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendDrafted: _TypeAlias = SendDrafted  # noqa: Y015
+
+@_typing.final
 class DraftCommand(_message.Message):
     """Something that a gateway wants of one session."""
 
@@ -174,6 +216,7 @@ class DraftCommand(_message.Message):
 
     CALIBRATION_FIELD_NUMBER: _builtins.int
     CLOSE_SESSION_FIELD_NUMBER: _builtins.int
+    SEND_DRAFTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def calibration(self) -> Global___Calibration:
         """Draft the next block."""
@@ -182,17 +225,22 @@ class DraftCommand(_message.Message):
     def close_session(self) -> _session_pb2.CloseSession:
         """End the session."""
 
+    @_builtins.property
+    def send_drafted(self) -> Global___SendDrafted:
+        """Send what is drawn of the block under way."""
+
     def __init__(
         self,
         *,
         calibration: Global___Calibration | None = ...,
         close_session: _session_pb2.CloseSession | None = ...,
+        send_drafted: Global___SendDrafted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "close_session", b"close_session", "command", b"command"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "close_session", b"close_session", "command", b"command", "send_drafted", b"send_drafted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "close_session", b"close_session", "command", b"command"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "close_session", b"close_session", "command", b"command", "send_drafted", b"send_drafted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["calibration", "close_session"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["calibration", "close_session", "send_drafted"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

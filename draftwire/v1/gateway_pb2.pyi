@@ -135,10 +135,10 @@ class GenerateRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
-    PROMPT_LEN_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
     max_tokens: _builtins.int
@@ -153,8 +153,6 @@ class GenerateRequest(_message.Message):
     """Verification rule: "block", "token", "coupled" or "typical". Absent: the server's default, which is never a lossy
     rule.
     """
-    prompt_len: _builtins.int
-    """How many of `token_ids` are the prompt, when a stream is resumed. Not accepted yet unless it is all of them."""
     num_choices: _builtins.int
     """Completions to generate. Only 1 is accepted yet."""
     num_logprobs: _builtins.int
@@ -183,6 +181,12 @@ class GenerateRequest(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Generation ends with the first of these, beside the model's own. The token counts, its text is not shown."""
 
+    @_builtins.property
+    def generated_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Resumes a completion that was interrupted: what it generated so far, all ids of its deltas. Everything else is as in
+        the first request, max_tokens and min_tokens included, which count these tokens too. Deltas go on behind them.
+        """
+
     def __init__(
         self,
         *,
@@ -196,14 +200,14 @@ class GenerateRequest(_message.Message):
         seed: _builtins.int | None = ...,
         num_speculative_tokens: _builtins.int | None = ...,
         rejection_sample_method: _builtins.str | None = ...,
-        prompt_len: _builtins.int | None = ...,
         num_choices: _builtins.int | None = ...,
         num_logprobs: _builtins.int | None = ...,
         cache_salt: _builtins.str = ...,
+        generated_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_logprobs", b"_num_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_len", b"_prompt_len", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_logprobs", b"num_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_logprobs", b"_num_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_logprobs", b"num_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_logprobs", b"_num_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_len", b"_prompt_len", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_logprobs", b"num_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_logprobs", b"_num_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "generated_token_ids", b"generated_token_ids", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_logprobs", b"num_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -213,8 +217,6 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__prompt_len: _TypeAlias = _typing.Literal["prompt_len"]  # noqa: Y015
-    _WhichOneofArgType__prompt_len: _TypeAlias = _typing.Literal["_prompt_len", b"_prompt_len"]  # noqa: Y015
     _WhichOneofReturnType__rejection_sample_method: _TypeAlias = _typing.Literal["rejection_sample_method"]  # noqa: Y015
     _WhichOneofArgType__rejection_sample_method: _TypeAlias = _typing.Literal["_rejection_sample_method", b"_rejection_sample_method"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -229,8 +231,6 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_len) -> _WhichOneofReturnType__prompt_len | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rejection_sample_method) -> _WhichOneofReturnType__rejection_sample_method | None: ...
     @_typing.overload
@@ -300,6 +300,8 @@ class GenerationStatistics(_message.Message):
     NUM_EMITTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_NEAR_TIES_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTERS_LOST_FIELD_NUMBER: _builtins.int
+    NUM_VERIFIERS_LOST_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     num_generated_tokens: _builtins.int
@@ -333,6 +335,10 @@ class GenerationStatistics(_message.Message):
     target, below 0.25 in bfloat16. Not counted at temperature 0, nor where rounding moves a border of top_k, top_p or
     min_p.
     """
+    num_drafters_lost: _builtins.int
+    """Drafters that the completion had to go on without."""
+    num_verifiers_lost: _builtins.int
+    """Verifiers that were lost while they worked on the completion, which then went on elsewhere."""
     @_builtins.property
     def num_accepted_tokens_per_pos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted draft tokens by position in the block."""
@@ -356,10 +362,12 @@ class GenerationStatistics(_message.Message):
         num_emitted_tokens: _builtins.int = ...,
         num_cached_prompt_tokens: _builtins.int = ...,
         num_near_ties: _builtins.int = ...,
+        num_drafters_lost: _builtins.int = ...,
+        num_verifiers_lost: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "duration_us", b"duration_us", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "duration_us", b"duration_us", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafters_lost", b"num_drafters_lost", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "num_verifiers_lost", b"num_verifiers_lost", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -53,7 +53,10 @@ class GatewayServiceServicer:
 
     def Generate(self, request, context):
         """Streams one completion: deltas, then one finish. Deltas arrive as soon as their tokens are committed.
-        INVALID_ARGUMENT: a parameter is out of range, named in the message. UNAVAILABLE: no verifier.
+        INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
+        metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
+        trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent
+        again, here or to another gateway, with the ids of its deltas as `generated_token_ids`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,10 @@ class GatewayServiceStub:
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
     """Streams one completion: deltas, then one finish. Deltas arrive as soon as their tokens are committed.
-    INVALID_ARGUMENT: a parameter is out of range, named in the message. UNAVAILABLE: no verifier.
+    INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
+    metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
+    trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent
+    again, here or to another gateway, with the ids of its deltas as `generated_token_ids`.
     """
     GetServer: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetServerRequest, _gateway_pb2.GetServerResponse]
     """Says which models answer."""
@@ -47,7 +50,10 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams one completion: deltas, then one finish. Deltas arrive as soon as their tokens are committed.
-    INVALID_ARGUMENT: a parameter is out of range, named in the message. UNAVAILABLE: no verifier.
+    INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
+    metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
+    trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent
+    again, here or to another gateway, with the ids of its deltas as `generated_token_ids`.
     """
     GetServer: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetServerRequest, _gateway_pb2.GetServerResponse]  # type: ignore[assignment]
     """Says which models answer."""
@@ -62,7 +68,10 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_pb2.GenerateResponse]]:
         """Streams one completion: deltas, then one finish. Deltas arrive as soon as their tokens are committed.
-        INVALID_ARGUMENT: a parameter is out of range, named in the message. UNAVAILABLE: no verifier.
+        INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
+        metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
+        trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent
+        again, here or to another gateway, with the ids of its deltas as `generated_token_ids`.
         """
 
     @_abc_1.abstractmethod

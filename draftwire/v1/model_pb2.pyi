@@ -32,6 +32,7 @@ class ModelDescription(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of these protos' meaning. Peers with another version are refused with FAILED_PRECONDITION."""
     name: _builtins.str
@@ -46,6 +47,8 @@ class ModelDescription(_message.Message):
     """Rows of the model's output, padding included."""
     context_length: _builtins.int
     """Positions that the model can attend to."""
+    weights_fingerprint: _builtins.bytes
+    """SHA-256 over samples of all weights: sessions move only between verifiers where it is the same."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a generation."""
@@ -61,10 +64,11 @@ class ModelDescription(_message.Message):
         vocab_size: _builtins.int = ...,
         context_length: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        weights_fingerprint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "dtype", b"dtype", "name", b"name", "protocol_version", b"protocol_version", "revision", b"revision", "stop_token_ids", b"stop_token_ids", "vocab_size", b"vocab_size", "vocabulary_fingerprint", b"vocabulary_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "dtype", b"dtype", "name", b"name", "protocol_version", b"protocol_version", "revision", b"revision", "stop_token_ids", b"stop_token_ids", "vocab_size", b"vocab_size", "vocabulary_fingerprint", b"vocabulary_fingerprint", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,7 +32,7 @@ class _DistributionEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_
     DISTRIBUTION_ENCODING_ONE_HOT: _DistributionEncoding.ValueType  # 2
     """No data: every token was the only one its position could have."""
     DISTRIBUTION_ENCODING_SPARSE_UINT16: _DistributionEncoding.ValueType  # 3
-    """Per position a support of 1 to 256 token ids with integer weights that sum to 65,536, 1 or more each; other tokens
+    """Per position a support of 1 to 1,024 token ids with integer weights that sum to 65,536, 1 or more each; other tokens
     are impossible. First the ids of all positions, each in the fewest whole bytes that hold vocab_size - 1. A weight
     less one is a uint16: then come the low bytes of all, then the high bytes of each position's first wide_sizes; the
     others' are 0. The ids of one position differ; their order is free, and the fewest bytes are taken if the weights
@@ -53,7 +53,7 @@ DISTRIBUTION_ENCODING_DENSE_FLOAT32: DistributionEncoding.ValueType  # 1
 DISTRIBUTION_ENCODING_ONE_HOT: DistributionEncoding.ValueType  # 2
 """No data: every token was the only one its position could have."""
 DISTRIBUTION_ENCODING_SPARSE_UINT16: DistributionEncoding.ValueType  # 3
-"""Per position a support of 1 to 256 token ids with integer weights that sum to 65,536, 1 or more each; other tokens
+"""Per position a support of 1 to 1,024 token ids with integer weights that sum to 65,536, 1 or more each; other tokens
 are impossible. First the ids of all positions, each in the fewest whole bytes that hold vocab_size - 1. A weight
 less one is a uint16: then come the low bytes of all, then the high bytes of each position's first wide_sizes; the
 others' are 0. The ids of one position differ; their order is free, and the fewest bytes are taken if the weights
@@ -296,6 +296,34 @@ class DraftDistributions(_message.Message):
 Global___DraftDistributions: _TypeAlias = DraftDistributions  # noqa: Y015
 
 @_typing.final
+class DraftPermit(_message.Message):
+    """Lets a drafter push blocks for one session. The gateway makes it for one drafter and hands it over when it opens the
+    session there, so that drafters that share their certificates cannot push blocks for each other's sessions.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """0 for the session's first drafter, and higher for each one that takes its place."""
+    token: _builtins.bytes
+    """BLAKE2b of the number (4 bytes, little-endian), keyed with the session's permit_key, 16 bytes."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftPermit: _TypeAlias = DraftPermit  # noqa: Y015
+
+@_typing.final
 class DraftBlock(_message.Message):
     """Tokens that a drafter proposes for one round of one session."""
 
@@ -308,6 +336,7 @@ class DraftBlock(_message.Message):
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     CALIBRATION_DURATION_US_FIELD_NUMBER: _builtins.int
     DRAFT_DURATION_US_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     """Raised when a discarded block of this round is drafted again, so that no random number is used twice."""
     calibration_duration_us: _builtins.int
@@ -330,6 +359,12 @@ class DraftBlock(_message.Message):
     def distributions(self) -> Global___DraftDistributions:
         """One distribution per token."""
 
+    @_builtins.property
+    def permit(self) -> Global___DraftPermit:
+        """With the first block that a drafter sends for a session. A permit with a higher number ends the earlier drafter's
+        part in the session.
+        """
+
     def __init__(
         self,
         *,
@@ -340,10 +375,11 @@ class DraftBlock(_message.Message):
         distributions: Global___DraftDistributions | None = ...,
         calibration_duration_us: _builtins.int = ...,
         draft_duration_us: _builtins.int = ...,
+        permit: Global___DraftPermit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "fence", b"fence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "fence", b"fence", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "calibration_duration_us", b"calibration_duration_us", "distributions", b"distributions", "draft_duration_us", b"draft_duration_us", "fence", b"fence", "parent_indices", b"parent_indices", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "calibration_duration_us", b"calibration_duration_us", "distributions", b"distributions", "draft_duration_us", b"draft_duration_us", "fence", b"fence", "parent_indices", b"parent_indices", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,7 +41,7 @@ class OpenTargetSessionRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_LEN_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
-    DRAFTER_ID_FIELD_NUMBER: _builtins.int
+    PERMIT_KEY_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -70,9 +70,9 @@ class OpenTargetSessionRequest(_message.Message):
     """
     cache_salt: _builtins.str
     """Keys and values are shared only between sessions of the same salt. At most 256 characters."""
-    drafter_id: _builtins.int
-    """The drafter whose blocks the session takes, by the instance_id of its lease; other drafters' blocks are refused.
-    Absent: none.
+    permit_key: _builtins.bytes
+    """16 bytes, known to the gateway and the verifier alone. The session takes blocks of the drafter that shows a permit
+    made from it (see DraftPermit). Empty: it takes none.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -104,15 +104,13 @@ class OpenTargetSessionRequest(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_len: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
-        drafter_id: _builtins.int | None = ...,
+        permit_key: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter_id", b"_drafter_id", "drafter_id", b"drafter_id", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter_id", b"_drafter_id", "cache_salt", b"cache_salt", "choice", b"choice", "drafter_id", b"drafter_id", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__drafter_id: _TypeAlias = _typing.Literal["drafter_id"]  # noqa: Y015
-    _WhichOneofArgType__drafter_id: _TypeAlias = _typing.Literal["_drafter_id", b"_drafter_id"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__drafter_id) -> _WhichOneofReturnType__drafter_id | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenTargetSessionRequest: _TypeAlias = OpenTargetSessionRequest  # noqa: Y015
 
@@ -230,6 +228,7 @@ class BlockRefusal(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     QUARANTINED_DRAFTER_ID_FIELD_NUMBER: _builtins.int
+    PERMIT_NUMBER_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     """The session."""
     epoch: _builtins.int
@@ -242,6 +241,8 @@ class BlockRefusal(_message.Message):
     """The drafter, if no session of this verifier takes its blocks any more: its tokens are not drawn from the
     distributions that it sends.
     """
+    permit_number: _builtins.int
+    """Number of the permit of the drafter whose blocks are refused."""
     def __init__(
         self,
         *,
@@ -250,10 +251,11 @@ class BlockRefusal(_message.Message):
         round: _builtins.int = ...,
         message: _builtins.str = ...,
         quarantined_drafter_id: _builtins.int | None = ...,
+        permit_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_quarantined_drafter_id", b"_quarantined_drafter_id", "quarantined_drafter_id", b"quarantined_drafter_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quarantined_drafter_id", b"_quarantined_drafter_id", "epoch", b"epoch", "message", b"message", "quarantined_drafter_id", b"quarantined_drafter_id", "round", b"round", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quarantined_drafter_id", b"_quarantined_drafter_id", "epoch", b"epoch", "message", b"message", "permit_number", b"permit_number", "quarantined_drafter_id", b"quarantined_drafter_id", "round", b"round", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__quarantined_drafter_id: _TypeAlias = _typing.Literal["quarantined_drafter_id"]  # noqa: Y015
     _WhichOneofArgType__quarantined_drafter_id: _TypeAlias = _typing.Literal["_quarantined_drafter_id", b"_quarantined_drafter_id"]  # noqa: Y015

@@ -31,7 +31,7 @@ def rule_named(name: str) -> VerificationRule:
         InvalidRequestError: there is none of that name.
     """
     if name not in RULES:
-        raise InvalidRequestError(f"unknown rejection_sample_method {name!r}; known: {', '.join(RULES)}")
+        raise InvalidRequestError(f"unknown rejection_sample_method; known: {', '.join(RULES)}")
     return RULES[name]
 
 

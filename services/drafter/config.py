@@ -3,7 +3,14 @@
 from dataclasses import dataclass, field
 
 from draftwire.quantization import Encoding, Quantization, position_bytes
-from draftwire.services.settings import ConnectionSettings, EngineSettings, ModelSettings, ServerSettings, require
+from draftwire.services.settings import (
+    ConnectionSettings,
+    EngineSettings,
+    ModelSettings,
+    ServerSettings,
+    TlsSettings,
+    require,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +24,7 @@ class DraftSettings:
     """Share of a distribution's mass that a sparse one keeps, in (0, 1]; more is accepted more often and takes more
     bytes."""
     draft_max_support: int = 64
-    """Tokens that a sparse distribution keeps, at most, 1 to 256."""
+    """Tokens that a sparse distribution keeps, at most, 1 to 1,024."""
 
     def __post_init__(self) -> None:
         _ = self.quantization  # checks itself
@@ -43,6 +50,9 @@ class DrafterConfig:
     connect_timeout_s: float = 10.0
     """How long a session's opening may wait for the verifier to answer."""
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
+    tls: TlsSettings = field(default_factory=TlsSettings)
 
     def __post_init__(self) -> None:
+        self.tls.check_listening(self.server.host)
+        self.tls.check_dialling(self.server.host)  # verifiers are where their gateways say: elsewhere, if callers are
         require(self.connect_timeout_s > 0.0, "connect_timeout_s must be positive")

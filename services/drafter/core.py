@@ -9,7 +9,7 @@ import structlog
 from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
 from draftwire.models.description import ModelDescription
 from draftwire.models.loading import ModelCard
-from draftwire.rounds import Calibration, DraftBlock, DraftSessionSpec
+from draftwire.rounds import Calibration, DraftBlock, DraftSessionSpec, SendDrafted
 from draftwire.services.admission import Room
 from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.drafter.engine import DraftEngine
@@ -39,8 +39,9 @@ class BlockLink(Protocol):
         """
 
 
-Connect = Callable[[str, ModelCard], Awaitable[BlockLink]]
-"""Opens a link to the verifier at an address, or raises why it cannot be used."""
+Connect = Callable[[str, ModelCard, Callable[[], None]], Awaitable[BlockLink]]
+"""Opens a link to the verifier at an address, or raises why it cannot be used. What it is given last is called once, on
+the event loop, when the link breaks."""
 
 
 class DrafterCore:
@@ -92,6 +93,10 @@ class DrafterCore:
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
             self._scheduler.pacer.learn(num_tokens, 0, seconds)
         self.metrics.watch(self._scheduler)
+
+    def busy_s(self) -> float:
+        """Returns for how many seconds the model's current call has run; 0 where none runs."""
+        return self._torch.busy_s()
 
     def stop(self) -> None:
         """Stops the torch thread after the running step."""
@@ -151,6 +156,10 @@ class DrafterCore:
             self._fail((calibration.fence.session_id, calibration.fence.epoch), error)
         self._work.set()
 
+    def send_drafted(self, command: SendDrafted) -> None:
+        """Has a block under way sent as far as it is drawn."""
+        self._scheduler.send_drafted(command)
+
     async def run_steps(self) -> None:
         """Drafts for ever."""
         while True:
@@ -197,7 +206,8 @@ class DrafterCore:
     def _fail(self, key: SessionKey, error: Exception) -> None:
         session = self._scheduler.sessions.get(key)
         if session is not None:
-            log.warning("drafter.session_failed", session_id=key[0], reason=str(error))
+            reason = str(error) if isinstance(error, DraftwireError) else type(error).__name__
+            log.warning("drafter.session_failed", session_id=key[0], reason=reason)
             opening = self._opening.get(key)
             if opening is not None and not opening.done():
                 opening.set_exception(error)
@@ -209,5 +219,11 @@ class DrafterCore:
         async with self._connecting.setdefault(address, asyncio.Lock()):
             link = self._links.get(address)
             if link is None or link.broken:
-                link = self._links[address] = await self._connect(address, self.card)
+                link = self._links[address] = await self._connect(address, self.card, lambda: self._lose(address))
             return link
+
+    def _lose(self, address: str) -> None:
+        """Fails the sessions of a verifier that was lost, at once: nobody waits for their blocks in vain."""
+        for key in [session.key for session in self._scheduler.sessions.values()]:
+            if self._scheduler.sessions[key].spec.verifier_address == address:
+                self._fail(key, UnavailableError(f"verifier at {address} was lost"))

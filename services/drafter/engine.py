@@ -81,6 +81,7 @@ class DraftEngine:
             needs_probs=rule.needs_draft_probs,
             prompt_len=spec.prompt_len,
             stop_token_ids=spec.stop_token_ids,
+            is_cut=lambda: session.cut_at == (calibration.fence.round, calibration.attempt),
         )
         return Drafting(sequence, request, item.max_read)
 

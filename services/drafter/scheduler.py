@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
-from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence
+from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, SendDrafted
 from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.leases import SessionKey
 from draftwire.services.prefill import PrefillPacer, share
@@ -33,6 +33,11 @@ class DraftSession:
     """Waits for a step or is in one: with its prompt at first, later with a calibration."""
     is_reading: bool = True
     """Whether its prompt is still being read."""
+    has_shown_permit: bool = False
+    """Whether a block was sent, the first of which carries the permit."""
+    cut_at: tuple[int, int] | None = None
+    """Round and attempt of the block that is to end after the token that is being drawn. Set on the event loop, and
+    read on the torch thread while it draws."""
 
     @property
     def key(self) -> SessionKey:
@@ -178,6 +183,15 @@ class Scheduler:
             session.queued = True
             self._ready.append(session)
 
+    def send_drafted(self, command: SendDrafted) -> None:
+        """Ends the block under way, waiting or being drawn, after one token more at most. A stale wish is dropped."""
+        session = self.sessions.get((command.session_id, command.epoch))
+        asked_for = (command.round, command.attempt)
+        if session is None or session.calibration is None or session.last_asked != asked_for:
+            self.dropped["unknown_session" if session is None else "stale"] += 1
+            return
+        session.cut_at = asked_for
+
     def close(self, session_id: int, epoch: int) -> DraftSession | None:
         """Forgets a session and what waits for it; returns it if there was one."""
         session = self.sessions.pop((session_id, epoch), None)
@@ -231,6 +245,9 @@ class Scheduler:
             session.queued = session.is_reading or session.calibration is not None
             if session.queued:
                 self._ready.append(session)
+            if isinstance(outcome, DraftBlock) and not session.has_shown_permit:
+                outcome = replace(outcome, permit=session.spec.permit)
+                session.has_shown_permit = True
             completed.append(Completed(session, outcome, is_opened))
         self.pacer.learn(num_prompt_tokens, result.num_read - num_prompt_tokens, result.calibration_s)
         return completed

@@ -3,7 +3,7 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
 
@@ -19,6 +19,8 @@ from draftwire.services.rpc.channels import check_prompt_fits, in_messages
 from draftwire.services.rpc.model_service import ModelServicer
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.streams import exchange
+from draftwire.services.rpc.tls import Dialler, server_credentials, watch_tls
+from draftwire.services.watchdog import Watchdog
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 
@@ -58,6 +60,8 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 match command.WhichOneof("command"):
                     case "calibration":
                         self._core.calibrate(messages.calibration_from_proto(command.calibration))
+                    case "send_drafted":
+                        self._core.send_drafted(messages.send_drafted_from_proto(command.send_drafted))
                     case "close_session":
                         self._core.close_session(command.close_session.session_id, command.close_session.epoch)
                     case _:
@@ -87,9 +91,12 @@ def serve(config: DrafterConfig) -> int:
 
 
 async def _serve(config: DrafterConfig) -> int:
-    async def connect(address: str, card: ModelCard) -> BlockLink:
+    tls = watch_tls(config.tls)
+    dialler = Dialler(config.connections, config.tls, tls)
+
+    async def connect(address: str, card: ModelCard, on_lost: Callable[[], None]) -> BlockLink:
         introduction = Introduction(card, core.instance_id)
-        return await GrpcBlockLink.connect(address, introduction, config.connections, config.connect_timeout_s)
+        return await GrpcBlockLink.connect(address, introduction, dialler, config.connect_timeout_s, on_lost)
 
     core = DrafterCore(config, connect)
 
@@ -110,11 +117,13 @@ async def _serve(config: DrafterConfig) -> int:
         grpc_names=("draftwire.v1.DrafterService", "draftwire.v1.ModelService"),
         settings=config.server,
         connections=config.connections,
+        credentials=server_credentials(tls, config.tls),
         metrics=core.metrics,
         register=register,
         start=start,
         run=core.run_steps,
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,
+        watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
     )
     return await run_service(service)

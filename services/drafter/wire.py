@@ -3,7 +3,7 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -15,10 +15,10 @@ from draftwire.models.loading import ModelCard
 from draftwire.rounds import DraftBlock
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
-from draftwire.services.rpc.channels import open_channel, require_room
+from draftwire.services.rpc.channels import require_room
 from draftwire.services.rpc.peers import ModelPeer
 from draftwire.services.rpc.status import error_of
-from draftwire.services.settings import ConnectionSettings
+from draftwire.services.rpc.tls import Dialler
 from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
 
 log = structlog.get_logger()
@@ -35,9 +35,12 @@ class Introduction:
 class GrpcBlockLink:
     """One long-lived stream to one verifier, for the blocks of all sessions."""
 
-    def __init__(self, address: str, channel: grpc.aio.Channel, max_message_bytes: int) -> None:
+    def __init__(
+        self, address: str, channel: grpc.aio.Channel, max_message_bytes: int, on_lost: Callable[[], None]
+    ) -> None:
         """Use `connect`."""
         self.address = address
+        self._on_lost = on_lost
         self._max_message_bytes = max_message_bytes
         self.broken = False
         self._channel = channel
@@ -46,16 +49,28 @@ class GrpcBlockLink:
 
     @classmethod
     async def connect(
-        cls, address: str, introduction: Introduction, connections: ConnectionSettings, timeout_s: float
+        cls,
+        address: str,
+        introduction: Introduction,
+        dialler: Dialler,
+        timeout_s: float,
+        on_lost: Callable[[], None],
     ) -> GrpcBlockLink:
         """Opens the stream and waits for the verifier's welcome.
+
+        Args:
+            address: host:port of the verifier.
+            introduction: for the hello.
+            dialler: opens the connection.
+            timeout_s: how long to wait for the welcome.
+            on_lost: called once if the stream ends afterwards, whoever ends it.
 
         Raises:
             ModelMismatchError: the verifier's vocabulary differs; names the first differing token.
             UnavailableError: no welcome in time.
         """
-        channel = open_channel(address, connections, bulk=True)
-        link = cls(address, channel, connections.max_message_bytes)
+        channel = dialler.open(address, bulk=True)
+        link = cls(address, channel, dialler.connections.max_message_bytes, on_lost)
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         card = introduction.card
         hello = verifier_pb2.DrafterHello(
@@ -114,6 +129,7 @@ class GrpcBlockLink:
             self.broken = True
             self._outbox.close()
         log.warning("drafter.verifier_lost", address=self.address, reason=reason)
+        self._on_lost()
         await self._channel.close()
 
 

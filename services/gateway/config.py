@@ -1,8 +1,9 @@
 """Configuration of a gateway."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from draftwire.services.settings import ConnectionSettings, ServerSettings, require
+from draftwire.services.settings import ConnectionSettings, ServerSettings, TlsSettings, require
 
 NO_DRAFTER = "none"
 """Stands for no drafter where an address is expected."""
@@ -17,11 +18,14 @@ class LoopSettings:
     bridge_rounds: int = 2
     """Rounds asked for at once while the drafter still reads the prompt."""
     block_timeout_s: float = 5.0
-    """A drafter whose block is not verified within this time is given up for the session."""
+    """A drafter that is slower than its blocks usually are is asked for what it has drawn, at the latest after this
+    time. If that does not come within this time again, the drafter is given up for the session."""
     verdict_timeout_s: float = 120.0
     """A verifier that is silent for this long during its own work is lost."""
     prompt_timeout_s: float = 900.0
     """How long the verifier may take for the first token: a long prompt is read beside running sessions."""
+    failover_timeout_s: float = 30.0
+    """How long another verifier is sought for a session whose verifier was lost; it may be the same one, restarted."""
 
     def __post_init__(self) -> None:
         require(self.plain_run_rounds >= 1, "plain_run_rounds must be at least 1")
@@ -29,6 +33,7 @@ class LoopSettings:
         require(self.block_timeout_s > 0.0, "block_timeout_s must be positive")
         require(self.verdict_timeout_s > 0.0, "verdict_timeout_s must be positive")
         require(self.prompt_timeout_s > 0.0, "prompt_timeout_s must be positive")
+        require(self.failover_timeout_s >= 0.0, "failover_timeout_s must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +42,9 @@ class GatewayConfig:
 
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50051))
     verifier: str = "127.0.0.1:50052"
-    """host:port of the verifier. Drafters are told the same address."""
+    """host:port of each verifier, separated by commas. Drafters are told the same addresses."""
     drafter: str = "127.0.0.1:50053"
-    """host:port of the drafter; "none" serves plain decoding only."""
+    """host:port of each drafter, separated by commas; "none" serves plain decoding only."""
     num_speculative_tokens: int = 4
     """Draft tokens per round where a request does not say."""
     max_speculative_tokens: int = 16
@@ -47,17 +52,25 @@ class GatewayConfig:
     rejection_sample_method: str = "block"
     """Verification rule where a request does not say: block, token or coupled. Lossy rules have to be asked for."""
     startup_timeout_s: float = 120.0
-    """How long verifier and drafter may take to come up."""
+    """How long the first verifier and the first drafter may take to come up."""
     max_requests: int = 256
     """Requests that may run at once; more are refused with RESOURCE_EXHAUSTED."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
+    tls: TlsSettings = field(default_factory=lambda: TlsSettings(tls_require_client_cert=False))
+    tokens_file: Path | None = None
+    """TOML file of the bearer tokens that callers must show, and their limits; without it nobody needs one. Read again
+    when it changes."""
 
     def __post_init__(self) -> None:
-        for address in (self.verifier, *([self.drafter] if self.has_drafter else [])):
+        self.tls.check_listening(self.server.host)
+        has_issuer = self.tls.tls_ca is not None or not self.tls.tls_require_client_cert
+        require(has_issuer, "tls_require_client_cert needs tls_ca, which says whose certificates are believed")
+        for address in (*self.verifiers, *self.drafters):
             host, _, port = address.rpartition(":")
             is_address = bool(host) and port.isdigit() and int(port) <= 65535
             require(is_address, f"{address!r} is not host:port")
+            self.tls.check_dialling(host)
         require(
             0 <= self.num_speculative_tokens <= self.max_speculative_tokens,
             f"num_speculative_tokens must be in 0..{self.max_speculative_tokens}, not {self.num_speculative_tokens}",
@@ -66,6 +79,15 @@ class GatewayConfig:
         require(self.max_requests >= 1, "max_requests must be at least 1")
 
     @property
-    def has_drafter(self) -> bool:
-        """Whether there is a drafter at all."""
-        return self.drafter != NO_DRAFTER
+    def verifiers(self) -> tuple[str, ...]:
+        """host:port of each verifier."""
+        return _addresses(self.verifier)
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """host:port of each drafter."""
+        return () if self.drafter == NO_DRAFTER else _addresses(self.drafter)
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(address.strip() for address in text.split(",")))

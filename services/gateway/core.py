@@ -6,11 +6,12 @@ from contextlib import aclosing
 
 from transformers import PreTrainedTokenizerBase
 
-from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.models.description import ModelDescription
 from draftwire.models.loading import load_tokenizer
 from draftwire.services.gateway.config import GatewayConfig
 from draftwire.services.gateway.loop import Delta, Finish, GenerationLoop
-from draftwire.services.gateway.ports import DrafterPort, TargetPort
+from draftwire.services.gateway.ports import Peers
 from draftwire.services.gateway.request import (
     Generation,
     RequestedGeneration,
@@ -26,10 +27,10 @@ MAX_PROMPT_CHARACTERS = 4_000_000
 
 
 class GatewayCore:
-    """Runs requests on one verifier and, where there is one, one drafter. All methods run on the event loop."""
+    """Runs requests on the verifiers and drafters that there are. All methods run on the event loop."""
 
-    def __init__(self, config: GatewayConfig, target: TargetPort, drafter: DrafterPort | None) -> None:
-        """Takes the peers; `use_tokenizer` comes before the first request.
+    def __init__(self, config: GatewayConfig, peers: Peers) -> None:
+        """Takes the peers; `serve_model` comes before the first request.
 
         Raises:
             InvalidRequestError: the default rule is unknown or lossy.
@@ -38,10 +39,11 @@ class GatewayCore:
         if not rule_named(name).is_lossless:
             raise InvalidRequestError(f"{name} is lossy: requests may ask for it, but it cannot be the default")
         self.config = config
-        self.target = target
-        self.drafter = drafter
+        self._peers = peers
         self.metrics = GatewayMetrics()
         self.num_requests = 0
+        self.description: ModelDescription
+        """The target model."""
         self._tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -52,9 +54,9 @@ class GatewayCore:
             config.num_speculative_tokens, config.max_speculative_tokens, config.rejection_sample_method
         )
 
-    def use_tokenizer(self, files: dict[str, bytes]) -> None:
-        """Takes the target's tokenizer."""
-        self._tokenizer = load_tokenizer(files)
+    def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
+        """Takes the target model and its tokenizer."""
+        self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
 
     async def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a prompt, with whatever the target's tokenizer puts in front.
@@ -78,7 +80,7 @@ class GatewayCore:
         if not messages:
             raise InvalidRequestError("the prompt is empty")
         if not self._tokenizer.chat_template:
-            raise InvalidRequestError(f"{self.target.description.name} has no chat template; send a text prompt")
+            raise InvalidRequestError(f"{self.description.name} has no chat template; send a text prompt")
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise what they like
@@ -88,22 +90,21 @@ class GatewayCore:
 
     def complete(self, requested: RequestedGeneration) -> Generation:
         """Checks a request and fills in the defaults; see `complete_request`."""
-        return complete_request(requested, self.target.description, self.defaults)
+        return complete_request(requested, self.description, self.defaults)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta | Finish]:
         """Carries out a request.
 
         Raises:
             NoRoomError: too many requests run already.
-            UnavailableError: the verifier cannot be reached.
+            UnavailableError: no verifier can be reached.
         """
         if self.num_requests >= self.config.max_requests:
             raise NoRoomError(f"{self.config.max_requests} requests are running, which is the limit; retry in a second")
-        if not self.target.connected:
-            raise UnavailableError("no verifier can be reached")
-        drafter = self._usable_drafter()
         text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop)
-        loop = GenerationLoop(generation, self.target, drafter, text, self.config.loop)
+        if generation.generated_ids:  # may be many
+            await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
+        loop = GenerationLoop(generation, self._peers, text, self.config.loop)
         self.num_requests += 1
         result = "failed"
         try:
@@ -111,20 +112,14 @@ class GatewayCore:
                 async for event in events:
                     if isinstance(event, Finish):
                         result = event.reason.value
-                        if event.drafter_error:
-                            self.metrics.drafters_lost.inc()
                     yield event
         except (asyncio.CancelledError, GeneratorExit):
             result = "cancelled"
             raise
         finally:
             self.num_requests -= 1
+            self.metrics.drafters_lost.inc(loop.statistics.num_drafters_lost)
+            self.metrics.verifiers_lost.inc(loop.statistics.num_verifiers_lost)
             self.metrics.requests.labels(result).inc()
             if generation.is_lossy:
                 self.metrics.lossy_requests.labels(generation.rule).inc()
-
-    def _usable_drafter(self) -> DrafterPort | None:
-        drafter = self.drafter
-        if drafter is None or not drafter.connected or not self.target.takes_blocks_of(drafter.instance_id):
-            return None
-        return drafter

@@ -1,16 +1,19 @@
 """The outer loop of speculative decoding, for one session. Knows neither gRPC nor models.
 
-    open a session on verifier and drafter; the verifier decodes the first token by itself
+    open a session on a verifier, and beside it one on a drafter; the verifier decodes the first token by itself
     repeat:
         take the verdict of the round: commit its tokens, show their text, stop if it is time to
         ask for the next round: a block of the drafter, or a plain run where there is no drafter
 
-The loop owns what is committed. Whatever happens to the drafter, the text goes on.
+The loop owns what is committed, so it survives its peers. A drafter that is lost is replaced by another one, and until
+then by plain runs. A verifier that is lost is replaced too: the session is opened elsewhere with all committed ids,
+under the next epoch, and goes on with the round that was open. Whatever the lost ones still say is fenced off.
 
 Source: Sun et al. 2024 (arXiv 2403.10444), Algorithm 3.
 """
 
 import asyncio
+import random
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -20,26 +23,50 @@ from enum import Enum
 
 import structlog
 
-from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.errors import (
+    CompletionInterruptedError,
+    DraftwireError,
+    NoRoomError,
+    ProtocolViolationError,
+    UnavailableError,
+)
 from draftwire.models.description import ModelDescription
-from draftwire.randomness import Role, derive_key
+from draftwire.randomness import KEY_BYTES, Role, derive_key
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
     DraftSessionSpec,
     Fence,
+    Permit,
     PlainRun,
+    SendDrafted,
     TargetSessionSpec,
     Verdict,
 )
 from draftwire.services.gateway.config import LoopSettings
-from draftwire.services.gateway.ports import DrafterLost, DrafterPort, DrafterReady, Inbox, TargetLost, TargetPort
+from draftwire.services.gateway.ports import (
+    BlocksRefused,
+    DrafterLost,
+    DrafterPort,
+    DrafterReady,
+    Peers,
+    SessionEvent,
+    TargetLost,
+    TargetPort,
+)
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.text import TextStream
 from draftwire.verification import rule_named
 
 log = structlog.get_logger()
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+"""Between attempts to open a session elsewhere; doubled from one to the next."""
+
+MAX_FUTILE_MOVES = 3
+"""A session that was lost so often without committing a token in between is given up: it may be what its verifiers die
+of."""
 
 
 class FinishReason(Enum):
@@ -64,48 +91,79 @@ class Finish:
     reason: FinishReason
     statistics: Statistics
     drafter_error: str
-    """Why the drafter was given up; empty if it was not."""
+    """Why the last drafter that was given up was; empty if none was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An event, and which of the session's peers, one after the other, it comes from."""
+
+    epoch: int
+    permit_number: int | None
+    """None of a verifier."""
+    event: SessionEvent
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedInbox:
+    """An `Inbox` that remembers who speaks."""
+
+    queue: "asyncio.Queue[Said]"
+    epoch: int
+    permit_number: int | None = None
+
+    def put_nowait(self, item: SessionEvent) -> None:
+        """See `Inbox.put_nowait`."""
+        self.queue.put_nowait(Said(self.epoch, self.permit_number, item))
 
 
 class GenerationLoop:
     """Carries out one generation. Use once."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        target: TargetPort,
-        drafter: DrafterPort | None,
-        text: TextStream,
-        settings: LoopSettings,
-    ) -> None:
-        """Prepares; `run` does the work."""
+    def __init__(self, generation: Generation, peers: Peers, text: TextStream, settings: LoopSettings) -> None:
+        """Prepares; `run` does the work. `text` has taken what was generated before, if something was."""
         self._generation = generation
-        self._target = target
-        self._drafter = drafter if generation.num_speculative_tokens else None
+        self._peers = peers
         self._text = text
         self._settings = settings
-        self._inbox: Inbox = asyncio.Queue()
-        self._committed = CommittedTokens(generation.prompt_ids)
+        self._queue: asyncio.Queue[Said] = asyncio.Queue()
+        self._committed = CommittedTokens([*generation.prompt_ids, *generation.generated_ids])
+        self._num_generated = len(generation.generated_ids)
         self._session_id = secrets.randbits(64)
-        self._epoch = 0
-        self._round = 0
+        self._permit_key = secrets.token_bytes(KEY_BYTES)
+        # A resumed completion must not draw with the numbers of the rounds that made its first tokens. There were at
+        # most as many rounds as tokens.
+        self._round = len(generation.generated_ids)
+        self._target: TargetPort | None = None
+        self._epoch = -1
+        self._lost_by: list[str] = []
+        self._futile_moves = 0
+        self._drafter: DrafterPort | None = None
         self._drafter_ready = False
-        self._drafter_knows = len(generation.prompt_ids)
-        self._waits_for_block = False
+        self._drafter_knows = 0
         self._drafter_error = ""
-        self._statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
+        self._opening: asyncio.Task[None] | None = None
+        self._permit_number = -1
+        self._tried: set[int] = set()
+        self._asked_at = 0.0
+        self._due = 0.0
+        self._waits_for_block = False
+        self._is_hurried = False
+        self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
 
     async def run(self) -> AsyncGenerator[Delta | Finish]:
         """Yields deltas as their tokens are committed, then one finish.
 
         Raises:
-            DraftwireError: the verifier refused the session or was lost.
+            InvalidRequestError: the verifier refused the session.
+            NoRoomError: no verifier has room for it.
+            CompletionInterruptedError: no verifier is left.
         """
         started = time.perf_counter()
-        opening = asyncio.create_task(self._open_drafter()) if self._drafter else None
+        reason = self._reason_before()
         try:
-            await self._target.open(self._target_spec(), self._inbox)
-            reason: FinishReason | None = None
+            if reason is None:
+                await self._open_target(wait_s=0.0)
             while reason is None:
                 verdict = await self._next_verdict()
                 token_ids, reason = self._commit(verdict)
@@ -118,64 +176,147 @@ class GenerationLoop:
                 if asks and reason is None:
                     self._ask_for_round()
                 elapsed_us = int((time.perf_counter() - started) * 1e6)
-                self._statistics.time_to_first_token_us = self._statistics.time_to_first_token_us or elapsed_us
-                self._statistics.duration_us = elapsed_us
+                self.statistics.time_to_first_token_us = self.statistics.time_to_first_token_us or elapsed_us
+                self.statistics.duration_us = elapsed_us
                 if token_ids or text:
                     yield Delta(token_ids, text)
-            yield Finish(reason, self._statistics, self._drafter_error)
+            yield Finish(reason, self.statistics, self._drafter_error)
         finally:
-            if opening is not None:
-                opening.cancel()
-            for peer in (self._target, self._drafter):
-                if peer is not None:
-                    self._close(peer)
+            self._drop_drafter()
+            self._drop_target()
 
-    async def _open_drafter(self) -> None:
-        """Opens the drafter's session beside everything else; the inbox learns how it went."""
-        assert self._drafter is not None
+    # Verifiers
+
+    async def _open_target(self, wait_s: float) -> None:
+        """Opens the session on the best verifier that takes it, and seeks a drafter.
+
+        Args:
+            wait_s: for how long all verifiers are tried again and again.
+
+        Raises:
+            DraftwireError: none takes it.
+        """
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + wait_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            refusals: list[DraftwireError] = []
+            # Those that lost the session come last: one that hangs has few sessions, and so would be chosen again.
+            for target in sorted(self._peers.targets(), key=lambda target: self._lost_by.count(target.address)):
+                self._epoch += 1  # also after a refusal, which may have come too late to be one
+                self._tried = set()
+                has_drafter = self._next_drafter(target) is not None
+                inbox = TaggedInbox(self._queue, self._epoch)
+                try:
+                    await target.open(self._target_spec(has_drafter), inbox)
+                except (UnavailableError, NoRoomError, ProtocolViolationError) as error:
+                    # It does not know its lease, say, because it was restarted a moment ago.
+                    is_violation = isinstance(error, ProtocolViolationError)
+                    refusals.append(UnavailableError(f"{target.address}: {error}") if is_violation else error)
+                    self._close(target)
+                    continue
+                except BaseException:
+                    self._close(target)
+                    raise
+                self._target = target
+                self._expect(self._settings.prompt_timeout_s)
+                self._seek_drafter()
+                return
+            full = [error for error in refusals if isinstance(error, NoRoomError)]  # trying again helps
+            if clock() >= deadline:
+                raise [*full, *refusals, UnavailableError("no verifier can be reached")][0]
+            if full:
+                pause_s = max(pause_s, full[0].retry_after_s)
+            # Many sessions may have been lost at once: they must not all come back at once, again and again.
+            await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), max(0.0, deadline - clock())))
+            pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
+
+    async def _move(self, error: Exception) -> None:
+        """Opens the session elsewhere.
+
+        Raises:
+            DraftwireError: it was not the verifier's fault, or no verifier is left.
+        """
+        if not isinstance(error, UnavailableError):
+            raise error
+        log.warning("gateway.verifier_lost", session_id=self._session_id, epoch=self._epoch, reason=str(error))
+        assert self._target is not None, "only an open session can be lost"
+        self._lost_by.append(self._target.address)
+        self.statistics.num_verifiers_lost += 1
+        self._futile_moves += 1
+        self._waits_for_block = False
+        self._drop_drafter()
+        self._drop_target()
         try:
-            await self._drafter.open(self._draft_spec(self._drafter.description), self._inbox)
-        except Exception as error:
-            self._inbox.put_nowait(DrafterLost(error))
-        else:
-            self._inbox.put_nowait(DrafterReady())
+            if self._futile_moves > MAX_FUTILE_MOVES:
+                raise error
+            await self._open_target(self._settings.failover_timeout_s)
+        except (UnavailableError, NoRoomError) as refusal:
+            raise CompletionInterruptedError(str(refusal), self._num_generated) from error
+
+    def _drop_target(self) -> None:
+        if self._target is not None:
+            self._close(self._target)
+            self._target = None
+
+    # Verdicts
 
     async def _next_verdict(self) -> Verdict:
         """Returns the verdict of the current round, dealing with everything else that arrives before it."""
         while True:
-            timeout = self._timeout
             try:
-                async with asyncio.timeout(timeout):
-                    event = await self._inbox.get()
+                async with asyncio.timeout_at(self._due):
+                    said = await self._queue.get()
             except TimeoutError:
-                if not self._waits_for_block:
-                    raise UnavailableError(f"the verifier was silent for {timeout:g} s") from None
-                event = DrafterLost(UnavailableError(f"no verified block within {timeout:g} s"))
-            match event:
-                case Verdict() if event.fence == self._fence:
-                    return event
-                case TargetLost():
-                    raise event.error
-                case DrafterLost():
-                    self._give_up_drafter(event.error)
+                await self._deal_with_silence()
+                continue
+            if said.epoch != self._epoch or said.permit_number not in (None, self._permit_number):
+                continue  # of a peer that was given up
+            match said.event:
+                case Verdict() as verdict if verdict.fence == self._fence:
+                    return verdict
+                case TargetLost(error):
+                    await self._move(error)
+                case BlocksRefused(error, permit_number):
+                    if permit_number == self._permit_number:
+                        self._give_up_drafter(error)
+                case DrafterLost(error):
+                    self._give_up_drafter(error)
                 case DrafterReady():
                     self._drafter_ready = True
 
+    async def _deal_with_silence(self) -> None:
+        """Does what is to be done when the current round takes too long."""
+        if not self._waits_for_block:
+            await self._move(UnavailableError("the verifier was silent for too long"))
+        elif self._is_hurried or self._drafter is None:
+            self._give_up_drafter(UnavailableError("no block in time, not even a part of one"))
+        else:
+            self._is_hurried = True
+            self._expect(self._settings.block_timeout_s)
+            try:
+                self._drafter.send_drafted(SendDrafted(self._session_id, self._epoch, self._round))
+            except DraftwireError as error:
+                self._give_up_drafter(error)
+
     def _commit(self, verdict: Verdict) -> tuple[list[int], FinishReason | None]:
         """Commits a round and returns its tokens up to a stop token or the limit, and whether one of these ends it."""
+        if self._waits_for_block and self._drafter is not None:
+            self._drafter.pace.learn(asyncio.get_running_loop().time() - self._asked_at)
         self._waits_for_block = False
+        self._futile_moves = 0
         self._round += 1
         self._committed.append(verdict.token_ids)
-        self._statistics.count(verdict)
-        shown = verdict.token_ids[: self._generation.max_tokens - self._statistics.num_generated_tokens]
+        self.statistics.count(verdict)
+        shown = verdict.token_ids[: self._generation.max_tokens - self._num_generated]
         stops = [index for index, token in enumerate(shown) if token in self._generation.stop_token_ids]
         if stops:
             shown = shown[: stops[0] + 1]
-        self._statistics.num_generated_tokens += len(shown)
+        self._count(len(shown))
+        self._expect(self._settings.verdict_timeout_s)
         if stops:
             return shown, FinishReason.STOP
-        is_full = self._statistics.num_generated_tokens == self._generation.max_tokens
-        return shown, FinishReason.LENGTH if is_full else None
+        return shown, FinishReason.LENGTH if self._num_generated == self._generation.max_tokens else None
 
     def _show(self, token_ids: list[int], reason: FinishReason | None) -> tuple[str, FinishReason | None]:
         """Returns the text that a round's tokens make certain, and why the generation ends, if it does.
@@ -185,7 +326,7 @@ class GenerationLoop:
         visible = token_ids[:-1] if reason is FinishReason.STOP else token_ids  # a stop token has no text
         text, num_used = self._text.push(visible)
         if self._text.stopped:
-            self._statistics.num_generated_tokens -= len(token_ids) - num_used
+            self._count(num_used - len(token_ids))
             del token_ids[num_used:]
             reason = FinishReason.STOP
         if reason is not None:
@@ -194,50 +335,115 @@ class GenerationLoop:
                 reason = FinishReason.STOP
         return text, reason
 
+    def _count(self, num_tokens: int) -> None:
+        self._num_generated += num_tokens
+        self.statistics.num_generated_tokens += num_tokens
+
+    def _reason_before(self) -> FinishReason | None:
+        """Returns why what was generated before is complete already, if it is. All of its text was shown, then."""
+        generated = self._generation.generated_ids
+        stops = bool(generated) and generated[-1] in self._generation.stop_token_ids
+        if len(generated) == self._generation.max_tokens:
+            self._text.finish()  # may complete a stop string
+        if stops or self._text.stopped:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(generated) == self._generation.max_tokens else None
+
+    # Rounds
+
     def _ask_for_round(self) -> None:
-        """Asks for the next round: a block if the drafter can make one, else plain rounds."""
-        left = self._generation.max_tokens - self._statistics.num_generated_tokens
-        num_draft_tokens = min(self._generation.num_speculative_tokens, left - 1)
-        if self._drafter is not None and self._drafter_ready:
+        """Asks for the next round: a block if a drafter can make one, else plain rounds."""
+        left = self._generation.max_tokens - self._num_generated
+        if self._drafter is None:
+            self._seek_drafter()
+        elif self._drafter_ready:
             # How many tokens are drafted depends on lengths alone, never on what is drafted: see docs/exactness.md.
-            num_draft_tokens = min(num_draft_tokens, self._drafter.description.context_length - len(self._committed))
+            room = self._drafter.description.context_length - len(self._committed)
+            num_draft_tokens = min(self._generation.num_speculative_tokens, left - 1, room)
             if num_draft_tokens >= 1:
                 self._ask_for_block(self._drafter, num_draft_tokens)
                 return
         bridging = self._drafter is not None and not self._drafter_ready
         rounds = self._settings.bridge_rounds if bridging else self._settings.plain_run_rounds
-        self._target.run_plain(PlainRun(self._fence, min(rounds, left)))
+        assert self._target is not None, "rounds follow verdicts"
+        self._expect(self._settings.verdict_timeout_s)
+        with suppress(DraftwireError):  # if it is lost, we hear of it
+            self._target.run_plain(PlainRun(self._fence, min(rounds, left)))
 
     def _ask_for_block(self, drafter: DrafterPort, num_draft_tokens: int) -> None:
         base_len = self._drafter_knows
         self._drafter_knows = len(self._committed)
-        self._waits_for_block = True
+        self._waits_for_block, self._is_hurried = True, False
+        self._asked_at = asyncio.get_running_loop().time()
+        self._expect(drafter.pace.patience_s(self._settings.block_timeout_s))
         try:
             drafter.calibrate(Calibration(self._fence, base_len, self._committed.ids[base_len:], num_draft_tokens))
         except DraftwireError as error:
             self._give_up_drafter(error)
 
-    def _give_up_drafter(self, error: Exception) -> None:
-        """Goes on without a drafter; a block that was asked for becomes a plain round, whichever comes first."""
-        if self._drafter is None:
-            # Its last block was refused after it was given up; the plain run that was to take the block's place may
-            # have been dropped as the second message for the round. One too many does no harm.
-            self._ask_for_round()
+    def _expect(self, seconds: float) -> None:
+        """Says how long the current round may take from now on."""
+        self._due = asyncio.get_running_loop().time() + seconds
+
+    # Drafters
+
+    def _next_drafter(self, target: TargetPort) -> DrafterPort | None:
+        """Returns the drafter to ask next, if there is one that was not asked yet and could draft something."""
+        unwanted = set(self._tried)
+        while self._generation.num_speculative_tokens:
+            drafter = self._peers.drafter_for(target, unwanted)
+            if drafter is None or len(self._committed) < drafter.description.context_length:
+                return drafter
+            if self._permit_number < 0:  # else it has drafted as far as it could
+                self._drafter_error = (
+                    f"the text is longer than the drafter's context of {drafter.description.context_length}"
+                )
+            unwanted.add(drafter.instance_id)
+        return None
+
+    def _seek_drafter(self) -> None:
+        """Opens the session on the next drafter, beside everything else; the queue learns how it went."""
+        assert self._target is not None, "a drafter needs to know where its blocks go"
+        drafter = self._next_drafter(self._target)
+        if drafter is None:
             return
-        log.warning("gateway.drafter_lost", session_id=self._session_id, reason=str(error))
-        self._drafter_error = str(error)
-        self._close(self._drafter)
-        self._drafter, self._drafter_ready = None, False
+        self._tried.add(drafter.instance_id)
+        self._drafter, self._drafter_ready = drafter, False
+        self._drafter_knows = len(self._committed)
+        self._permit_number += 1
+        inbox = TaggedInbox(self._queue, self._epoch, self._permit_number)
+        spec = self._draft_spec(drafter.description, self._target)
+        self._opening = asyncio.create_task(self._open_drafter(drafter, spec, inbox))
+
+    async def _open_drafter(self, drafter: DrafterPort, spec: DraftSessionSpec, inbox: TaggedInbox) -> None:
+        try:
+            await drafter.open(spec, inbox)
+        except Exception as error:
+            inbox.put_nowait(DrafterLost(error))
+        else:
+            inbox.put_nowait(DrafterReady())
+
+    def _give_up_drafter(self, error: Exception) -> None:
+        """Goes on without this drafter; a block that was asked for becomes a plain round, whichever comes first."""
+        if self._drafter is None:
+            return  # the loss was told in several ways
+        # What is not one of our own errors may quote the prompt.
+        reason = str(error) if isinstance(error, DraftwireError) else f"internal error: {type(error).__name__}"
+        log.warning("gateway.drafter_lost", session_id=self._session_id, reason=reason)
+        self._drafter_error = reason
+        self.statistics.num_drafters_lost += 1
+        self._drop_drafter()
         if self._waits_for_block:
             self._waits_for_block = False
             self._ask_for_round()
 
-    @property
-    def _timeout(self) -> float:
-        """How long the current round's verdict may take, seconds."""
-        if self._waits_for_block:
-            return self._settings.block_timeout_s
-        return self._settings.prompt_timeout_s if self._round == 0 else self._settings.verdict_timeout_s
+    def _drop_drafter(self) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+        if self._drafter is not None:
+            self._close(self._drafter)
+            self._drafter, self._drafter_ready = None, False
 
     def _close(self, peer: TargetPort | DrafterPort) -> None:
         with suppress(DraftwireError):  # a peer that cannot be told ends the session with its lease
@@ -252,9 +458,9 @@ class GenerationLoop:
         is_coupled = rule_named(self._generation.rule).is_coupled
         return derive_key(self._generation.seed, Role.COUPLING if is_coupled else role)
 
-    def _target_spec(self) -> TargetSessionSpec:
+    def _target_spec(self, has_drafter: bool) -> TargetSessionSpec:
         generation = self._generation
-        rounds = 1 if self._drafter is not None else self._settings.plain_run_rounds
+        rounds = 1 if has_drafter else self._settings.plain_run_rounds
         return TargetSessionSpec(
             session_id=self._session_id,
             epoch=self._epoch,
@@ -266,28 +472,29 @@ class GenerationLoop:
             rule=generation.rule,
             verifying_key=self._key(Role.VERIFYING),
             max_draft_tokens=generation.num_speculative_tokens,
-            plain_rounds=min(rounds, generation.max_tokens),
+            plain_rounds=min(rounds, generation.max_tokens - self._num_generated),
             stop_token_ids=generation.stop_token_ids,
             max_len=generation.max_len,
             cache_salt=generation.cache_salt,
-            drafter_id=self._drafter.instance_id if self._drafter is not None else None,
+            permit_key=self._permit_key if generation.num_speculative_tokens else b"",
         )
 
-    def _draft_spec(self, drafter: ModelDescription) -> DraftSessionSpec:
+    def _draft_spec(self, drafter: ModelDescription, target: TargetPort) -> DraftSessionSpec:
         generation = self._generation
         return DraftSessionSpec(
             session_id=self._session_id,
             epoch=self._epoch,
             choice=0,
-            token_ids=generation.prompt_ids,
+            token_ids=list(self._committed.ids),
             prompt_len=len(generation.prompt_ids),
             sampling=generation.sampling,
             rule=generation.rule,
             drafting_key=self._key(Role.DRAFTING),
             stop_token_ids=generation.stop_token_ids,
-            verifier_address=self._target.address,
-            target_vocab_size=self._target.description.vocab_size,
+            verifier_address=target.address,
+            target_vocab_size=target.description.vocab_size,
             max_draft_tokens=generation.num_speculative_tokens,
             max_len=min(generation.max_len, drafter.context_length),
+            permit=Permit.make(self._permit_key, self._permit_number),
             cache_salt=generation.cache_salt,
         )

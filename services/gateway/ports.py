@@ -1,11 +1,12 @@
-"""What the gateway needs of a verifier and a drafter, and what it hears from them."""
+"""What the gateway needs of verifiers and drafters, and what it hears from them."""
 
-import asyncio
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from draftwire.models.description import ModelDescription
-from draftwire.rounds import Calibration, DraftSessionSpec, PlainRun, TargetSessionSpec, Verdict
+from draftwire.rounds import Calibration, DraftSessionSpec, PlainRun, SendDrafted, TargetSessionSpec, Verdict
+from draftwire.services.gateway.pace import DrafterPace
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +17,17 @@ class TargetLost:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksRefused:
+    """The verifier takes no more blocks from a drafter of the session; the round is still open."""
+
+    error: Exception
+    permit_number: int
+    """Which drafter."""
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterLost:
-    """The session on the drafter is gone, or its blocks are no good."""
+    """The session on the drafter is gone."""
 
     error: Exception
 
@@ -27,17 +37,18 @@ class DrafterReady:
     """The drafter has read the prompt."""
 
 
-SessionEvent = Verdict | TargetLost | DrafterLost | DrafterReady
-Inbox = asyncio.Queue[SessionEvent]
-"""Where everything about one session arrives, in order."""
+SessionEvent = Verdict | TargetLost | BlocksRefused | DrafterLost | DrafterReady
+
+
+class Inbox(Protocol):
+    """Where everything that one peer says about one session arrives, in order."""
+
+    def put_nowait(self, item: SessionEvent) -> None:
+        """Adds an event."""
 
 
 class TargetPort(Protocol):
-    """The verifier, as the gateway sees it."""
-
-    @property
-    def connected(self) -> bool:
-        """Whether sessions can be opened now."""
+    """A verifier, as the gateway sees it."""
 
     @property
     def description(self) -> ModelDescription:
@@ -57,15 +68,11 @@ class TargetPort(Protocol):
         """Asks for plain rounds, without waiting."""
 
     def close(self, session_id: int, epoch: int) -> None:
-        """Ends a session, without waiting."""
+        """Ends a session, without waiting. Its inbox gets nothing more."""
 
 
 class DrafterPort(Protocol):
-    """The drafter, as the gateway sees it."""
-
-    @property
-    def connected(self) -> bool:
-        """Whether sessions can be opened now."""
+    """A drafter, as the gateway sees it."""
 
     @property
     def description(self) -> ModelDescription:
@@ -73,7 +80,11 @@ class DrafterPort(Protocol):
 
     @property
     def instance_id(self) -> int:
-        """Names the drafter's process. Only while connected."""
+        """Names the drafter's process."""
+
+    @property
+    def pace(self) -> DrafterPace:
+        """How long its blocks take, whoever asks."""
 
     async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
         """Opens a session and returns when it is ready to draft, or raises why not."""
@@ -81,5 +92,23 @@ class DrafterPort(Protocol):
     def calibrate(self, calibration: Calibration) -> None:
         """Asks for a block, without waiting."""
 
+    def send_drafted(self, command: SendDrafted) -> None:
+        """Asks for a block under way as far as it is drawn, without waiting."""
+
     def close(self, session_id: int, epoch: int) -> None:
-        """Ends a session, without waiting."""
+        """Ends a session, without waiting. Its inbox gets nothing more."""
+
+
+class Peers(Protocol):
+    """The verifiers and drafters that there are now."""
+
+    def targets(self) -> Sequence[TargetPort]:
+        """Returns the verifiers that sessions can be opened on, the best first."""
+
+    def drafter_for(self, target: TargetPort, but: Collection[int]) -> DrafterPort | None:
+        """Returns the best drafter whose blocks a verifier takes, if there is one.
+
+        Args:
+            target: the verifier.
+            but: instance ids of drafters that are not wanted.
+        """

@@ -35,6 +35,8 @@ class RequestedGeneration:
     num_speculative_tokens: int | None = None
     rule: str | None = None
     cache_salt: str = ""
+    generated_ids: tuple[int, ...] = ()
+    """What was generated before the completion was interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class Generation:
     num_speculative_tokens: int
     rule: str
     cache_salt: str = ""
+    generated_ids: tuple[int, ...] = ()
+    """What was generated before; counts in `max_tokens`."""
 
     @property
     def is_lossy(self) -> bool:
@@ -92,12 +96,20 @@ def complete_request(
         raise InvalidRequestError(
             f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters each"
         )
+    if len(request.generated_ids) > max_tokens:
+        raise InvalidRequestError(
+            f"generated_token_ids has {len(request.generated_ids)} ids, more than max_tokens, {max_tokens}"
+        )
+    if not all(0 <= token < target.vocab_size for token in request.generated_ids):
+        raise InvalidRequestError(f"generated_token_ids must be in 0..{target.vocab_size - 1}")
     request.sampling.check_vocabulary(target.vocab_size)
     if not request.sampling.min_tokens <= max_tokens:
         raise InvalidRequestError(f"min_tokens must be at most max_tokens, {max_tokens}")
     if not all(0 <= token < target.vocab_size for token in request.stop_token_ids):
         raise InvalidRequestError(f"stop_token_ids must be in 0..{target.vocab_size - 1}")
     stop_token_ids = frozenset(request.stop_token_ids) | frozenset(target.stop_token_ids)
+    if not stop_token_ids.isdisjoint(request.generated_ids[:-1]):
+        raise InvalidRequestError("generated_token_ids go on after a stop token")
     allowed = request.sampling.allowed_token_ids
     if request.sampling.min_tokens and allowed is not None and stop_token_ids.issuperset(allowed):
         raise InvalidRequestError("allowed_token_ids are all stop tokens, which min_tokens keeps away: none is left")
@@ -124,4 +136,5 @@ def complete_request(
         num_speculative_tokens=speculative,
         rule=rule,
         cache_salt=request.cache_salt,
+        generated_ids=request.generated_ids,
     )

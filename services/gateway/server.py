@@ -5,20 +5,22 @@ from __future__ import annotations  # the generics of grpc exist for the type ch
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 
 from draftwire.errors import InvalidRequestError
+from draftwire.services.gateway.access import Access
 from draftwire.services.gateway.config import GatewayConfig
 from draftwire.services.gateway.core import GatewayCore
 from draftwire.services.gateway.loop import Delta, Finish, FinishReason
+from draftwire.services.gateway.pool import Pool
 from draftwire.services.gateway.request import Generation, RequestedGeneration
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.wire import DrafterLink, VerifierLink
 from draftwire.services.rpc import messages
-from draftwire.services.rpc.channels import check_prompt_fits
-from draftwire.services.rpc.peers import check_vocabularies
 from draftwire.services.rpc.process import Service, run_service
+from draftwire.services.rpc.tls import Dialler, server_credentials, watch_tls
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 from draftwire.verification import RULES
 
@@ -31,8 +33,10 @@ _REASONS = {
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """Translates between messages and the core."""
 
-    def __init__(self, core: GatewayCore) -> None:
+    def __init__(self, core: GatewayCore, pool: Pool, access: Access) -> None:
         self._core = core
+        self._pool = pool
+        self._access = access
 
     async def Generate(
         self,
@@ -40,10 +44,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         context: grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse],
     ) -> None:
         """See the proto."""
-        generation = self._core.complete(await self._requested(request))
-        async with aclosing(self._responses(generation)) as responses:
-            async for response in responses:
-                await context.write(response)
+        with self._access.authenticate(_authorization(context)).request() as caller:
+            generation = self._core.complete(await self._requested(request))
+            async with aclosing(self._responses(generation)) as responses:
+                async for response in responses:
+                    caller.charge(len(response.delta.token_ids))
+                    await context.write(response)
 
     async def GetServer(
         self,
@@ -51,12 +57,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         context: grpc.aio.ServicerContext[gateway_pb2.GetServerRequest, gateway_pb2.GetServerResponse],
     ) -> gateway_pb2.GetServerResponse:
         """See the proto."""
+        self._access.authenticate(_authorization(context))
         core = self._core
-        drafter = core.drafter if core.drafter is not None and core.drafter.connected else None
+        drafters = self._pool.connected_drafters
         default = core.defaults.rule
         return gateway_pb2.GetServerResponse(
-            target=messages.model_to_proto(core.target.description),
-            drafter=messages.model_to_proto(drafter.description) if drafter else None,
+            target=messages.model_to_proto(core.description),
+            drafter=messages.model_to_proto(drafters[0].description) if drafters else None,
             num_speculative_tokens=core.defaults.num_speculative_tokens,
             max_speculative_tokens=core.defaults.max_speculative_tokens,
             rejection_sample_methods=[default, *(name for name in RULES if name != default)],
@@ -69,8 +76,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidRequestError("num_choices other than 1 is not supported")
         if request.num_logprobs:
             raise InvalidRequestError("num_logprobs is not supported")
-        if request.HasField("prompt_len") and request.prompt_len != len(prompt_ids):
-            raise InvalidRequestError("prompt_len other than the prompt's length is not supported")
         return RequestedGeneration(
             prompt_ids=prompt_ids,
             sampling=messages.sampling_from_proto(request.sampling),
@@ -83,6 +88,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             ),
             rule=request.rejection_sample_method if request.HasField("rejection_sample_method") else None,
             cache_salt=request.cache_salt,
+            generated_ids=tuple(request.generated_token_ids),
         )
 
     async def _prompt_ids(self, request: gateway_pb2.GenerateRequest) -> list[int]:
@@ -104,6 +110,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     yield gateway_pb2.GenerateResponse(delta=delta)
                 else:
                     yield gateway_pb2.GenerateResponse(finish=_finish_to_proto(event, generation))
+
+
+def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    """Returns the header of that name; None where there is none, or more than one."""
+    values = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
+    return values[0] if len(values) == 1 else None
 
 
 def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.GenerateFinish:
@@ -135,6 +147,8 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
         draft_duration_us=statistics.draft_us,
         verify_duration_us=statistics.verify_us,
         queue_duration_us=statistics.queue_us,
+        num_drafters_lost=statistics.num_drafters_lost,
+        num_verifiers_lost=statistics.num_verifiers_lost,
     )
 
 
@@ -144,23 +158,20 @@ def serve(config: GatewayConfig) -> int:
 
 
 async def _serve(config: GatewayConfig) -> int:
-    limits = (config.connections, config.startup_timeout_s)
-    target = VerifierLink(config.verifier, *limits)
-    drafter = DrafterLink(config.drafter, *limits) if config.has_drafter else None
-    core = GatewayCore(config, target, drafter)
-    links = [link for link in (target, drafter) if link is not None]
+    tls = watch_tls(config.tls)
+    access = Access(config.tokens_file)
+    limits = (Dialler(config.connections, config.tls, tls), config.startup_timeout_s)
+    verifiers = [VerifierLink(address, *limits) for address in config.verifiers]
+    drafters = [DrafterLink(address, *limits) for address in config.drafters]
+    pool = Pool(verifiers, drafters, config.connections.max_message_bytes)
+    core = GatewayCore(config, pool)
     streams: list[asyncio.Task[None]] = []
 
     async def start() -> None:
-        await asyncio.gather(*(link.describe() for link in links))
-        for link in links:
-            check_prompt_fits(link.description, config.connections.max_message_bytes)
-        core.use_tokenizer(await target.peer.tokenizer_files())
-        if drafter is not None:
-            await check_vocabularies(target.peer, drafter.peer)
-        streams.extend(asyncio.create_task(link.maintain()) for link in links)
-        async with asyncio.timeout(config.startup_timeout_s):
-            await asyncio.gather(*(link.wait_connected() for link in links))
+        reference = await pool.meet(config.startup_timeout_s)
+        core.serve_model(pool.description, await reference.tokenizer_files())
+        streams.extend(asyncio.create_task(stream) for stream in pool.maintain())
+        await pool.wait_connected(config.startup_timeout_s)
 
     async def run() -> None:
         await asyncio.gather(*streams)
@@ -170,13 +181,14 @@ async def _serve(config: GatewayConfig) -> int:
             stream.cancel()
 
     def register(server: grpc.aio.Server) -> None:
-        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(core), server)
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(core, pool, access), server)
 
     service = Service(
         name="gateway",
         grpc_names=("draftwire.v1.GatewayService",),
         settings=config.server,
         connections=config.connections,
+        credentials=server_credentials(tls, config.tls),
         metrics=core.metrics,
         register=register,
         start=start,

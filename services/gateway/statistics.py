@@ -28,11 +28,14 @@ class Statistics:
     draft_us: int = 0
     verify_us: int = 0
     queue_us: int = 0
+    num_drafters_lost: int = 0
+    num_verifiers_lost: int = 0
 
     def count(self, verdict: Verdict) -> None:
         """Counts one round."""
         self.num_rounds += 1
-        self.num_cached_prompt_tokens = verdict.num_cached_tokens
+        # A session that moved may find generated tokens cached too.
+        self.num_cached_prompt_tokens = min(verdict.num_cached_tokens, self.num_prompt_tokens)
         self.num_emitted_tokens += len(verdict.token_ids)
         self.num_near_ties += verdict.num_near_ties
         self.verify_us += verdict.verify_us

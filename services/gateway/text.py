@@ -105,6 +105,12 @@ class TextStream:
         """Whether there are stop strings at all."""
         return self._stops.any
 
+    def skip(self, token_ids: list[int], stop_token_ids: frozenset[int]) -> None:
+        """Adds tokens whose text was shown before, as far as it is certain. A stop token at their end has none."""
+        visible = token_ids[:-1] if token_ids and token_ids[-1] in stop_token_ids else token_ids
+        if visible:
+            self.push(visible)
+
     def push(self, token_ids: list[int]) -> tuple[str, int]:
         """Adds tokens up to the one that completes a stop string.
 

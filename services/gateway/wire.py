@@ -3,23 +3,25 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import grpc
 import structlog
 
-from draftwire.errors import DraftwireError, ModelMismatchError, UnavailableError
+from draftwire.errors import DraftwireError, InvalidRequestError, ModelMismatchError, UnavailableError
 from draftwire.models.description import ModelDescription
-from draftwire.rounds import Calibration, DraftSessionSpec, PlainRun, TargetSessionSpec
-from draftwire.services.gateway.ports import DrafterLost, Inbox, SessionEvent, TargetLost
+from draftwire.rounds import Calibration, DraftSessionSpec, PlainRun, SendDrafted, TargetSessionSpec
+from draftwire.services.gateway.pace import DrafterPace
+from draftwire.services.gateway.ports import BlocksRefused, DrafterLost, Inbox, SessionEvent, TargetLost
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
-from draftwire.services.rpc.channels import in_messages, open_channel
+from draftwire.services.rpc.channels import in_messages
 from draftwire.services.rpc.peers import ModelPeer
 from draftwire.services.rpc.status import error_of, error_of_number
-from draftwire.services.settings import ConnectionSettings
+from draftwire.services.rpc.tls import Dialler, RenewedChannel
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2, verifier_pb2, verifier_pb2_grpc
 
 log = structlog.get_logger()
@@ -29,6 +31,12 @@ Event = TypeVar("Event")
 
 RECONNECT_SECONDS = 0.5
 
+OPEN_SECONDS = 10.0
+"""How long a verifier may take to accept a session, whose prompt it reads later."""
+
+REST_SECONDS = 1.0
+"""A service that was not ready for a session gets no other one for so long, if there is another service."""
+
 
 class SessionLink(ABC, Generic[Command, Event]):
     """A stream under a lease, kept open for ever, that carries the events of many sessions to their inboxes.
@@ -37,24 +45,26 @@ class SessionLink(ABC, Generic[Command, Event]):
     is opened for new sessions.
     """
 
-    def __init__(self, address: str, connections: ConnectionSettings, timeout_s: float) -> None:
+    def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
         """Prepares.
 
         Args:
             address: host:port of the service.
-            connections: what this gateway allows and expects on its connections.
+            dialler: opens this gateway's connections.
             timeout_s: how long the service may take to answer a call, or to come up at the start.
         """
         self.address = address
         self.description: ModelDescription
         self._timeout_s = timeout_s
-        self._channel = open_channel(address, connections, bulk=False)
-        self._bulk_channel = open_channel(address, connections, bulk=True)
+        self._control = RenewedChannel(dialler, address, bulk=False)
+        self._bulk = RenewedChannel(dialler, address, bulk=True)
         self._inboxes: dict[tuple[int, int], Inbox] = {}
         self.instance_id = 0
         """Names the process that granted the lease."""
+        self.fault: DraftwireError | None = None
+        """Why the service cannot be used, though it is there: another model than is wanted."""
         self._lease_id: int | None = None
-        self._leased_once = asyncio.Event()
+        self._rests_until = 0.0
         self._outbox = Outbox[Command]()
 
     @property
@@ -62,29 +72,30 @@ class SessionLink(ABC, Generic[Command, Event]):
         """Whether sessions can be opened now."""
         return self._lease_id is not None
 
-    async def wait_connected(self) -> None:
-        """Returns when sessions can be opened for the first time; `maintain` must be running."""
-        await self._leased_once.wait()
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that this gateway has open there."""
+        return len(self._inboxes)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it was not ready for a session a moment ago: it drains, say."""
+        return time.monotonic() < self._rests_until
 
     @property
     def peer(self) -> ModelPeer:
         """The service as a model server."""
-        return ModelPeer(self._bulk_channel, self._timeout_s)
+        return ModelPeer(self._bulk.get(), self._timeout_s)
 
-    async def describe(self) -> None:
-        """Waits for the service to come up and learns which model it serves.
+    async def maintain(self, check: Callable[[SessionLink[Any, Any], ModelDescription], Awaitable[None]]) -> None:
+        """Keeps the stream open, for ever.
 
-        Raises:
-            UnavailableError: it did not come up in time.
-            ModelMismatchError: it speaks another protocol version.
+        Args:
+            check: raises why a service with this model cannot be used.
         """
-        self.description = await self.peer.describe()
-
-    async def maintain(self) -> None:
-        """Keeps the stream open, for ever."""
         while True:
             try:
-                await self._check_same_model()
+                await self._get_to_know(check)
                 await self._run_stream()
                 reason = "the service ended the stream"
             except grpc.aio.AioRpcError as error:
@@ -96,14 +107,16 @@ class SessionLink(ABC, Generic[Command, Event]):
                 self._outbox.close()
             if lost_lease is not None:
                 log.warning("gateway.peer_lost", address=self.address, reason=reason)
+            elif self.fault is not None:
+                log.error("gateway.peer_unfit", address=self.address, reason=reason)
             for key in list(self._inboxes):
                 self._deliver(key, self._lost(UnavailableError(f"lost {self.address}: {reason}")))
             await asyncio.sleep(RECONNECT_SECONDS)
 
     async def close_channels(self) -> None:
         """Closes the connections."""
-        await self._channel.close()
-        await self._bulk_channel.close()
+        await self._control.close()
+        await self._bulk.close()
 
     def close(self, session_id: int, epoch: int) -> None:
         """Ends a session, without waiting. Its inbox gets nothing more."""
@@ -126,11 +139,25 @@ class SessionLink(ABC, Generic[Command, Event]):
         error = error_of_number(failure.status_code, failure.message)
         self._deliver((failure.session_id, failure.epoch), self._lost(error))
 
-    async def _check_same_model(self) -> None:
-        now = await self.peer.describe()
-        if now.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
-            raise ModelMismatchError(f"{self.address} came back with another vocabulary")
-        self.description = now
+    async def _get_to_know(self, check: Callable[[SessionLink[Any, Any], ModelDescription], Awaitable[None]]) -> None:
+        """Learns which model is served, which may be another one than before."""
+        description = await self.peer.describe()
+        try:
+            await check(self, description)
+        except (ModelMismatchError, InvalidRequestError) as error:
+            self.fault = error
+            raise
+        self.description, self.fault = description, None
+
+    async def _open_session(self, call: Awaitable[Any]) -> None:
+        """Waits for the answer to an opening."""
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            refusal = error_of(error)
+            if isinstance(refusal, UnavailableError):
+                self._rests_until = time.monotonic() + REST_SECONDS
+            raise refusal from error
 
     async def _run_stream(self) -> None:
         """Opens a stream and reads it to its end."""
@@ -145,7 +172,7 @@ class SessionLink(ABC, Generic[Command, Event]):
 
     def _take_lease(self, lease: session_pb2.Lease) -> None:
         self._lease_id, self.instance_id = lease.lease_id, lease.instance_id
-        self._leased_once.set()
+        self._rests_until = 0.0
         log.info("gateway.peer_connected", address=self.address, model=self.description.name)
 
     async def _requests(self, outbox: Outbox[Command]) -> AsyncIterator[Any]:
@@ -172,9 +199,9 @@ class SessionLink(ABC, Generic[Command, Event]):
 class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEvent]):
     """A `TargetPort` over gRPC."""
 
-    def __init__(self, address: str, connections: ConnectionSettings, timeout_s: float) -> None:
+    def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
         """See `SessionLink`."""
-        super().__init__(address, connections, timeout_s)
+        super().__init__(address, dialler, timeout_s)
         self._quarantined: set[int] = set()
 
     def takes_blocks_of(self, drafter_id: int) -> bool:
@@ -184,18 +211,16 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
     async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
         """See `TargetPort.open`."""
         lease_id = self._leased(spec.session_id, spec.epoch, inbox)
-        stub = verifier_pb2_grpc.VerifierServiceStub(self._bulk_channel)
-        try:
-            await stub.OpenTargetSession(messages.target_spec_to_proto(spec, lease_id), timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
+        stub = verifier_pb2_grpc.VerifierServiceStub(self._bulk.get())
+        request = messages.target_spec_to_proto(spec, lease_id)
+        await self._open_session(stub.OpenTargetSession(request, timeout=min(OPEN_SECONDS, self._timeout_s)))
 
     def run_plain(self, run: PlainRun) -> None:
         """See `TargetPort.run_plain`."""
         self._outbox.put(verifier_pb2.TargetCommand(plain_run=messages.plain_run_to_proto(run)))
 
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]:
-        return verifier_pb2_grpc.VerifierServiceStub(self._channel).RunTargetSessions(requests)
+        return verifier_pb2_grpc.VerifierServiceStub(self._control.get()).RunTargetSessions(requests)
 
     def _request(self, commands: Iterable[verifier_pb2.TargetCommand]) -> verifier_pb2.RunTargetSessionsRequest:
         return verifier_pb2.RunTargetSessionsRequest(commands=commands)
@@ -209,7 +234,8 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
                 if event.refusal.HasField("quarantined_drafter_id"):
                     self._quarantined.add(event.refusal.quarantined_drafter_id)
                 error = ModelMismatchError(f"the verifier refused a block: {event.refusal.message}")
-                self._deliver((event.refusal.session_id, event.refusal.epoch), DrafterLost(error))
+                refused = BlocksRefused(error, event.refusal.permit_number)
+                self._deliver((event.refusal.session_id, event.refusal.epoch), refused)
             case "failure":
                 self._failure(event.failure)
             case "lease":
@@ -225,21 +251,28 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
 class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent]):
     """A `DrafterPort` over gRPC."""
 
+    def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
+        """See `SessionLink`."""
+        super().__init__(address, dialler, timeout_s)
+        self.pace = DrafterPace()
+
     async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
         """See `DrafterPort.open`."""
         lease_id = self._leased(spec.session_id, spec.epoch, inbox)
-        stub = drafter_pb2_grpc.DrafterServiceStub(self._bulk_channel)
-        try:
-            await stub.OpenDraftSession(messages.draft_spec_to_proto(spec, lease_id), timeout=self._timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error) from error
+        stub = drafter_pb2_grpc.DrafterServiceStub(self._bulk.get())
+        request = messages.draft_spec_to_proto(spec, lease_id)
+        await self._open_session(stub.OpenDraftSession(request, timeout=self._timeout_s))
 
     def calibrate(self, calibration: Calibration) -> None:
         """See `DrafterPort.calibrate`."""
         self._outbox.put(drafter_pb2.DraftCommand(calibration=messages.calibration_to_proto(calibration)))
 
+    def send_drafted(self, command: SendDrafted) -> None:
+        """See `DrafterPort.send_drafted`."""
+        self._outbox.put(drafter_pb2.DraftCommand(send_drafted=messages.send_drafted_to_proto(command)))
+
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]:
-        return drafter_pb2_grpc.DrafterServiceStub(self._channel).RunDraftSessions(requests)
+        return drafter_pb2_grpc.DrafterServiceStub(self._control.get()).RunDraftSessions(requests)
 
     def _request(self, commands: Iterable[drafter_pb2.DraftCommand]) -> drafter_pb2.RunDraftSessionsRequest:
         return drafter_pb2.RunDraftSessionsRequest(commands=commands)

@@ -32,17 +32,6 @@ Item = TypeVar("Item")
 Message = TypeVar("Message", bound=ProtoMessage)
 
 
-def open_channel(address: str, settings: ConnectionSettings, *, bulk: bool) -> grpc.aio.Channel:
-    """Returns a plaintext channel to host:port.
-
-    Args:
-        address: host:port.
-        settings: this service's.
-        bulk: for large messages, on a TCP connection of its own, so that they do not delay commands and events.
-    """
-    return grpc.aio.insecure_channel(address, options=client_options(settings, bulk=bulk))
-
-
 def client_options(settings: ConnectionSettings, *, bulk: bool) -> Options:
     """Returns the arguments of a channel."""
     largest = settings.max_message_bytes

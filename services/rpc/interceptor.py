@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from draftwire.errors import UnavailableError
-from draftwire.services.rpc.status import is_expected, retry_hint, status_of
+from draftwire.services.rpc.status import hints, is_expected, status_of
 
 log = structlog.get_logger()
 
@@ -59,6 +59,6 @@ class ServiceGate(grpc.aio.ServerInterceptor):
                 if not is_expected(error):
                     log.exception("rpc.method_failed", method=method)
                 code, message = status_of(error)
-                await context.abort(code, message, retry_hint(error))
+                await context.abort(code, message, hints(error))
 
         return guarded

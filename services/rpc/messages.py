@@ -15,8 +15,10 @@ from draftwire.rounds import (
     DraftTimings,
     ExtraToken,
     Fence,
+    Permit,
     PlainRun,
     ReceivedBlock,
+    SendDrafted,
     TargetSessionSpec,
     Verdict,
 )
@@ -112,7 +114,18 @@ def block_to_proto(block: DraftBlock) -> session_pb2.DraftBlock:
         ),
         calibration_duration_us=block.timings.calibration_us,
         draft_duration_us=block.timings.draft_us,
+        permit=permit_to_proto(block.permit) if block.permit is not None else None,
     )
+
+
+def permit_to_proto(permit: Permit) -> session_pb2.DraftPermit:
+    """Encodes a permit."""
+    return session_pb2.DraftPermit(number=permit.number, token=permit.token)
+
+
+def permit_from_proto(message: session_pb2.DraftPermit) -> Permit:
+    """Decodes a permit, genuine or not."""
+    return Permit(message.number, message.token)
 
 
 def blocks_from_proto(
@@ -137,6 +150,7 @@ def blocks_from_proto(
             drafter_id=drafter_id,
             attempt=message.attempt,
             timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
+            permit=permit_from_proto(message.permit) if message.HasField("permit") else None,
         )
         for message, claim in zip(messages, read, strict=True)
     ]
@@ -253,7 +267,7 @@ def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2
         stop_token_ids=sorted(spec.stop_token_ids),
         max_len=spec.max_len,
         cache_salt=spec.cache_salt,
-        drafter_id=spec.drafter_id,
+        permit_key=spec.permit_key,
     )
 
 
@@ -278,7 +292,7 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
         stop_token_ids=frozenset(message.stop_token_ids),
         max_len=message.max_len,
         cache_salt=_checked_salt(message.cache_salt),
-        drafter_id=message.drafter_id if message.HasField("drafter_id") else None,
+        permit_key=_checked_key(message.permit_key) if message.permit_key else b"",
     )
 
 
@@ -300,6 +314,7 @@ def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.Op
         max_draft_tokens=spec.max_draft_tokens,
         max_len=spec.max_len,
         cache_salt=spec.cache_salt,
+        permit=permit_to_proto(spec.permit),
     )
 
 
@@ -324,7 +339,20 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
         max_draft_tokens=message.max_draft_tokens,
         max_len=message.max_len,
         cache_salt=_checked_salt(message.cache_salt),
+        permit=_checked_permit(permit_from_proto(message.permit)),
     )
+
+
+def send_drafted_to_proto(command: SendDrafted) -> drafter_pb2.SendDrafted:
+    """Encodes the wish for a block under way."""
+    return drafter_pb2.SendDrafted(
+        session_id=command.session_id, epoch=command.epoch, round=command.round, attempt=command.attempt
+    )
+
+
+def send_drafted_from_proto(message: drafter_pb2.SendDrafted) -> SendDrafted:
+    """Decodes the wish for a block under way."""
+    return SendDrafted(message.session_id, message.epoch, message.round, message.attempt)
 
 
 def model_to_proto(model: ModelDescription) -> model_pb2.ModelDescription:
@@ -338,6 +366,7 @@ def model_to_proto(model: ModelDescription) -> model_pb2.ModelDescription:
         vocab_size=model.vocab_size,
         context_length=model.context_length,
         stop_token_ids=model.stop_token_ids,
+        weights_fingerprint=model.weights_fingerprint,
     )
 
 
@@ -351,6 +380,7 @@ def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
         vocab_size=message.vocab_size,
         context_length=message.context_length,
         stop_token_ids=tuple(message.stop_token_ids),
+        weights_fingerprint=message.weights_fingerprint,
         protocol_version=message.protocol_version,
     )
 
@@ -359,6 +389,12 @@ def _checked_key(key: bytes) -> bytes:
     if len(key) != KEY_BYTES:
         raise InvalidRequestError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
     return key
+
+
+def _checked_permit(permit: Permit) -> Permit:
+    if len(permit.token) != KEY_BYTES:
+        raise InvalidRequestError(f"a permit's token has {KEY_BYTES} bytes, not {len(permit.token)}")
+    return permit
 
 
 def _checked_salt(salt: str) -> str:

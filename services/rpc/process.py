@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import structlog
@@ -19,6 +20,7 @@ from draftwire.services.rpc.channels import server_options
 from draftwire.services.rpc.interceptor import ServiceGate
 from draftwire.services.rpc.status import is_expected, root_cause
 from draftwire.services.settings import ConnectionSettings, ServerSettings
+from draftwire.services.watchdog import Watchdog
 
 log = structlog.get_logger()
 
@@ -46,6 +48,10 @@ class Service:
     """Frees what `start` took."""
     num_sessions: Callable[[], int]
     """Sessions that a drain waits for."""
+    credentials: grpc.ServerCredentials | None = None
+    """TLS; None is plaintext."""
+    watchdog: Watchdog | None = None
+    """Watches the device, once the service has started."""
 
 
 async def run_service(service: Service) -> int:
@@ -57,8 +63,10 @@ async def run_service(service: Service) -> int:
     settings = service.settings
     configure_logging(settings.log_format, service.name)
     stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_log_lost_error)
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stopping.set)
 
     gate = ServiceGate()
     server = grpc.aio.server(interceptors=[gate], options=server_options(service.connections))
@@ -69,8 +77,9 @@ async def run_service(service: Service) -> int:
     for name in service.grpc_names:
         await probe.set(name, NOT_SERVING)
     run: asyncio.Task[None] | None = None
+    watch: asyncio.Task[None] | None = None
     try:
-        port = _bind(server, settings)
+        port = _bind(server, service)
         metrics_port = None
         if settings.metrics_port is not None:
             metrics_port = service.metrics.serve(settings.metrics_port, settings.host)
@@ -82,12 +91,14 @@ async def run_service(service: Service) -> int:
         gate.refusal = ""
         for name in service.grpc_names:
             await probe.set(name, SERVING)
+        watch = asyncio.ensure_future(_watch(service, gate, probe))
         log.info(f"{service.name}.server_started", host=settings.host, port=port, metrics_port=metrics_port)
         run = asyncio.ensure_future(service.run())
         stop = asyncio.ensure_future(stopping.wait())
         await asyncio.wait({run, stop}, return_when=asyncio.FIRST_COMPLETED)
         if run.done():
             run.result()
+        watch.cancel()
         gate.refusal = "draining"
         await probe.enter_graceful_shutdown()
         await _drain(service, settings.drain_seconds)
@@ -96,25 +107,46 @@ async def run_service(service: Service) -> int:
         if is_expected(error) or isinstance(cause, OSError):
             log.error(f"{service.name}.server_failed", reason=str(cause))
         else:
-            log.exception(f"{service.name}.server_failed")
+            # Before the first call there is no prompt that a message could quote.
+            reason = type(cause).__name__ if run else f"{type(cause).__name__}: {cause}"
+            log.exception(f"{service.name}.server_failed", reason=reason)
         return 1 if run else 2
     finally:
         await server.stop(grace=1.0)
-        if run:
-            run.cancel()
-            await asyncio.gather(run, return_exceptions=True)
+        for task in (watch, run):
+            if task:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         service.stop()
     log.info(f"{service.name}.server_stopped")
     return 0
 
 
-def _bind(server: grpc.aio.Server, settings: ServerSettings) -> int:
-    address = f"{settings.host}:{settings.port}"
+def _bind(server: grpc.aio.Server, service: Service) -> int:
+    host, port = service.settings.host, service.settings.port
+    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
     try:
-        port = server.add_insecure_port(address)
+        if service.credentials is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, service.credentials))
     except RuntimeError as error:
         raise UnavailableError(f"cannot listen on {address}: is something else running there?") from error
-    return int(port)
+
+
+async def _watch(service: Service, gate: ServiceGate, probe: health.aio.HealthServicer) -> None:
+    """Says NOT_SERVING, of the process too, while a call on the device takes too long, and takes no new calls."""
+    watchdog = service.watchdog
+    while watchdog is not None:
+        await asyncio.sleep(watchdog.interval_s)
+        if not watchdog.check():
+            continue
+        if watchdog.is_stuck:
+            log.error(f"{service.name}.device_stuck", limit_s=watchdog.limit_s)
+        else:
+            log.warning(f"{service.name}.device_recovered")
+        gate.refusal = "stuck in a call on its device" if watchdog.is_stuck else ""
+        for name in ("", *service.grpc_names):
+            await probe.set(name, NOT_SERVING if watchdog.is_stuck else SERVING)
 
 
 async def _start(service: Service, stopping: asyncio.Event) -> bool:
@@ -131,6 +163,11 @@ async def _start(service: Service, stopping: asyncio.Event) -> bool:
     start.result()
     log.info(f"{service.name}.service_warmed", duration_s=round(time.monotonic() - started_at, 1))
     return True
+
+
+def _log_lost_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs an error that nobody waits for. asyncio's own handler would print what the task holds too."""
+    log.error("process.error_lost", reason=context.get("message"), exc_info=context.get("exception"))
 
 
 async def _drain(service: Service, seconds: float) -> None:

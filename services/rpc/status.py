@@ -5,18 +5,22 @@ import asyncio
 import grpc
 
 from draftwire.errors import (
+    GENERATED_KEY,
     RETRY_KEY,
+    CompletionInterruptedError,
     DraftwireError,
     InvalidRequestError,
     ModelMismatchError,
     NoRoomError,
     ProtocolViolationError,
+    UnauthenticatedError,
     UnavailableError,
     UnknownSessionError,
 )
 
 STATUS: dict[type[BaseException], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     UnknownSessionError: grpc.StatusCode.NOT_FOUND,
     ProtocolViolationError: grpc.StatusCode.FAILED_PRECONDITION,
     ModelMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -27,6 +31,7 @@ STATUS: dict[type[BaseException], grpc.StatusCode] = {
 
 ERROR: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.NOT_FOUND: UnknownSessionError,
     grpc.StatusCode.FAILED_PRECONDITION: ProtocolViolationError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: NoRoomError,
@@ -57,14 +62,16 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.INTERNAL, "internal error"
 
 
-def retry_hint(error: BaseException) -> tuple[tuple[str, str], ...]:
-    """Returns the trailing metadata that tells a caller when to try again; empty where trying again does not help."""
+def hints(error: BaseException) -> tuple[tuple[str, str], ...]:
+    """Returns the trailing metadata that tells a caller when to try again, or from where to go on."""
     cause = root_cause(error)
     if isinstance(cause, grpc.aio.AioRpcError):
         cause = error_of(cause)
-    if not isinstance(cause, NoRoomError):
-        return ()
-    return ((RETRY_KEY, str(round(cause.retry_after_s * 1e3))),)
+    if isinstance(cause, NoRoomError):
+        return ((RETRY_KEY, str(round(cause.retry_after_s * 1e3))),)
+    if isinstance(cause, CompletionInterruptedError):
+        return ((GENERATED_KEY, str(cause.num_generated_tokens)),)
+    return ()
 
 
 def error_of(error: grpc.aio.AioRpcError) -> DraftwireError:

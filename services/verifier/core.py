@@ -28,12 +28,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class BlockRefused:
-    """Tells a gateway that a session takes no more blocks from its drafter; the round is still open."""
+    """Tells a gateway that a session takes no more blocks from a drafter; the round is still open."""
 
     session_id: int
     epoch: int
     round: int
     reason: str
+    permit_number: int
+    """Of the drafter whose blocks are refused."""
     quarantined_drafter_id: int | None = None
     """The drafter, if no session takes its blocks any more."""
 
@@ -89,6 +91,10 @@ class VerifierCore:
             self._scheduler.pacer.learn(num_tokens, 0, seconds)
         self.metrics.watch(self._scheduler)
 
+    def busy_s(self) -> float:
+        """Returns for how many seconds the model's current call has run; 0 where none runs."""
+        return self._torch.busy_s()
+
     def stop(self) -> None:
         """Stops the torch thread after the running step."""
         self._torch.stop()
@@ -114,9 +120,6 @@ class VerifierCore:
         self._leases.require(lease_id)
         session = self._scheduler.open(spec, lease_id)
         session.is_audited = self._first_uses.claim(spec.verifying_key, spec.choice)
-        drafter = None if spec.drafter_id is None else self.drafters.get(spec.drafter_id)
-        if drafter is not None and drafter.is_quarantined:
-            self._end_speculation(session, _quarantine_message(drafter), drafter.id)
         self._work.set()
 
     def close_session(self, session_id: int, epoch: int) -> None:
@@ -151,10 +154,17 @@ class VerifierCore:
         for block in blocks:
             self.metrics.blocks_received.inc()
             try:
+                self._take_permit(block)
                 self._scheduler.offer_block(block)
             except BlockViolationError as error:
                 self._refuse_block(block, error)
         self._work.set()
+
+    def _take_permit(self, block: ReceivedBlock) -> None:
+        """Lets a drafter into a session, and out again at once if it is in quarantine."""
+        session, drafter = self._scheduler.take_permit(block), self.drafters.get(block.drafter_id)
+        if session is not None and drafter is not None and drafter.is_quarantined:
+            self._end_speculation(session, _quarantine_message(drafter), drafter.id)
 
     def _refuse_block(self, block: ReceivedBlock, error: BlockViolationError) -> None:
         self.metrics.blocks_refused.labels(error.violation.value).inc()
@@ -170,9 +180,9 @@ class VerifierCore:
             self._end_speculation(self._scheduler.sessions[session_id, epoch], str(error))
 
     def _end_speculation(self, session: TargetSession, reason: str, quarantined_id: int | None = None) -> None:
-        """Takes no more blocks for a session, and tells its gateway."""
-        session.drafter_id = None
-        refused = BlockRefused(*session.key, session.round, reason, quarantined_id)
+        """Takes no more blocks of a session's drafter, and tells its gateway."""
+        self._scheduler.end_speculation(session)
+        refused = BlockRefused(*session.key, session.round, reason, session.permit_number, quarantined_id)
         self._leases.send(session.lease_id, refused)
 
     def _audit(self, step: Step, result: StepResult) -> None:

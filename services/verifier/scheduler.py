@@ -49,7 +49,9 @@ class TargetSession:
     num_reused: int | None = None
     """Tokens that it did not have to read; None before the first step."""
     drafter_id: int | None = None
-    """The drafter whose blocks it takes; None takes none, or no more."""
+    """The drafter whose blocks it takes: the last that showed a permit. None is not known yet, or has lost its part."""
+    permit_number: int = -1
+    """Of the permit that it showed; -1 as long as nobody has shown one."""
     is_audited: bool = True
     """Whether its draft tokens count in the audit: not if they are drawn with the numbers of an earlier session."""
     block: ReceivedBlock | None = None
@@ -73,6 +75,11 @@ class TargetSession:
     def is_reading(self) -> bool:
         """Whether its prompt is still being read."""
         return self.num_unread > 1
+
+    @property
+    def has_speculation(self) -> bool:
+        """Whether it takes blocks: those of its drafter or, if it has had none, of one that shows a permit."""
+        return self.drafter_id is not None or bool(self.permit_number < 0 and self.spec.permit_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,29 +156,57 @@ class Scheduler:
         self.room.reserve(key, spec.max_len)
         committed = CommittedTokens(spec.token_ids)
         session = TargetSession(spec, lease_id, committed, spec.first_round, spec.plain_rounds, len(committed))
-        session.drafter_id = spec.drafter_id
         self.sessions[key] = session
         if session.plain_rounds_left:
             self._enqueue(session)
         return session
 
+    def take_permit(self, block: ReceivedBlock) -> TargetSession | None:
+        """Makes the sender of a block the drafter of its session, if the block shows a permit of a higher number.
+
+        Comes before `offer_block`, and whatever becomes of the block: a permit comes once, with a block that may be
+        stale.
+
+        Returns:
+            The session, if it has another drafter now.
+
+        Raises:
+            BlockViolationError: the permit was not made for this session.
+        """
+        session, permit = self.sessions.get((block.fence.session_id, block.fence.epoch)), block.permit
+        if session is None or permit is None:
+            return None
+        if not permit.is_made_with(session.spec.permit_key):
+            raise BlockViolationError(Violation.PEER, "block with a permit that was not made for its session")
+        if permit.number <= session.permit_number:
+            return None
+        session.drafter_id, session.permit_number = block.drafter_id, permit.number
+        return session
+
+    def end_speculation(self, session: TargetSession) -> None:
+        """Takes no more blocks for a session, until another drafter shows a permit of a higher number."""
+        session.drafter_id = None
+
     def offer_block(self, block: ReceivedBlock) -> None:
         """Takes a draft block. It is verified if it is for the session's current round and nothing else is.
 
-        A stale block is dropped, whatever else is wrong with it.
+        A stale block is dropped, whatever else is wrong with it. So is one whose permit has been overtaken.
 
         Raises:
             BlockViolationError: the block breaks the protocol. The session is as it was.
         """
         known = self.sessions.get((block.fence.session_id, block.fence.epoch))
-        if known is not None and known.drafter_id is None:
+        if known is not None and block.permit is not None and block.permit.number < known.permit_number:
+            self.dropped["stale"] += 1
+            return
+        if known is not None and not known.has_speculation:
             self.dropped["no_speculation"] += 1
             return
         session, verdict = self._judge(block.fence)
         if verdict is FenceVerdict.STALE:
             return
         if known is not None and known.drafter_id != block.drafter_id:
-            raise BlockViolationError(Violation.PEER, "block from another drafter than the session's")
+            raise BlockViolationError(Violation.PEER, "block from a drafter that is not the session's")
         if verdict is FenceVerdict.VIOLATION:
             raise BlockViolationError(Violation.PREFIX, "block for another prefix than the session's")
         if session is None:

@@ -15,9 +15,11 @@ from draftwire.services.rpc.channels import check_prompt_fits, in_messages
 from draftwire.services.rpc.model_service import ModelServicer
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.streams import exchange
+from draftwire.services.rpc.tls import server_credentials, watch_tls
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.core import BlockRefused, TargetEvent, VerifierCore
 from draftwire.services.verifier.drafters import Drafter
+from draftwire.services.watchdog import Watchdog
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 
@@ -131,6 +133,7 @@ def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
             round=event.round,
             message=event.reason,
             quarantined_drafter_id=event.quarantined_drafter_id,
+            permit_number=event.permit_number,
         )
         return verifier_pb2.TargetEvent(refusal=refusal)
     return verifier_pb2.TargetEvent(failure=messages.failure_to_proto(event.session_id, event.epoch, event.error))
@@ -142,6 +145,7 @@ def serve(config: VerifierConfig) -> int:
 
 
 async def _serve(config: VerifierConfig) -> int:
+    tls = watch_tls(config.tls)
     core = VerifierCore(config)
 
     async def start() -> None:
@@ -157,11 +161,13 @@ async def _serve(config: VerifierConfig) -> int:
         grpc_names=("draftwire.v1.VerifierService", "draftwire.v1.ModelService"),
         settings=config.server,
         connections=config.connections,
+        credentials=server_credentials(tls, config.tls),
         metrics=core.metrics,
         register=register,
         start=start,
         run=core.run_steps,
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,
+        watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
     )
     return await run_service(service)

@@ -20,8 +20,10 @@ from draftwire.rounds import (
     DraftTimings,
     ExtraToken,
     Fence,
+    Permit,
     PlainRun,
     ReceivedBlock,
+    SendDrafted,
     TargetSessionSpec,
     Verdict,
 )
@@ -32,7 +34,7 @@ from draftwire.services.rpc import messages
 from draftwire.services.rpc.status import error_of_number
 from draftwire.services.verifier.core import BlockRefused
 from draftwire.services.verifier.server import _event_to_proto
-from draftwire.v1 import drafter_pb2, session_pb2, verifier_pb2
+from draftwire.v1 import drafter_pb2, gateway_pb2, model_pb2, session_pb2, verifier_pb2
 
 UNHURRIED = settings(deadline=None)  # the machine may be busy
 UINT32 = st.integers(0, 2**32 - 1)
@@ -44,6 +46,7 @@ DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS = 2**64 - 5, 320, 8
 
 FENCES = st.builds(Fence, session_id=UINT64, epoch=UINT32, round=UINT32, prefix_len=UINT32, prefix_hash=UINT64)
 TIMINGS = st.builds(DraftTimings, calibration_us=UINT32, draft_us=UINT32)
+PERMITS = st.builds(Permit, number=UINT32, token=KEYS)
 PENALTIES = st.floats(-2.0, 2.0)
 SAMPLING = st.builds(
     SamplingParams,
@@ -85,7 +88,7 @@ TARGET_SPECS = st.builds(
     stop_token_ids=st.frozensets(UINT32, max_size=6),
     max_len=UINT32,
     cache_salt=TEXT,
-    drafter_id=st.none() | UINT64,
+    permit_key=st.just(b"") | KEYS,
 )
 DRAFT_SPECS = st.builds(
     DraftSessionSpec,
@@ -102,6 +105,7 @@ DRAFT_SPECS = st.builds(
     target_vocab_size=UINT32,
     max_draft_tokens=UINT32,
     max_len=UINT32,
+    permit=PERMITS,
     cache_salt=TEXT,
 )
 
@@ -125,6 +129,11 @@ BLOCK = DraftBlock(
     ),
     attempt=2,
     timings=DraftTimings(calibration_us=10, draft_us=200),
+    permit=Permit.make(bytes(range(16)), 300),
+)
+GOLDEN_PERMIT = bytes.fromhex(
+    "08 ac02"  # 1: number, varint 300
+    "12 10 9f7af5d478a6b3a50e33baba94f046cb"  # 2: token: BLAKE2b-128 of 2c010000 under the key 000102..0f
 )
 GOLDEN_BLOCK_START = (
     bytes.fromhex("0a 19")  # 1: fence, 25 bytes
@@ -134,9 +143,13 @@ GOLDEN_BLOCK_START = (
         "1a 03 07ac02"  # 3: token_ids, packed
     )
 )
-GOLDEN_BLOCK_END = bytes.fromhex(
-    "30 0a"  # 6: calibration_duration_us
-    "38 c801"  # 7: draft_duration_us
+GOLDEN_BLOCK_END = (
+    bytes.fromhex(
+        "30 0a"  # 6: calibration_duration_us
+        "38 c801"  # 7: draft_duration_us
+        "42 15"  # 8: permit, 21 bytes
+    )
+    + GOLDEN_PERMIT
 )
 GOLDEN_BLOCK = (
     GOLDEN_BLOCK_START
@@ -201,7 +214,7 @@ TARGET_SPEC = TargetSessionSpec(
     stop_token_ids=frozenset({9, 8}),
     max_len=400,
     cache_salt="salt",
-    drafter_id=0x0102030405060708,
+    permit_key=bytes(range(16, 32)),
 )
 GOLDEN_SAMPLING = (  # 58 bytes
     "09 000000000000f03f 10 00 19 000000000000f03f"  # 1: temperature 1.0, 2: top_k 0, 3: top_p 1.0
@@ -224,7 +237,7 @@ GOLDEN_TARGET_SPEC = bytes.fromhex(
     "6a 02 0809"  # 13: stop_token_ids, packed, ascending
     "70 9003"  # 14: max_len
     "7a 04 73616c74"  # 15: cache_salt
-    "8101 0807060504030201"  # 16: drafter_id, fixed64 little-endian
+    "8a01 10 101112131415161718191a1b1c1d1e1f"  # 17: permit_key
 )
 DRAFT_SPEC = DraftSessionSpec(
     session_id=1,
@@ -241,6 +254,7 @@ DRAFT_SPEC = DraftSessionSpec(
     max_draft_tokens=5,
     max_len=400,
     cache_salt="salt",
+    permit=Permit.make(bytes(range(16)), 300),
 )
 GOLDEN_DRAFT_SPEC = bytes.fromhex(
     "09 0a00000000000000"  # 1: lease_id, fixed64 little-endian
@@ -258,6 +272,34 @@ GOLDEN_DRAFT_SPEC = bytes.fromhex(
     "6a 04 73616c74"  # 13: cache_salt
     "72 05 626c6f636b"  # 14: rejection_sample_method
     "7a 02 0809"  # 15: stop_token_ids, packed, ascending
+    f"8201 15 {GOLDEN_PERMIT.hex()}"  # 16: permit, 21 bytes
+)
+GOLDEN_SEND_DRAFTED = bytes.fromhex(
+    "09 8877665544332211"  # 1: session_id, fixed64 little-endian
+    "10 01"  # 2: epoch
+    "18 ac02"  # 3: round, varint 300
+    "20 02"  # 4: attempt
+)
+MODEL = ModelDescription(
+    name="m",
+    revision="r",
+    dtype="float32",
+    vocabulary_fingerprint=b"\x01\x02",
+    vocab_size=300,
+    context_length=400,
+    stop_token_ids=(8, 9),
+    weights_fingerprint=b"\x03\x04",
+)
+GOLDEN_MODEL = bytes.fromhex(
+    "08 06"  # 1: protocol_version
+    "12 01 6d"  # 2: name
+    "1a 01 72"  # 3: revision
+    "22 07 666c6f61743332"  # 4: dtype
+    "2a 02 0102"  # 5: vocabulary_fingerprint
+    "30 ac02"  # 6: vocab_size
+    "38 9003"  # 7: context_length
+    "42 02 0809"  # 8: stop_token_ids, packed
+    "4a 02 0304"  # 9: weights_fingerprint
 )
 
 
@@ -346,12 +388,17 @@ def test_more_biases_or_allowed_tokens_than_any_vocabulary_needs_are_refused_at_
         messages.sampling_from_proto(allowed)
 
 
-@given(FENCES, IDS, DISTRIBUTIONS, UINT32, TIMINGS)
+@given(FENCES, IDS, DISTRIBUTIONS, UINT32, TIMINGS, st.none() | PERMITS)
 @UNHURRIED
 def test_draft_block_travels_with_all_it_says(
-    fence: Fence, ids: list[int], distributions: DraftDistributions, attempt: int, timings: DraftTimings
+    fence: Fence,
+    ids: list[int],
+    distributions: DraftDistributions,
+    attempt: int,
+    timings: DraftTimings,
+    permit: Permit | None,
 ) -> None:
-    message = sent(messages.block_to_proto(DraftBlock(fence, ids, distributions, attempt, timings)))
+    message = sent(messages.block_to_proto(DraftBlock(fence, ids, distributions, attempt, timings, permit)))
     assert list(message.token_ids) == ids
     assert message.distributions.vocab_size == distributions.vocab_size
     assert message.distributions.data == distributions.data
@@ -359,6 +406,7 @@ def test_draft_block_travels_with_all_it_says(
     assert tuple(message.distributions.wide_sizes) == distributions.wide_sizes
     (block,) = messages.blocks_from_proto([message], DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS)
     assert (block.fence, block.attempt, block.timings, block.drafter_id) == (fence, attempt, timings, DRAFTER_ID)
+    assert block.permit == permit
     assert block.has_distributions == (distributions.encoding is not Encoding.NONE)
 
 
@@ -461,6 +509,12 @@ def test_calibration_survives_the_wire(calibration: Calibration) -> None:
     assert messages.calibration_from_proto(sent(messages.calibration_to_proto(calibration))) == calibration
 
 
+@given(st.builds(SendDrafted, session_id=UINT64, epoch=UINT32, round=UINT32, attempt=UINT32))
+@UNHURRIED
+def test_wish_for_a_block_under_way_survives_the_wire(command: SendDrafted) -> None:
+    assert messages.send_drafted_from_proto(sent(messages.send_drafted_to_proto(command))) == command
+
+
 @given(TARGET_SPECS, UINT64)
 @UNHURRIED
 def test_target_session_survives_the_wire_with_its_lease(spec: TargetSessionSpec, lease_id: int) -> None:
@@ -487,6 +541,7 @@ def test_draft_session_survives_the_wire_with_its_lease(spec: DraftSessionSpec, 
         vocab_size=UINT32,
         context_length=UINT32,
         stop_token_ids=IDS.map(tuple),
+        weights_fingerprint=st.binary(max_size=32),
         protocol_version=UINT32,
     )
 )
@@ -510,10 +565,11 @@ def test_fence_has_its_golden_bytes() -> None:
 def test_draft_block_has_its_golden_bytes() -> None:
     assert messages.block_to_proto(BLOCK).SerializeToString(deterministic=True).hex() == GOLDEN_BLOCK.hex()
     (block,) = received(session_pb2.DraftBlock.FromString(GOLDEN_BLOCK))
-    assert (block.fence, block.token_ids, block.attempt, block.timings) == (
+    assert (block.fence, block.token_ids, block.attempt, block.timings, block.permit) == (
         *(BLOCK.fence, BLOCK.token_ids),
-        *(BLOCK.attempt, BLOCK.timings),
+        *(BLOCK.attempt, BLOCK.timings, BLOCK.permit),
     )
+    assert not messages.block_to_proto(replace(BLOCK, permit=None)).HasField("permit")
     assert isinstance(block.draft, Supports)
     assert block.draft.weights.tolist() == [[49_152, 16_284, 100], [65_536, 0, 0]]
     assert block.draft.vocab_size == VOCAB_SIZE
@@ -545,6 +601,33 @@ def test_opening_of_a_draft_session_has_its_golden_bytes() -> None:
     assert message.SerializeToString(deterministic=True).hex() == GOLDEN_DRAFT_SPEC.hex()
     received = drafter_pb2.OpenDraftSessionRequest.FromString(GOLDEN_DRAFT_SPEC)
     assert messages.draft_spec_from_proto(received) == DRAFT_SPEC
+
+
+def test_wish_for_a_block_under_way_has_its_golden_bytes() -> None:
+    command = SendDrafted(FENCE.session_id, 1, 300, attempt=2)
+    message = messages.send_drafted_to_proto(command)
+    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_SEND_DRAFTED.hex()
+    wrapped = drafter_pb2.DraftCommand(send_drafted=message).SerializeToString(deterministic=True)
+    assert wrapped.hex() == "1a10" + GOLDEN_SEND_DRAFTED.hex(), "3: send_drafted, 16 bytes"
+    assert messages.send_drafted_from_proto(drafter_pb2.SendDrafted.FromString(GOLDEN_SEND_DRAFTED)) == command
+
+
+def test_permit_has_its_golden_bytes() -> None:
+    message = messages.permit_to_proto(Permit.make(bytes(range(16)), 300))
+    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_PERMIT.hex()
+    assert messages.permit_from_proto(session_pb2.DraftPermit.FromString(GOLDEN_PERMIT)).is_made_with(bytes(range(16)))
+
+
+def test_description_of_a_model_has_its_golden_bytes() -> None:
+    message = messages.model_to_proto(MODEL)
+    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_MODEL.hex()
+    assert messages.model_from_proto(model_pb2.ModelDescription.FromString(GOLDEN_MODEL)) == MODEL
+
+
+def test_text_that_is_continued_has_its_golden_bytes() -> None:
+    """Of a request that is sent again because it was interrupted."""
+    request = gateway_pb2.GenerateRequest(generated_token_ids=[7, 300])
+    assert request.SerializeToString(deterministic=True).hex() == "7a03" + "07ac02", "15: generated_token_ids, packed"
 
 
 def test_every_number_of_the_statistics_reaches_the_user() -> None:
@@ -587,10 +670,19 @@ def test_token_tree_is_refused() -> None:
     assert "tree" in str(refusal(message))
 
 
-def test_session_without_a_drafter_is_told_from_one_of_drafter_0() -> None:
-    for drafter_id in (None, 0, 2**64 - 1):
-        message = sent(messages.target_spec_to_proto(replace(TARGET_SPEC, drafter_id=drafter_id), 10))
-        assert messages.target_spec_from_proto(message).drafter_id == drafter_id
+def test_session_that_takes_no_blocks_has_no_key() -> None:
+    message = sent(messages.target_spec_to_proto(replace(TARGET_SPEC, permit_key=b""), 10))
+    assert messages.target_spec_from_proto(message).permit_key == b""
+
+
+@pytest.mark.parametrize("length", [0, 15, 17])
+def test_session_with_a_permit_of_another_length_than_16_bytes_is_refused(length: int) -> None:
+    message = messages.draft_spec_to_proto(replace(DRAFT_SPEC, permit=Permit(0, bytes(length))), 10)
+    with pytest.raises(InvalidRequestError, match="permit"):
+        messages.draft_spec_from_proto(sent(message))
+    message.ClearField("permit")
+    with pytest.raises(InvalidRequestError, match="permit"):
+        messages.draft_spec_from_proto(sent(message))
 
 
 def test_lease_and_hello_have_their_golden_bytes() -> None:
@@ -603,21 +695,26 @@ def test_lease_and_hello_have_their_golden_bytes() -> None:
 
 @pytest.mark.parametrize("drafter_id", [None, 0, 2**64 - 1])
 def test_refusal_says_which_drafter_is_in_quarantine_or_that_none_is(drafter_id: int | None) -> None:
-    event = sent(_event_to_proto(BlockRefused(2**64 - 1, 2, 3, "why", drafter_id)))
+    event = sent(_event_to_proto(BlockRefused(2**64 - 1, 2, 3, "why", 300, drafter_id)))
     assert event.WhichOneof("event") == "refusal"
     refused = event.refusal
     assert (refused.session_id, refused.epoch, refused.round, refused.message) == (2**64 - 1, 2, 3, "why")
+    assert refused.permit_number == 300
     assert refused.HasField("quarantined_drafter_id") == (drafter_id is not None)
     assert refused.quarantined_drafter_id == (drafter_id or 0)
 
 
-def test_protocol_version_is_that_of_wide_sizes() -> None:
-    assert PROTOCOL_VERSION == 5
+def test_protocol_version_is_that_of_permits() -> None:
+    assert PROTOCOL_VERSION == 6
 
 
 @pytest.mark.parametrize("length", [0, 15, 17, 32])
 def test_key_of_another_length_than_16_bytes_is_refused(length: int) -> None:
     with pytest.raises(InvalidRequestError, match="16 bytes"):
         messages.target_spec_from_proto(verifier_pb2.OpenTargetSessionRequest(verifying_key=bytes(length)))
+    if length:
+        message = messages.target_spec_to_proto(replace(TARGET_SPEC, permit_key=bytes(length)), 10)
+        with pytest.raises(InvalidRequestError, match="16 bytes"):
+            messages.target_spec_from_proto(message)
     with pytest.raises(InvalidRequestError, match="16 bytes"):
         messages.draft_spec_from_proto(drafter_pb2.OpenDraftSessionRequest(drafting_key=bytes(length)))

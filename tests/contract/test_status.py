@@ -11,12 +11,15 @@ from structlog.testing import capture_logs
 
 from draftwire.client import Client
 from draftwire.errors import (
+    GENERATED_KEY,
     BlockViolationError,
+    CompletionInterruptedError,
     DraftwireError,
     InvalidRequestError,
     ModelMismatchError,
     NoRoomError,
     ProtocolViolationError,
+    UnauthenticatedError,
     UnavailableError,
     UnknownSessionError,
     Violation,
@@ -29,7 +32,7 @@ from draftwire.services.rpc.status import (
     STATUS,
     error_of,
     error_of_number,
-    retry_hint,
+    hints,
     status_of,
 )
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, gateway_pb2, gateway_pb2_grpc
@@ -39,11 +42,13 @@ Code = grpc.StatusCode
 EXPECTED: dict[type[DraftwireError], grpc.StatusCode] = {
     InvalidRequestError: Code.INVALID_ARGUMENT,
     BlockViolationError: Code.INVALID_ARGUMENT,
+    UnauthenticatedError: Code.UNAUTHENTICATED,
     UnknownSessionError: Code.NOT_FOUND,
     ProtocolViolationError: Code.FAILED_PRECONDITION,
     ModelMismatchError: Code.FAILED_PRECONDITION,
     NoRoomError: Code.RESOURCE_EXHAUSTED,
     UnavailableError: Code.UNAVAILABLE,
+    CompletionInterruptedError: Code.UNAVAILABLE,
 }
 """The table, written down again."""
 
@@ -63,7 +68,9 @@ EVERY_CLASS = pytest.mark.parametrize("kind", TREE, ids=[kind.__name__ for kind 
 
 
 def made(kind: type[DraftwireError], message: str) -> DraftwireError:
-    return kind(Violation.LENGTH, message) if issubclass(kind, BlockViolationError) else kind(message)
+    if issubclass(kind, BlockViolationError):
+        return kind(Violation.LENGTH, message)
+    return kind(message, 7) if issubclass(kind, CompletionInterruptedError) else kind(message)
 
 
 FAILURES: list[tuple[Exception, grpc.StatusCode, str]] = [
@@ -277,13 +284,13 @@ async def test_status_of_a_peer_is_passed_on() -> None:
 def test_hint_is_the_metadata_that_grpc_itself_reads() -> None:
     """Source: gRPC proposal A6, "Client Retries"."""
     assert RETRY_KEY == "grpc-retry-pushback-ms"
-    assert retry_hint(NoRoomError("full", retry_after_s=2.5)) == (("grpc-retry-pushback-ms", "2500"),)
+    assert hints(NoRoomError("full", retry_after_s=2.5)) == (("grpc-retry-pushback-ms", "2500"),)
 
 
 @pytest.mark.parametrize(
     ("error", "hinted"),
     [
-        *((made(kind, "why"), kind is NoRoomError) for kind in TREE),
+        *((made(kind, "why"), kind in (NoRoomError, CompletionInterruptedError)) for kind in TREE),
         (TimeoutError("too late"), False),
         (KeyError(SECRET), False),
         (ExceptionGroup("tasks", [ExceptionGroup("inner", [NoRoomError("full")])]), True),
@@ -291,13 +298,17 @@ def test_hint_is_the_metadata_that_grpc_itself_reads() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-async def test_only_a_full_server_says_when_to_try_again(error: Exception, hinted: bool) -> None:
-    assert bool(retry_hint(error)) == hinted
+async def test_only_who_can_try_again_is_told_when_or_from_where(error: Exception, hinted: bool) -> None:
+    assert bool(hints(error)) == hinted
     async with serving(error) as (channel, _):
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         call = stub.GetServer(gateway_pb2.GetServerRequest(), timeout=DEADLINE_S)
         trailing = await call.trailing_metadata()
-    assert (RETRY_KEY in {key for key, _ in trailing}) == hinted
+    assert ({RETRY_KEY, GENERATED_KEY} & {key for key, _ in trailing} != set()) == hinted
+
+
+def test_interrupted_completion_says_how_many_tokens_it_had() -> None:
+    assert hints(CompletionInterruptedError("gone", 7)) == (("draftwire-generated-tokens", "7"),)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001, 1.0, 2.5, 600.0])
@@ -309,7 +320,7 @@ async def test_gateway_learns_from_a_peer_when_to_try_again_and_passes_it_on(sec
     error = error_of(raised.value)
     assert isinstance(error, NoRoomError)
     assert error.retry_after_s == pytest.approx(seconds)
-    assert retry_hint(raised.value) == retry_hint(error) == ((RETRY_KEY, str(round(seconds * 1e3))),)
+    assert hints(raised.value) == hints(error) == ((RETRY_KEY, str(round(seconds * 1e3))),)
 
 
 def refusal_of_a_peer(*metadata: tuple[str, str]) -> grpc.aio.AioRpcError:
@@ -339,7 +350,7 @@ def test_hint_that_makes_no_sense_is_not_taken_over(value: str) -> None:
     error = error_of(refusal_of_a_peer((RETRY_KEY, value)))
     assert isinstance(error, NoRoomError)
     assert 0.0 <= error.retry_after_s < float("inf")
-    assert retry_hint(error)
+    assert hints(error)
 
 
 @pytest.mark.parametrize("streams", [False, True])

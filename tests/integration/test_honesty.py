@@ -93,6 +93,16 @@ def test_corrupt_block_ends_speculation_of_its_session_alone(pair: tuple[Path, P
         assert read_metric(stack, "verifier", "blocks_refused") == 8.0
 
 
+def test_drafter_with_a_forged_permit_gets_no_block_in_and_costs_its_sessions_nothing_but_speed(
+    pair: tuple[Path, Path],
+) -> None:
+    with stack_with(pair, "forge", []) as stack, Client(stack.address) as client:
+        completion = client.generate(PROMPT, max_tokens=50, seed=1)
+        assert len(completion.token_ids) == 50
+        assert completion.statistics.num_drafts == 0
+        assert read_metric(stack, "verifier", "blocks_refused") >= 1.0
+
+
 def test_honest_drafter_is_not_suspected_and_its_bytes_are_counted(client: Client, stack: LocalStack) -> None:
     before = read_metric(stack, "verifier", "spec_decode_num_draft_bytes")
     statistics = client.generate(PROMPT, max_tokens=50, seed=3).statistics

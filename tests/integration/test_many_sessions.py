@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from draftwire.distributions import draw, race, rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.encoding import Claim, DraftDistributions, decode, decode_one
-from draftwire.errors import BlockViolationError, NoRoomError
+from draftwire.errors import BlockViolationError, NoRoomError, Violation
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
@@ -37,8 +37,10 @@ from draftwire.rounds import (
     DraftSessionSpec,
     Fence,
     FenceVerdict,
+    Permit,
     PlainRun,
     ReceivedBlock,
+    SendDrafted,
     TargetSessionSpec,
     Verdict,
 )
@@ -58,7 +60,7 @@ CONTEXT_LENGTH = 160
 MAX_DRAFT_TOKENS = 5
 LEASE = 1
 SUBSTITUTE = 0
-DRAFTER = 7
+PERMIT_KEY = bytes(range(16))
 DENSE = Quantization(Encoding.DENSE_FLOAT32)
 GREEDY = SamplingParams(0.0)
 SAMPLINGS = [
@@ -161,6 +163,9 @@ class Client:
     plan: Plan
     committed: CommittedTokens
     drafter_knows: int
+    epoch: int = 0
+    permit_number: int = 0
+    """Of its drafter, whose process is named by it as well."""
     has_drafter: bool = True
     is_open: bool = True
     is_done: bool = False
@@ -174,7 +179,7 @@ class Client:
 
     @property
     def fence(self) -> Fence:
-        return Fence(self.session_id, 0, len(self.rounds), len(self.committed), self.committed.hash)
+        return Fence(self.session_id, self.epoch, len(self.rounds), len(self.committed), self.committed.hash)
 
     @property
     def generated(self) -> list[int]:
@@ -227,9 +232,9 @@ class Half:
         self.cache.check_integrity()
         return []
 
-    def close(self, session_id: int) -> None:
+    def close(self, session_id: int, epoch: int) -> None:
         """Closes a session. As on the torch thread, its cache is freed behind the step that runs."""
-        session = self.scheduler.close(session_id, 0)
+        session = self.scheduler.close(session_id, epoch)
         if session is None:
             return
         if self._step is not None and self._result is None:
@@ -252,8 +257,8 @@ class Stack:
         """Takes rooms of the two caches in tokens, and the prompt tokens that each step may read."""
         self.models = models
         self.clients: list[Client] = []
-        self.blocks: deque[DraftBlock] = deque()
-        """On their way to the verifier."""
+        self.blocks: deque[tuple[DraftBlock, int]] = deque()
+        """On their way to the verifier, with the drafters that sent them."""
         self.events: deque = deque()
         """On their way to the gateway."""
         self.seen: Counter[str] = Counter()
@@ -282,40 +287,50 @@ class Stack:
 
     def open(self, plan: Plan) -> Client | None:
         """Opens a session, without a drafter where that has no room; None if the verifier has none."""
-        session_id = len(self.clients)
-        prompt_len = len(plan.prompt)
-        spec = TargetSessionSpec(
-            session_id=session_id,
-            epoch=0,
-            first_round=0,
-            choice=0,
-            token_ids=list(plan.prompt),
-            prompt_len=prompt_len,
-            sampling=plan.sampling,
-            rule=plan.rule,
-            verifying_key=plan.key(Role.VERIFYING),
-            drafter_id=DRAFTER,
-            max_draft_tokens=MAX_DRAFT_TOKENS,
-            plain_rounds=min(plan.plain_rounds, plan.max_tokens) if plan.opens_plain else 0,
-            stop_token_ids=plan.stop_token_ids,
-            max_len=plan.max_len,
-            cache_salt=plan.salt,
-        )
+        client = Client(len(self.clients), plan, CommittedTokens(list(plan.prompt)), len(plan.prompt))
         is_room = blocks_for(plan.max_len) <= self.target.scheduler.room.num_free_blocks
         try:
-            self.target.scheduler.open(spec, LEASE)
+            self._open_target(client, min(plan.plain_rounds, plan.max_tokens) if plan.opens_plain else 0)
         except NoRoomError:
             assert not is_room
             self.seen["refused"] += 1
             return None
-        client = Client(session_id, plan, CommittedTokens(list(plan.prompt)), prompt_len)
         self.clients.append(client)
-        draft_spec = DraftSessionSpec(
-            session_id=session_id,
-            epoch=0,
+        self._open_drafter(client)
+        if not plan.opens_plain:
+            self._ask(client)
+        return client
+
+    def _open_target(self, client: Client, plain_rounds: int) -> None:
+        plan = client.plan
+        spec = TargetSessionSpec(
+            session_id=client.session_id,
+            epoch=client.epoch,
+            first_round=len(client.rounds),
             choice=0,
-            token_ids=list(plan.prompt),
-            prompt_len=prompt_len,
+            token_ids=client.committed.ids,
+            prompt_len=len(plan.prompt),
+            sampling=plan.sampling,
+            rule=plan.rule,
+            verifying_key=plan.key(Role.VERIFYING),
+            permit_key=PERMIT_KEY,
+            max_draft_tokens=MAX_DRAFT_TOKENS,
+            plain_rounds=plain_rounds,
+            stop_token_ids=plan.stop_token_ids,
+            max_len=plan.max_len,
+            cache_salt=plan.salt,
+        )
+        self.target.scheduler.open(spec, LEASE)
+
+    def _open_drafter(self, client: Client) -> None:
+        """Opens a session on a drafter, which knows what is committed; without one if there is no room."""
+        plan = client.plan
+        spec = DraftSessionSpec(
+            session_id=client.session_id,
+            epoch=client.epoch,
+            choice=0,
+            token_ids=client.committed.ids,
+            prompt_len=len(plan.prompt),
             sampling=plan.sampling,
             rule=plan.rule,
             drafting_key=plan.key(Role.DRAFTING),
@@ -324,28 +339,62 @@ class Stack:
             target_vocab_size=VOCAB_SIZE,
             max_draft_tokens=MAX_DRAFT_TOKENS,
             max_len=plan.max_len,
+            permit=Permit.make(PERMIT_KEY, client.permit_number),
             cache_salt=plan.salt,
         )
+        client.drafter_knows = len(client.committed)
         try:
-            self.drafter.scheduler.open(draft_spec, LEASE)
+            self.drafter.scheduler.open(spec, LEASE)
+            client.has_drafter = True
         except NoRoomError:
             client.has_drafter = False
             self.seen["refused by the drafter"] += 1
-        if not plan.opens_plain:
-            self._ask(client)
-        return client
 
     def close(self, client: Client) -> None:
-        self.seen["closed in a step"] += self.target.step_runs + self.drafter.step_runs
         client.is_open = False
-        self.target.close(client.session_id)
-        self.drafter.close(client.session_id)
+        self._close(client)
+
+    def _close(self, client: Client) -> None:
+        self.seen["closed in a step"] += self.target.step_runs + self.drafter.step_runs
+        self.target.close(client.session_id, client.epoch)
+        self.drafter.close(client.session_id, client.epoch)
+
+    def move(self, client: Client) -> None:
+        """Goes on on another verifier, with whatever was committed, and with a drafter that begins anew."""
+        self._close(client)
+        client.epoch += 1
+        client.asked = client.attempt = 0
+        client.offered = None
+        self._open_target(client, 0)
+        self._open_drafter(client)
+        self.seen["moved"] += 1
+        self._ask(client)
+
+    def replace_drafter(self, client: Client) -> None:
+        """Goes on with another drafter, while blocks of the old one may still be on their way."""
+        if not client.has_drafter:
+            return
+        self.drafter.close(client.session_id, client.epoch)
+        client.permit_number += 1
+        self._open_drafter(client)
+        self.seen["drafter replaced"] += 1
+        if client.asked and client.has_drafter:
+            self.ask_again(client)
+        elif client.asked:
+            self.race(client)
+
+    def send_drafted(self, client: Client) -> None:
+        """Asks for the block under way as far as it is drawn."""
+        if client.asked:
+            self.drafter.scheduler.send_drafted(
+                SendDrafted(client.session_id, client.epoch, len(client.rounds), client.attempt)
+            )
 
     def lose_drafter(self, client: Client) -> None:
         """Goes on without a drafter, whose block may still be on its way."""
         if client.has_drafter:
             client.has_drafter = False
-            self.drafter.close(client.session_id)
+            self.drafter.close(client.session_id, client.epoch)
             if client.asked:
                 self.race(client)
 
@@ -381,31 +430,43 @@ class Stack:
             self.events += self.target.turn()
 
     def turn_drafter(self) -> None:
-        self.blocks += [done.outcome for done in self.drafter.turn() if done.outcome is not None]
+        for done in self.drafter.turn():
+            if done.outcome is not None:
+                self.blocks.append((done.outcome, self.clients[done.session.spec.session_id].permit_number))
 
     def deliver_block(self) -> None:
         """Brings the oldest block to the verifier."""
         if not self.blocks:
             return
-        block = self.blocks.popleft()
+        block, drafter_id = self.blocks.popleft()
         if self.corrupt_next_block:
             self.corrupt_next_block = False
             data = block.distributions.data[:-4] or b"none"
             block = replace(block, distributions=replace(block.distributions, data=data))
         (draft,) = decode([Claim(block.token_ids, block.distributions)], VOCAB_SIZE)
         is_told = block.distributions.encoding is not Encoding.NONE
-        received = ReceivedBlock(block.fence, block.token_ids, draft, is_told, DRAFTER, block.attempt, block.timings)
+        received = ReceivedBlock(
+            *(block.fence, block.token_ids, draft, is_told, drafter_id),
+            *(block.attempt, block.timings, block.permit),
+        )
         session = self.target.scheduler.sessions.get((block.fence.session_id, block.fence.epoch))
         try:
+            self.target.scheduler.take_permit(received)
             self.target.scheduler.offer_block(received)
         except BlockViolationError as error:
             assert session is not None
-            self.events.append((session, error))
+            if error.violation is Violation.PEER:
+                assert drafter_id < self.clients[block.fence.session_id].permit_number
+                self.seen["block of a replaced drafter"] += 1
+            else:
+                self.events.append((session, error))
             return
         is_current = session is not None and session.block is received
         self.seen["block current" if is_current else "block stale"] += 1
         if is_current:
-            self.clients[block.fence.session_id].offered = block
+            client = self.clients[block.fence.session_id]
+            client.offered = block
+            self.seen["block shorter than wanted"] += len(block.token_ids) < client.asked
 
     def deliver_event(self) -> None:
         """Brings the verifier's oldest message to the gateway."""
@@ -413,7 +474,7 @@ class Stack:
             return
         session, event = self.events.popleft()
         client = self.clients[session.spec.session_id]
-        if not client.is_open:
+        if not client.is_open or session.spec.epoch != client.epoch:
             return
         if isinstance(event, Verdict):
             self._commit(client, event)
@@ -700,6 +761,89 @@ def test_block_that_is_asked_for_while_an_older_one_is_drafted_is_drafted_too(mo
     stack.check(client)
 
 
+LOSSLESS = [name for name, one in RULES.items() if one.is_lossless]
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("block_lengths", [(0,), (5, 3, 0)], ids=["plain", "drafted"])
+def test_session_that_is_moved_again_and_again_writes_what_it_would_have_written_where_it_was(
+    models: Models, rule: str, block_lengths: tuple[int, ...]
+) -> None:
+    """Whatever counts from the prompt, as penalties and min_tokens do, or by rounds, as random numbers do."""
+    plans = [
+        Plan(
+            tuple(TEXTS[number % 3][: 18 + number]),
+            24,
+            replace(sampling, min_tokens=15),
+            rule,
+            block_lengths=block_lengths,
+            opens_plain=False,
+            stop_token_ids=frozenset({3}),
+            seed=number,
+        )
+        for number, sampling in enumerate(SAMPLINGS)
+    ]
+    texts = []
+    for is_moved in (False, True):
+        stack = Stack(models)
+        for plan in plans:
+            stack.open(plan)
+        for number in range(12):
+            stack.turn_all()
+            for client in stack.open_clients if is_moved else ():
+                if (number + client.session_id) % 3 == 0:
+                    stack.move(client)
+        stack.finish()
+        texts.append(texts_of(stack))
+        assert all(client.epoch >= 2 for client in stack.clients) == is_moved
+        for client in stack.clients:
+            stack.check(client)
+    assert texts[0] == texts[1]
+
+
+def test_drafter_that_takes_over_is_believed_and_the_late_blocks_of_the_old_one_are_not(models: Models) -> None:
+    stack = Stack(models)
+    client = stack.open(Plan(tuple(TEXTS[0][:20]), 30, SamplingParams(), block_lengths=(4,), opens_plain=False))
+    assert client is not None
+    for _ in range(2):
+        stack.turn_all()
+    while not stack.blocks:  # of the old drafter, without a permit
+        stack.turn_drafter()
+        stack.turn_target()
+        stack.deliver_event()
+    late = stack.blocks.popleft()
+    stack.replace_drafter(client)
+    while not stack.blocks:
+        stack.turn_drafter()
+    stack.blocks.append(late)
+    assert [(sender, block.permit is not None) for block, sender in stack.blocks] == [(1, True), (0, False)]
+    stack.deliver_block()
+    stack.deliver_block()
+    assert stack.seen["block of a replaced drafter"] + stack.seen["block stale"] == 1
+    stack.finish()
+    assert any(done.attempt == 1 and done.draft_tokens for done in client.rounds)
+    stack.check(client)
+
+
+def test_block_that_is_sent_as_far_as_it_is_drawn_is_judged_as_any_other(models: Models) -> None:
+    stack = Stack(models)
+    for plan in mixed_plans(6):
+        stack.open(replace(plan, block_lengths=(5,)))
+    for _ in range(200):
+        stack.turn_drafter()
+        for client in stack.open_clients[::2]:
+            stack.send_drafted(client)
+        while stack.blocks:
+            stack.deliver_block()
+        stack.turn_target()
+        while stack.events:
+            stack.deliver_event()
+    stack.finish()
+    assert stack.seen["block shorter than wanted"] >= 10
+    for client in stack.clients:
+        stack.check(client)
+
+
 @pytest.mark.parametrize("drafter_vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 2])
 def test_vocabularies_of_different_sizes_work_in_the_same_steps(tmp_path: Path, drafter_vocab_size: int) -> None:
     stack = Stack(load_pair(tmp_path, drafter_vocab_size), budget=32)
@@ -721,6 +865,9 @@ class Action(Enum):
     RACE = range(33, 36)
     LOSE_DRAFTER = range(36, 37)
     CORRUPT_BLOCK = range(37, 38)
+    SEND_DRAFTED = range(38, 42)
+    MOVE = range(42, 43)
+    REPLACE_DRAFTER = range(43, 44)
 
 
 ACTIONS = [action for action in Action for _ in action.value]
@@ -769,12 +916,18 @@ def carry_out(stack: Stack, action: Action, which: int, left: deque[Plan]) -> No
             stack.race(client)
         case Action.LOSE_DRAFTER if client is not None:
             stack.lose_drafter(client)
+        case Action.SEND_DRAFTED if client is not None:
+            stack.send_drafted(client)
+        case Action.MOVE if client is not None:
+            stack.move(client)
+        case Action.REPLACE_DRAFTER if client is not None:
+            stack.replace_drafter(client)
         case Action.CORRUPT_BLOCK:
             stack.corrupt_next_block = True
 
 
 def test_random_schedules_change_no_token_of_any_session(models: Models) -> None:
-    """Whatever is opened, cancelled, asked twice, refused, lost or late, and in whichever order it happens."""
+    """Whatever is opened, moved, cancelled, asked twice, refused, cut, lost or late, and in whichever order."""
     seen: Counter[str] = Counter()
 
     @given(

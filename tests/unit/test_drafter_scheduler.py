@@ -15,7 +15,7 @@ from draftwire.errors import InvalidRequestError, NoRoomError, ProtocolViolation
 from draftwire.models.kv_cache import blocks_for
 from draftwire.quantization import Encoding
 from draftwire.randomness import KEY_BYTES
-from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence
+from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, Permit, SendDrafted
 from draftwire.sampling import SamplingParams
 from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.drafter.scheduler import Completed, DraftSession, Scheduler, Step, StepItem, StepResult
@@ -23,6 +23,7 @@ from draftwire.services.prefill import ChunkCost, PrefillPacer
 
 CONTEXT_LENGTH = 12
 PROMPT = [1, 2, 3, 4]
+PERMIT = Permit(5, bytes(range(16)))
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ def make_spec(session_id: int = 1, **changes: Any) -> DraftSessionSpec:
         target_vocab_size=100,
         max_draft_tokens=3,
         max_len=CONTEXT_LENGTH,
+        permit=PERMIT,
     )
     return replace(spec, **changes)
 
@@ -257,6 +259,102 @@ def test_sessions_are_found_by_their_lease() -> None:
     opened = [scheduler.open(make_spec(session_id), lease_id=session_id % 2) for session_id in (1, 2, 3)]
     assert scheduler.of_lease(1) == [opened[0], opened[2]]
     assert scheduler.of_lease(5) == []
+
+
+# Permits
+
+
+def test_first_block_of_a_session_shows_its_permit_and_no_other_does() -> None:
+    scheduler, engine, _ = opened_session()
+    scheduler.open(make_spec(2, permit=replace(PERMIT, number=6)), lease_id=0)
+    list(run_steps(scheduler, engine))
+    for number in range(3):
+        for session_id in (1, 2):
+            committed = [*PROMPT, *range(number)]
+            scheduler.calibrate(
+                make_calibration(committed[: max(4, 3 + number)], committed[4:][-1:], number, session_id)
+            )
+        ((first, second),) = run_steps(scheduler, engine)
+        assert isinstance(first.outcome, DraftBlock)
+        assert isinstance(second.outcome, DraftBlock)
+        shown = [first.outcome.permit, second.outcome.permit]
+        assert shown == ([None, None] if number else [PERMIT, replace(PERMIT, number=6)])
+
+
+def test_session_that_is_opened_anew_shows_its_new_permit() -> None:
+    scheduler, engine, _ = opened_session()
+    for number, permit in ((5, PERMIT), (7, replace(PERMIT, number=7))):
+        if number > 5:
+            scheduler.close(1, 0)
+            scheduler.open(make_spec(permit=permit), lease_id=0)
+            list(run_steps(scheduler, engine))
+        scheduler.calibrate(make_calibration(PROMPT, [], round_number=number))
+        ((completed,),) = run_steps(scheduler, engine)
+        assert isinstance(completed.outcome, DraftBlock)
+        assert completed.outcome.permit == permit
+
+
+def test_block_that_fails_or_is_only_read_for_shows_nothing() -> None:
+    scheduler, engine, session = opened_session()
+    assert not session.has_shown_permit
+    scheduler.calibrate(make_calibration(PROMPT, []))
+    step = next_step(scheduler)
+    failed = replace(engine.run(step), outcomes=[UnavailableError("no finite logits")])
+    scheduler.complete(step, failed)
+    assert not session.has_shown_permit
+
+
+# Blocks that are to be sent as they are
+
+
+def test_wish_for_the_block_under_way_is_noted_while_it_waits_and_while_it_is_drawn() -> None:
+    for is_drawn in (False, True):
+        scheduler, engine, session = opened_session()
+        scheduler.calibrate(make_calibration(PROMPT, [], round_number=3, attempt=2))
+        step = next_step(scheduler) if is_drawn else None
+        scheduler.send_drafted(SendDrafted(1, 0, 3, 2))
+        assert session.cut_at == (3, 2)
+        step = step or next_step(scheduler)
+        (completed,) = scheduler.complete(step, engine.run(step))
+        assert isinstance(completed.outcome, DraftBlock)
+        assert not scheduler.dropped
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        SendDrafted(1, 0, 2, 1),
+        SendDrafted(1, 0, 3, 0),
+        SendDrafted(1, 0, 3, 2),
+        SendDrafted(1, 0, 4, 1),
+        SendDrafted(1, 1, 3, 1),
+        SendDrafted(2, 0, 3, 1),
+    ],
+)
+def test_wish_for_another_block_is_dropped_and_counted(wish: SendDrafted) -> None:
+    scheduler, _, session = opened_session()
+    scheduler.calibrate(make_calibration(PROMPT, [], round_number=3, attempt=1))
+    scheduler.send_drafted(wish)
+    assert session.cut_at is None
+    is_known = (wish.session_id, wish.epoch) == (1, 0)
+    assert scheduler.dropped == {"stale" if is_known else "unknown_session": 1}
+
+
+def test_wish_for_a_block_that_was_sent_or_superseded_is_dropped() -> None:
+    scheduler, engine, session = opened_session()
+    scheduler.send_drafted(SendDrafted(1, 0, -1, 0))  # nothing was asked for yet
+    scheduler.calibrate(make_calibration(PROMPT, [], round_number=1))
+    assert drafted(scheduler, engine) == [(1, 0)]
+    scheduler.send_drafted(SendDrafted(1, 0, 1, 0))
+    scheduler.calibrate(make_calibration(PROMPT, [], round_number=2))
+    step = next_step(scheduler)
+    scheduler.calibrate(make_calibration(PROMPT, [10], round_number=4))
+    scheduler.send_drafted(SendDrafted(1, 0, 2, 0))
+    scheduler.complete(step, engine.run(step))
+    assert session.cut_at is None
+    assert scheduler.dropped == {"stale": 3}
+    scheduler.send_drafted(SendDrafted(1, 0, 4, 0))
+    assert session.cut_at == (4, 0)
 
 
 # Calibrations
@@ -785,8 +883,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert [each.session.key for each in completed] == [item.session.key for item in still_open]
         for each in completed:
             calibration = items[id(each.session)].calibration
-            assert (each.outcome is None) == (calibration is None)
-            if each.outcome is not None and calibration is not None:
+            if each.outcome is None:  # nothing was wanted, or many new tokens are read in parts
+                assert calibration is None or items[id(each.session)].max_read is not None
+            else:
+                assert calibration is not None
                 assert (each.outcome.fence, each.outcome.attempt) == (calibration.fence, calibration.attempt)
                 assert each.session.key in self.opened, "a prompt is read before anything is drafted"
             if each.is_opened:

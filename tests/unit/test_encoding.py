@@ -458,9 +458,9 @@ BROKEN: dict[str, tuple[Violation, list[Claim]]] = {
         Violation.ENCODING,
         [changed(SPARSE, support_sizes=(3, 0)), changed(SPARSE, support_sizes=(0, 3))],
     ),
-    "support of 257": (
+    "support of 1025": (
         Violation.ENCODING,
-        [sparse_claim([[(token, 1 if token else 65_280) for token in range(257)]], [0], 300, width=2)],
+        [sparse_claim([[(token % 300, 1 if token else 64_512) for token in range(1025)]], [0], 300, width=2)],
     ),
     "support of all numbers": (Violation.ENCODING, [changed(SPARSE, support_sizes=(2**32 - 1, 1))]),
     "support sizes without sparse data": (
@@ -558,9 +558,9 @@ def assert_same(results: Sequence[Decoded | BlockViolationError], expected: Sequ
             assert used_rows(result) == used_rows(other)
 
 
-def test_support_of_256_is_the_largest() -> None:
-    claim = sparse_claim([[(token, 256) for token in range(256)]], [255], 256)
-    assert used_rows(decode_one(claim, 300)) == [[(token, 256) for token in range(256)]]
+def test_support_of_1024_is_the_largest() -> None:
+    claim = sparse_claim([[(token, 64) for token in range(1024)]], [1023], 1024, width=2)
+    assert used_rows(decode_one(claim, 1100)) == [[(token, 64) for token in range(1024)]]
 
 
 def test_no_blocks_give_no_results() -> None:

@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwire.distributions import rows_of
+from draftwire.drafting import scripted as scripted_drafting
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.encoding import Claim, decode, decode_one, encode_dense
 from draftwire.errors import BlockViolationError
+from draftwire.models import scripted as scripted_models
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.scripted import Script, ScriptedTarget, expected_tokens
 from draftwire.quantization import Encoding
@@ -24,8 +26,10 @@ from draftwire.rounds import (
     DraftBlock,
     DraftSessionSpec,
     Fence,
+    Permit,
     PlainRun,
     ReceivedBlock,
+    SendDrafted,
     TargetSessionSpec,
     Verdict,
 )
@@ -42,6 +46,7 @@ CACHE_TOKENS = 2048
 CERTAIN = Script(acceptance=(1.0,))
 """All that is drafted is accepted."""
 DRAFTER = 7
+PERMIT_KEY = bytes(range(16))
 PROMPT = list(range(40))
 
 
@@ -69,7 +74,7 @@ class Verifier:
             verifying_key=bytes(KEY_BYTES),
             max_draft_tokens=8,
             stop_token_ids=frozenset(),
-            drafter_id=DRAFTER,
+            permit_key=PERMIT_KEY,
             **given,
         )
         return self.scheduler.open(spec, lease_id=0)
@@ -98,7 +103,10 @@ class Verifier:
             row[token] = 1.0
         claim = Claim(token_ids, encode_dense(Encoding.DENSE_FLOAT32, rows.numpy()))
         (draft,) = decode([claim], self.model.vocab_size)
-        self.scheduler.offer_block(ReceivedBlock(session.fence, token_ids, draft, True, DRAFTER))
+        permit = Permit.make(PERMIT_KEY, 0)
+        block = ReceivedBlock(session.fence, token_ids, draft, True, DRAFTER, permit=permit)
+        self.scheduler.take_permit(block)
+        self.scheduler.offer_block(block)
 
     def check(self) -> None:
         self.model.cache.check_integrity()
@@ -338,6 +346,7 @@ class DraftSide:
             target_vocab_size=300,
             max_draft_tokens=8,
             max_len=len(ids) + 100,
+            permit=Permit.make(PERMIT_KEY, 0),
             cache_salt=cache_salt,
         )
         self.scheduler.open(spec, lease_id=0)
@@ -439,6 +448,52 @@ def test_accepted_and_rejected_tokens_are_followed_by_the_right_block(make: Any)
         length = len(side.scheduler.sessions[1, 0].committed)
         assert block.token_ids == expected_tokens(length, 4)
         assert block.fence.prefix_len == length
+
+
+@either_strategy
+@pytest.mark.parametrize("is_reading", [False, True])
+def test_block_that_is_wanted_before_its_step_has_one_token(make: Any, is_reading: bool) -> None:
+    side = make()
+    for session_id in (1, 2):
+        side.open(session_id)
+    if not is_reading:
+        side.blocks()
+    for session_id in (1, 2):
+        side.calibrate([], 0, session_id)
+    side.scheduler.send_drafted(SendDrafted(1, 0, 0))
+    assert [len(block.token_ids) for block in side.blocks()] == [1, 4]
+    for session_id in (1, 2):
+        side.calibrate([50], 1, session_id)
+    assert [len(block.token_ids) for block in side.blocks()] == [4, 4], "the wish was for one block"
+
+
+@either_strategy
+@pytest.mark.parametrize("num_drawn", [1, 2, 3])
+def test_block_that_is_wanted_while_it_is_drawn_ends_after_the_token_under_way(
+    make: Any, num_drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wish comes during the forward pass before the second token and so on, or while a script waits for one."""
+    side = make()
+    for session_id in (1, 2):
+        side.open(session_id)
+    side.blocks()
+    for session_id in (1, 2):
+        side.calibrate([], 0, session_id)
+    passes = 0
+
+    def wish(seconds: float) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == num_drawn + 1:  # the first one reads
+            side.scheduler.send_drafted(SendDrafted(2, 0, 0))
+
+    for module in (scripted_models, scripted_drafting):
+        monkeypatch.setattr(module, "wait", wish)
+    blocks = side.blocks()
+    # A model's forward pass comes before each token but the first, a script's waiting before each.
+    cut = num_drawn + (side.cache.num_free_blocks < side.cache.num_blocks)
+    assert [len(block.token_ids) for block in blocks] == [4, cut]
+    assert blocks[1].token_ids == expected_tokens(len(PROMPT), cut)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])

@@ -120,6 +120,17 @@ def request(
     )
 
 
+def cut_after(num_drawn: int) -> Callable[[], bool]:
+    """Cuts a block after so many tokens, by counting how often it is asked."""
+
+    def is_cut() -> bool:
+        is_cut.num_asked += 1  # type: ignore[attr-defined]
+        return is_cut.num_asked >= num_drawn  # type: ignore[attr-defined]
+
+    is_cut.num_asked = 0  # type: ignore[attr-defined]
+    return is_cut
+
+
 salts = itertools.count()
 
 
@@ -612,6 +623,40 @@ def test_draft_before_a_calibration_is_a_bug_of_the_caller(drafter: LanguageMode
 
 def test_drafter_tells_its_context(drafter: LanguageModelDrafter) -> None:
     assert drafter.context_length == CONTEXT_LENGTH
+
+
+@pytest.mark.parametrize("quantization", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("rule", ["block", "coupled", "typical"])
+@pytest.mark.parametrize("sampling", [GREEDY[0], SAMPLED[0], TEXTUAL], ids=str)
+def test_cut_block_is_the_beginning_of_the_whole_one_and_the_others_of_the_step_are_whole(
+    make_drafter: MakeDrafter, sampling: SamplingParams, rule: str, quantization: Quantization
+) -> None:
+    drafter = make_drafter(quantization=quantization)
+    whole = request(5, sampling, rule=rule)
+    prompts = [PROMPT, [7, 3], [2, 2, 8], PROMPT, [4]]
+    cuts = [1, 99, 3, 4, 5]
+    sequences = [started(drafter, prompt) for prompt in prompts]
+    wanted = [replace(whole, is_cut=cut_after(cut)) for cut in cuts]
+    drafter.model.calls.clear()
+    step = drafter.step([Drafting(*each) for each in zip(sequences, wanted, strict=True)])
+    drafter.model.cache.check_integrity()
+    assert [len(call) for call in drafter.model.calls] == [5, 4, 4, 3, 2], "no pass for a token that is not drawn"
+    for sequence, prompt, cut, draft in zip(sequences, prompts, cuts, step.drafts, strict=True):
+        assert isinstance(draft, Draft)
+        assert_equal(draft, fresh(drafter, prompt, request(min(cut, 5), sampling, rule=rule)))
+        new = [*draft.token_ids, 3]
+        sequence.calibrate(len(prompt), new)
+        following = request(5, sampling, 1, rule=rule)
+        assert_equal(drafted(drafter, sequence, following), fresh(drafter, prompt + new, following))
+
+
+def test_cut_is_asked_for_once_after_each_token_but_the_last(drafter: LanguageModelDrafter) -> None:
+    asked = []
+    for length in (1, 2, 5):
+        count = cut_after(99)
+        drafted(drafter, started(drafter, PROMPT), replace(request(length), is_cut=count))
+        asked.append(count.num_asked)  # type: ignore[attr-defined]
+    assert asked == [0, 1, 4]
 
 
 class FailingModel(CountingModel):

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 from dataclasses import MISSING
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +26,18 @@ from draftwire.services.options import (
     unknown_variables,
     variable,
 )
-from draftwire.services.settings import ConnectionSettings, EngineSettings, ModelSettings, ServerSettings
+from draftwire.services.settings import (
+    ConnectionSettings,
+    EngineSettings,
+    ModelSettings,
+    ServerSettings,
+    TlsSettings,
+    is_loopback,
+)
 from draftwire.services.verifier.config import VerifierConfig
+
+CERT, KEY, CA = Path("cert.pem"), Path("key.pem"), Path("ca.pem")
+DIALLERS = (DrafterConfig, GatewayConfig)
 
 ALL_SETTINGS = [
     pytest.param(service, setting, id=f"{service}-{setting.name}")
@@ -71,16 +82,16 @@ def test_no_two_settings_of_a_service_share_a_name(service: str) -> None:
 @pytest.mark.parametrize(
     ("config_class", "nested"),
     [
-        (DrafterConfig, (ModelSettings, ServerSettings, EngineSettings, ConnectionSettings)),
-        (VerifierConfig, (ModelSettings, ServerSettings, EngineSettings, ConnectionSettings)),
-        (GatewayConfig, (ServerSettings, LoopSettings, ConnectionSettings)),
+        (DrafterConfig, (ModelSettings, ServerSettings, EngineSettings, ConnectionSettings, TlsSettings)),
+        (VerifierConfig, (ModelSettings, ServerSettings, EngineSettings, ConnectionSettings, TlsSettings)),
+        (GatewayConfig, (ServerSettings, LoopSettings, ConnectionSettings, TlsSettings)),
     ],
 )
 def test_settings_of_nested_classes_are_settings(config_class: type, nested: tuple[type, ...]) -> None:
     names = {setting.name for setting in settings_of(config_class)}
     for inner in nested:
         assert {setting.name for setting in settings_of(inner)} < names
-    assert not names & {"server", "loading", "engine", "loop", "connections"}
+    assert not names & {"server", "loading", "engine", "loop", "connections", "tls"}
 
 
 def test_only_the_models_have_no_default() -> None:
@@ -100,6 +111,11 @@ def test_defaults_of_nested_settings_are_those_of_the_service() -> None:
         for service, config in SERVICES.items()
     }
     assert ports == {"gateway": [50051, None], "verifier": [50052, 9052], "drafter": [50053, 9053]}
+    certificates = {
+        service: [setting.default for setting in settings_of(config) if setting.name == "tls_require_client_cert"]
+        for service, config in SERVICES.items()
+    }
+    assert certificates == {"gateway": [False], "verifier": [True], "drafter": [True]}
 
 
 # Environment variables
@@ -126,7 +142,9 @@ def test_variable_of_every_setting_is_known(service: str, setting: Setting) -> N
 
 
 def test_clients_variable_and_those_of_others_are_not_reported() -> None:
-    assert unknown_variables({"DRAFTWIRE_ADDRESS": "x", "OTHER_PORT": "1", "MY_DRAFTWIRE_X": "1"}) == []
+    clients = dict.fromkeys(("ADDRESS", "TOKEN", "TLS_CA", "TLS_CERT", "TLS_KEY", "TLS_TARGET_NAME"), "x")
+    others = {"OTHER_PORT": "1", "MY_DRAFTWIRE_X": "1"}
+    assert unknown_variables({PREFIX + name: value for name, value in clients.items()} | others) == []
 
 
 def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +162,19 @@ def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, caps
     ("config_class", "changes"),
     [
         *((config, change) for config in SERVICES.values() for change in ({"port": 65535}, {"metrics_port": None})),
-        (VerifierConfig, {"dtype": "bfloat16", "threads": 3, "revision": "main", "max_sessions": 1, "host": "::"}),
+        (VerifierConfig, {"dtype": "bfloat16", "threads": 3, "revision": "main", "max_sessions": 1, "host": "::1"}),
+        *((config, {"host": "0.0.0.0", "allow_plaintext": True}) for config in SERVICES.values()),
+        *(
+            (config, {"host": "0.0.0.0", "tls_cert": CERT, "tls_key": KEY, "tls_ca": CA})
+            for config in SERVICES.values()
+        ),
+        *((config, {"tls_cert": CERT, "tls_key": KEY, "tls_ca": CA, "tls_target_name": "x"}) for config in DIALLERS),
+        *((config, {"tls_cert": CERT, "tls_key": KEY}) for config in SERVICES.values()),
+        (VerifierConfig, {"tls_cert": CERT, "tls_key": KEY, "tls_ca": CA, "tls_require_client_cert": False}),
+        (VerifierConfig, {"tls_cert": CERT, "tls_key": KEY, "host": "0.0.0.0"}),
+        (DrafterConfig, {"tls_cert": CERT, "tls_key": KEY, "host": "0.0.0.0", "allow_plaintext": True}),
+        (GatewayConfig, {"tls_ca": CA, "verifier": "10.0.0.1:1", "tokens_file": Path("tokens.toml")}),
+        (GatewayConfig, {"tls_cert": CERT, "tls_key": KEY, "tls_ca": CA, "tls_require_client_cert": True}),
         *((config, {"kv_cache_tokens": 16, "max_added_latency_ms": 0.5}) for config in (VerifierConfig, DrafterConfig)),
         (DrafterConfig, {"device": "cuda:0", "max_draft_tokens": 1, "connect_timeout_s": 0.5, "drain_seconds": 0.0}),
         (GatewayConfig, {"drafter": "none", "num_speculative_tokens": 0, "bridge_rounds": 7, "block_timeout_s": 0.25}),
@@ -196,6 +226,17 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
                 ("max_added_latency_ms", math.nan),
             )
         ),
+        *((config, "host", host) for config in SERVICES.values() for host in ("0.0.0.0", "::", "", "10.0.0.1", "host")),
+        *((config, name, Path("x")) for config in SERVICES.values() for name in ("tls_cert", "tls_key")),
+        *((config, "tls_target_name", "x") for config in SERVICES.values()),
+        (VerifierConfig, "tls_ca", Path("x")),
+        (DrafterConfig, "tls_ca", Path("x")),
+        (GatewayConfig, "tls_require_client_cert", True),
+        *(
+            (config, "watchdog_s", seconds)
+            for config in (VerifierConfig, DrafterConfig)
+            for seconds in (0.0, -1.0, math.inf, math.nan)
+        ),
         (VerifierConfig, "metrics_port", 65536),
         (VerifierConfig, "drain_seconds", -1.0),
         (VerifierConfig, "drain_seconds", math.nan),
@@ -228,6 +269,36 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
 def test_value_out_of_range_is_refused(config_class: type, name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError):
         build(config_class, values_of(config_class, **{name: value}))
+
+
+IDENTITY = {"tls_cert": CERT, "tls_key": KEY}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes", "message"),
+    [
+        (VerifierConfig, {"host": "0.0.0.0"}, "0.0.0.0 .* set tls_cert and tls_key, or allow_plaintext"),
+        (VerifierConfig, {**IDENTITY, "tls_ca": CA, "tls_target_name": "x"}, "tls_target_name"),
+        (GatewayConfig, {**IDENTITY, "verifier": "10.0.0.1:1"}, "10.0.0.1 would be called without TLS"),
+        (GatewayConfig, {**IDENTITY, "drafter": "10.0.0.2:1"}, "10.0.0.2 would be called without TLS"),
+        (DrafterConfig, {**IDENTITY, "host": "0.0.0.0"}, "without TLS: set tls_ca"),
+    ],
+)
+def test_nothing_leaves_the_machine_unencrypted_by_mistake(
+    config_class: type, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        build(config_class, values_of(config_class, **changes))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
+def test_addresses_that_never_leave_the_machine_are_known(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "[::]", "128.0.0.1", "localhost.example", "127.0.0.1.example"])
+def test_every_other_address_is_taken_to_leave_it(host: str) -> None:
+    assert not is_loopback(host)
 
 
 # The command
@@ -263,6 +334,29 @@ def test_options_and_variables_set_values_and_options_win(served: list[Any]) -> 
     assert run_command("verifier", *arguments, **environment).exit_code == 0
     server = ServerSettings(port=7, metrics_port=9052)
     assert served == [VerifierConfig(ModelSettings("m"), server, EngineSettings(max_draft_tokens=3))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "expected"),
+    [
+        (["--allow-plaintext"], {}, True),
+        (["--no-allow-plaintext"], {"VERIFIER_ALLOW_PLAINTEXT": "true"}, False),
+        ([], {"VERIFIER_ALLOW_PLAINTEXT": "1"}, True),
+        ([], {"VERIFIER_ALLOW_PLAINTEXT": "false"}, False),
+    ],
+)
+def test_switches_can_be_turned_on_and_off(
+    served: list[Any], arguments: list[str], environment: dict[str, str], expected: bool
+) -> None:
+    assert run_command("verifier", "--model", "m", *arguments, **environment).exit_code == 0
+    assert served[0].tls == TlsSettings(allow_plaintext=expected)
+
+
+def test_plaintext_beyond_the_machine_is_refused_on_one_line(served: list[Any]) -> None:
+    result = run_command("gateway", "--host", "0.0.0.0")
+    assert (result.exit_code, served) == (2, [])
+    assert result.stderr.startswith("gateway: host 0.0.0.0 is reached from other machines")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
         ({"stop": ("x" * (MAX_STOP_LENGTH + 1),)}, "stop"),
         ({"stop_token_ids": (1, 50)}, "stop_token_ids"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"generated_ids": (1, 7, 2)}, "generated_token_ids"),
         ({"seed": -1}, "seed"),
         ({"seed": MAX_SEED + 1}, "seed"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
@@ -62,6 +63,10 @@ MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
         ({"sampling": SamplingParams(logit_bias=((50, 1.0),))}, "logit_bias"),
         ({"sampling": SamplingParams(allowed_token_ids=(50,))}, "allowed_token_ids"),
         ({"rule": ""}, "rejection_sample_method"),
+        ({"generated_ids": (1, 50)}, "generated_token_ids"),
+        ({"generated_ids": (-1,)}, "generated_token_ids"),
+        ({"generated_ids": (1,) * 8}, "generated_token_ids"),
+        ({"generated_ids": (1, 2, 3), "max_tokens": 2}, "generated_token_ids has 3 ids"),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
@@ -169,3 +174,12 @@ def test_sampling_parameter_out_of_range_is_refused_by_name(name: str, value: fl
 )
 def test_only_temperature_zero_and_top_k_one_are_greedy(params: SamplingParams, greedy: bool) -> None:
     assert params.greedy is greedy
+
+
+@pytest.mark.parametrize("generated_ids", [(), (1, 2), (49, 0), (5,) * 7])
+def test_generated_ids_count_in_max_tokens_and_not_in_the_prompt(generated_ids: tuple[int, ...]) -> None:
+    """So a completion is resumed with everything as in the first request, and still has as much room as it had."""
+    generation = complete_request(replace(MINIMAL, generated_ids=generated_ids), TARGET, DEFAULTS)
+    assert generation.generated_ids == generated_ids
+    assert (generation.max_tokens, generation.max_len) == (7, 10)
+    assert generation.prompt_ids == [1, 2, 3]

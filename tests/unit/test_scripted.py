@@ -209,6 +209,25 @@ def test_step_of_the_drafter_takes_its_time_once_for_all_sessions() -> None:
     assert step.num_read == 20
 
 
+def test_cut_block_of_the_script_ends_and_the_others_go_on() -> None:
+    drafter = ScriptedDrafter(Script(draft_ms=10))
+    asked: list[int] = []
+
+    def is_cut() -> bool:
+        asked.append(1)
+        return len(asked) >= 2
+
+    wanted = [DraftRequest(5, SamplingParams(), KEY, 320, is_cut=is_cut), DraftRequest(3, SamplingParams(), KEY, 320)]
+    step = drafter.step([Drafting(drafter.open(PROMPT), one) for one in wanted])
+    assert [draft.token_ids for draft in step.drafts] == [expected_tokens(len(PROMPT), count) for count in (2, 3)]
+    waited(step.draft_s, 3 * 0.01)
+    assert len(asked) == 2, "a block that has ended asks nothing"
+    alone = DraftRequest(50, SamplingParams(), KEY, 320, is_cut=lambda: True)
+    step = drafter.step([Drafting(drafter.open(PROMPT), alone)])
+    assert [len(draft.token_ids) for draft in step.drafts] == [1]
+    waited(step.draft_s, 0.01)
+
+
 def test_script_without_times_does_not_wait() -> None:
     started = time.perf_counter()
     rounds = rounds_of(Script(), SamplingParams(), 50, 4, "block")

@@ -289,3 +289,29 @@ def test_stop_string_completed_by_the_held_back_rest_is_found_at_finish(tokenize
     assert not stream.stopped
     assert stream.finish() == ""
     assert stream.stopped
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=TRICKY_TEXT.filter(bool), cut=CUT, start=st.integers(0, 11), stops=st.booleans(), at_once=st.booleans())
+def test_text_that_was_skipped_is_what_would_have_been_shown_whatever_the_pieces(
+    tokenizer: PreTrainedTokenizerBase, text: str, cut: float, start: int, stops: bool, at_once: bool
+) -> None:
+    ids, prompt_ids = tokenizer(text)["input_ids"], tokenizer("x")["input_ids"]
+    stop = (text[start : start + 2] or "end",) if stops else ()
+    num_skipped = round(cut * len(ids))
+    shown, resumed = TextStream(tokenizer, prompt_ids, stop), TextStream(tokenizer, prompt_ids, stop)
+    resumed.skip(ids[:num_skipped], frozenset())
+    pieces = [ids[:num_skipped]] if at_once else [[token] for token in ids[:num_skipped]]
+    before = "".join(shown.push(piece)[0] for piece in pieces)
+    whole, _ = run_stream(TextStream(tokenizer, prompt_ids, stop), ids)
+    assert resumed.stopped is shown.stopped
+    assert before + run_stream(resumed, ids[num_skipped:])[0] == whole
+
+
+def test_stop_token_at_the_end_of_what_is_skipped_has_no_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids = tokenizer("the END")["input_ids"]
+    stream = TextStream(tokenizer, tokenizer("x")["input_ids"], ("END",))
+    stream.skip(ids, frozenset(ids[-1:]))
+    assert not stream.stopped
+    stream.skip([], frozenset(ids))
+    assert not stream.stopped

@@ -1,6 +1,7 @@
 """The verifier's core: who is told of a refused block and of a drafter in quarantine, and who is not."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from draftwire.encoding import Claim, DraftDistributions, decode
 from draftwire.errors import Violation
 from draftwire.quantization import Encoding
 from draftwire.randomness import KEY_BYTES
-from draftwire.rounds import CommittedTokens, Fence, ReceivedBlock, TargetSessionSpec
+from draftwire.rounds import CommittedTokens, Fence, Permit, ReceivedBlock, TargetSessionSpec
 from draftwire.sampling import SamplingParams
 from draftwire.services.metrics import PREFIX
 from draftwire.services.outbox import Outbox
@@ -22,6 +23,7 @@ from draftwire.services.verifier.scheduler import Step, StepItem, StepResult
 
 PROMPT = [1, 2, 3, 4]
 DRAFTER, OTHER = 7, 8
+PERMIT_KEY = bytes(range(16))
 DISHONEST = AuditSums(10_000, 5_000.0, 100.0, 0.0, 100.0)
 
 
@@ -38,6 +40,7 @@ async def core() -> AsyncIterator[VerifierCore]:
 def open_session(
     core: VerifierCore, session_id: int, lease_id: int, drafter_id: int | None = DRAFTER, seed: int | None = None
 ) -> None:
+    """Opens a session whose first permit a drafter shows with a block that comes too late."""
     spec = TargetSessionSpec(
         session_id=session_id,
         epoch=0,
@@ -52,9 +55,20 @@ def open_session(
         plain_rounds=0,
         stop_token_ids=frozenset(),
         max_len=20,
-        drafter_id=drafter_id,
+        permit_key=PERMIT_KEY,
     )
     core.open_session(spec, lease_id)
+    if drafter_id is not None:
+        show_permit(core, session_id, drafter_id)
+
+
+def show_permit(core: VerifierCore, session_id: int, drafter_id: int, number: int = 0) -> None:
+    """Has a drafter show a permit, with a block that is not taken."""
+    session = core._scheduler.sessions[session_id, 0]
+    session.queued = True
+    core.push_blocks([replace(make_block(session_id, [97], drafter_id), permit=Permit.make(PERMIT_KEY, number))])
+    session.queued = False
+    core._scheduler.dropped.clear()
 
 
 def make_block(session_id: int, token_ids: list[int], drafter_id: int = DRAFTER, **fence: Any) -> ReceivedBlock:
@@ -98,6 +112,7 @@ async def test_violation_is_told_once_to_its_own_lease_and_counted(
     (refused,) = events_of(outbox)
     assert isinstance(refused, BlockRefused)
     assert (refused.session_id, refused.epoch, refused.round, refused.quarantined_drafter_id) == (1, 0, 0, None)
+    assert refused.permit_number == 0
     assert events_of(other_outbox) == []
     assert {one: num_refused(core, one) for one in Violation if num_refused(core, one)} == {violation: 1.0}
     assert core._scheduler.dropped == {"no_speculation": 2} | ({"violation": 1} if bad.fence.prefix_hash == 1 else {})
@@ -148,6 +163,51 @@ async def test_drafter_that_reconnects_stays_in_quarantine(core: VerifierCore) -
     assert core.welcome_drafter(DRAFTER, core.description) is drafter
     open_session(core, 2, lease)
     assert [event.session_id for event in events_of(outbox)] == [1, 2]
+
+
+async def test_drafter_in_quarantine_is_turned_away_when_it_shows_its_permit_and_its_block_is_not_taken(
+    core: VerifierCore,
+) -> None:
+    lease, outbox = core.open_lease()
+    open_session(core, 1, lease)
+    convict(core, 1)
+    for session_id in (2, 3):
+        open_session(core, session_id, lease, None)
+    first = replace(make_block(2, [97]), permit=Permit.make(PERMIT_KEY, 4))
+    core.push_blocks([first, first, make_block(2, [97])])
+    told = events_of(outbox)[1:]
+    assert [(event.session_id, event.permit_number, event.quarantined_drafter_id) for event in told] == [
+        (2, 4, DRAFTER)
+    ]
+    assert core._scheduler.sessions[2, 0].block is None
+    assert core._scheduler.dropped == {"no_speculation": 3}
+    core.push_blocks([replace(make_block(2, [97], OTHER), permit=Permit.make(PERMIT_KEY, 5))])
+    assert core._scheduler.sessions[2, 0].block is not None, "another drafter may take its place"
+    assert len(events_of(outbox)) == 2
+
+
+async def test_quarantine_leaves_sessions_alone_that_another_drafter_has_taken_over(core: VerifierCore) -> None:
+    lease, outbox = core.open_lease()
+    for session_id in (1, 2):
+        open_session(core, session_id, lease)
+    show_permit(core, 2, OTHER, number=1)
+    convict(core, 1)
+    assert [event.session_id for event in events_of(outbox)] == [1]
+    core.push_blocks([make_block(2, [97], OTHER)])
+    assert core._scheduler.sessions[2, 0].block is not None
+
+
+async def test_violation_of_a_replacement_is_told_with_its_number_and_a_forged_permit_to_nobody(
+    core: VerifierCore,
+) -> None:
+    lease, outbox = core.open_lease()
+    open_session(core, 1, lease)
+    show_permit(core, 1, OTHER, number=3)
+    core.push_blocks([replace(make_block(1, [97]), permit=Permit.make(bytes(16), 4))])
+    assert events_of(outbox) == []
+    assert num_refused(core, Violation.PEER) == 1.0
+    core.push_blocks([make_block(1, [320], OTHER)])
+    assert [(event.session_id, event.permit_number) for event in events_of(outbox)] == [(1, 3)]
 
 
 def test_only_so_many_drafters_are_remembered_and_those_that_matter_longest() -> None:

@@ -30,6 +30,7 @@ from draftwire.rounds import (
     ExtraToken,
     Fence,
     FenceVerdict,
+    Permit,
     PlainRun,
     ReceivedBlock,
     TargetSessionSpec,
@@ -46,6 +47,8 @@ VOCAB_SIZE = 100
 STOP_TOKEN = 99
 PROMPT = [1, 2, 3, 4]
 DRAFTER = 7
+OTHER = 8
+PERMIT_KEY = bytes(range(16))
 
 
 @dataclass(slots=True)
@@ -87,7 +90,7 @@ def make_spec(session_id: int = 1, **changes: Any) -> TargetSessionSpec:
         plain_rounds=0,
         stop_token_ids=frozenset({STOP_TOKEN}),
         max_len=CONTEXT_LENGTH,
-        drafter_id=DRAFTER,
+        permit_key=PERMIT_KEY,
     )
     return replace(spec, **changes)
 
@@ -101,18 +104,28 @@ def long_spec(session_id: int, prompt_len: int, **changes: Any) -> TargetSession
 def make_block(
     fence: Fence, token_ids: list[int] | None = None, encoding: Encoding = Encoding.ONE_HOT, **changes: Any
 ) -> ReceivedBlock:
-    """A block as it comes out of the edge, where its distributions were decoded."""
+    """A block as it comes out of the edge, where its distributions were decoded. It shows the first permit."""
     token_ids = [10, 11] if token_ids is None else token_ids
     (draft,) = decode([Claim(token_ids, DraftDistributions(encoding, VOCAB_SIZE))], VOCAB_SIZE)
-    given = {"drafter_id": DRAFTER, "has_distributions": encoding is not Encoding.NONE} | changes
+    given = {"drafter_id": DRAFTER, "has_distributions": encoding is not Encoding.NONE, "permit": permit()} | changes
     return ReceivedBlock(fence, token_ids, draft, **given)
+
+
+def permit(number: int = 0, key: bytes = PERMIT_KEY) -> Permit:
+    return Permit.make(key, number)
+
+
+def offer(scheduler: Scheduler, block: ReceivedBlock) -> None:
+    """Does what the core does with a block."""
+    scheduler.take_permit(block)
+    scheduler.offer_block(block)
 
 
 def take(scheduler: Scheduler, block: ReceivedBlock) -> FenceVerdict:
     """Offers a block and returns what became of it, as `run_plain` does."""
     session = scheduler.sessions.get((block.fence.session_id, block.fence.epoch))
     try:
-        scheduler.offer_block(block)
+        offer(scheduler, block)
     except BlockViolationError as error:
         if error.violation is Violation.PREFIX:
             return FenceVerdict.VIOLATION
@@ -329,6 +342,26 @@ def test_session_goes_on_from_its_first_round() -> None:
     assert verdict.fence == replace(first_fence(), round=9)
 
 
+def test_session_that_was_moved_counts_rounds_on_and_ends_at_the_max_len_of_the_whole_text() -> None:
+    scheduler = make_scheduler()
+    moved = [*PROMPT, 30, 31, 32]
+    spec = make_spec(epoch=2, first_round=5, token_ids=moved, prompt_len=len(PROMPT), max_len=10, plain_rounds=9)
+    session = scheduler.open(spec, lease_id=0)
+    verdicts = run_plain_steps(scheduler, [20, 21, 22, 23])
+    committed = [*moved, 20, 21]
+    fences = [Fence(1, 2, 5 + n, 7 + n, CommittedTokens(committed[: 7 + n]).hash) for n in range(3)]
+    assert [verdict.fence for verdict in verdicts] == fences
+    assert session.committed.ids == [*committed, 22]
+    assert verdicts[-1].plain_rounds_left == 0
+
+
+@pytest.mark.parametrize("max_len", [len(PROMPT) + 2, len(PROMPT)])
+def test_session_that_was_moved_needs_room_beyond_what_was_generated(max_len: int) -> None:
+    scheduler = make_scheduler()
+    with pytest.raises(InvalidRequestError):
+        scheduler.open(make_spec(token_ids=[*PROMPT, 30, 31], prompt_len=len(PROMPT), max_len=max_len), lease_id=0)
+
+
 def test_sessions_are_found_by_their_lease() -> None:
     scheduler = make_scheduler()
     opened = [scheduler.open(make_spec(session_id), lease_id=session_id % 2) for session_id in (1, 2, 3)]
@@ -414,7 +447,7 @@ def test_message_from_the_future_or_about_another_prefix_is_a_violation(
 def test_duplicate_of_a_pending_block_is_dropped_and_counted() -> None:
     scheduler = make_scheduler()
     scheduler.open(make_spec(), lease_id=0)
-    scheduler.offer_block(make_block(first_fence(), [10]))
+    offer(scheduler, make_block(first_fence(), [10]))
     assert take(scheduler, make_block(first_fence(), [11])) is FenceVerdict.STALE
     assert scheduler.dropped == {"stale": 1}
     (item,) = next_step(scheduler).items
@@ -430,7 +463,7 @@ def test_message_is_dropped_while_a_block_decides_the_round(
 ) -> None:
     scheduler = make_scheduler()
     scheduler.open(make_spec(), lease_id=0)
-    scheduler.offer_block(make_block(first_fence(), [10]))
+    offer(scheduler, make_block(first_fence(), [10]))
     step = next_step(scheduler) if in_step else None
     assert send(scheduler, first_fence()) is FenceVerdict.STALE
     assert scheduler.dropped == {"stale": 1}
@@ -479,7 +512,7 @@ def test_block_is_dropped_between_the_rounds_of_a_plain_run() -> None:
 def test_completing_commits_the_tokens_so_that_the_next_fence_matches() -> None:
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(), lease_id=0)
-    scheduler.offer_block(make_block(first_fence(), [10, 11]))
+    offer(scheduler, make_block(first_fence(), [10, 11]))
     complete(scheduler, next_step(scheduler), [10, 20])
     assert session.committed.ids == [*PROMPT, 10, 20]
     after = Fence(1, 0, 1, 6, CommittedTokens([*PROMPT, 10, 20]).hash)
@@ -505,7 +538,7 @@ def test_verdict_of_a_block_says_what_was_decided(draft: list[int], decided: lis
     scheduler = make_scheduler(clock=lambda: now[0])
     scheduler.open(make_spec(), lease_id=0)
     timings = DraftTimings(calibration_us=3, draft_us=4)
-    scheduler.offer_block(make_block(first_fence(), draft, timings=timings))
+    offer(scheduler, make_block(first_fence(), draft, timings=timings))
     now[0] = 10.5
     assert complete(scheduler, next_step(scheduler), decided) == Verdict(
         fence=first_fence(),
@@ -653,7 +686,7 @@ def test_block_of_a_wrong_length_is_refused_and_the_round_stays_open(length: int
     scheduler = make_scheduler()
     scheduler.open(make_spec(max_draft_tokens=3), lease_id=0)
     with pytest.raises(InvalidRequestError):
-        scheduler.offer_block(make_block(first_fence(), [10] * length))
+        offer(scheduler, make_block(first_fence(), [10] * length))
     assert scheduler.next_step() is None
     assert take(scheduler, make_block(first_fence(), [10] * 3)) is FenceVerdict.CURRENT
 
@@ -671,7 +704,7 @@ def test_block_must_leave_room_for_its_extra_token_in_max_len(max_len: int, draf
         assert len(session.committed) == max_len
     else:
         with pytest.raises(InvalidRequestError):
-            scheduler.offer_block(block)
+            offer(scheduler, block)
         assert scheduler.next_step() is None
 
 
@@ -693,7 +726,9 @@ VIOLATIONS: dict[str, tuple[Violation, MakeBad]] = {
     "no distributions": (Violation.NO_DISTRIBUTIONS, lambda fence: make_block(fence, encoding=Encoding.NONE)),
     "found in decoding": (Violation.TOKEN_ID, lambda fence: make_block(fence, [VOCAB_SIZE])),
     "wrong data": (Violation.ENCODING, lambda fence: make_block(fence, encoding=Encoding.DENSE_FLOAT32)),
-    "another drafter": (Violation.PEER, lambda fence: make_block(fence, drafter_id=DRAFTER + 1)),
+    "another drafter": (Violation.PEER, lambda fence: make_block(fence, drafter_id=OTHER, permit=None)),
+    "another's permit": (Violation.PEER, lambda fence: make_block(fence, drafter_id=OTHER)),
+    "forged permit": (Violation.PEER, lambda fence: make_block(fence, permit=Permit(9, permit(8).token))),
 }
 every_violation = pytest.mark.parametrize(("violation", "make_bad"), VIOLATIONS.values(), ids=VIOLATIONS.keys())
 
@@ -705,10 +740,11 @@ def test_violation_is_raised_and_touches_no_block_of_another_session(violation: 
     for session_id in (1, 2, 3):
         scheduler.open(make_spec(session_id, max_len=7 if session_id == 2 else CONTEXT_LENGTH), lease_id=0)
     bad = scheduler.sessions[2, 0]
-    scheduler.offer_block(good[1])
+    scheduler.take_permit(make_block(first_fence(2)))
+    offer(scheduler, good[1])
     with pytest.raises(BlockViolationError) as raised:
-        scheduler.offer_block(make_bad(bad.fence))
-    scheduler.offer_block(good[3])
+        offer(scheduler, make_bad(bad.fence))
+    offer(scheduler, good[3])
     assert raised.value.violation is violation
     assert (bad.block, bad.queued, bad.fence) == (None, False, first_fence(2))
     step = next_step(scheduler)
@@ -720,8 +756,9 @@ def test_violation_is_raised_and_touches_no_block_of_another_session(violation: 
 def test_round_of_a_refused_block_stays_open_for_a_plain_run(violation: Violation, make_bad: MakeBad) -> None:
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(max_len=7), lease_id=0)
+    scheduler.take_permit(make_block(first_fence()))
     with pytest.raises(BlockViolationError):
-        scheduler.offer_block(make_bad(session.fence))
+        offer(scheduler, make_bad(session.fence))
     assert scheduler.run_plain(PlainRun(session.fence, 1)) is FenceVerdict.CURRENT
     (verdict,) = run_plain_steps(scheduler, [20, 21])
     assert verdict.extra is ExtraToken.PLAIN
@@ -732,36 +769,165 @@ def test_block_of_the_sessions_drafter_is_taken_after_a_violation(violation: Vio
     """Nobody but the core ends speculation, and never for what another drafter did."""
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(max_len=7), lease_id=0)
+    scheduler.take_permit(make_block(first_fence()))
     with pytest.raises(BlockViolationError):
-        scheduler.offer_block(make_bad(session.fence))
-    assert session.drafter_id == DRAFTER
-    better = make_block(session.fence, [11], attempt=1)
-    scheduler.offer_block(better)
+        offer(scheduler, make_bad(session.fence))
+    assert (session.drafter_id, session.permit_number) == (DRAFTER, 0)
+    better = make_block(session.fence, [11], attempt=1, permit=None)
+    offer(scheduler, better)
     assert next_step(scheduler).items[0].block is better
 
 
-@pytest.mark.parametrize("name", [name for name in VIOLATIONS if name not in ("from the future", "another drafter")])
-def test_stale_block_is_dropped_whatever_is_wrong_with_it(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in VIOLATIONS if name not in ("from the future", "forged permit")])
+def test_stale_block_is_dropped_whatever_is_wrong_with_it_but_a_forged_permit(name: str) -> None:
     scheduler = make_scheduler()
     session = scheduler.open(make_spec(plain_rounds=1), lease_id=0)
+    scheduler.take_permit(make_block(first_fence()))
     run_plain_steps(scheduler, [20])
-    scheduler.offer_block(VIOLATIONS[name][1](first_fence()))
+    offer(scheduler, VIOLATIONS[name][1](first_fence()))
     assert scheduler.dropped == {"stale": 1}
     assert session.block is None
     assert scheduler.next_step() is None
 
 
-@every_violation
-def test_blocks_after_the_end_of_speculation_are_dropped(violation: Violation, make_bad: MakeBad) -> None:
+@pytest.mark.parametrize("name", [name for name in VIOLATIONS if name != "forged permit"])
+def test_blocks_after_the_end_of_speculation_are_dropped(name: str) -> None:
     scheduler = make_scheduler()
-    ended = scheduler.open(make_spec(1), lease_id=0)
-    never = scheduler.open(make_spec(2, drafter_id=None), lease_id=0)
-    ended.drafter_id = None
-    for session in (ended, never):
-        scheduler.offer_block(make_block(session.fence))
-        scheduler.offer_block(make_bad(session.fence))
-    assert scheduler.dropped == {"no_speculation": 4}
+    session = scheduler.open(make_spec(), lease_id=0)
+    scheduler.take_permit(make_block(session.fence))
+    scheduler.end_speculation(session)
+    offer(scheduler, make_block(session.fence))
+    offer(scheduler, make_block(session.fence, permit=None))
+    offer(scheduler, VIOLATIONS[name][1](session.fence))
+    assert scheduler.dropped == {"no_speculation": 3}
     assert scheduler.next_step() is None
+
+
+# Permits
+
+
+def test_first_block_makes_its_sender_the_sessions_drafter_and_later_ones_need_no_permit() -> None:
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(), lease_id=0)
+    assert scheduler.take_permit(make_block(session.fence)) is session
+    for number in range(3):
+        block = make_block(session.fence, permit=None if number else permit())
+        assert take(scheduler, block) is FenceVerdict.CURRENT
+        complete(scheduler, next_step(scheduler), [20])
+    assert not scheduler.dropped
+
+
+def test_block_without_a_permit_is_a_strangers_where_nobody_has_shown_one() -> None:
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(), lease_id=0)
+    with pytest.raises(BlockViolationError) as raised:
+        offer(scheduler, make_block(session.fence, permit=None))
+    assert raised.value.violation is Violation.PEER
+    assert take(scheduler, make_block(session.fence)) is FenceVerdict.CURRENT
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+@pytest.mark.parametrize(
+    "forged",
+    [
+        permit(key=bytes(16)),
+        Permit(1, permit(0).token),
+        Permit(0, permit().token[:-1]),
+        Permit(0, permit().token + b"0"),
+        Permit(0, b""),
+    ],
+)
+@pytest.mark.parametrize("drafter_id", [DRAFTER, OTHER])
+def test_forged_permit_is_a_violation_even_with_a_stale_block_and_changes_nothing(
+    forged: Permit, is_stale: bool, drafter_id: int
+) -> None:
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(plain_rounds=int(is_stale)), lease_id=0)
+    run_plain_steps(scheduler, [20])
+    scheduler.take_permit(make_block(session.fence))
+    with pytest.raises(BlockViolationError) as raised:
+        offer(scheduler, make_block(first_fence(), permit=forged, drafter_id=drafter_id))
+    assert raised.value.violation is Violation.PEER
+    assert (session.drafter_id, session.permit_number) == (DRAFTER, 0)
+    assert take(scheduler, make_block(session.fence, permit=None)) is FenceVerdict.CURRENT
+
+
+@pytest.mark.parametrize("shown", [permit(key=b""), permit(), Permit(0, b"")])
+def test_session_without_a_key_takes_nobodys_blocks(shown: Permit) -> None:
+    """Not even of a drafter that makes its permit from the empty key."""
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(permit_key=b""), lease_id=0)
+    with pytest.raises(BlockViolationError):
+        offer(scheduler, make_block(session.fence, permit=shown))
+    offer(scheduler, make_block(session.fence, permit=None))
+    assert scheduler.dropped == {"no_speculation": 1}
+    assert scheduler.next_step() is None
+
+
+def test_permit_counts_although_its_block_is_stale() -> None:
+    """The verifier may have gone on alone while the first block was drafted; the second shows no permit."""
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(plain_rounds=1), lease_id=0)
+    run_plain_steps(scheduler, [20])
+    assert take(scheduler, make_block(first_fence())) is FenceVerdict.STALE
+    assert take(scheduler, make_block(session.fence, permit=None)) is FenceVerdict.CURRENT
+
+
+def test_permit_of_a_past_epoch_or_another_session_opens_nothing() -> None:
+    scheduler = make_scheduler()
+    one, other = (scheduler.open(make_spec(number, permit_key=bytes([number] * 16)), lease_id=0) for number in (1, 2))
+    with pytest.raises(BlockViolationError):
+        offer(scheduler, make_block(one.fence, permit=permit(key=bytes([2] * 16))))
+    offer(scheduler, make_block(replace(other.fence, epoch=1), permit=permit(key=bytes([2] * 16))))
+    assert scheduler.dropped == {"unknown_session": 1}
+    assert (one.drafter_id, other.drafter_id) == (None, None)
+
+
+def test_higher_number_takes_the_session_over_and_the_earlier_drafter_is_a_stranger() -> None:
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(), lease_id=0)
+    scheduler.take_permit(make_block(session.fence))
+    late = make_block(session.fence, permit=None)
+    assert scheduler.take_permit(make_block(session.fence, drafter_id=OTHER, permit=permit(3))) is session
+    with pytest.raises(BlockViolationError) as raised:
+        offer(scheduler, late)
+    assert raised.value.violation is Violation.PEER
+    assert take(scheduler, make_block(session.fence, drafter_id=OTHER, permit=None)) is FenceVerdict.CURRENT
+
+
+@pytest.mark.parametrize("drafter_id", [DRAFTER, OTHER])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_lower_number_is_stale_whoever_shows_it(drafter_id: int, has_ended: bool) -> None:
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(), lease_id=0)
+    scheduler.take_permit(make_block(session.fence, drafter_id=DRAFTER, permit=permit(1)))
+    if has_ended:
+        scheduler.end_speculation(session)
+    assert take(scheduler, make_block(session.fence, drafter_id=drafter_id)) is FenceVerdict.STALE
+    assert scheduler.dropped == {"stale": 1}
+    assert (session.drafter_id, session.permit_number) == (None if has_ended else DRAFTER, 1)
+
+
+def test_speculation_that_was_ended_goes_on_with_a_higher_number_alone() -> None:
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(), lease_id=0)
+    scheduler.take_permit(make_block(session.fence))
+    scheduler.end_speculation(session)
+    for drafter_id in (DRAFTER, OTHER):
+        assert scheduler.take_permit(make_block(session.fence, drafter_id=drafter_id)) is None
+        assert take(scheduler, make_block(session.fence, drafter_id=drafter_id)) is FenceVerdict.STALE
+    assert scheduler.dropped == {"no_speculation": 2}
+    replacement = make_block(session.fence, drafter_id=OTHER, permit=permit(1))
+    assert take(scheduler, replacement) is FenceVerdict.CURRENT
+    assert next_step(scheduler).items[0].block is replacement
+
+
+def test_same_permit_again_is_no_new_drafter() -> None:
+    scheduler = make_scheduler()
+    session = scheduler.open(make_spec(), lease_id=0)
+    assert scheduler.take_permit(make_block(session.fence)) is session
+    assert scheduler.take_permit(make_block(session.fence)) is None
+    assert take(scheduler, make_block(session.fence)) is FenceVerdict.CURRENT
 
 
 def test_rule_that_needs_no_distributions_takes_blocks_without_them() -> None:
@@ -775,7 +941,7 @@ def test_error_of_one_session_leaves_the_others_in_the_step_alone(error: Draftwi
     scheduler = make_scheduler()
     for session_id in (1, 2, 3):
         scheduler.open(make_spec(session_id), lease_id=0)
-        scheduler.offer_block(make_block(first_fence(session_id), [10, 11]))
+        offer(scheduler, make_block(first_fence(session_id), [10, 11]))
     step = next_step(scheduler)
 
     def decide(item: StepItem) -> list[int] | DraftwireError:
@@ -803,7 +969,7 @@ def test_whatever_is_ready_goes_into_one_step() -> None:
     for session_id, plain_rounds in ((1, 0), (2, 3), (3, 0), (4, 1), (5, 0)):
         scheduler.open(make_spec(session_id, plain_rounds=plain_rounds), lease_id=0)
     block = make_block(first_fence(3))
-    scheduler.offer_block(block)
+    offer(scheduler, block)
     scheduler.run_plain(PlainRun(first_fence(5), 2))
     step = next_step(scheduler)
     assert sorted(ids_of(step)) == [2, 3, 4, 5]
@@ -825,7 +991,7 @@ def test_work_that_comes_during_a_step_goes_into_the_next_one() -> None:
     scheduler.open(make_spec(2), lease_id=0)
     step = next_step(scheduler)
     assert ids_of(step) == [1]
-    scheduler.offer_block(make_block(first_fence(session_id=2)))
+    offer(scheduler, make_block(first_fence(session_id=2)))
     scheduler.open(make_spec(3, plain_rounds=1), lease_id=0)
     scheduler.complete(step, Engine().run(step))
     assert sorted(ids_of(next_step(scheduler))) == [1, 2, 3]
@@ -888,7 +1054,7 @@ def test_block_that_comes_before_the_prompt_is_read_is_kept_until_then() -> None
     scheduler = make_scheduler(context_length=100, budget=10)
     session = scheduler.open(long_spec(1, 25, plain_rounds=0), lease_id=0)
     block = make_block(session.fence, [10])
-    scheduler.offer_block(block)
+    offer(scheduler, block)
     *parts, ((_, verdict),) = run_steps(scheduler, 99)
     assert parts == [[], []]
     assert isinstance(verdict, Verdict)
@@ -1025,6 +1191,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.step: Step | None = None
         self.expected: dict[tuple[int, int], tuple[int, list[int]]] = {}
         """Round and committed tokens of each open session."""
+        self.parts: dict[tuple[int, int], tuple[int, int | None]] = {}
+        """The highest permit that each open session has seen, and its drafter unless its part has ended."""
 
     @rule(
         key=KEYS,
@@ -1046,6 +1214,7 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             self.scheduler.open(spec, lease_id=0)
             self.expected[key] = (0, list(spec.token_ids))
+            self.parts[key] = (-1, None)
 
     @rule(
         key=KEYS,
@@ -1053,8 +1222,17 @@ class AnyOrder(RuleBasedStateMachine):
         amount=st.integers(0, 4),
         rounds_off=st.sampled_from([0, 0, 0, 0, -1, 1]),
         right_prefix=st.sampled_from([True, True, True, True, False]),
+        sender=st.sampled_from([(DRAFTER, None), (DRAFTER, 0), (DRAFTER, 0), (OTHER, None), (OTHER, 1), (DRAFTER, 2)]),
     )
-    def message(self, key: tuple[int, int], is_block: bool, amount: int, rounds_off: int, right_prefix: bool) -> None:
+    def message(
+        self,
+        key: tuple[int, int],
+        is_block: bool,
+        amount: int,
+        rounds_off: int,
+        right_prefix: bool,
+        sender: tuple[int, int | None],
+    ) -> None:
         number, committed = self.expected.get(key, (0, [1]))
         prefix_hash = CommittedTokens(committed).hash if right_prefix else 0
         fence = Fence(*key, max(0, number + rounds_off), len(committed), prefix_hash)
@@ -1063,22 +1241,42 @@ class AnyOrder(RuleBasedStateMachine):
         wanted = FenceVerdict.CURRENT if is_current else FenceVerdict.VIOLATION
         if session is None or fence.round < number or (is_current and session.queued):
             wanted = FenceVerdict.STALE
+        if session is not None and is_block:
+            shown = -1 if sender[1] is None else sender[1]
+            if shown > self.parts[key][0]:
+                self.parts[key] = (shown, sender[0])
+            highest, drafter = self.parts[key]
+            if (sender[1] is not None and shown < highest) or (highest >= 0 and drafter is None):
+                wanted = FenceVerdict.STALE
+            elif sender[0] != drafter and wanted is not FenceVerdict.STALE:
+                with pytest.raises(BlockViolationError) as raised:
+                    self._send(fence, is_block, amount, sender)
+                assert raised.value.violation is Violation.PEER
+                return
         if wanted is FenceVerdict.CURRENT:
             assert session is not None
             room = session.spec.max_len - len(committed)
             good = 1 <= amount <= 3 and amount < room if is_block else amount >= 1 and room >= 1
             if not good:
                 with pytest.raises(InvalidRequestError):
-                    self._send(fence, is_block, amount)
+                    self._send(fence, is_block, amount, sender)
                 assert not session.queued
                 return
-        assert self._send(fence, is_block, amount) is wanted
+        assert self._send(fence, is_block, amount, sender) is wanted
         assert wanted is not FenceVerdict.CURRENT or (session is not None and session.queued)
 
-    def _send(self, fence: Fence, is_block: bool, amount: int) -> FenceVerdict:
+    def _send(self, fence: Fence, is_block: bool, amount: int, sender: tuple[int, int | None]) -> FenceVerdict:
         if is_block:
-            return take(self.scheduler, make_block(fence, [10] * amount))
+            drafter_id, number = sender
+            shown = None if number is None else permit(number)
+            return take(self.scheduler, make_block(fence, [10] * amount, drafter_id=drafter_id, permit=shown))
         return self.scheduler.run_plain(PlainRun(fence, amount))
+
+    @rule(key=KEYS)
+    def end_speculation(self, key: tuple[int, int]) -> None:
+        if self.parts.get(key, (-1, None))[1] is not None:  # nobody else can do anything to be sent away for
+            self.scheduler.end_speculation(self.scheduler.sessions[key])
+            self.parts[key] = (self.parts[key][0], None)
 
     @precondition(lambda self: self.step is None)
     @rule()
@@ -1123,6 +1321,7 @@ class AnyOrder(RuleBasedStateMachine):
     def close(self, key: tuple[int, int]) -> None:
         closed = self.scheduler.close(*key)
         assert (closed is not None) == (self.expected.pop(key, None) is not None)
+        self.parts.pop(key, None)
 
     @invariant()
     def accounts_add_up(self) -> None:
@@ -1136,6 +1335,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert session.queued == any(session is other for other in [*ready, *in_step])
             assert session.queued == (session.block is not None or session.plain_rounds_left > 0)
             assert (session.round, session.committed.ids) == self.expected[key]
+            assert (session.permit_number, session.drafter_id) == self.parts[key]
             assert len(session.committed) <= session.spec.max_len
         reserved = sum(blocks_for(session.spec.max_len) for session in scheduler.sessions.values())
         assert scheduler.room.num_free_blocks == blocks_for(160) - reserved

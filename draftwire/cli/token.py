@@ -1,0 +1,22 @@
+"""`draftwire token`: make a bearer token."""
+
+from typing import Annotated
+
+import typer
+
+from draftwire.services.gateway.tokens import TokenEntry, digest_of, new_token
+
+
+def token(
+    name: Annotated[str, typer.Argument(help="Who will hold it; names the holder in logs and messages.")],
+    max_sessions: Annotated[int | None, typer.Option(help="Requests that may run at once.")] = None,
+    max_tokens_per_minute: Annotated[int | None, typer.Option(help="Generated tokens a minute.")] = None,
+) -> None:
+    """Make a random bearer token: it goes to standard error, its entry for --tokens-file to standard output.
+
+    `draftwire token alice >> tokens.toml` shows the token, once, and adds the entry, which does not hold it.
+    """
+    secret = new_token()
+    entry = TokenEntry(name, digest_of(secret), max_sessions, max_tokens_per_minute)
+    typer.echo(secret, err=True)
+    typer.echo(entry.to_toml())

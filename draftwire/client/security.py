@@ -1,0 +1,58 @@
+"""How a client knows its gateway, and shows who it is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from draftwire.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """Certificates and token of one client; see `Client`."""
+
+    tls_ca: str | Path | None = None
+    tls_cert: str | Path | None = None
+    tls_key: str | Path | None = None
+    tls_target_name: str | None = None
+    token: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidRequestError("tls_cert and tls_key come together: a certificate and its key")
+        if self.tls_ca is None and (self.tls_cert is not None or self.tls_target_name is not None):
+            raise InvalidRequestError(
+                "tls_cert and tls_target_name need tls_ca: without it, the connection is plaintext"
+            )
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token.strip()):
+            raise InvalidRequestError("a token consists of printable ASCII characters")
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What is sent with every call."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+    def open_channel(self, address: str, options: Sequence[tuple[str, int]]) -> grpc.Channel:
+        """Returns a channel to host:port.
+
+        Raises:
+            InvalidRequestError: a file cannot be read.
+        """
+        if self.tls_ca is None:
+            return grpc.insecure_channel(address, options=options)
+        key, cert = (_read(path, name) for path, name in ((self.tls_key, "tls_key"), (self.tls_cert, "tls_cert")))
+        credentials = grpc.ssl_channel_credentials(_read(self.tls_ca, "tls_ca"), key, cert)
+        name = self.tls_target_name
+        named = [("grpc.ssl_target_name_override", name)] if name is not None else []
+        return grpc.secure_channel(address, credentials, options=[*options, *named])
+
+
+def _read(path: str | Path | None, option: str) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidRequestError(f"{option}: {path} cannot be read: {error.strerror}") from error

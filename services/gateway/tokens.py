@@ -1,0 +1,87 @@
+"""The file of bearer tokens: what it says, and how entries are made. Needs no package besides Python."""
+
+import hashlib
+import re
+import secrets
+import tomllib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from draftwire.errors import InvalidRequestError
+
+TOKEN_BYTES = 32
+"""Random bytes of a new token: so many that a plain digest cannot be undone by guessing."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """One token and what its holder may use."""
+
+    name: str
+    """Names the holder in logs: letters, digits, dots, underscores and dashes."""
+    sha256: str
+    """Digest of the token, hexadecimal. The token itself is not kept."""
+    max_sessions: int | None = None
+    """Requests that may run at once."""
+    max_tokens_per_minute: int | None = None
+    """Generated tokens, on average over a minute."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):
+            raise InvalidRequestError("name must be 1 to 64 letters, digits, dots, underscores and dashes")
+        if not (isinstance(self.sha256, str) and _SHA256.fullmatch(self.sha256)):
+            raise InvalidRequestError(f"sha256 of {self.name} must be 64 hexadecimal digits, in lower case")
+        for limit in ("max_sessions", "max_tokens_per_minute"):
+            value = getattr(self, limit)
+            if value is not None and not (type(value) is int and value >= 1):
+                raise InvalidRequestError(f"{limit} of {self.name} must be at least 1")
+
+    def to_toml(self) -> str:
+        """Returns the entry as it stands in the file."""
+        limits = {"max_sessions": self.max_sessions, "max_tokens_per_minute": self.max_tokens_per_minute}
+        set_limits = [f"{name} = {limit}" for name, limit in limits.items() if limit is not None]
+        lines = ["[[token]]", f'name = "{self.name}"', f'sha256 = "{self.sha256}"', *set_limits]
+        return "\n".join(lines) + "\n"
+
+
+def new_token() -> str:
+    """Returns a random token."""
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def digest_of(token: str) -> str:
+    """Returns what the file keeps of a token."""
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def parse_tokens(text: str) -> tuple[TokenEntry, ...]:
+    """Reads the content of a file of tokens. One without entries is good: it lets nobody in.
+
+    Raises:
+        InvalidRequestError: it is not TOML, an entry is out of range or has a key that means nothing, or a name or a
+            token comes twice.
+    """
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidRequestError(f"not TOML: {error}") from error
+    tables = content.pop("token", [])
+    if content or not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise InvalidRequestError("only [[token]] entries can be set")
+    entries = tuple(_entry(table) for table in tables)
+    for key in ("name", "sha256"):
+        if len({getattr(entry, key) for entry in entries}) < len(entries):
+            raise InvalidRequestError(f"two entries have the same {key}")
+    return entries
+
+
+def _entry(table: dict[str, Any]) -> TokenEntry:
+    known = {field.name for field in fields(TokenEntry)}
+    unknown, missing = sorted(table.keys() - known), sorted({"name", "sha256"} - table.keys())
+    if unknown or missing:
+        fault = f"unknown key {unknown[0]}" if unknown else f"no {missing[0]}"
+        raise InvalidRequestError(f"a [[token]] entry has {fault}; known: {', '.join(sorted(known))}")
+    return TokenEntry(**table)

@@ -1,0 +1,192 @@
+"""The law of rounds whose blocks end early: by a decision before the next draw, and never by leaving a token out.
+
+Blocks are drawn by the real drafter, in batches of differently cut ones, and travel as bytes; its model is a table.
+Every outcome of its integer draws and of the rule's numbers is enumerated.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwire.checking import check_round
+from draftwire.checking.blocks import emitted_codes
+from draftwire.checking.models import Pair, adversarial_pairs, random_pairs
+from draftwire.checking.whole_round import Ran
+from draftwire.checking.wire import WireRound
+from draftwire.distributions import DraftRows, joined, rows_of
+from draftwire.drafting import drawing, language_model
+from draftwire.drafting.drawing import Drawer
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
+from draftwire.encoding import Claim, decode
+from draftwire.models.cached_model import Reading, appended
+from draftwire.models.kv_cache import BLOCK_SIZE, KvCache
+from draftwire.randomness import DrawKey
+from draftwire.sampling import SamplingParams
+from draftwire.verification import RULES
+from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.rule import FixedNoise, verify
+
+torch.set_num_threads(1)
+
+LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless and rule.needs_draft_probs]
+KEY = DrawKey(bytes(16), 0, 0)
+BLOCKS_AT_ONCE = 500
+PAIRS = [(random_pairs(2)[2], 3), (random_pairs(3)[1], 2), (adversarial_pairs(3)[1], 2)]
+"""With the lengths of whole blocks."""
+each_pair = pytest.mark.parametrize(("pair", "length"), PAIRS, ids=[pair.name for pair, _ in PAIRS])
+each_rule = pytest.mark.parametrize("rule", LOSSLESS)
+
+
+class TableModel:
+    """Gives the logits of a table's row for the last token; one token more than the drafter may draw is the start."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.vocab_size = len(table)
+        self.cache = KvCache(BLOCKS_AT_ONCE * BLOCK_SIZE)
+        self._logits = torch.cat([table, table.new_zeros(len(table), 1)], dim=1).log()
+
+    def read(self, readings: Sequence[Reading]) -> Tensor:
+        with appended(self.cache, readings):
+            return self._logits[torch.tensor([reading.token_ids[-1] for reading in readings if reading.keep])]
+
+
+def cut_after(num_asked: int) -> Callable[[], bool]:
+    """Says yes when it is asked for the so-manieth time."""
+    count = 0
+
+    def is_cut() -> bool:
+        nonlocal count
+        count += 1
+        return count == num_asked
+
+    return is_cut
+
+
+class CutRound(WireRound):
+    """A round whose blocks are cut after a number of draws that depends on the context before the block alone."""
+
+    drawer: type[Drawer] = Drawer
+
+    def cut(self, context: int) -> int:
+        """Returns after how many draws."""
+        return 1 + context % self.length
+
+    def blocks(self, contexts: Tensor, uniforms: Tensor) -> list[Draft]:
+        """Returns what the drafter sends after contexts."""
+        model = TableModel(self.pair.drafter)
+        drafter = LanguageModelDrafter(model, BLOCK_SIZE, quantization=self.quantization)
+        drafts: list[Draft] = []
+        for start in range(0, len(contexts), BLOCKS_AT_ONCE):
+            numbers = uniforms[start : start + BLOCKS_AT_ONCE]
+            sequences, draftings = [], []
+            for context in contexts[start : start + BLOCKS_AT_ONCE].tolist():
+                is_cut = cut_after(self.cut(context))
+                request = DraftRequest(self.length, SamplingParams(), KEY, self.vocab_size, is_cut=is_cut)
+                sequences.append(drafter.open([context]))
+                draftings.append(Drafting(sequences[-1], request))
+            with (
+                mock.patch.object(drawing, "uniforms", return_value=numbers),
+                mock.patch.object(language_model, "Drawer", self.drawer),
+            ):
+                drafts += drafter.step(draftings).drafts  # type: ignore[arg-type]
+            for sequence in sequences:
+                sequence.close()
+        return drafts
+
+    def run(self, contexts: Tensor, uniforms: Tensor) -> Ran:
+        drafting, verifying = self.shared(uniforms)
+        cases, which = torch.cat([contexts.unsqueeze(1), drafting], dim=1).unique(dim=0, return_inverse=True)
+        different = self.blocks(cases[:, 0].to(torch.int64), cases[:, 1:])
+        drafts = [different[index] for index in which.tolist()]
+        lengths = torch.tensor([len(draft.token_ids) for draft in drafts])
+        tokens = torch.tensor([[*draft.token_ids, *[0] * (self.length - len(draft.token_ids))] for draft in drafts])
+        stated: dict[Any, DraftRows] = {}
+        claims = {draft.distributions: Claim(draft.token_ids, draft.distributions) for draft in drafts}
+        for distributions, read in zip(claims, decode(list(claims.values()), self.vocab_size), strict=True):
+            stated[distributions] = rows_of(read)
+        order = {distributions: index for index, distributions in enumerate(stated)}
+        rows = joined(list(stated.values()))
+        firsts = torch.tensor([0, *(len(distributions.support_sizes) for distributions in stated)]).cumsum(0)
+        first = firsts[torch.tensor([order[draft.distributions] for draft in drafts])].unsqueeze(1)
+        within = torch.minimum(torch.arange(self.length), lengths.unsqueeze(1) - 1)
+        numbers = contexts
+        for position in range(self.length):
+            numbers = numbers * self.vocab_size + tokens[:, position]
+        blocks = BlockBatch(
+            self.target_rows.flatten(0, 1),
+            rows,
+            tokens,
+            lengths,
+            numbers.unsqueeze(1) * (self.length + 1) + torch.arange(self.length + 1),
+            first + within,
+        )
+        codes = emitted_codes(blocks, verify(self.rule, blocks, FixedNoise(verifying)))
+        return Ran(numbers % self.vocab_size**self.length, codes)
+
+
+@each_rule
+@each_pair
+def test_block_that_is_cut_by_a_counter_keeps_the_targets_law(rule: str, pair: Pair, length: int) -> None:
+    """Blocks of one to all tokens in the same batches."""
+    report = check_round(CutRound(RULES[rule], pair, length))
+    assert report.is_exact
+    assert report.deviation < 1e-11
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_cut_round_is_a_shorter_round(cut: int) -> None:
+    """Whose law is proved without the drafter elsewhere."""
+    pair = random_pairs(2)[2]
+    whole = CutRound(RULES["block"], pair, 3)
+    whole.cut = lambda context: cut  # type: ignore[method-assign]
+    expected = WireRound(RULES["block"], pair, cut or 3)
+    assert check_round(whole).accepted == pytest.approx(check_round(expected).accepted, abs=1e-12)
+
+
+class EndsAfterAToken(Drawer):
+    """Draws nothing more behind a certain token."""
+
+    def num_left(self, block: int) -> int:
+        return 0 if self.token_ids[block][-1:] == [0] else super().num_left(block)
+
+
+class LeavesOutAToken(Drawer):
+    """Ends a block before a certain token, which it has drawn: the cut is decided by the token that it leaves out."""
+
+    def draw(self, members: Sequence[int], probs: Tensor) -> None:
+        super().draw(members, probs)
+        for block in members:
+            if self.token_ids[block][1:] and self.token_ids[block][-1] == 0:
+                del self.token_ids[block][-1]
+                del self._sparse_rows[block][-1]
+                self.left_out.add(block)
+
+    def num_left(self, block: int) -> int:
+        return 0 if block in self.left_out else super().num_left(block)
+
+    @property
+    def left_out(self) -> set[int]:
+        return self.__dict__.setdefault("_left_out", set())
+
+
+def deviation(rule: str, drawer: type[Drawer]) -> float:
+    whole = CutRound(RULES[rule], random_pairs(2)[2], 3)
+    whole.cut = lambda context: 0  # type: ignore[method-assign]
+    whole.drawer = drawer
+    return check_round(whole).deviation
+
+
+@each_rule
+def test_block_that_ends_behind_a_token_for_what_it_is_keeps_the_law_as_well(rule: str) -> None:
+    """What has been drawn stays in the block, and what comes next is not drawn yet."""
+    assert deviation(rule, EndsAfterAToken) < 1e-11
+
+
+@each_rule
+def test_block_that_ends_before_a_token_for_what_it_is_is_found(rule: str) -> None:
+    assert deviation(rule, LeavesOutAToken) > 1e-3

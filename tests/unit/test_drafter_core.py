@@ -1,0 +1,149 @@
+"""The drafter's core: links to verifiers, and which sessions their loss ends."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from draftwire.errors import UnavailableError
+from draftwire.models.loading import ModelCard
+from draftwire.randomness import KEY_BYTES
+from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, Permit, SendDrafted
+from draftwire.sampling import SamplingParams
+from draftwire.services.drafter.config import DrafterConfig
+from draftwire.services.drafter.core import BlockLink, DrafterCore
+from draftwire.services.leases import SessionFailed
+from draftwire.services.settings import ModelSettings
+
+PROMPT = [1, 2, 3, 4]
+PERMIT = Permit(2, bytes(KEY_BYTES))
+
+
+@dataclass
+class FakeLink:
+    """Keeps the blocks that a verifier would get."""
+
+    lose: Callable[[], None]
+    broken: bool = False
+    blocks: list[DraftBlock] = field(default_factory=list)
+
+    def push(self, block: DraftBlock) -> None:
+        if self.broken:
+            raise UnavailableError("lost")
+        self.blocks.append(block)
+
+    def break_off(self) -> None:
+        self.broken = True
+        self.lose()
+
+
+@dataclass
+class Rig:
+    """A scripted drafter with one gateway."""
+
+    core: DrafterCore
+    links: dict[str, list[FakeLink]]
+    lease_id: int
+    failures: list[SessionFailed]
+
+    async def open(self, session_id: int, address: str = "a:1", prompt: list[int] = PROMPT) -> None:
+        spec = DraftSessionSpec(
+            session_id=session_id,
+            epoch=0,
+            choice=0,
+            token_ids=prompt,
+            prompt_len=len(prompt),
+            sampling=SamplingParams(),
+            rule="block",
+            drafting_key=bytes(KEY_BYTES),
+            stop_token_ids=frozenset(),
+            verifier_address=address,
+            target_vocab_size=320,
+            max_draft_tokens=8,
+            max_len=len(prompt) + 100,
+            permit=PERMIT,
+        )
+        await asyncio.wait_for(self.core.open_session(spec, self.lease_id), 10.0)
+
+    def calibrate(self, session_id: int, round_number: int = 0, num_draft_tokens: int = 4) -> None:
+        fence = Fence(session_id, 0, round_number, len(PROMPT), CommittedTokens(PROMPT).hash)
+        self.core.calibrate(Calibration(fence, len(PROMPT), [], num_draft_tokens))
+
+
+@pytest.fixture
+async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    links: dict[str, list[FakeLink]] = {}
+
+    async def connect(address: str, card: ModelCard, on_lost: Callable[[], None]) -> BlockLink:
+        link = FakeLink(on_lost)
+        links.setdefault(address, []).append(link)
+        return link
+
+    script = getattr(request, "param", "scripted:")
+    core = DrafterCore(DrafterConfig(ModelSettings(script)), connect)
+    await core.start()
+    running = asyncio.create_task(core.run_steps())
+    lease_id, outbox = core.open_lease()
+    yield Rig(core, links, lease_id, outbox._items)
+    running.cancel()
+    await core._torch.run(lambda: None)  # the running step ends while there is a loop to tell of it
+    core.stop()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10.0):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_sessions_of_a_lost_verifier_fail_at_once_and_no_others(rig: Rig) -> None:
+    for session_id, address in ((1, "a:1"), (2, "b:1"), (3, "a:1")):
+        await rig.open(session_id, address)
+    rig.links["a:1"][0].break_off()
+    assert [(failed.session_id, str(failed.error)) for failed in rig.failures] == [
+        (1, "verifier at a:1 was lost"),
+        (3, "verifier at a:1 was lost"),
+    ]
+    assert all(isinstance(failed.error, UnavailableError) for failed in rig.failures)
+    assert rig.core.num_sessions == 1
+    rig.calibrate(2)
+    await until(lambda: rig.links["b:1"][0].blocks)
+    assert len(rig.failures) == 2
+
+
+async def test_session_after_the_loss_gets_a_new_link_and_shows_its_permit_there(rig: Rig) -> None:
+    await rig.open(1)
+    first = rig.links["a:1"][0]
+    rig.calibrate(1)
+    await until(lambda: first.blocks)
+    first.break_off()
+    await rig.open(2)
+    (_, second) = rig.links["a:1"]
+    for number in range(2):
+        rig.calibrate(2, number)
+        await until(lambda number=number: len(second.blocks) > number)
+    assert [block.permit for block in first.blocks + second.blocks] == [PERMIT, PERMIT, None]
+
+
+@pytest.mark.parametrize("rig", ["scripted:calibration_ms=100"], indirect=True)
+async def test_session_that_is_opening_fails_with_its_verifier(rig: Rig) -> None:
+    await rig.open(1)
+    opening = asyncio.create_task(rig.open(2, prompt=[5] * 50))
+    await asyncio.sleep(0.02)
+    assert not opening.done()
+    rig.links["a:1"][0].break_off()
+    with pytest.raises(UnavailableError, match="was lost"):
+        await opening
+    assert rig.core.num_sessions == 0
+
+
+@pytest.mark.parametrize("rig", ["scripted:draft_ms=50"], indirect=True)
+async def test_block_under_way_is_sent_when_it_is_asked_for(rig: Rig) -> None:
+    await rig.open(1)
+    rig.calibrate(1, num_draft_tokens=8)
+    await asyncio.sleep(0.12)
+    rig.core.send_drafted(SendDrafted(1, 0, 0))
+    (link,) = rig.links["a:1"]
+    await until(lambda: link.blocks)
+    assert 1 <= len(link.blocks[0].token_ids) < 8

@@ -1,0 +1,881 @@
+"""The outer loop when its peers fail: whatever happens to verifiers and drafters, the text goes on as the target's."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import pytest
+from gateway_fakes import (
+    PROMPT,
+    STOP_TOKEN,
+    STORY,
+    DraftSession,
+    FakeDrafter,
+    FakeTarget,
+    Fate,
+    Result,
+    TargetSession,
+    collect,
+    make_loop,
+    now,
+    run,
+    text_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwire.errors import (
+    CompletionInterruptedError,
+    DraftwireError,
+    InvalidRequestError,
+    ModelMismatchError,
+    NoRoomError,
+    ProtocolViolationError,
+    UnavailableError,
+)
+from draftwire.rounds import Calibration, SendDrafted, TargetSessionSpec
+from draftwire.services.gateway.config import LoopSettings
+from draftwire.services.gateway.loop import LONGEST_PAUSE_S, MAX_FUTILE_MOVES, FinishReason, GenerationLoop
+from draftwire.services.gateway.pace import LEAST_PATIENCE_S
+from draftwire.services.gateway.ports import BlocksRefused, DrafterLost, DrafterReady
+from draftwire.services.gateway.statistics import Statistics
+
+LIMITS = LoopSettings(
+    plain_run_rounds=4, block_timeout_s=5.0, verdict_timeout_s=20.0, prompt_timeout_s=30.0, failover_timeout_s=10.0
+)
+GONE = UnavailableError("gone")
+
+
+def statistics_of(result: Result) -> Statistics:
+    assert result.finish is not None
+    return result.finish.statistics
+
+
+def assert_whole_story(result: Result, num_tokens: int = 20) -> None:
+    assert result.ids == STORY[:num_tokens]
+    assert result.text == text_of(STORY[:num_tokens])
+    assert result.reason is FinishReason.LENGTH
+
+
+# Anything may happen
+
+
+class Opening(Enum):
+    """What becomes of an opening at a verifier."""
+
+    TAKEN = "taken"
+    UNAVAILABLE = "unavailable"
+    NO_ROOM = "no room"
+    UNKNOWN_LEASE = "unknown lease"
+    ANSWER_LOST = "answer lost"
+    """It is open there, and works."""
+
+
+class DraftOpening(Enum):
+    """What becomes of an opening at a drafter."""
+
+    READY = "ready"
+    READY_LATE = "ready late"
+    NEVER_READY = "never ready"
+    NO_ROOM = "no room"
+    BUG = "bug"
+    LOST_TWICE = "lost twice"
+    """The stream breaks, and so does the call."""
+    READY_THEN_LOST = "ready, then lost"
+
+
+class BlockFate(Enum):
+    """What a drafter does that is asked for a block."""
+
+    SENT = "sent"
+    SENT_TWICE = "sent twice"
+    SENT_SLOWLY = "sent slowly"
+    SENT_TOO_LATE = "sent too late"
+    SENT_AND_LOST = "sent and lost"
+    LOST = "lost"
+    LOST_TWICE = "lost twice"
+    REFUSED = "refused"
+    CANNOT_BE_ASKED = "cannot be asked"
+    SILENT = "silent"
+    ANSWERS_HURRY = "answers a hurry"
+    CANNOT_BE_HURRIED = "cannot be hurried"
+    OLD_ONES_SPEAK = "old ones speak"
+    """Whoever had a part in the session before says that it is lost, that it is ready, and is refused; then a block."""
+
+
+FAULTS = {
+    BlockFate.SENT_TOO_LATE,
+    BlockFate.SENT_AND_LOST,
+    BlockFate.LOST,
+    BlockFate.LOST_TWICE,
+    BlockFate.REFUSED,
+    BlockFate.CANNOT_BE_ASKED,
+    BlockFate.SILENT,
+    BlockFate.CANNOT_BE_HURRIED,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens, each list in the order in which there is occasion; where one ends, all goes well."""
+
+    num_targets: int
+    num_drafters: int
+    openings: list[Opening]
+    fates: list[Fate]
+    draft_openings: list[DraftOpening]
+    blocks: list[BlockFate]
+    accepts: list[int]
+    max_tokens: int
+    num_speculative_tokens: int
+    verdict_s: float
+    stop: tuple[int, int] | None
+    """Where in the story the stop string begins, and its length."""
+    stop_token_at: int | None
+
+    @property
+    def story(self) -> list[int]:
+        if self.stop_token_at is None:
+            return STORY
+        return [*STORY[: self.stop_token_at], STOP_TOKEN, *STORY[self.stop_token_at + 1 :]]
+
+    def changes(self) -> dict[str, Any]:
+        stop = () if self.stop is None else (text_of(STORY[self.stop[0] : sum(self.stop)]),)
+        speculative = self.num_speculative_tokens
+        return {"max_tokens": self.max_tokens, "num_speculative_tokens": speculative, "stop": stop}
+
+    def expected(self) -> tuple[list[int], str, FinishReason]:
+        """Returns what the target alone would have said."""
+        ends = [(self.max_tokens, self.max_tokens, FinishReason.LENGTH)]  # tokens, tokens with text
+        if self.stop_token_at is not None:
+            ends.append((self.stop_token_at + 1, self.stop_token_at, FinishReason.STOP))
+        if self.stop is not None:
+            ends.append((sum(self.stop), self.stop[0], FinishReason.STOP))
+        # Of those that end with the same token, a stop is the reason; a stop string does not reach over a stop token.
+        num_tokens, num_shown, reason = min(ends, key=lambda end: (end[0], end[2] is FinishReason.LENGTH))
+        return self.story[:num_tokens], text_of(STORY[:num_shown]), reason
+
+
+def mostly(usual: Any, kind: type[Enum], size: int) -> Any:
+    return st.lists(st.one_of(st.just(usual), st.sampled_from(kind)), max_size=size)
+
+
+plans = st.builds(
+    Plan,
+    num_targets=st.integers(1, 3),
+    num_drafters=st.integers(0, 3),
+    openings=mostly(Opening.TAKEN, Opening, 8),
+    fates=mostly(Fate.TOLD, Fate, 12),
+    draft_openings=mostly(DraftOpening.READY, DraftOpening, 8),
+    blocks=mostly(BlockFate.SENT, BlockFate, 12),
+    accepts=st.lists(st.integers(0, 5), max_size=12),
+    max_tokens=st.integers(1, 40),
+    num_speculative_tokens=st.integers(0, 5),
+    verdict_s=st.sampled_from([0.0, 4.0]),
+    stop=st.none() | st.tuples(st.integers(0, 45), st.integers(1, 4)),
+    stop_token_at=st.none() | st.integers(0, 45),
+).filter(lambda plan: None in (plan.stop, plan.stop_token_at))
+
+
+@dataclass
+class World:
+    """Carries out a plan, and remembers who was told what."""
+
+    plan: Plan
+    targets: list[FakeTarget] = field(default_factory=list)
+    drafters: list[FakeDrafter] = field(default_factory=list)
+    attempts: list[TargetSessionSpec] = field(default_factory=list)
+    refused: set[int] = field(default_factory=set)
+    """Epochs."""
+    draft_sessions: list[DraftSession] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self._openings, self._fates = deque(plan.openings), deque(plan.fates)
+        self._draft_openings, self._blocks = deque(plan.draft_openings), deque(plan.blocks)
+        self._draft_opening = DraftOpening.READY
+        accepts = deque(plan.accepts)
+        for number in range(plan.num_targets):
+            target = FakeTarget(plan.story, address=f"target:{number}")
+            target.accepts = accepts
+            target.on_opening = lambda spec, target=target: self._open_target(target, spec)
+            target.next_fate = lambda: self._fates.popleft() if self._fates else Fate.TOLD
+            target.delay_s = lambda count: plan.verdict_s
+            self.targets.append(target)
+        for number in range(plan.num_drafters):
+            self.drafters.append(self._drafter(number))
+
+    def _drafter(self, number: int) -> FakeDrafter:
+        drafter = FakeDrafter(*self.targets, instance_id=100 + number)
+        drafter.when_ready = lambda: self._when_ready(drafter)
+        drafter.on_opening = lambda session: self._open_drafter(session, self._opening_of[session.key])
+        drafter.on_calibration = lambda calibration: self._draft(drafter, calibration)
+        drafter.on_hurry = lambda command: self._hurry(drafter, command)
+        return drafter
+
+    def _open_target(self, target: FakeTarget, spec: TargetSessionSpec) -> Exception | None:
+        self.attempts.append(spec)
+        opening = self._openings.popleft() if self._openings else Opening.TAKEN
+        target.refuses_too_late = opening is Opening.ANSWER_LOST
+        if opening is Opening.TAKEN:
+            return None
+        self.refused.add(spec.epoch)
+        errors = {Opening.NO_ROOM: NoRoomError("full"), Opening.UNKNOWN_LEASE: ProtocolViolationError("unknown lease")}
+        return errors.get(opening, GONE)
+
+    @property
+    def _opening_of(self) -> dict[tuple[int, int], DraftOpening]:
+        return self.__dict__.setdefault("openings_of", {})
+
+    def _when_ready(self, drafter: FakeDrafter) -> int:
+        self.draft_sessions.append(drafter.session)
+        opening = self._draft_openings.popleft() if self._draft_openings else DraftOpening.READY
+        self._opening_of[drafter.session.key] = opening
+        if opening is DraftOpening.NEVER_READY:
+            return 10_000
+        num_verdicts = len(drafter.targets[drafter.spec.verifier_address].verdicts)
+        return num_verdicts + 3 if opening is DraftOpening.READY_LATE else 0
+
+    def _open_drafter(self, session: DraftSession, opening: DraftOpening) -> Exception | None:
+        if opening is DraftOpening.LOST_TWICE:
+            session.inbox.put_nowait(DrafterLost(GONE))
+        if opening is DraftOpening.READY_THEN_LOST:
+            session.is_faulty = True
+            asyncio.get_running_loop().call_later(1.0, session.inbox.put_nowait, DrafterLost(GONE))
+        errors = {DraftOpening.NO_ROOM: NoRoomError("full"), DraftOpening.BUG: RuntimeError("a bug")}
+        return errors.get(opening, GONE if opening is DraftOpening.LOST_TWICE else None)
+
+    def _draft(self, drafter: FakeDrafter, calibration: Calibration) -> None:
+        session, target = drafter.session, drafter.targets[drafter.spec.verifier_address]
+        fate = self._blocks.popleft() if self._blocks else BlockFate.SENT
+        self._block_fate = fate
+        session.is_faulty = session.is_faulty or fate in FAULTS
+        call_later = asyncio.get_running_loop().call_later
+        if fate is BlockFate.CANNOT_BE_ASKED:
+            raise GONE
+        if fate in (BlockFate.LOST, BlockFate.LOST_TWICE, BlockFate.SENT_AND_LOST):
+            session.inbox.put_nowait(DrafterLost(GONE))
+        if fate in (BlockFate.REFUSED, BlockFate.LOST_TWICE):
+            target.tell(BlocksRefused(GONE, session.spec.permit.number))
+        if fate is BlockFate.OLD_ONES_SPEAK:
+            self._let_old_ones_speak(target, session)
+        if fate in (BlockFate.SENT, BlockFate.SENT_TWICE, BlockFate.SENT_AND_LOST, BlockFate.OLD_ONES_SPEAK):
+            drafter.send_block(calibration)
+        if fate is BlockFate.SENT_TWICE:
+            drafter.send_block(calibration)
+        if fate is BlockFate.SENT_SLOWLY:
+            call_later(2.0, drafter.send_block, calibration)
+        if fate is BlockFate.SENT_TOO_LATE:
+            call_later(25.0, drafter.send_block, calibration)
+
+    def _let_old_ones_speak(self, target: FakeTarget, current: DraftSession) -> None:
+        for session in self.draft_sessions:
+            if session is not current:
+                session.inbox.put_nowait(DrafterLost(GONE))
+                session.inbox.put_nowait(DrafterReady())
+                target.tell(BlocksRefused(GONE, session.spec.permit.number))
+
+    def _hurry(self, drafter: FakeDrafter, command: SendDrafted) -> None:
+        if self._block_fate is BlockFate.CANNOT_BE_HURRIED:
+            raise GONE
+        if self._block_fate is BlockFate.ANSWERS_HURRY:
+            drafter.send_block(drafter.calibrations[-1], num_draft_tokens=1)
+
+    # What must hold
+
+    @property
+    def sessions(self) -> list[TargetSession]:
+        """Those that were taken, in order."""
+        taken = [session for target in self.targets for session in target.sessions]
+        taken = [session for session in taken if session.spec.epoch not in self.refused]
+        return sorted(taken, key=lambda session: session.spec.epoch)
+
+    def check_nobody_took_it(self, result: Result) -> None:
+        assert (result.ids, result.text, self.sessions, self.draft_sessions) == ([], "", [], [])
+        assert len(self.attempts) == self.plan.num_targets
+        self._check_all_is_closed()
+
+    def check(self, statistics: Statistics, is_finished: bool) -> None:
+        self._check_nobody_was_told_nonsense()
+        self._check_all_is_closed()
+        self._check_names_are_new()
+        self._check_rounds(statistics)
+        self._check_nobody_was_left_without_a_reason(statistics, is_finished)
+
+    def _check_nobody_was_told_nonsense(self) -> None:
+        for peer in (*self.targets, *self.drafters):
+            assert peer.violations == []
+        for drafter in self.drafters:
+            told = [(command.epoch, command.round) for command in drafter.hurried]
+            assert len(told) == len(set(told))
+
+    def _check_all_is_closed(self) -> None:
+        for target in self.targets:
+            assert sorted(target.closed) == sorted((spec.session_id, spec.epoch) for spec in target.attempts)
+        for drafter in self.drafters:
+            closed = set(drafter.closed)
+            assert len(closed) == len(drafter.closed)
+            assert closed.issuperset(session.key for session in drafter.sessions)
+
+    def _check_names_are_new(self) -> None:
+        epochs = [spec.epoch for spec in self.attempts]
+        assert epochs == sorted(set(epochs))
+        numbers = [session.spec.permit.number for session in self.draft_sessions]
+        assert numbers == sorted(set(numbers))
+        address_of = {session.key: target.address for target in self.targets for session in target.sessions}
+        key_of = {session.key: session.spec.permit_key for session in self.sessions}
+        for session in self.draft_sessions:
+            assert session.spec.permit.is_made_with(key_of[session.key])
+            assert session.spec.verifier_address == address_of[session.key]
+        for drafter in self.drafters:
+            keys = [session.key for session in drafter.sessions]
+            assert len(keys) == len(set(keys)), "a process is asked once within an epoch"
+
+    def _check_rounds(self, statistics: Statistics) -> None:
+        """Each session goes on exactly where the loop had got in the one before: no number of a round serves twice."""
+        first, taken = self.attempts[0], self.sessions
+        for spec in self.attempts:
+            assert spec.token_ids == [*PROMPT, *self.plan.story[: len(spec.token_ids) - len(PROMPT)]]
+            assert spec.max_len == first.max_len
+            before = [session for session in taken if session.spec.epoch < spec.epoch]
+            if before:
+                assert len(spec.token_ids) == prefix_len_at(before[-1], spec.first_round)
+            else:
+                assert (spec.first_round, spec.token_ids) == (first.first_round, first.token_ids)
+        last_round = first.first_round + statistics.num_rounds
+        emitted = prefix_len_at(taken[-1], last_round) - len(first.token_ids)
+        assert statistics.num_emitted_tokens == emitted
+
+    def _check_nobody_was_left_without_a_reason(self, statistics: Statistics, is_finished: bool) -> None:
+        taken = self.sessions
+        assert statistics.num_verifiers_lost == len(taken) - is_finished
+        assert all(session.may_be_left for session in taken[: statistics.num_verifiers_lost])
+        left = {session.key for session in taken if session.may_be_left}
+        may_be_lost = [session.is_faulty or session.key in left for session in self.draft_sessions]
+        assert all(may_be_lost[:-1])
+        assert statistics.num_drafters_lost <= sum(may_be_lost)
+
+
+def prefix_len_at(session: TargetSession, number: int) -> int:
+    """Returns how many tokens were committed before a round of a session."""
+    index = number - session.spec.first_round
+    assert 0 <= index <= len(session.verdicts)
+    tokens = [len(verdict.token_ids) for verdict in session.verdicts[:index]]
+    return len(session.spec.token_ids) + sum(tokens)
+
+
+@settings(max_examples=400, deadline=None)
+@given(plan=plans)
+def test_nothing_is_lost_repeated_or_invented_whatever_happens_to_whom(plan: Plan) -> None:
+    world, result = World(plan), Result()
+    loop = make_loop(world.targets, world.drafters, LIMITS, **plan.changes())
+    ids, text, reason = plan.expected()
+    error = run(error_of(loop, result))
+    if error is not None and not isinstance(error, CompletionInterruptedError):
+        assert isinstance(error, UnavailableError | NoRoomError)
+        world.check_nobody_took_it(result)
+        return
+    world.check(loop.statistics, is_finished=error is None)
+    assert result.ids == ids[: len(result.ids)]
+    if error is not None:
+        assert error.num_generated_tokens == len(result.ids)
+        shown, result = result, resume(plan, result, world, loop.statistics.num_rounds)
+        result.ids, result.text = shown.ids + result.ids, shown.text + result.text
+    assert result.ids == ids
+    assert result.text == text
+    assert result.reason is reason
+
+
+async def error_of(loop: GenerationLoop, result: Result) -> DraftwireError | None:
+    """Returns what a generation ends with, if not with a finish; `result` has all that was shown before."""
+    try:
+        await collect(loop, result)
+    except DraftwireError as error:
+        return error
+    return None
+
+
+def resume(plan: Plan, shown: Result, before: World, num_rounds: int) -> Result:
+    """Takes an interrupted completion up where it ended, on peers that are well."""
+    target = FakeTarget(plan.story, accepts=[2] * 40)
+    drafter = FakeDrafter(target)
+    result = run(collect(make_loop(target, drafter, LIMITS, generated_ids=tuple(shown.ids), **plan.changes())))
+    assert target.spec.first_round >= num_rounds, "numbers that made a token are not used again"
+    assert target.spec.session_id != before.attempts[0].session_id
+    return result
+
+
+# A verifier is lost
+
+
+def two_targets(**arguments: Any) -> tuple[FakeTarget, FakeTarget]:
+    return FakeTarget(address="target:1", **arguments), FakeTarget(address="target:2", **arguments)
+
+
+def fated(target: FakeTarget, *fates: Fate) -> FakeTarget:
+    """Gives a verifier's next rounds their fates; all after them are told."""
+    left = deque(fates)
+    target.next_fate = lambda: left.popleft() if left else Fate.TOLD
+    return target
+
+
+@pytest.mark.parametrize("fate", [Fate.LOST_UNTOLD, Fate.TOLD_AND_LOST, Fate.SILENT, Fate.LATE])
+@pytest.mark.parametrize("num_before", [0, 1, 3])
+def test_session_goes_on_elsewhere_with_all_that_was_committed(fate: Fate, num_before: int) -> None:
+    first, second = two_targets(accepts=[2] * 10)
+    drafter = FakeDrafter(first, second)
+    fated(first, *[Fate.TOLD] * num_before, fate)
+    result = run(collect(make_loop([first, second], drafter, LIMITS)))
+    assert_whole_story(result)
+    used = num_before + (fate is Fate.TOLD_AND_LOST)
+    assert (second.spec.session_id, second.spec.epoch) == (first.spec.session_id, 1)
+    assert second.spec.first_round == used
+    assert second.spec.token_ids == [*PROMPT, *STORY[: sum(len(v.token_ids) for v in first.verdicts[:used])]]
+    assert second.spec.prompt_len == len(PROMPT)
+    assert (second.spec.max_len, second.spec.permit_key) == (first.spec.max_len, first.spec.permit_key)
+    assert (second.spec.verifying_key, second.spec.choice) == (first.spec.verifying_key, first.spec.choice)
+    assert [session.spec.epoch for session in drafter.sessions] == [0, 1]
+    assert [session.spec.permit.number for session in drafter.sessions] == [0, 1]
+    assert drafter.spec.token_ids[: len(second.spec.token_ids)] == second.spec.token_ids
+    assert drafter.spec.verifier_address == "target:2"
+    assert statistics_of(result).num_verifiers_lost == 1
+    assert sum(verdict.num_draft_tokens > 0 for verdict in second.verdicts) > 0
+
+
+async def interrupted(loop: GenerationLoop) -> tuple[CompletionInterruptedError, Result, float]:
+    """Returns the error that a generation ends with, what was shown before it, and how long all took.
+
+    Verdicts of the fakes take no time, so this is how long another verifier was sought.
+    """
+    result = Result()
+    error = await error_of(loop, result)
+    assert isinstance(error, CompletionInterruptedError)
+    return error, result, now()
+
+
+@pytest.mark.parametrize("num_generated", [0, 6])
+def test_completion_is_interrupted_when_no_verifier_is_left(num_generated: int) -> None:
+    target = fated(FakeTarget(), *[Fate.TOLD] * 3, Fate.LOST_UNTOLD)
+    target.after_verdict = lambda count: setattr(target, "connected", count < 4)
+    loop = make_loop(target, None, LIMITS, generated_ids=tuple(STORY[:num_generated]))
+    error, result, waited_s = run(interrupted(loop))
+    assert result.ids == STORY[num_generated : num_generated + 3]
+    assert error.num_generated_tokens == num_generated + 3
+    assert str(error) == "no verifier can be reached"
+    assert LIMITS.failover_timeout_s <= waited_s <= LIMITS.failover_timeout_s + 2 * LONGEST_PAUSE_S
+    assert len(target.attempts) == len(target.closed) == 1
+
+
+def test_completion_is_interrupted_when_all_other_verifiers_stay_full() -> None:
+    first, second = two_targets()
+    fated(first, Fate.TOLD, Fate.LOST_UNTOLD)
+    first.after_verdict = lambda count: setattr(first, "connected", count < 2)
+    second.open_error = NoRoomError("full")
+    error, result, waited_s = run(interrupted(make_loop([first, second], None, LIMITS)))
+    assert (str(error), error.num_generated_tokens) == ("full", 1)
+    assert waited_s >= LIMITS.failover_timeout_s
+    assert len(second.attempts) == len(second.closed) > 5
+    assert result.ids == STORY[:1]
+
+
+def test_failover_may_be_switched_off() -> None:
+    target = fated(FakeTarget(), Fate.TOLD, Fate.LOST_UNTOLD)
+    target.after_verdict = lambda count: setattr(target, "connected", count < 2)
+    error, _, waited_s = run(interrupted(make_loop(target, None, LoopSettings(failover_timeout_s=0.0))))
+    assert (error.num_generated_tokens, waited_s) == (1, 0.0)
+
+
+def test_verifier_that_comes_back_in_time_takes_the_session_again() -> None:
+    target = fated(FakeTarget(), *[Fate.TOLD] * 2, Fate.LOST_UNTOLD)
+
+    def restart(count: int) -> None:
+        if count == 3:
+            target.connected = False
+            asyncio.get_running_loop().call_later(9.0, setattr, target, "connected", True)
+
+    target.after_verdict = restart
+    result = run(collect(make_loop(target, FakeDrafter(target), LIMITS)))
+    assert_whole_story(result)
+    assert [session.spec.epoch for session in target.sessions] == [0, 1]
+    assert statistics_of(result).num_verifiers_lost == 1
+
+
+def test_session_that_every_verifier_dies_of_is_given_up() -> None:
+    first, second = two_targets()
+    for target in (first, second):
+        target.next_fate = lambda: Fate.LOST_UNTOLD
+    error, result, _ = run(interrupted(make_loop([first, second], None, LIMITS)))
+    assert error.num_generated_tokens == 0
+    assert result.ids == []
+    assert len(first.attempts) + len(second.attempts) == MAX_FUTILE_MOVES + 1
+    assert first.closed + second.closed == [(spec.session_id, spec.epoch) for spec in first.attempts + second.attempts]
+
+
+def test_session_that_gets_on_between_losses_is_never_given_up() -> None:
+    target = FakeTarget()
+    target.next_fate = lambda: Fate.TOLD_AND_LOST
+    result = run(collect(make_loop(target, None, LIMITS)))
+    assert_whole_story(result)
+    assert statistics_of(result).num_verifiers_lost == 19  # after the last token nothing is awaited any more
+
+
+def test_verifier_that_hangs_is_not_chosen_again_while_there_is_another() -> None:
+    """It is connected, takes sessions, and has the fewest: a pool puts it first."""
+    targets = [FakeTarget(address=f"target:{number}") for number in range(3)]
+    targets[0].silent = targets[1].silent = True
+    result = run(collect(make_loop(targets, None, LIMITS)))
+    assert_whole_story(result)
+    assert [len(target.attempts) for target in targets] == [1, 1, 1]
+
+
+def test_verifier_that_says_nothing_after_a_move_is_not_taken_for_a_slow_drafter() -> None:
+    """The one before was lost while a block was awaited; now nothing is, but the first verdict."""
+    targets = [FakeTarget(address=f"target:{number}") for number in range(3)]
+    drafter = FakeDrafter(*targets)
+    fated(targets[0], Fate.TOLD, Fate.LOST_UNTOLD)
+    targets[1].silent = True
+    result = run(collect(make_loop(targets, drafter, LIMITS)))
+    assert_whole_story(result)
+    assert drafter.hurried == drafter.violations == []
+    assert len(drafter.sessions) == 3
+    assert statistics_of(result).num_drafters_lost == 0
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("too long"), ModelMismatchError("other model")])
+def test_loss_that_is_not_the_verifiers_fault_is_raised_at_once(error: DraftwireError) -> None:
+    first, second = two_targets()
+    first.after_verdict = lambda count: first.lose(first.session, error) if count == 2 else None
+    with pytest.raises(type(error), match=str(error)):
+        run(collect(make_loop([first, second], None, LIMITS)))
+    assert (len(first.attempts), len(second.attempts)) == (1, 0)
+    assert len(first.closed) == 1
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_refusal_that_is_not_the_verifiers_fault_is_raised_at_once(is_first: bool) -> None:
+    first, second = two_targets()
+    refusing, other = (first, second) if is_first else (second, first)
+    refusing.open_error = InvalidRequestError("too hot")
+    fated(first, Fate.TOLD, Fate.LOST_UNTOLD)
+    with pytest.raises(InvalidRequestError, match="too hot"):
+        run(collect(make_loop([first, second], None, LIMITS)))
+    assert len(refusing.attempts) == len(refusing.closed) == 1
+    assert len(other.attempts) == len(other.closed) == (0 if is_first else 1)
+
+
+@pytest.mark.parametrize(
+    "error", [NoRoomError("full"), UnavailableError("draining"), ProtocolViolationError("unknown lease")]
+)
+@pytest.mark.parametrize("refuses_too_late", [False, True])
+def test_verifier_that_cannot_take_the_session_leaves_it_to_the_next(
+    error: DraftwireError, refuses_too_late: bool
+) -> None:
+    first, second = two_targets()
+    first.open_error, first.refuses_too_late = error, refuses_too_late
+    result = run(collect(make_loop([first, second], FakeDrafter(first, second), LIMITS)))
+    assert_whole_story(result)
+    assert statistics_of(result).num_verifiers_lost == 0
+    (refused,) = first.attempts
+    assert first.closed == [(refused.session_id, refused.epoch)]
+    assert second.spec.epoch > refused.epoch
+
+
+@pytest.mark.parametrize(
+    ("errors", "raised"),
+    [
+        ([NoRoomError("full"), NoRoomError("full")], NoRoomError),
+        ([UnavailableError("draining"), NoRoomError("full")], NoRoomError),
+        ([UnavailableError("draining"), UnavailableError("draining")], UnavailableError),
+        ([ProtocolViolationError("unknown lease")] * 2, UnavailableError),
+        ([], UnavailableError),
+    ],
+)
+def test_new_completion_is_refused_at_once_if_no_verifier_takes_it(
+    errors: list[DraftwireError], raised: type[DraftwireError]
+) -> None:
+    """If one is full, this is said: trying again soon helps."""
+    targets = [FakeTarget(address=f"target:{number}") for number in range(len(errors))]
+    for target, error in zip(targets, errors, strict=True):
+        target.open_error = error
+    with pytest.raises(raised) as refusal:
+        run(collect(make_loop(targets, None, LIMITS)))
+    assert type(refusal.value) is raised
+    assert [len(target.attempts) for target in targets] == [1] * len(targets)
+
+
+@pytest.mark.parametrize("seconds", [1.0, 5.0])
+def test_consumer_that_leaves_while_a_verifier_is_sought_leaves_nothing_open(seconds: float) -> None:
+    """After one second the second verifier thinks about it; after five it has refused."""
+    first, second = two_targets()
+    drafter = FakeDrafter(first, second)
+    fated(first, Fate.TOLD, Fate.LOST_UNTOLD)
+    first.after_verdict = lambda count: setattr(first, "connected", count < 2)
+    takes_time = second.open
+
+    async def open_slowly(spec: TargetSessionSpec, inbox: Any) -> None:
+        await asyncio.sleep(3.0)
+        second.open_error = UnavailableError("draining")
+        await takes_time(spec, inbox)
+
+    second.open = open_slowly  # type: ignore[method-assign]
+
+    async def leave() -> None:
+        consumer = asyncio.create_task(collect(make_loop([first, second], drafter, LIMITS)))
+        await asyncio.sleep(seconds)
+        consumer.cancel()
+        with suppress(asyncio.CancelledError):
+            await consumer
+        assert consumer.cancelled()
+
+    run(leave())
+    assert first.closed == [(first.spec.session_id, 0)]
+    assert sorted(drafter.closed) == sorted(session.key for session in drafter.sessions)
+    assert [epoch for _, epoch in second.closed] == list(range(1, 1 + len(second.closed)))
+    assert len(second.closed) == (1 if seconds == 1.0 else 2)
+
+
+def test_lost_verifier_that_cannot_be_told_to_close_does_not_keep_the_session_from_going_on() -> None:
+    first, second = two_targets()
+    fated(first, Fate.TOLD, Fate.SILENT)
+
+    def refuse(session_id: int, epoch: int) -> None:
+        raise UnavailableError("a peer reads its stream too slowly")
+
+    first.close = refuse  # type: ignore[method-assign]
+    assert_whole_story(run(collect(make_loop([first, second], None, LIMITS))))
+
+
+# A drafter is slow, or lost
+
+
+def two_drafters(accepts: list[int] | None = None) -> tuple[FakeTarget, FakeDrafter, FakeDrafter]:
+    target = FakeTarget(accepts=accepts or [2] * 20)
+    return target, FakeDrafter(target, instance_id=101), FakeDrafter(target, instance_id=102)
+
+
+def on_block(drafter: FakeDrafter, number: int, act: Callable[[Calibration], None]) -> None:
+    """Makes the drafter answer its `number`-th calibration, from 0, in another way; the others with a block."""
+
+    def on_calibration(calibration: Calibration) -> None:
+        answer = act if len(drafter.calibrations) == number + 1 else drafter.send_block
+        answer(calibration)
+
+    drafter.on_calibration = on_calibration
+
+
+@pytest.mark.parametrize(("number", "patience_s"), [(0, LIMITS.block_timeout_s), (3, LEAST_PATIENCE_S)])
+def test_drafter_slower_than_usual_is_asked_once_for_what_it_has_drawn(number: int, patience_s: float) -> None:
+    """How long is usual is learned: of the first block nothing is known, later ones took no time."""
+    target, drafter, other = two_drafters()
+    asked_at: list[float] = []
+    hurried_at: list[float] = []
+    on_block(drafter, number, lambda _: asked_at.append(now()))
+
+    def hurry(command: SendDrafted) -> None:
+        hurried_at.append(now())
+        drafter.send_block(drafter.calibrations[-1], num_draft_tokens=2)
+
+    drafter.on_hurry = hurry
+    result = run(collect(make_loop(target, [drafter, other], LIMITS, max_tokens=30)))
+    assert_whole_story(result, 30)
+    assert hurried_at[0] - asked_at[0] == pytest.approx(patience_s)
+    calibration = drafter.calibrations[number]
+    assert drafter.hurried == [SendDrafted(target.spec.session_id, 0, calibration.fence.round)]
+    verdict = next(verdict for verdict in target.verdicts if verdict.fence == calibration.fence)
+    assert (verdict.num_draft_tokens, verdict.num_accepted_tokens) == (2, 2)
+    assert (other.opened, statistics_of(result).num_drafters_lost) == (0, 0)
+    assert len(drafter.calibrations) > number + 1
+
+
+def test_drafter_that_answers_late_but_in_time_after_the_wish_is_kept() -> None:
+    target, drafter, other = two_drafters()
+    on_block(drafter, 0, lambda block: asyncio.get_running_loop().call_later(9.0, drafter.send_block, block) and None)
+    result = run(collect(make_loop(target, [drafter, other], LIMITS)))
+    assert_whole_story(result)
+    assert len(drafter.hurried) == 1
+    assert (other.opened, statistics_of(result).num_drafters_lost) == (0, 0)
+
+
+def test_drafter_that_is_slow_again_is_asked_again() -> None:
+    target, drafter, other = two_drafters()
+    drafter.on_calibration = lambda calibration: None
+    drafter.on_hurry = lambda command: drafter.send_block(drafter.calibrations[-1], num_draft_tokens=1)
+    result = run(collect(make_loop(target, [drafter, other], LIMITS)))
+    assert_whole_story(result)
+    assert [command.round for command in drafter.hurried] == [block.fence.round for block in drafter.calibrations]
+    assert len(drafter.hurried) > 2
+    assert (other.opened, statistics_of(result).num_drafters_lost) == (0, 0)
+
+
+def test_drafter_that_cannot_be_hurried_is_given_up_at_once() -> None:
+    target, drafter, other = two_drafters()
+    drafter.on_calibration = lambda calibration: None
+
+    def refuse(command: SendDrafted) -> None:
+        raise UnavailableError("a peer reads its stream too slowly")
+
+    drafter.on_hurry = refuse
+
+    async def generate() -> float:
+        result = await collect(make_loop(target, [drafter, other], LIMITS))
+        assert_whole_story(result)
+        assert result.finish is not None
+        assert result.finish.drafter_error == "a peer reads its stream too slowly"
+        return now()
+
+    assert run(generate()) == pytest.approx(LIMITS.block_timeout_s)
+    assert other.calibrations
+
+
+def test_drafter_that_answers_nothing_is_replaced_by_another() -> None:
+    target, drafter, other = two_drafters()
+    asked_at: list[float] = []
+    on_block(drafter, 0, lambda _: asked_at.append(now()))
+    opened_at: list[float] = []
+    other.when_ready = lambda: opened_at.append(now()) or 0  # type: ignore[func-returns-value]
+    result = run(collect(make_loop(target, [drafter, other], LIMITS)))
+    assert_whole_story(result)
+    assert opened_at[0] - asked_at[0] == pytest.approx(2 * LIMITS.block_timeout_s)
+    assert len(drafter.hurried) == len(drafter.closed) == 1
+    assert (drafter.spec.permit.number, other.spec.permit.number) == (0, 1)
+    assert other.spec.permit.is_made_with(target.spec.permit_key)
+    assert (other.spec.session_id, other.spec.epoch) == (drafter.spec.session_id, drafter.spec.epoch)
+    assert other.calibrations
+    assert drafter.violations == other.violations == target.violations == []
+    assert target.plain_runs[0].num_rounds == LIMITS.bridge_rounds
+    assert statistics_of(result).num_drafters_lost == 1
+    assert result.finish is not None
+    assert result.finish.drafter_error == "no block in time, not even a part of one"
+
+
+def test_drafter_is_never_asked_twice_within_an_epoch_but_again_after_a_move() -> None:
+    first, second = two_targets(accepts=[2] * 20)
+    drafter = FakeDrafter(first, second)
+    on_block(drafter, 0, lambda _: drafter.tell(DrafterLost(GONE)))
+    fated(first, *[Fate.TOLD] * 5, Fate.LOST_UNTOLD)
+    result = run(collect(make_loop([first, second], drafter, LIMITS)))
+    assert_whole_story(result)
+    assert [session.spec.epoch for session in drafter.sessions] == [0, 1]
+    assert [session.spec.permit.number for session in drafter.sessions] == [0, 1]
+    assert statistics_of(result).num_drafters_lost == 1
+    assert len(drafter.calibrations) > 1
+
+
+def test_drafter_that_refuses_is_replaced_by_another() -> None:
+    target, drafter, other = two_drafters()
+    drafter.open_error = NoRoomError("full")
+    result = run(collect(make_loop(target, [drafter, other], LIMITS)))
+    assert_whole_story(result)
+    assert (other.spec.permit.number, statistics_of(result).num_drafters_lost) == (1, 1)
+    assert other.calibrations
+    assert result.finish is not None
+    assert result.finish.drafter_error == "full"
+
+
+def test_refusal_of_its_blocks_gives_up_the_drafter_that_it_names() -> None:
+    target, drafter, other = two_drafters()
+    on_block(drafter, 1, lambda _: target.tell(BlocksRefused(ModelMismatchError("lies"), permit_number=0)))
+    result = run(collect(make_loop(target, [drafter, other], LIMITS)))
+    assert_whole_story(result)
+    assert (len(drafter.calibrations), drafter.hurried) == (2, [])
+    assert other.calibrations
+    assert statistics_of(result).num_drafters_lost == 1
+    assert result.finish is not None
+    assert result.finish.drafter_error == "lies"
+
+
+@pytest.mark.parametrize("while_waiting", [True, False])
+def test_what_is_said_late_of_a_replaced_drafter_does_not_hit_its_successor(while_waiting: bool) -> None:
+    target, drafter, other = two_drafters()
+    on_block(drafter, 0, lambda _: drafter.tell(DrafterLost(GONE)))
+
+    def disturb() -> None:
+        target.tell(BlocksRefused(ModelMismatchError("lies"), permit_number=0))
+        drafter.tell(DrafterLost(UnavailableError("lost again")))
+
+    on_block(other, 1, lambda calibration: disturb() if while_waiting else other.send_block(calibration))
+    other.on_hurry = lambda _: other.send_block(other.calibrations[-1])
+    target.after_verdict = lambda count: disturb() if not while_waiting and other.calibrations else None
+    result = run(collect(make_loop(target, [drafter, other], LIMITS)))
+    assert_whole_story(result)
+    assert statistics_of(result).num_drafters_lost == 1
+    assert len(other.closed) == 1
+    assert len(other.calibrations) > 2
+    assert result.finish is not None
+    assert result.finish.drafter_error == "gone"
+
+
+@pytest.mark.parametrize("num_drafters", [1, 2])
+def test_drafter_whose_loss_is_told_in_several_ways_is_lost_once(num_drafters: int) -> None:
+    """Its stream breaks and so does the call that opens a session, or it is refused as well."""
+    target, *drafters = two_drafters()
+    first, second = drafters
+
+    def open_and_break(session: DraftSession) -> Exception:
+        session.inbox.put_nowait(DrafterLost(GONE))
+        target.tell(BlocksRefused(ModelMismatchError("lies"), session.spec.permit.number))
+        return UnavailableError("the call broke")
+
+    first.on_opening = open_and_break
+    result = run(collect(make_loop(target, drafters[:num_drafters], LIMITS)))
+    assert_whole_story(result)
+    assert statistics_of(result).num_drafters_lost == 1
+    assert len(second.sessions) == num_drafters - 1
+    assert len(first.closed) == 1
+
+
+def test_late_readiness_of_a_drafter_that_was_given_up_means_nothing() -> None:
+    target, drafter, other = two_drafters()
+    on_block(drafter, 0, lambda _: drafter.tell(DrafterLost(GONE)))
+    other.ready_after = 10_000
+    target.after_verdict = lambda count: drafter.tell(DrafterReady()) if drafter.closed else None
+    result = run(collect(make_loop(target, [drafter, other], LIMITS)))
+    assert_whole_story(result)
+    assert other.opened == 1
+    assert other.calibrations == []
+
+
+def test_drafter_whose_context_is_full_does_not_stand_in_the_way_of_one_with_a_longer_one() -> None:
+    target = FakeTarget(accepts=[2] * 20)
+    short = FakeDrafter(target, context_length=len(PROMPT), instance_id=101)
+    long = FakeDrafter(target, instance_id=102)
+    result = run(collect(make_loop(target, [short, long], LIMITS)))
+    assert_whole_story(result)
+    assert short.opened == 0
+    assert long.calibrations
+
+
+def test_drafter_in_quarantine_at_one_verifier_drafts_for_another() -> None:
+    first, second = two_targets(accepts=[2] * 20)
+    drafter = FakeDrafter(first, second)
+    first.quarantined = {drafter.instance_id}
+    fated(first, *[Fate.TOLD] * 3, Fate.LOST_UNTOLD)
+    assert_whole_story(run(collect(make_loop([first, second], drafter, LIMITS))))
+    assert [session.spec.verifier_address for session in drafter.sessions] == [second.address]
+    assert drafter.calibrations
+
+
+def test_drafter_is_not_hurried_because_the_verifier_takes_its_time() -> None:
+    """The loop hears of a block when it is judged, and not before."""
+    target, drafter, _ = two_drafters()
+    target.delay_s, target.work_us = (lambda count: 2.0), 2_000_000
+    result = run(collect(make_loop(target, drafter, LIMITS)))
+    assert_whole_story(result)
+    assert statistics_of(result).num_drafts > 4
+    assert drafter.hurried == []
+
+
+def test_session_with_a_silent_verifier_gives_up_the_drafter_first_and_then_the_verifier() -> None:
+    """Who of the two is silent cannot be told apart while a block is awaited."""
+    first, second = two_targets(accepts=[2] * 20)
+    drafter = FakeDrafter(first, second)
+    fated(first, Fate.TOLD, Fate.SILENT)
+    result = run(collect(make_loop([first, second], drafter, LIMITS)))
+    assert_whole_story(result)
+    statistics = statistics_of(result)
+    assert (statistics.num_drafters_lost, statistics.num_verifiers_lost) == (1, 1)
+    assert len(drafter.sessions) == 2

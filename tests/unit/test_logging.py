@@ -1,0 +1,84 @@
+"""Nothing that was asked or answered is logged, whatever an error says."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import structlog
+import torch
+
+from draftwire.errors import UnavailableError
+from draftwire.services.logging import configure_logging, traceback_text
+
+SECRET = "launch-at-dawn"
+
+
+@pytest.fixture
+def written(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    """Returns what the process has written. Everything is put back afterwards."""
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    yield lambda: capsys.readouterr().err
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+    root.handlers[:] = handlers
+
+
+def fail_with_a_secret() -> None:
+    prompt = [SECRET]
+    try:
+        raise KeyError(prompt[0])
+    except KeyError as error:
+        try:
+            raise ValueError(f"cannot read {prompt}") from error
+        except ValueError as second:
+            raise ExceptionGroup(SECRET, [second, UnavailableError("lost 10.0.0.1")]) from None
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_traceback_says_where_and_what_but_quotes_neither_messages_nor_variables(
+    written: Callable[[], str], log_format: str
+) -> None:
+    configure_logging(log_format, "verifier")
+    try:
+        fail_with_a_secret()
+    except ExceptionGroup:
+        structlog.get_logger().exception("verifier.step_failed", num_sessions=3)
+    text = written()
+    assert SECRET not in text
+    for expected in ("verifier.step_failed", "KeyError", "ValueError", "ExceptionGroup", "fail_with_a_secret"):
+        assert expected in text
+    assert "UnavailableError: lost 10.0.0.1" in text, "our own messages quote nothing, so they are shown"
+
+
+def test_each_line_is_json_and_names_the_service(written: Callable[[], str]) -> None:
+    configure_logging("json", "gateway")
+    structlog.get_logger().info("gateway.server_started", port=1)
+    logging.getLogger("some.library").warning("%s is odd", "this")
+    logging.getLogger("some.library").info("not worth a line")
+    first, second = map(json.loads, written().splitlines())
+    assert (first["event"], first["service"], first["port"]) == ("gateway.server_started", "gateway", 1)
+    assert (second["logger"], second["text"], second["level"]) == ("some.library", "this is odd", "warning")
+
+
+def test_tracebacks_of_libraries_quote_nothing_either(written: Callable[[], str]) -> None:
+    configure_logging("json", "gateway")
+    try:
+        fail_with_a_secret()
+    except ExceptionGroup:
+        logging.getLogger("some.library").exception("failed")
+    text = written()
+    assert SECRET not in text
+    assert "fail_with_a_secret" in json.loads(text)["exception"]
+
+
+def test_what_a_device_says_is_shown() -> None:
+    assert traceback_text(torch.OutOfMemoryError("CUDA out of memory")).endswith("OutOfMemoryError: CUDA out of memory")
+    assert traceback_text(RuntimeError(SECRET)).endswith("RuntimeError")
+
+
+def test_errors_that_cause_each_other_come_to_an_end() -> None:
+    first, second = KeyError(), ValueError()
+    first.__cause__, second.__cause__ = second, first
+    assert traceback_text(first).count("KeyError") == 1
