@@ -1,0 +1,37 @@
+"""A short run of `make chaos`."""
+
+from collections import Counter
+
+import pytest
+
+from tests.chaos import Reference, Tally, run
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_lost_repeated_or_invented_whatever_breaks() -> None:
+    outcome = run(seconds=10.0, concurrency=8, seed=3, num_prompts=8, max_tokens=48)
+    print(outcome.shown())
+    assert outcome.is_clean, outcome.shown()
+    assert sum(outcome.faults.values()) >= 5
+    assert outcome.tally.completed > 0
+    assert set(outcome.tally.errors) <= {"UnavailableError", "NoRoomError"}
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "fault"),
+    [
+        ([1, 2, 3, 4, 5, 6], None),
+        ([1, 2, 3, 4, 5], "lost"),
+        ([1, 2, 4, 5, 6], "lost"),
+        ([1, 2, 2, 3, 4, 5, 6], "repeated"),
+        ([1, 2, 3, 4, 5, 6, 6], "repeated"),
+        ([1, 2, 3, 9, 5, 6], "invented"),
+        ([1, 8, 3, 4, 5, 6], "near_ties"),
+    ],
+)
+def test_what_is_wrong_with_a_text_is_told(token_ids: list[int], fault: str | None) -> None:
+    tally = Tally()
+    tally.compare(token_ids, Reference([1, 2, 3, 4, 5, 6], [False, True, False, False, False, False]))
+    found = Counter({name: getattr(tally, name) for name in ("lost", "repeated", "invented", "near_ties")})
+    assert +found == Counter([fault] if fault else [])
+    assert tally.is_clean == (fault in (None, "near_ties"))
