@@ -1,6 +1,6 @@
 """Breaks whatever can break, at random, while completions run, and checks every token that comes out.
 
-    python -m tests.chaos [--seconds 60] [--concurrency 16] [--seed 0]
+    python -m tests.chaos [--seconds 60] [--concurrency 16] [--seed 0] [--rolling-restart]
 
 Two verifiers, two drafters and two gateways of the embedded pair run on this machine. The gateways reach the others,
 and the drafters the verifiers, through relays. Services are killed, paused and drained; links are partitioned, where
@@ -169,6 +169,12 @@ class Chaos:
                 self._break_server(kind, duration)
         for thread in self._healing:
             thread.join()
+
+    def restart_one_after_the_other(self) -> None:
+        """Drains and restarts every service once."""
+        for server in self.world.servers:
+            self.faults[f"drain {server.kind}"] += 1
+            self._disturb(server, "drain", 0.0)
 
     def _break_server(self, kind: str, duration: float) -> None:
         server = self.generator.choice(self.world.servers)
@@ -423,15 +429,17 @@ class Outcome:
         )
 
 
-def run(seconds: float, concurrency: int, seed: int, num_prompts: int = 24, max_tokens: int = 64) -> Outcome:
-    """Runs everything."""
+def run(
+    work: Callable[[Chaos], None], concurrency: int, seed: int, num_prompts: int = 24, max_tokens: int = 64
+) -> Outcome:
+    """Runs everything for as long as `work` breaks things."""
     prompts = load_prompts()[:num_prompts]
     expected = references(prompts, max_tokens)
     with World() as world:
         chaos = Chaos(world, random.Random(seed))
         load = Load(world.addresses, prompts, expected, max_tokens)
         started = time.monotonic()
-        load.run(concurrency, seed, lambda: chaos.run(seconds))
+        load.run(concurrency, seed, lambda: work(chaos))
         elapsed = time.monotonic() - started
         return Outcome(elapsed, dict(chaos.faults), load.tally, world.leaks(), chaos.statuses)
 
@@ -442,9 +450,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rolling-restart", action="store_true", help="only drain and restart all services, in turn")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    outcome = run(arguments.seconds, arguments.concurrency, arguments.seed)
+
+    def work(chaos: Chaos) -> None:
+        if arguments.rolling_restart:
+            chaos.restart_one_after_the_other()
+        else:
+            chaos.run(arguments.seconds)
+
+    outcome = run(work, arguments.concurrency, arguments.seed)
     print(outcome.shown())
     sys.exit(0 if outcome.is_clean else 1)
 

@@ -29,9 +29,9 @@ class ModelDescription:
     """Positions that the model can attend to."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end a generation."""
+    protocol_version: int = PROTOCOL_VERSION
     weights_fingerprint: bytes = b""
     """Equal for equal weights; see `draftwire.models.loading.weights_fingerprint`."""
-    protocol_version: int = PROTOCOL_VERSION
 
 
 def fingerprint(tokens: Sequence[str]) -> bytes:

@@ -61,6 +61,9 @@ from draftwire.verification import rule_named
 
 log = structlog.get_logger()
 
+FIRST_WAIT_SECONDS = 5.0
+"""How long a new completion waits for a verifier where none is ready: they may be restarted, one after the other."""
+
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Between attempts to open a session elsewhere; doubled from one to the next."""
 
@@ -163,7 +166,7 @@ class GenerationLoop:
         reason = self._reason_before()
         try:
             if reason is None:
-                await self._open_target(wait_s=0.0)
+                await self._open_target(FIRST_WAIT_SECONDS, waits_for_room=False)
             while reason is None:
                 verdict = await self._next_verdict()
                 token_ids, reason = self._commit(verdict)
@@ -187,11 +190,12 @@ class GenerationLoop:
 
     # Verifiers
 
-    async def _open_target(self, wait_s: float) -> None:
+    async def _open_target(self, wait_s: float, *, waits_for_room: bool) -> None:
         """Opens the session on the best verifier that takes it, and seeks a drafter.
 
         Args:
             wait_s: for how long all verifiers are tried again and again.
+            waits_for_room: whether also those that are full are.
 
         Raises:
             DraftwireError: none takes it.
@@ -223,7 +227,7 @@ class GenerationLoop:
                 self._seek_drafter()
                 return
             full = [error for error in refusals if isinstance(error, NoRoomError)]  # trying again helps
-            if clock() >= deadline:
+            if clock() >= deadline or (full and not waits_for_room):
                 raise [*full, *refusals, UnavailableError("no verifier can be reached")][0]
             if full:
                 pause_s = max(pause_s, full[0].retry_after_s)
@@ -250,7 +254,7 @@ class GenerationLoop:
         try:
             if self._futile_moves > MAX_FUTILE_MOVES:
                 raise error
-            await self._open_target(self._settings.failover_timeout_s)
+            await self._open_target(self._settings.failover_timeout_s, waits_for_room=True)
         except (UnavailableError, NoRoomError) as refusal:
             raise CompletionInterruptedError(str(refusal), self._num_generated) from error
 

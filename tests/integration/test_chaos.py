@@ -4,17 +4,26 @@ from collections import Counter
 
 import pytest
 
-from tests.chaos import Reference, Tally, run
+from tests.chaos import Chaos, Reference, Tally, run
 
 
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_repeated_or_invented_whatever_breaks() -> None:
-    outcome = run(seconds=10.0, concurrency=8, seed=3, num_prompts=8, max_tokens=48)
+    outcome = run(lambda chaos: chaos.run(10.0), concurrency=8, seed=3, num_prompts=8, max_tokens=48)
     print(outcome.shown())
     assert outcome.is_clean, outcome.shown()
     assert sum(outcome.faults.values()) >= 5
     assert outcome.tally.completed > 0
     assert set(outcome.tally.errors) <= {"UnavailableError", "NoRoomError"}
+
+
+@pytest.mark.timeout(300)
+def test_rolling_restart_of_all_services_fails_no_completion() -> None:
+    outcome = run(Chaos.restart_one_after_the_other, concurrency=4, seed=4, num_prompts=8, max_tokens=48)
+    print(outcome.shown())
+    assert outcome.is_clean, outcome.shown()
+    assert not outcome.tally.errors
+    assert outcome.tally.completed > 0
 
 
 @pytest.mark.parametrize(
