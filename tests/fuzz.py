@@ -180,7 +180,7 @@ class Sample:
 
 def parted(generator: random.Random, total: int, count: int) -> list[int]:
     """Returns positive integers of a sum, alike or most of them small, in any order or falling."""
-    bound = generator.choice((total, 1_000))
+    bound = generator.choice((total, 4_000))
     cuts = [0, *sorted(generator.sample(range(1, bound), count - 1)), total]
     parts = [end - start for start, end in pairwise(cuts)]
     generator.shuffle(parts)

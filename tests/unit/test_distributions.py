@@ -441,7 +441,7 @@ def test_each_row_is_drawn_from_with_its_own_number() -> None:
         ({"mass": 1.1}, "draft_mass"),
         ({"mass": math.nan}, "draft_mass"),
         ({"max_support": 0}, "draft_max_support"),
-        ({"max_support": 257}, "draft_max_support"),
+        ({"max_support": 1025}, "draft_max_support"),
     ],
     ids=str,
 )
