@@ -1,12 +1,13 @@
 """The drafter without its edge: leases, sessions, links to verifiers, and the loop that drafts."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import structlog
 
-from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
+from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError, UnavailableError
 from draftwire.models.description import ModelDescription
 from draftwire.models.loading import ModelCard
 from draftwire.rounds import Calibration, DraftBlock, DraftSessionSpec, SendDrafted
@@ -22,6 +23,8 @@ from draftwire.services.prefill import PrefillPacer
 from draftwire.services.torch_thread import TorchThread
 
 log = structlog.get_logger()
+
+_ADDRESS = re.compile(r"[!-~]{1,250}:[0-9]{1,5}")
 
 
 class BlockLink(Protocol):
@@ -112,6 +115,14 @@ class DrafterCore:
         for session in self._scheduler.of_lease(lease_id):
             self.close_session(*session.key)
 
+    def is_for(self, lease_id: int, key: SessionKey) -> bool:
+        """Whether a command of a stream is carried out: not if it is for an open session of another stream."""
+        session = self._scheduler.sessions.get(key)
+        if session is None or session.lease_id == lease_id:
+            return True
+        self._scheduler.dropped["other_lease"] += 1
+        return False
+
     async def open_session(self, spec: DraftSessionSpec, lease_id: int) -> None:
         """Opens a session and returns when its prompt is read and its verifier is reached.
 
@@ -123,8 +134,11 @@ class DrafterCore:
             NoRoomError: too many sessions are open, or the prompt leaves no room to draft in.
         """
         self._leases.require(lease_id)
+        if not _ADDRESS.fullmatch(spec.verifier_address):
+            raise InvalidRequestError("verifier_address must be host:port, at most 256 letters, digits and signs")
         session = self._scheduler.open(spec, lease_id)
         opened = self._opening[session.key] = asyncio.get_running_loop().create_future()
+        opened.add_done_callback(_retrieve)
         self._work.set()
         try:
             await self._link(spec.verifier_address)
@@ -227,3 +241,9 @@ class DrafterCore:
         for key in [session.key for session in self._scheduler.sessions.values()]:
             if self._scheduler.sessions[key].spec.verifier_address == address:
                 self._fail(key, UnavailableError(f"verifier at {address} was lost"))
+
+
+def _retrieve(opened: asyncio.Future[None]) -> None:
+    """Looks at why an opening failed, which nobody else does if it failed for two reasons."""
+    if not opened.cancelled():
+        opened.exception()

@@ -41,7 +41,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         lease = drafter_pb2.DraftEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
         try:
             await context.write(drafter_pb2.RunDraftSessionsResponse(events=[lease]))
-            await exchange(self._read_commands(request_iterator), self._write_events(outbox, context))
+            await exchange(self._read_commands(request_iterator, lease_id), self._write_events(outbox, context))
         finally:
             self._core.end_lease(lease_id)
 
@@ -54,16 +54,23 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         await self._core.open_session(messages.draft_spec_from_proto(request), request.lease_id)
         return drafter_pb2.OpenDraftSessionResponse()
 
-    async def _read_commands(self, requests: AsyncIterator[drafter_pb2.RunDraftSessionsRequest]) -> None:
+    async def _read_commands(self, requests: AsyncIterator[drafter_pb2.RunDraftSessionsRequest], lease_id: int) -> None:
+        core = self._core
         async for request in requests:
             for command in request.commands:
                 match command.WhichOneof("command"):
                     case "calibration":
-                        self._core.calibrate(messages.calibration_from_proto(command.calibration))
+                        calibration = messages.calibration_from_proto(command.calibration)
+                        if core.is_for(lease_id, (calibration.fence.session_id, calibration.fence.epoch)):
+                            core.calibrate(calibration)
                     case "send_drafted":
-                        self._core.send_drafted(messages.send_drafted_from_proto(command.send_drafted))
+                        wish = messages.send_drafted_from_proto(command.send_drafted)
+                        if core.is_for(lease_id, (wish.session_id, wish.epoch)):
+                            core.send_drafted(wish)
                     case "close_session":
-                        self._core.close_session(command.close_session.session_id, command.close_session.epoch)
+                        key = (command.close_session.session_id, command.close_session.epoch)
+                        if core.is_for(lease_id, key):
+                            core.close_session(*key)
                     case _:
                         raise ProtocolViolationError("a command without content")
 

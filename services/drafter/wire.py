@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from draftwire.errors import ProtocolViolationError, UnavailableError
+from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
 from draftwire.models.description import vocabulary_mismatch
 from draftwire.models.loading import ModelCard
 from draftwire.rounds import DraftBlock
@@ -77,25 +77,20 @@ class GrpcBlockLink:
             model=messages.model_to_proto(card.description), instance_id=introduction.instance_id
         )
         call = stub.PushDraftBlocks(link._requests(hello), wait_for_ready=True)
+        is_welcome = False
         try:
             async with asyncio.timeout(timeout_s):
-                welcome = await call.read()
+                is_welcome = await call.read() is not grpc.aio.EOF
+            if not is_welcome:
+                raise UnavailableError(f"verifier at {address} ended the stream")
         except TimeoutError:
-            await channel.close()
             raise UnavailableError(f"verifier at {address} did not answer within {timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
-            refusal = error_of(error)
-            if isinstance(refusal, ProtocolViolationError):
-                peer = ModelPeer(channel, timeout_s)
-                target = await peer.describe()
-                if target.vocabulary_fingerprint != card.description.vocabulary_fingerprint:
-                    tokens = await peer.vocabulary()
-                    refusal = vocabulary_mismatch(target, card.description, tokens, card.vocabulary)
-            await channel.close()
-            raise refusal from error
-        if welcome is grpc.aio.EOF:
-            await channel.close()
-            raise UnavailableError(f"verifier at {address} ended the stream")
+            raise await _refusal(error, ModelPeer(channel, timeout_s), card) from error
+        finally:
+            if not is_welcome:  # also if whoever wanted the link has gone
+                link._outbox.close()
+                await channel.close()
         link._lifetime = asyncio.create_task(link._watch(call))
         log.info("drafter.verifier_connected", address=address)
         return link
@@ -131,6 +126,16 @@ class GrpcBlockLink:
         log.warning("drafter.verifier_lost", address=self.address, reason=reason)
         self._on_lost()
         await self._channel.close()
+
+
+async def _refusal(error: grpc.aio.AioRpcError, peer: ModelPeer, card: ModelCard) -> DraftwireError:
+    """Returns why a verifier ended the stream instead of welcoming us."""
+    refusal = error_of(error)
+    if isinstance(refusal, ProtocolViolationError):
+        target = await peer.describe()
+        if target.vocabulary_fingerprint != card.description.vocabulary_fingerprint:
+            return vocabulary_mismatch(target, card.description, await peer.vocabulary(), card.vocabulary)
+    return refusal
 
 
 def check_block_fits(most_block_bytes: int, max_message_bytes: int) -> None:

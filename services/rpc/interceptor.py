@@ -3,13 +3,14 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
-from draftwire.errors import UnavailableError
+from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.services.rpc.status import hints, is_expected, status_of
 
 log = structlog.get_logger()
@@ -41,7 +42,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
                 make = getattr(grpc, f"{kind}_rpc_method_handler")
                 guarded: grpc.RpcMethodHandler[Any, Any] = make(
                     self._guard(inner, method),
-                    request_deserializer=handler.request_deserializer,
+                    request_deserializer=_tolerant(handler.request_deserializer),
                     response_serializer=handler.response_serializer,
                 )
                 return guarded
@@ -52,7 +53,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
             try:
                 if self.refusal:
                     raise UnavailableError(f"service is {self.refusal}")
-                return await inner(request, context)
+                return await inner(_read(request), context)
             except asyncio.CancelledError:
                 raise
             except Exception as error:
@@ -62,3 +63,38 @@ class ServiceGate(grpc.aio.ServerInterceptor):
                 await context.abort(code, message, hints(error))
 
         return guarded
+
+
+class _Garbage:
+    """Stands for bytes that are no message."""
+
+
+def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """Returns a deserializer that does not fail, which gRPC would report as an error of ours."""
+    assert deserialize is not None, "generated code sets one"
+
+    def tolerant(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Garbage()
+
+    return tolerant
+
+
+def _read(request: Any) -> Any:
+    """Returns a request, or the requests of a stream.
+
+    Raises:
+        InvalidRequestError: one is no message; of a stream when its turn comes.
+    """
+    if isinstance(request, AsyncIterator):
+        return _read_all(request)
+    if isinstance(request, _Garbage):
+        raise InvalidRequestError("the bytes are not those of a message")
+    return request
+
+
+async def _read_all(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _read(request)

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import structlog
 
 from draftwire.audit import AuditSums, FirstUses
-from draftwire.errors import BlockViolationError, DraftwireError, ProtocolViolationError, UnavailableError, Violation
+from draftwire.errors import (
+    BlockViolationError,
+    DraftwireError,
+    InvalidRequestError,
+    ProtocolViolationError,
+    UnavailableError,
+    Violation,
+)
 from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.models.loading import ModelCard
 from draftwire.rounds import FenceVerdict, PlainRun, ReceivedBlock, TargetSessionSpec, Verdict
@@ -24,6 +31,9 @@ from draftwire.services.verifier.engine import TargetEngine
 from draftwire.services.verifier.scheduler import Scheduler, Step, StepResult, TargetSession
 
 log = structlog.get_logger()
+
+MAX_NAME_LENGTH = 256
+"""Characters of a drafter's model name, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,14 @@ class VerifierCore:
         for session in self._scheduler.of_lease(lease_id):
             self.close_session(*session.key)
 
+    def is_for(self, lease_id: int, key: SessionKey) -> bool:
+        """Whether a command of a stream is carried out: not if it is for an open session of another stream."""
+        session = self._scheduler.sessions.get(key)
+        if session is None or session.lease_id == lease_id:
+            return True
+        self._scheduler.dropped["other_lease"] += 1
+        return False
+
     def open_session(self, spec: TargetSessionSpec, lease_id: int) -> None:
         """Opens a session; its verdicts go to the lease's outbox.
 
@@ -142,9 +160,12 @@ class VerifierCore:
 
         Raises:
             ModelMismatchError: another protocol version.
+            InvalidRequestError: a name that is too long.
             ProtocolViolationError: another vocabulary. (The drafter then compares the two and names the token.)
         """
         check_protocol(model)
+        if len(model.name) > MAX_NAME_LENGTH:  # it is kept, logged, and stands in every line of the audit's metrics
+            raise InvalidRequestError(f"a model's name has at most {MAX_NAME_LENGTH} characters")
         if model.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
             raise ProtocolViolationError(f"vocabulary of drafter {model.name} differs from {self.description.name}'s")
         return self.drafters.connect(drafter_id, model.name)

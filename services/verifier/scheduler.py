@@ -352,6 +352,10 @@ class Scheduler:
     def _check(self, spec: TargetSessionSpec) -> None:
         rule_named(spec.rule)
         spec.sampling.check_vocabulary(self.vocab_size)
+        allowed = spec.sampling.allowed_token_ids
+        possible = range(self.vocab_size) if allowed is None else allowed
+        if spec.sampling.min_tokens and spec.stop_token_ids.issuperset(possible):
+            raise InvalidRequestError("all tokens that are possible are stop tokens, which min_tokens keeps away")
         if not 1 <= len(spec.token_ids) < self.context_length:
             raise InvalidRequestError(
                 f"{len(spec.token_ids)} prompt tokens; must be 1 to {self.context_length - 1}, the context less one"

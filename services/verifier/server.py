@@ -48,7 +48,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         lease = verifier_pb2.TargetEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
         try:
             await context.write(verifier_pb2.RunTargetSessionsResponse(events=[lease]))
-            await exchange(self._read_commands(request_iterator), self._write_events(outbox, context))
+            await exchange(self._read_commands(request_iterator, lease_id), self._write_events(outbox, context))
         finally:
             self._core.end_lease(lease_id)
 
@@ -96,14 +96,21 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             blocks = messages.blocks_from_proto(request.blocks.blocks, drafter.id, *limits)
         core.push_blocks(blocks)
 
-    async def _read_commands(self, requests: AsyncIterator[verifier_pb2.RunTargetSessionsRequest]) -> None:
+    async def _read_commands(
+        self, requests: AsyncIterator[verifier_pb2.RunTargetSessionsRequest], lease_id: int
+    ) -> None:
+        core = self._core
         async for request in requests:
             for command in request.commands:
                 match command.WhichOneof("command"):
                     case "plain_run":
-                        self._core.run_plain(messages.plain_run_from_proto(command.plain_run))
+                        run = messages.plain_run_from_proto(command.plain_run)
+                        if core.is_for(lease_id, (run.fence.session_id, run.fence.epoch)):
+                            core.run_plain(run)
                     case "close_session":
-                        self._core.close_session(command.close_session.session_id, command.close_session.epoch)
+                        key = (command.close_session.session_id, command.close_session.epoch)
+                        if core.is_for(lease_id, key):
+                            core.close_session(*key)
                     case _:
                         raise ProtocolViolationError("a command without content")
 
