@@ -7,6 +7,7 @@ with Relay(port_of_the_service) as relay:
 """
 
 import contextlib
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -52,11 +53,21 @@ class Connection:
             end.close()
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    """Returns a port of this machine that nobody listens on, for a service whose relay must know it beforehand."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """Returns a port of this machine that nobody listens on, for a service whose relay must know it beforehand.
+
+    Each is given once, and none is one that the system gives to outgoing connections: a service that is started again
+    must find its port free.
+    """
+    for port in random.sample(range(12_000, 32_000), 20_000):
+        if port not in _given_ports:
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                _given_ports.add(port)
+                return port
+    raise OSError("no port is free")
 
 
 class Relay:

@@ -305,6 +305,10 @@ class Stage:
         """Returns how many blocks the verifier has refused, by violation."""
         return self.metric("verifier", r'blocks_refused_total{violation="(\w+)"}')
 
+    def dropped(self) -> dict[str, float]:
+        """Returns how many messages had no effect at the verifier, by reason."""
+        return self.metric("verifier", r'messages_dropped_total{reason="(\w+)"}')
+
     def metric(self, service: str, pattern: str) -> dict[str, float]:
         """Returns numbers from a service's `/metrics`, by the pattern's group."""
         url = f"http://127.0.0.1:{self._stack.services[service].metrics_port}/metrics"
@@ -602,12 +606,13 @@ def block(make: Callable[[TargetSide], session_pb2.DraftBlock], times: int = 1, 
                 one.send(stage.hello())
                 one.next()
             before = stage.refusals()
+            bad = blocks(*[make(session)] * times)
             if is_strange:  # the other one shows its permit with a block that is stale
                 first = fence_to_proto(replace(session.fence, round=0))
-                other.send(blocks(session.block(fence=first)))
-                _settle(stage)
-            stream.send(blocks(*[make(session)] * times))
-            _settle(stage)
+                _send_alone(stage.dropped, other, blocks(session.block(fence=first)))
+                _send_alone(stage.refusals, stream, bad)
+            else:
+                stream.send(bad)
             (other if is_strange else stream).send(blocks(session.block(token_ids=[2], calibration_duration_us=77)))
             response = session.stream.next(3.0)
             if isinstance(response, Answer):
@@ -626,9 +631,12 @@ def block(make: Callable[[TargetSide], session_pb2.DraftBlock], times: int = 1, 
     return attempt
 
 
-def _settle(stage: Stage) -> None:
-    """Lets what was sent on one stream arrive before what is sent on another."""
-    time.sleep(0.03)
+def _send_alone(counts: Callable[[], dict[str, float]], stream: Stream, message: Any) -> None:
+    """Sends what is counted when it arrives, and waits for that: streams do not wait for each other."""
+    before, deadline = counts(), time.monotonic() + SECONDS
+    stream.send(message)
+    while counts() == before and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def distributed(encoding: int, data: bytes, tokens: Sequence[int] = (1,), **sizes: Any) -> Attempt:
@@ -793,7 +801,7 @@ def _gateway_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Atte
     yield "empty text", INVALID, generate(token_ids=None, text=""), "prompt is empty"
     yield "empty list of ids", INVALID, prompt_ids([]), "prompt is empty"
     yield "a prompt as long as the context", INVALID, prompt_ids([1] * CONTEXT_LENGTH), "context"
-    yield "a prompt of 1,000,000 tokens", INVALID, prompt_ids([1] * 10**6), "context"
+    yield "a prompt of 1,000,000 tokens", INVALID, prompt_ids([1] * 10**6), "token_ids"
     yield "a text of 4,000,001 characters", INVALID, generate(token_ids=None, text="x" * 4_000_001), "characters"
     yield "a text as long as the context", INVALID, generate(token_ids=None, text=_text(64)), "context"
     yield "an id that is the vocabulary's size", INVALID, prompt_ids([1, VOCAB_SIZE]), "token ids"
@@ -801,7 +809,7 @@ def _gateway_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Atte
     yield "a chat without messages", INVALID, chat([]), "prompt is empty"
     yield "a chat, though the model has no template", INVALID, chat([gateway_pb2.ChatMessage(role="user")]), "template"
     many = [gateway_pb2.ChatMessage()] * 200_000
-    yield "a chat of 200,000 empty messages", INVALID, chat(many), "template"
+    yield "a chat of 200,000 empty messages", INVALID, chat(many), "messages"
     for name, values in {
         "temperature": (NAN, INFINITY, -0.1, 100.5),
         "top_p": (NAN, INFINITY, 0.0, 1.5),
@@ -843,7 +851,7 @@ def _gateway_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Atte
     yield "an empty stop string", INVALID, generate(stop=[""]), "stop"
     yield "a stop string of 257 characters", INVALID, generate(stop=["a" * 257]), "stop"
     yield "a stop token beyond the vocabulary", INVALID, generate(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"
-    yield "1,000,000 stop tokens, all the same", OK, generate(stop_token_ids=[1] * 10**6)
+    yield "1,000,000 stop tokens, all the same", INVALID, generate(stop_token_ids=[1] * 10**6), "stop_token_ids"
     yield "`num_speculative_tokens` 17", INVALID, generate(num_speculative_tokens=17), "num_speculative_tokens"
     yield "`num_speculative_tokens` 2^32 - 1", INVALID, generate(num_speculative_tokens=LARGEST), "num_speculative"
     yield "an unknown rule", INVALID, generate(rejection_sample_method="magic"), "block, token"

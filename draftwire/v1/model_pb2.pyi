@@ -36,7 +36,7 @@ class ModelDescription(_message.Message):
     protocol_version: _builtins.int
     """Version of these protos' meaning. Peers with another version are refused with FAILED_PRECONDITION."""
     name: _builtins.str
-    """Folder name or hub name."""
+    """Folder name or hub name. At most 256 characters."""
     revision: _builtins.str
     """Revision as loaded; empty where the model has none."""
     dtype: _builtins.str

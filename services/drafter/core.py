@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -61,7 +62,7 @@ class DrafterCore:
         self._torch = TorchThread()
         self._leases = Leases[SessionFailed]()
         self._links: dict[str, BlockLink] = {}
-        self._connecting: dict[str, asyncio.Lock] = {}
+        self._connecting = WeakValueDictionary[str, asyncio.Lock]()
         self._opening: dict[SessionKey, asyncio.Future[None]] = {}
         self._work = asyncio.Event()
 

@@ -111,8 +111,10 @@ def complete_request(
     if not stop_token_ids.isdisjoint(request.generated_ids[:-1]):
         raise InvalidRequestError("generated_token_ids go on after a stop token")
     allowed = request.sampling.allowed_token_ids
-    if request.sampling.min_tokens and allowed is not None and stop_token_ids.issuperset(allowed):
-        raise InvalidRequestError("allowed_token_ids are all stop tokens, which min_tokens keeps away: none is left")
+    possible = range(target.vocab_size) if allowed is None else allowed
+    if request.sampling.min_tokens and stop_token_ids.issuperset(possible):
+        name = "stop_token_ids" if allowed is None else "allowed_token_ids"
+        raise InvalidRequestError(f"{name}: all possible tokens are stop tokens, which min_tokens keeps away")
     seed = new_seed() if request.seed is None else request.seed
     if not 0 <= seed <= MAX_SEED:
         raise InvalidRequestError(f"seed must be in 0..{MAX_SEED}")

@@ -15,7 +15,7 @@ from draftwire.services.gateway.config import GatewayConfig
 from draftwire.services.gateway.core import GatewayCore
 from draftwire.services.gateway.loop import Delta, Finish, FinishReason
 from draftwire.services.gateway.pool import Pool
-from draftwire.services.gateway.request import Generation, RequestedGeneration
+from draftwire.services.gateway.request import MAX_STOP_STRINGS, Generation, RequestedGeneration
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.wire import DrafterLink, VerifierLink
 from draftwire.services.rpc import messages
@@ -23,6 +23,9 @@ from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.tls import Dialler, server_credentials, watch_tls
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 from draftwire.verification import RULES
+
+MAX_CHAT_MESSAGES = 4096
+"""Turns of a conversation, at most."""
 
 _REASONS = {
     FinishReason.STOP: gateway_pb2.FINISH_REASON_STOP,
@@ -70,7 +73,21 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             lossy_rejection_sample_methods=[name for name, rule in RULES.items() if not rule.is_lossless],
         )
 
+    def _check_sizes(self, request: gateway_pb2.GenerateRequest) -> None:
+        """Refuses what is far too much before anything is made of it."""
+        description = self._core.description
+        for name, size, most in (
+            ("messages", len(request.chat.messages), MAX_CHAT_MESSAGES),
+            ("stop", len(request.stop), MAX_STOP_STRINGS),
+            ("stop_token_ids", len(request.stop_token_ids), description.vocab_size),
+            ("token_ids", len(request.token_ids.ids), description.context_length),
+            ("generated_token_ids", len(request.generated_token_ids), description.context_length),
+        ):
+            if size > most:
+                raise InvalidRequestError(f"{name} takes at most {most}, not {size}")
+
     async def _requested(self, request: gateway_pb2.GenerateRequest) -> RequestedGeneration:
+        self._check_sizes(request)
         prompt_ids = await self._prompt_ids(request)
         if request.HasField("num_choices") and request.num_choices != 1:
             raise InvalidRequestError("num_choices other than 1 is not supported")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
+import asyncio
 from collections.abc import Callable
 
 import grpc
@@ -17,6 +18,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     def __init__(self, card: Callable[[], ModelCard]) -> None:
         """Takes what returns the model; it is called only when the service is ready."""
         self._card = card
+        self._files: dict[str, bytes] | None = None
 
     async def GetModel(
         self,
@@ -40,7 +42,9 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         context: grpc.aio.ServicerContext[model_pb2.GetTokenizerRequest, model_pb2.GetTokenizerResponse],
     ) -> model_pb2.GetTokenizerResponse:
         """See the proto."""
-        files = tokenizer_files(self._card().tokenizer)
+        if self._files is None:  # written to a folder and read again, which takes a while
+            self._files = await asyncio.to_thread(tokenizer_files, self._card().tokenizer)
+        files = self._files
         return model_pb2.GetTokenizerResponse(
             files=[model_pb2.GetTokenizerResponse.File(name=name, content=data) for name, data in files.items()]
         )

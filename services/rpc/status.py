@@ -39,7 +39,8 @@ ERROR: dict[grpc.StatusCode, type[DraftwireError]] = {
 """The way back, for a service that is another's client. Everything else is UnavailableError."""
 
 MAX_MESSAGE = 1000
-"""Characters of a message: a longer one would not fit in the trailers, and look like another error."""
+"""Bytes of a message: a longer one would not fit in the trailers, three times as long there, and look like another
+error."""
 
 CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {int(code.value[0]): code for code in grpc.StatusCode}
 
@@ -58,7 +59,7 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
         cause = error_of(cause)
     for kind in type(cause).__mro__:
         if kind in STATUS:
-            return STATUS[kind], str(cause)[:MAX_MESSAGE] or kind.__name__
+            return STATUS[kind], str(cause).encode()[:MAX_MESSAGE].decode(errors="ignore") or kind.__name__
     return grpc.StatusCode.INTERNAL, "internal error"
 
 

