@@ -93,6 +93,7 @@ class SessionLink(ABC, Generic[Command, Event]):
         Args:
             check: raises why a service with this model cannot be used.
         """
+        told = ""
         while True:
             try:
                 await self._get_to_know(check)
@@ -107,16 +108,12 @@ class SessionLink(ABC, Generic[Command, Event]):
                 self._outbox.close()
             if lost_lease is not None:
                 log.warning("gateway.peer_lost", address=self.address, reason=reason)
-            elif self.fault is not None:
+            elif self.fault is not None and reason != told:
                 log.error("gateway.peer_unfit", address=self.address, reason=reason)
+            told = reason
             for key in list(self._inboxes):
                 self._deliver(key, self._lost(UnavailableError(f"lost {self.address}: {reason}")))
             await asyncio.sleep(RECONNECT_SECONDS)
-
-    async def close_channels(self) -> None:
-        """Closes the connections."""
-        await self._control.close()
-        await self._bulk.close()
 
     def close(self, session_id: int, epoch: int) -> None:
         """Ends a session, without waiting. Its inbox gets nothing more."""

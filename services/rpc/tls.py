@@ -150,10 +150,6 @@ class RenewedChannel:
             self._material, self._channel = material, self._open()
         return self._channel
 
-    async def close(self) -> None:
-        """Closes the connection."""
-        await self._channel.close()
-
 
 def _check_identity(cert: Path, key: Path) -> None:
     """Checks that a certificate and a key are ones, and each other's."""

@@ -306,7 +306,7 @@ async def test_renewed_channel_is_the_same_until_the_files_change(
         assert now is not old
         assert renewed.get() is now
         assert await status(now) is OK
-        await renewed.close()
+        await renewed.get().close()
 
 
 async def test_call_on_an_old_channel_goes_on_and_the_channel_is_closed_after_it(
@@ -325,7 +325,7 @@ async def test_call_on_an_old_channel_goes_on_and_the_channel_is_closed_after_it
         async with asyncio.timeout(DEADLINE_S):
             while old.get_state() is not grpc.ChannelConnectivity.SHUTDOWN:
                 await asyncio.sleep(0.01)
-        await renewed.close()
+        await renewed.get().close()
 
 
 async def test_service_shows_its_new_certificate_after_the_old_one_expired(
@@ -338,7 +338,7 @@ async def test_service_shows_its_new_certificate_after_the_old_one_expired(
         assert await status(renewed.get()) is UNAVAILABLE
         write_identity(tmp_path / "caller", ca)
         assert await status(renewed.get()) is OK
-        await renewed.close()
+        await renewed.get().close()
 
 
 # The client of users
