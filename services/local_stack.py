@@ -117,10 +117,12 @@ class LocalStack:
                 service.process.wait()
 
     def _launch(self, name: str, peers: Mapping[str, object]) -> None:
-        options = {"port": 0, "metrics_port": 0, "log_format": "json", **peers, **self._options[name]}
+        defaults = {"port": 0, "metrics_port": 0, "log_format": "json", "stop_with_stdin": True}
+        options = {**defaults, **peers, **self._options[name]}
         arguments = [_argument(key.replace("_", "-"), value) for key, value in options.items()]
         process = subprocess.Popen(
             [sys.executable, "-m", f"draftwire.services.{name}", *arguments],
+            stdin=subprocess.PIPE,  # ends with this process, however that ends
             stdout=subprocess.DEVNULL,  # else whoever reads our output would wait for the services to end
             stderr=subprocess.PIPE,
             text=True,

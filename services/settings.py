@@ -31,6 +31,8 @@ class ServerSettings:
     """How long running sessions may go on after SIGTERM."""
     log_format: str = "console"
     """"console" for people, "json" for machines."""
+    stop_with_stdin: bool = False
+    """Drains and stops when standard input, a pipe, ends: so a service does not outlive the process that started it."""
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, f"port must be in 0..65535, not {self.port}")

@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import os
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -67,6 +69,8 @@ async def run_service(service: Service) -> int:
     loop.set_exception_handler(_log_lost_error)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
+    if settings.stop_with_stdin:
+        _stop_with_stdin(stopping)
 
     gate = ServiceGate()
     server = grpc.aio.server(interceptors=[gate], options=server_options(service.connections))
@@ -168,6 +172,18 @@ async def _start(service: Service, stopping: asyncio.Event) -> bool:
 def _log_lost_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Logs an error that nobody waits for. asyncio's own handler would print what the task holds too."""
     log.error("process.error_lost", reason=context.get("message"), exc_info=context.get("exception"))
+
+
+def _stop_with_stdin(stopping: asyncio.Event) -> None:
+    """Stops when whoever holds the other end of the pipe is gone."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
+            stopping.set()
+
+    loop.add_reader(sys.stdin.fileno(), read)
 
 
 async def _drain(service: Service, seconds: float) -> None:

@@ -1,0 +1,35 @@
+"""Services that this process starts do not outlive it, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PARENT = """
+import time
+from draftwire.services.local_stack import LocalStack
+with LocalStack({"verifier": {"model": "scripted:", "drain_seconds": 0.5}}) as stack:
+    print(stack.services["verifier"].process.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_service_ends_when_the_process_that_started_it_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        service = int(parent.stdout.readline())
+        assert is_alive(service)
+        os.kill(parent.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 20.0
+        while is_alive(service):
+            assert time.monotonic() < deadline, "the service goes on alone"
+            time.sleep(0.05)
