@@ -334,16 +334,23 @@ def test_prompt_that_was_read_before_is_not_read_again(stack: LocalStack, client
     names = ("prefix_cache_queries", "prefix_cache_hits")
     prompt = [index % 3 for index in range(2 * BLOCK_SIZE + 8)]
     wait_until(lambda: client.generate(PROMPT, max_tokens=30).statistics.num_drafts > 0)  # the drafter is connected
-    ids, counts = [], []
-    for salt in ("first", "first", "second"):
-        before = [read_metric(stack, service, name) for service in ("verifier", "drafter") for name in names]
-        completion = client.generate(prompt, temperature=0.0, max_tokens=80, cache_salt=salt)
-        assert completion.statistics.num_drafts > 0
-        ids.append(completion.token_ids)
-        after = [read_metric(stack, service, name) for service in ("verifier", "drafter") for name in names]
-        counts.append([new - old for new, old in zip(after, before, strict=True)])
-        hits = counts[-1][1]
-        assert completion.statistics.num_cached_prompt_tokens == hits
+
+    def tried(*salts: str) -> tuple[list[list[int]], list[list[float]]] | None:
+        """Returns ids and counts; None where one had no drafts, for on a busy machine all is said before they come."""
+        ids, counts = [], []
+        for salt in salts:
+            before = [read_metric(stack, service, name) for service in ("verifier", "drafter") for name in names]
+            completion = client.generate(prompt, temperature=0.0, max_tokens=20, cache_salt=salt)
+            if not completion.statistics.num_drafts:
+                return None
+            ids.append(completion.token_ids)
+            after = [read_metric(stack, service, name) for service in ("verifier", "drafter") for name in names]
+            counts.append([new - old for new, old in zip(after, before, strict=True)])
+            assert completion.statistics.num_cached_prompt_tokens == counts[-1][1]
+        return ids, counts
+
+    trials = (tried(f"first {number}", f"first {number}", f"second {number}") for number in range(20))
+    ids, counts = next(trial for trial in trials if trial is not None)
     read, reused = [len(prompt), 0] * 2, [len(prompt), 2 * BLOCK_SIZE] * 2
     assert counts == [read, reused, read]
     assert ids[0] == ids[1] == ids[2]
