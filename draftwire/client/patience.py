@@ -9,7 +9,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
 NOT_BEGUN_SECONDS = 5.0
-"""How long a completion is tried that has not begun, where there are several gateways: they may be restarted in turn."""
+"""How long a completion that has not begun is tried where there are several gateways: they may be restarted in turn."""
 
 
 class Patience:
