@@ -7,7 +7,6 @@ from draftwire.errors import DraftwireError, NoRoomError
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Between attempts; doubled from one to the next."""
 
-
 NOT_BEGUN_SECONDS = 5.0
 """How long a completion that has not begun is tried where there are several gateways: they may be restarted in turn."""
 
@@ -48,7 +47,7 @@ class Patience:
             self._until = now + (self._seconds if self._has_begun else min(self._seconds, NOT_BEGUN_SECONDS))
         if isinstance(refusal, NoRoomError) and self._has_begun:
             self._pause_s = max(self._pause_s, refusal.retry_after_s)
-        if now + self._pause_s > min(self._until, self._deadline or self._until):
+        if now + self._pause_s >= min(self._until, self._deadline or self._until):
             return False
         time.sleep(self._pause_s)
         self._pause_s = min(max(FIRST_PAUSE_S, 2.0 * self._pause_s), LONGEST_PAUSE_S)

@@ -9,6 +9,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -198,7 +199,6 @@ class Client:
         self._channels = [security.open_channel(one.strip(), CHANNEL_OPTIONS) for one in addresses]
         self._metadata = security.metadata
         self._stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in self._channels]
-        self._stub = self._stubs[0]
         self._turns = count(random.randrange(len(self._stubs)))
 
     def __enter__(self) -> "Client":
@@ -320,12 +320,12 @@ class Client:
     def server(self) -> gateway_pb2.GetServerResponse:
         """Returns which models answer, and the server's defaults."""
         try:
-            return self._stub.GetServer(gateway_pb2.GetServerRequest(), timeout=10.0, metadata=self._metadata)
+            return self._get_server(10.0, waits=False)
         except grpc.RpcError as error:
             raise _error_of(error) from error
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns when the gateway serves requests.
+        """Returns when the gateway, or one of several, serves requests.
 
         Raises:
             UnavailableError: it does not within the time.
@@ -334,9 +334,7 @@ class Client:
         while True:
             try:
                 left = max(deadline - time.monotonic(), 0.1)
-                self._stub.GetServer(
-                    gateway_pb2.GetServerRequest(), timeout=left, wait_for_ready=True, metadata=self._metadata
-                )
+                self._get_server(left, waits=len(self._stubs) == 1)  # one that is down must not keep us from others
                 return
             except grpc.RpcError as error:
                 if time.monotonic() > deadline:
@@ -353,10 +351,27 @@ class Client:
         """Returns why a call that waited was not made, which its own status does not say: a certificate, say."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             try:
-                self._stub.GetServer(gateway_pb2.GetServerRequest(), timeout=1.0, metadata=self._metadata)
+                self._get_server(1.0, waits=False)
             except grpc.RpcError as refused:
                 error = refused
         return f" ({error.details()})"
+
+    def _get_server(self, timeout_s: float, *, waits: bool) -> gateway_pb2.GetServerResponse:
+        """Returns the first answer of the gateways, asked in turn.
+
+        Args:
+            timeout_s: how long each may take.
+            waits: whether that includes the time until it can be reached.
+
+        Raises:
+            grpc.RpcError: that of the last one, if none answers.
+        """
+        *others, last = self._stubs
+        request = gateway_pb2.GetServerRequest()
+        for stub in others:
+            with suppress(grpc.RpcError):
+                return stub.GetServer(request, timeout=timeout_s, wait_for_ready=waits, metadata=self._metadata)
+        return last.GetServer(request, timeout=timeout_s, wait_for_ready=waits, metadata=self._metadata)
 
 
 def _prompt(prompt: Any) -> dict[str, Any]:

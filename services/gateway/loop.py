@@ -394,15 +394,17 @@ class GenerationLoop:
     def _next_drafter(self, target: TargetPort) -> DrafterPort | None:
         """Returns the drafter to ask next, if there is one that was not asked yet and could draft something."""
         unwanted = set(self._tried)
+        longest = 0
         while self._generation.num_speculative_tokens:
             drafter = self._peers.drafter_for(target, unwanted)
-            if drafter is None or len(self._committed) < drafter.description.context_length:
+            if drafter is None:
+                break
+            if len(self._committed) < drafter.description.context_length:
                 return drafter
-            if self._permit_number < 0:  # else it has drafted as far as it could
-                self._drafter_error = (
-                    f"the text is longer than the drafter's context of {drafter.description.context_length}"
-                )
+            longest = max(longest, drafter.description.context_length)
             unwanted.add(drafter.instance_id)
+        if longest and self._permit_number < 0:  # else one has drafted as far as it could
+            self._drafter_error = f"the text is longer than the drafter's context of {longest}"
         return None
 
     def _seek_drafter(self) -> None:

@@ -870,6 +870,8 @@ def test_drafter_whose_context_is_full_does_not_stand_in_the_way_of_one_with_a_l
     assert_whole_story(result)
     assert short.opened == 0
     assert long.calibrations
+    assert result.finish is not None
+    assert result.finish.drafter_error == ""
 
 
 def test_drafter_in_quarantine_at_one_verifier_drafts_for_another() -> None:

@@ -1,0 +1,231 @@
+"""How the Python client resumes interrupted completions: with gateways that say what a script tells them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+
+from draftwire.client import patience
+from draftwire.client.patience import NOT_BEGUN_SECONDS, Patience
+from draftwire.client.sync import CompletionStream
+from draftwire.errors import RETRY_KEY, DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.v1 import gateway_pb2
+
+Code = grpc.StatusCode
+RESUME_S = 30.0
+
+
+class Failure(grpc.RpcError):
+    """As much of an error of gRPC as a client looks at."""
+
+    def __init__(self, code: grpc.StatusCode, retry_ms: int | None = None) -> None:
+        self._code = code
+        self._metadata = [] if retry_ms is None else [grpc.aio.Metadata((RETRY_KEY, str(retry_ms)))]
+        self._retry_ms = retry_ms
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._code.name
+
+    def trailing_metadata(self) -> list[Any]:
+        return [] if self._retry_ms is None else [Item(RETRY_KEY, str(self._retry_ms))]
+
+
+@dataclass(frozen=True)
+class Item:
+    key: str
+    value: str
+
+
+@dataclass
+class Clock:
+    """Time that passes where somebody waits."""
+
+    now: float = 100.0
+    pauses: list[float] = field(default_factory=list)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds + 0.001
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(patience, "time", clock)
+    return clock
+
+
+def delta(*token_ids: int) -> gateway_pb2.GenerateResponse:
+    text = "".join(chr(ord("a") + token) for token in token_ids)
+    return gateway_pb2.GenerateResponse(delta=gateway_pb2.GenerateDelta(token_ids=token_ids, text=text))
+
+
+FINISH = gateway_pb2.GenerateResponse(finish=gateway_pb2.GenerateFinish(reason=gateway_pb2.FINISH_REASON_LENGTH))
+LOST = Failure(Code.UNAVAILABLE)
+
+Step = gateway_pb2.GenerateResponse | Failure
+
+
+class Gateways:
+    """Each call carries out the next script; the last one over and over."""
+
+    def __init__(self, *scripts: list[Step]) -> None:
+        self._scripts = list(scripts)
+        self.requests: list[gateway_pb2.GenerateRequest] = []
+        self.cancelled = 0
+
+    def start(self, request: gateway_pb2.GenerateRequest) -> Any:
+        self.requests.append(gateway_pb2.GenerateRequest.FromString(request.SerializeToString()))
+        script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
+        return Call(self, script)
+
+
+class Call:
+    def __init__(self, gateways: Gateways, script: list[Step]) -> None:
+        self._gateways, self._script = gateways, script
+
+    def __iter__(self) -> Iterator[gateway_pb2.GenerateResponse]:
+        for step in self._script:
+            if isinstance(step, Failure):
+                raise step
+            yield step
+
+    def cancel(self) -> None:
+        self._gateways.cancelled += 1
+
+
+def stream_of(
+    gateways: Gateways, clock: Clock, num_gateways: int = 1, resume_s: float = RESUME_S, timeout_s: float | None = None
+) -> CompletionStream:
+    deadline = None if timeout_s is None else clock.now + timeout_s
+    request = gateway_pb2.GenerateRequest(text="prompt", max_tokens=9, seed=5)
+    return CompletionStream(gateways.start, request, Patience(num_gateways, resume_s, deadline))
+
+
+def read(stream: CompletionStream) -> list[int]:
+    return [token for piece in stream for token in piece.token_ids]
+
+
+def refused(stream: CompletionStream, kind: type[DraftwireError]) -> None:
+    with pytest.raises(kind) as raised:
+        read(stream)
+    assert type(raised.value) is kind
+
+
+def test_completion_goes_on_from_the_tokens_that_came_and_asks_for_the_same_otherwise(clock: Clock) -> None:
+    gateways = Gateways([delta(0, 1), delta(2), LOST], [delta(3), LOST], [delta(4, 5), FINISH])
+    stream = stream_of(gateways, clock)
+    assert read(stream) == [0, 1, 2, 3, 4, 5]
+    assert [list(request.generated_token_ids) for request in gateways.requests] == [[], [0, 1, 2], [0, 1, 2, 3]]
+    for request in gateways.requests:
+        del request.generated_token_ids[:]
+        assert request == gateways.requests[0]
+    assert stream.completion is not None
+    assert (stream.completion.text, stream.completion.num_resumed) == ("abcdef", 2)
+    assert stream.completion.token_ids == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNAL])
+def test_whatever_cuts_a_stream_is_an_interruption(clock: Clock, code: grpc.StatusCode) -> None:
+    assert read(stream_of(Gateways([delta(0), Failure(code)], [delta(1), FINISH]), clock)) == [0, 1]
+
+
+def test_stream_that_ends_without_a_finish_is_an_interruption(clock: Clock) -> None:
+    assert read(stream_of(Gateways([delta(0)], [delta(1), FINISH]), clock)) == [0, 1]
+
+
+def test_completion_whose_finish_alone_was_lost_gets_it(clock: Clock) -> None:
+    stream = stream_of(Gateways([delta(0), LOST], [FINISH]), clock)
+    assert read(stream) == [0]
+    assert stream.completion is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(Code.INVALID_ARGUMENT, InvalidRequestError), (Code.DEADLINE_EXCEEDED, UnavailableError)]
+)
+def test_what_trying_again_does_not_help_is_raised_at_once(
+    clock: Clock, code: grpc.StatusCode, kind: type[DraftwireError]
+) -> None:
+    gateways = Gateways([delta(0), Failure(code)])
+    refused(stream_of(gateways, clock, num_gateways=2), kind)
+    assert len(gateways.requests) == 1
+
+
+def test_completion_that_its_user_cancelled_is_not_resumed(clock: Clock) -> None:
+    gateways = Gateways([delta(0), Failure(Code.CANCELLED)])
+    stream = stream_of(gateways, clock, num_gateways=2)
+    pieces = iter(stream)
+    next(pieces)
+    stream.cancel()
+    with pytest.raises(UnavailableError):
+        next(pieces)
+    assert (len(gateways.requests), gateways.cancelled) == (1, 1)
+
+
+def test_it_is_tried_for_as_long_as_asked_with_growing_pauses(clock: Clock) -> None:
+    started_at = clock.now
+    refused(stream_of(Gateways([delta(0), LOST], [LOST]), clock), UnavailableError)
+    assert RESUME_S - 2.1 < clock.now - started_at <= RESUME_S + 0.1
+    assert clock.pauses[:7] == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0])
+    assert set(clock.pauses[7:]) == {2.0}
+
+
+def test_patience_starts_anew_with_every_token(clock: Clock) -> None:
+    scripts = [[delta(0), LOST], *([LOST] * 8 for _ in range(1)), [delta(1), LOST], [FINISH]]
+    gateways = Gateways(*scripts)
+    assert read(stream_of(gateways, clock)) == [0, 1]
+    assert clock.pauses == pytest.approx([0.0, 0.1, 0.0])
+
+
+def test_resuming_may_be_switched_off(clock: Clock) -> None:
+    gateways = Gateways([delta(0), LOST])
+    refused(stream_of(gateways, clock, num_gateways=2, resume_s=0.0), UnavailableError)
+    assert len(gateways.requests) == 1
+
+
+def test_deadline_of_the_completion_ends_it(clock: Clock) -> None:
+    started_at = clock.now
+    refused(stream_of(Gateways([delta(0), LOST], [LOST]), clock, timeout_s=3.0), UnavailableError)
+    assert clock.now - started_at < 3.0
+
+
+def test_full_gateway_is_asked_again_when_it_says_where_a_completion_has_begun(clock: Clock) -> None:
+    full = Failure(Code.RESOURCE_EXHAUSTED, retry_ms=3_500)
+    assert read(stream_of(Gateways([delta(0), LOST], [full], [delta(1), FINISH]), clock)) == [0, 1]
+    assert clock.pauses == pytest.approx([0.0, 3.5])
+
+
+def test_new_completion_is_refused_at_once_by_a_single_gateway(clock: Clock) -> None:
+    gateways = Gateways([LOST])
+    refused(stream_of(gateways, clock), UnavailableError)
+    assert (len(gateways.requests), clock.pauses) == (1, [])
+
+
+def test_new_completion_is_tried_for_a_while_where_there_are_several_gateways(clock: Clock) -> None:
+    assert read(stream_of(Gateways([LOST], [LOST], [delta(0), FINISH]), clock, num_gateways=2)) == [0]
+    started_at = clock.now
+    gateways = Gateways([LOST])
+    refused(stream_of(gateways, clock, num_gateways=2), UnavailableError)
+    assert NOT_BEGUN_SECONDS - 2.1 < clock.now - started_at <= NOT_BEGUN_SECONDS + 0.1
+    assert all(not request.generated_token_ids for request in gateways.requests)
+
+
+def test_full_gateways_are_asked_once_each_for_a_new_completion(clock: Clock) -> None:
+    gateways = Gateways([Failure(Code.RESOURCE_EXHAUSTED, retry_ms=3_500)])
+    refused(stream_of(gateways, clock, num_gateways=3), NoRoomError)
+    assert len(gateways.requests) == 3
+
+
+def test_completion_that_began_anew_was_not_resumed(clock: Clock) -> None:
+    stream = stream_of(Gateways([LOST], [delta(0), FINISH]), clock, num_gateways=2)
+    assert read(stream) == [0]
+    assert stream.completion is not None
+    assert stream.completion.num_resumed == 0
