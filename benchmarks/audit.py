@@ -34,6 +34,7 @@ from draftwire.distributions import DenseRows, SparseRows
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.sampling import SamplingParams
 from draftwire.verification import BlockBatch
@@ -122,8 +123,8 @@ def collect(prompts: list[str], max_tokens: int) -> tuple[Places, float]:
     options = stack_options(None, None, BLOCK)
     target, drafter = (load_model(options[name]["model"]) for name in ("verifier", "drafter"))
     context_length = drafter.description.context_length
-    cached_target = CachedModel(target.model, context_length)
-    strategy = LanguageModelDrafter(CachedModel(drafter.model, context_length), context_length)
+    cached_target = CachedModel(decoder_of(target.model), context_length)
+    strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter.model), context_length), context_length)
     tokenizer = AutoTokenizer.from_pretrained(options["verifier"]["model"])
     targets, drafts = [], []
     for seed, prompt in track(list(enumerate(prompts)), "collecting"):

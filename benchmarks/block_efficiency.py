@@ -35,6 +35,7 @@ from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.quantization import Quantization
 from draftwire.sampling import SamplingParams
@@ -119,8 +120,8 @@ def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
     target, drafter = (load_model(options["model"]) for options in models)
     quantization = Quantization(mass=models[1]["draft_mass"], max_support=models[1]["draft_max_support"])
     context_length = drafter.description.context_length
-    cached_target = CachedModel(target.model, context_length)
-    cached_drafter = CachedModel(drafter.model, context_length)
+    cached_target = CachedModel(decoder_of(target.model), context_length)
+    cached_drafter = CachedModel(decoder_of(drafter.model), context_length)
     strategy = LanguageModelDrafter(cached_drafter, context_length, quantization=quantization)
     tokenizer = AutoTokenizer.from_pretrained(models[0]["model"])
     counts: dict[str, list[tuple[float, int, int]]] = {rule: [] for rule in PREDICTED}

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.report import write_report
 from benchmarks.rules import CASES, Shape, Step, measure
 from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.decoder import decoder_of
 from draftwire.randomness import KEY_BYTES, DrawKey, exponentials
 from draftwire.sampling import SamplingParams
 from draftwire.verification import rule_named
@@ -63,7 +64,7 @@ def random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
 def largest_error(device: str) -> float:
     """Returns how far logits of mixed batches are from those of fresh forward passes, float32, largest difference."""
     own = random_model("tiny", torch.float32, device)
-    model = CachedModel(copy.deepcopy(own), 8192)
+    model = CachedModel(decoder_of(copy.deepcopy(own)), 8192)
     texts = [random_ids(length, 512, length) for length in (3, 40, 41, 200, 700)]
     sequences = [model.cache.open() for _ in texts]
     model.read([Reading(sequence, text[:-3], 0) for sequence, text in zip(sequences, texts, strict=True) if text[:-3]])
@@ -132,7 +133,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
-    model = CachedModel(random_model(arguments.size, dtype, arguments.device), 64 * 512)
+    model = CachedModel(decoder_of(random_model(arguments.size, dtype, arguments.device)), 64 * 512)
     milliseconds = {count: step_ms(model, count, arguments.device, arguments.repetitions) for count in SESSIONS}
     results: dict[str, Any] = {
         "device": arguments.device if arguments.device == "cpu" else torch.cuda.get_device_name(),

@@ -49,6 +49,7 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.encoding import NARROW, Claim, Supports, decode, encode_dense, encode_sparse
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
 from draftwire.quantization import Encoding, Quantization, id_width
 from draftwire.sampling import SamplingParams
@@ -186,7 +187,7 @@ class Pair:
         """Loads them from their folders."""
         self.tokenizer = AutoTokenizer.from_pretrained(target)
         self._target, self._drafter = (
-            CachedModel(load_model(folder).model, context_length) for folder in (target, drafter)
+            CachedModel(decoder_of(load_model(folder).model), context_length) for folder in (target, drafter)
         )
         self._context_length = context_length
 

@@ -2,16 +2,21 @@
 
 from dataclasses import dataclass, replace
 
+import structlog
 import torch
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.models.cached_model import CachedModel, SequenceModel
+from draftwire.models.decoder import DECODERS, decoder_of
+from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, ModelCard, load_model
 from draftwire.models.scripted import Script, ScriptedTarget, is_scripted
 from draftwire.quantization import Quantization
 from draftwire.services.settings import EngineSettings, ModelSettings, require
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ def load_target(settings: ModelSettings, engine: EngineSettings) -> Target:
         script = _script(settings)
         return Target(_limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
     loaded = _load(settings)
-    return Target(_limited(loaded.card, engine), CachedModel(loaded.model, engine.kv_cache_tokens))
+    return Target(_limited(loaded.card, engine), _cached(loaded, settings, engine))
 
 
 def load_drafter(settings: ModelSettings, engine: EngineSettings, quantization: Quantization) -> Drafter:
@@ -47,21 +52,29 @@ def load_drafter(settings: ModelSettings, engine: EngineSettings, quantization: 
     loaded = _load(settings)
     card = _limited(loaded.card, engine)
     substitute = card.description.stop_token_ids[0] if card.description.stop_token_ids else 0
-    model = CachedModel(loaded.model, engine.kv_cache_tokens)
+    model = _cached(loaded, settings, engine)
     return Drafter(card, LanguageModelDrafter(model, card.description.context_length, substitute, quantization))
 
 
 def _script(settings: ModelSettings) -> Script:
     """Reads a script; settings that would have no effect are refused."""
     plain = ModelSettings(settings.model, threads=settings.threads)
-    require(settings == plain, "a scripted model has no revision, dtype or device")
+    require(settings == plain, "a scripted model has no revision, dtype, device or decoder")
     torch.set_num_threads(settings.threads)  # the rules are computed
     return Script.parse(settings.model)
 
 
 def _load(settings: ModelSettings) -> LoadedModel:
+    require(settings.decoder in DECODERS, f"decoder must be one of {', '.join(DECODERS)}, not {settings.decoder!r}")
     torch.set_num_threads(settings.threads)
     return load_model(settings.model, settings.dtype, settings.device, settings.revision)
+
+
+def _cached(loaded: LoadedModel, settings: ModelSettings, engine: EngineSettings) -> CachedModel:
+    decoder = decoder_of(loaded.model, settings.decoder, consumes=True)
+    reason = "" if isinstance(decoder, LeanDecoder) else why_not_lean(loaded.model) or "asked for"
+    log.info("models.decoder_chosen", decoder="transformers" if reason else "lean", reason=reason)
+    return CachedModel(decoder, engine.kv_cache_tokens)
 
 
 def _limited(card: ModelCard, engine: EngineSettings) -> ModelCard:

@@ -155,6 +155,9 @@ class ModelSettings:
     """A torch device, such as "cpu" or "cuda:0"."""
     threads: int = 1
     """CPU threads of torch."""
+    decoder: str = "auto"
+    """What does the forward passes: "lean", our own code for the Llama family, "transformers", or auto: lean for models
+    that it can run."""
 
     def __post_init__(self) -> None:
         require(bool(self.model), "a model folder or hub name is needed")

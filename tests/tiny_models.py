@@ -152,3 +152,13 @@ def randomize(model: PreTrainedModel) -> PreTrainedModel:
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.6)
     return model
+
+
+def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes the norms of a float64 model compute in float64, which those of transformers do not, and returns it."""
+    for name, module in list(model.named_modules()):
+        if name.endswith("norm"):
+            exact = torch.nn.RMSNorm(module.weight.shape, module.variance_epsilon, dtype=torch.float64)
+            exact.weight = module.weight
+            model.set_submodule(name, exact)
+    return model

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import CachedSequence, KvCache
-from draftwire.models.paged_attention import IMPLEMENTATION, KvStorage, Segment, pack
+from draftwire.models.paged_attention import KvStorage, Segment, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +51,17 @@ class SequenceModel(Protocol):
 
 
 class CachedModel:
-    """A transformers model with a paged KV cache."""
+    """A decoder with a paged KV cache."""
 
-    def __init__(self, model: PreTrainedModel, cache_tokens: int) -> None:
-        """Takes over a model, whose attention is replaced.
+    def __init__(self, decoder: Decoder, cache_tokens: int) -> None:
+        """Makes an empty cache.
 
         Args:
-            model: in evaluation mode, on its device.
+            decoder: does the forward passes.
             cache_tokens: room of the KV cache, tokens of all sequences together.
         """
-        model.set_attn_implementation(IMPLEMENTATION)
-        self._model = model
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self._decoder = decoder
+        self.vocab_size = decoder.vocab_size
         self.cache = KvCache(cache_tokens)
         self._storage = KvStorage(self.cache.num_slots)
 
@@ -71,24 +70,17 @@ class CachedModel:
         """See `SequenceModel.read`."""
         with appended(self.cache, readings):
             segments = [Segment(reading.sequence, len(reading.token_ids)) for reading in readings]
-            device = self._model.device
+            device = self._decoder.device
             step = pack(segments, self._storage, device)
             token_ids = [token for reading in readings for token in reading.token_ids]
-            output = self._model(
-                input_ids=torch.tensor([token_ids], device=device),
-                position_ids=step.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=torch.tensor(_kept(readings), dtype=torch.int64, device=device),
-                packed_step=step,
-            )
-        logits: Tensor = output.logits[0]
-        return logits
+            kept = torch.tensor(_kept(readings), dtype=torch.int64, device=device)
+            return self._decoder.logits(torch.tensor(token_ids, device=device), step, kept)
 
     @torch.inference_mode()
     def keep_path(self, sequence: CachedSequence, base_len: int, path: Sequence[int]) -> None:
         """Forgets all but the first `base_len` tokens and a path through the tree after them; see `KvCache`."""
         sources, targets = self.cache.keep_path(sequence, base_len, path)
-        device = self._model.device
+        device = self._decoder.device
         self._storage.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device))
 
 

@@ -61,6 +61,18 @@ class Segment:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """How the layers of a model attend."""
+
+    scaling: float | None = None
+    """Of the scores; None is 1 / sqrt(head_dim)."""
+    window: int | None = None
+    """Positions that a query sees, its own included; None is all."""
+    softcap: float | None = None
+    """Bound of the scores by tanh, before masking."""
+
+
 @dataclass(slots=True)
 class SegmentGroup:
     """Segments of similar shape, padded to the longest."""
@@ -73,14 +85,32 @@ class SegmentGroup:
     """`[rows, keys] int64`: where each row's keys lie in the cache; padding points into the null block."""
     positions: Tensor
     """`[rows, queries] int64`: position of each query in its sequence."""
+    run: slice | None
+    """The places of the keys, if there is one row and they lie behind each other."""
+    sees_all: bool
+    """Whether every query sees every key, but for sliding windows."""
     biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
     """Masks by sliding window and query heads per key head."""
 
-    def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor:
-        """Returns what is added to the scores, `[rows, 1, repeats * queries, keys]`: 0 to see, -inf to mask."""
+    def of_rows(self, stored: Tensor) -> Tensor:
+        """Returns `[rows, keys, kv_heads, any]` of a layer's keys or values, `[num_slots, kv_heads, any]`."""
+        return _take(stored, self.slots) if self.run is None else stored[self.run].unsqueeze(0)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys of each row, padding included."""
+        return self.slots.shape[1]
+
+    def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns what is added to the scores, `[rows, 1, repeats * queries, keys]`: 0 to see, -inf to mask.
+
+        None where every query sees every key.
+        """
+        if self.sees_all and (window is None or window >= self.num_keys):
+            return None
         known = self.biases.get((window, repeats))
         if known is None:
-            distance = self.positions.unsqueeze(-1) - torch.arange(self.slots.shape[1], device=self.slots.device)
+            distance = self.positions.unsqueeze(-1) - torch.arange(self.num_keys, device=self.slots.device)
             seen = distance >= 0
             if window is not None:
                 seen &= distance < window
@@ -99,6 +129,37 @@ class PackedStep:
     positions: Tensor
     """`[num_tokens] int64`: their positions in their sequences."""
     groups: list[SegmentGroup]
+
+    def attend(
+        self, layer: int, shape: AttentionShape, queries: Tensor, new_keys: Tensor, new_values: Tensor
+    ) -> Tensor:
+        """Stores the keys and values of a layer's new tokens and attends to them and to the earlier ones.
+
+        Args:
+            layer: its index.
+            shape: how it attends.
+            queries: `[num_tokens, heads, head_dim]`, positions applied.
+            new_keys: `[num_tokens, kv_heads, head_dim]`.
+            new_values: `[num_tokens, kv_heads, value_dim]`.
+
+        Returns:
+            `[num_tokens, heads, value_dim]`.
+        """
+        keys, values = self.storage.layer(layer, new_keys, new_values)
+        keys.index_copy_(0, self.slots, new_keys)
+        values.index_copy_(0, self.slots, new_values)
+        if len(self.groups) == 1 and len(self.groups[0].tokens) == 1:  # one sequence: its tokens are the step's
+            group = self.groups[0]
+            return _attend(queries.unsqueeze(0), group.of_rows(keys), group.of_rows(values), group, shape)[0]
+        result = queries.new_empty(*queries.shape[:2], new_values.shape[-1])
+        for group in self.groups:
+            own = _take(queries, group.tokens)
+            attended = _attend(own, group.of_rows(keys), group.of_rows(values), group, shape)
+            if group.real is None:
+                result.index_copy_(0, group.tokens.flatten(), attended.flatten(0, 1))
+            else:
+                result[group.tokens[group.real]] = attended[group.real]
+        return result
 
 
 def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> PackedStep:
@@ -124,7 +185,18 @@ def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> P
         positions[tokens] = position
         slots[tokens] = np.take_along_axis(places, position, axis=1)
         mask = None if real.all() else _tensor(real, device)
-        groups.append(SegmentGroup(_tensor(tokens, device), mask, _tensor(places, device), _tensor(position, device)))
+        first = int(places[0, 0])
+        is_run = len(members) == 1 and bool((places[0] == np.arange(first, first + places.shape[1])).all())
+        groups.append(
+            SegmentGroup(
+                tokens=_tensor(tokens, device),
+                real=mask,
+                slots=_tensor(places, device),
+                positions=_tensor(position, device),
+                run=slice(first, first + places.shape[1]) if is_run else None,
+                sees_all=tokens.shape[1] == 1 and bool((length == places.shape[1]).all()),
+            )
+        )
     return PackedStep(storage, _tensor(slots, device), _tensor(positions, device), groups)
 
 
@@ -165,27 +237,9 @@ def paged_attention(
     assert packed_step is not None
     assert attention_mask is None
     _check_supported(module, sliding_window, s_aux)
-    new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    keys, values = packed_step.storage.layer(cast(int, module.layer_idx), new_keys, new_values)
-    keys.index_copy_(0, packed_step.slots, new_keys)
-    values.index_copy_(0, packed_step.slots, new_values)
-    queries = query[0].transpose(0, 1)  # [num_tokens, heads, head_dim]
-    result = queries.new_empty(*queries.shape[:2], value.shape[-1])
-    for group in packed_step.groups:
-        attended = _attend(
-            _take(queries, group.tokens),
-            _take(keys, group.slots),
-            _take(values, group.slots),
-            group,
-            scaling,
-            sliding_window,
-            softcap,
-        )
-        if group.real is None:
-            result.index_copy_(0, group.tokens.flatten(), attended.flatten(0, 1))
-        else:
-            result[group.tokens[group.real]] = attended[group.real]
-    return result.unsqueeze(0), None
+    shape = AttentionShape(scaling, sliding_window, softcap)
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return packed_step.attend(cast(int, module.layer_idx), shape, queries, keys, values).unsqueeze(0), None
 
 
 def _check_supported(module: torch.nn.Module, sliding_window: int | None, s_aux: Tensor | None) -> None:
@@ -197,15 +251,7 @@ def _check_supported(module: torch.nn.Module, sliding_window: int | None, s_aux:
         raise InvalidRequestError("the model's layers do not say how far their sliding windows reach")
 
 
-def _attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    group: SegmentGroup,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, group: SegmentGroup, shape: AttentionShape) -> Tensor:
     """Returns `[rows, queries, heads, value_dim]`.
 
     The query heads that share a key head are laid behind each other as further queries, so no key is repeated.
@@ -213,15 +259,16 @@ def _attend(
     rows, num_queries, heads, head_dim = queries.shape
     kv_heads = keys.shape[2]
     repeats = heads // kv_heads
-    folded = queries.view(rows, num_queries, kv_heads, repeats, head_dim).permute(0, 2, 3, 1, 4)
+    folded = queries.reshape(rows, num_queries, kv_heads, repeats, head_dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(rows, kv_heads, repeats * num_queries, head_dim)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    bias = group.bias(window, repeats, queries.dtype)
-    if softcap is None:
-        attended = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scaling)
+    bias = group.bias(shape.window, repeats, queries.dtype)
+    if shape.softcap is None:
+        attended = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=shape.scaling)
     else:
-        scores = folded @ keys.transpose(-1, -2) * (head_dim**-0.5 if scaling is None else scaling)
-        scores = torch.tanh(scores / softcap) * softcap + bias
+        scores = folded @ keys.transpose(-1, -2) * (head_dim**-0.5 if shape.scaling is None else shape.scaling)
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+        scores = scores if bias is None else scores + bias
         attended = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
     attended = attended.reshape(rows, kv_heads, repeats, num_queries, -1).permute(0, 3, 1, 2, 4)
     return attended.reshape(rows, num_queries, heads, -1)

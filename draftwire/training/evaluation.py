@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoder import decoder_of
 from draftwire.sampling import SamplingParams
 
 
@@ -48,8 +49,8 @@ def measure_acceptance(
 ) -> Acceptance:
     """Continues every prompt by 128 tokens in one process and counts."""
     context_length = int(drafter.config.max_position_embeddings)
-    cached_target = CachedModel(target, context_length)
-    strategy = LanguageModelDrafter(CachedModel(drafter, context_length), context_length)
+    cached_target = CachedModel(decoder_of(target), context_length)
+    strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter), context_length), context_length)
     drafted = accepted = rounds = emitted = 0
     for seed, prompt in enumerate(prompts):
         run = LocalRun(SamplingParams(temperature), 128, block_length, rule, seed)

@@ -27,6 +27,7 @@ from draftwire.encoding import Claim, DraftDistributions, decode, decode_one
 from draftwire.errors import BlockViolationError, NoRoomError, Violation
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey, Role, derive_key, exponentials
@@ -265,7 +266,10 @@ class Stack:
         self.target_probs: dict[tuple[bytes, int, int], Tensor] = {}
         """What the rules saw, by verifying key, round and attempt."""
         self.corrupt_next_block = False
-        target, drafter = CachedModel(models.target, target_room), CachedModel(models.drafter, drafter_room)
+        target, drafter = (
+            CachedModel(decoder_of(models.target), target_room),
+            CachedModel(decoder_of(models.drafter), drafter_room),
+        )
         self.target = Half(
             verifying.Scheduler(
                 CONTEXT_LENGTH, VOCAB_SIZE, MAX_DRAFT_TOKENS, Room(64, target_room), TightPacer(1.0, tokens=budget)
@@ -647,7 +651,10 @@ def test_sessions_together_write_what_the_loop_in_one_process_writes_for_each(mo
         stack.turn_all()
     stack.finish(plans[4:])  # finds what the first ones have read
     for plan, text in zip(plans, texts_of(stack), strict=True):
-        target, drafter = CachedModel(models.target, CONTEXT_LENGTH), CachedModel(models.drafter, CONTEXT_LENGTH)
+        target, drafter = (
+            CachedModel(decoder_of(models.target), CONTEXT_LENGTH),
+            CachedModel(decoder_of(models.drafter), CONTEXT_LENGTH),
+        )
         block_length = plan.block_lengths[0]
         run = LocalRun(plan.sampling, plan.max_tokens, block_length, plan.rule, plan.seed, plan.stop_token_ids)
         rounds = speculate(

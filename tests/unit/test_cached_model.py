@@ -10,20 +10,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, WINDOW, randomize, tiny_network, tiny_shape
+from tiny_models import ARCHITECTURES, WINDOW, randomize, tiny_network, tiny_shape, with_exact_norms
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.models.cached_model import CachedModel, Reading, SequenceModel
+from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
+from draftwire.models.lean_decoder import FAMILY
 from draftwire.models.paged_attention import KvStorage, Segment, pack
 
 torch.set_num_threads(1)
 
 VOCAB_SIZE = 11
 TOLERANCE = 1e-5
-"""In float64. Some layers compute in float32 in between, which leaves 1e-6."""
+"""In float64. Norms of transformers compute in float32, which leaves 1e-6."""
+LEAN_TOLERANCE = 1e-11
+"""In float64 throughout."""
+SUBJECTS = [f"{name} by transformers" for name in ARCHITECTURES] + [
+    f"{name} by the lean decoder" for name in ARCHITECTURES if name in FAMILY
+]
 LENGTHS = [1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 151]
 
 
@@ -43,6 +50,7 @@ class Subject:
 
     model: CachedModel
     reference: PreTrainedModel
+    tolerance: float
     texts: dict[CachedSequence, list[int]] = field(default_factory=dict)
     """What each sequence has read."""
     known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
@@ -69,7 +77,7 @@ class Subject:
         for reading, rows in zip(readings, logits.split([reading.keep for reading in readings]), strict=True):
             text = self.texts[reading.sequence] = self.texts[reading.sequence] + reading.token_ids
             assert reading.sequence.length == len(text)
-            assert_equal(rows, self.fresh(text)[len(text) - reading.keep :])
+            assert_equal(rows, self.fresh(text)[len(text) - reading.keep :], self.tolerance)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         self.model.cache.truncate(sequence, length)
@@ -103,19 +111,23 @@ def spoil(model: CachedModel) -> None:
         tensor[unused] = torch.nan
 
 
-def assert_equal(logits: Tensor, expected: Tensor) -> None:
+def assert_equal(logits: Tensor, expected: Tensor, tolerance: float) -> None:
     assert logits.shape == expected.shape
     if logits.numel():
-        assert (logits - expected).abs().max() <= TOLERANCE
+        assert (logits - expected).abs().max() <= tolerance
 
 
 def random_ids(generator: random.Random, count: int) -> list[int]:
     return [generator.randrange(VOCAB_SIZE) for _ in range(count)]
 
 
-def make(architecture: str, num_blocks: int = 60) -> Subject:
+def make(subject: str, num_blocks: int = 60) -> Subject:
+    architecture, _, decoder = subject.partition(" by ")
     model, reference = network(architecture)
-    return Subject(CachedModel(model, num_blocks * BLOCK_SIZE), reference)
+    if decoder == "transformers":
+        return Subject(CachedModel(decoder_of(model, "transformers"), num_blocks * BLOCK_SIZE), reference, TOLERANCE)
+    exact = with_exact_norms(copy.deepcopy(reference))
+    return Subject(CachedModel(decoder_of(model, "lean"), num_blocks * BLOCK_SIZE), exact, LEAN_TOLERANCE)
 
 
 @pytest.fixture
@@ -123,7 +135,7 @@ def llama() -> Subject:
     return make("llama")
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=SUBJECTS)
 def subject(request: pytest.FixtureRequest) -> Subject:
     return make(request.param)
 
@@ -260,7 +272,7 @@ def play(subject: Subject, generator: random.Random, num_steps: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_schedule_gives_the_logits_of_a_fresh_pass(subject: Subject, seed: int) -> None:
-    subject.model = CachedModel(subject.model._model, 18 * BLOCK_SIZE)
+    subject.model = CachedModel(subject.model._decoder, 18 * BLOCK_SIZE)
     play(subject, random.Random(seed), 25)
 
 
@@ -312,7 +324,7 @@ def test_sequence_that_gives_nan_spoils_no_other(llama: Subject) -> None:
             tensor[torch.from_numpy(slots_of([sick], 20)[0])] = torch.nan
     logits = llama.model.read([Reading(sick, [1], 1), Reading(sound, [3, 4], 2)])
     assert bool(logits[0].isnan().all())
-    assert_equal(logits[1:], llama.fresh([2] * 20 + [3, 4])[-2:])
+    assert_equal(logits[1:], llama.fresh([2] * 20 + [3, 4])[-2:], llama.tolerance)
     llama.texts[sound] += [3, 4]
     llama.close(sick)
     llama.read(Reading(later, [5] * 40, 40), Reading(sound, [1], 1))
@@ -351,7 +363,8 @@ def test_keeping_the_first_nodes_equals_truncation(subject: Subject, num_kept: i
     subject.read(Reading(sequence, [1, 2], 2))
 
 
-def test_forward_pass_that_fails_anywhere_changes_no_sequence(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_pass_that_fails_anywhere_changes_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = make("llama by transformers")
     ids = random_ids(random.Random(6), 50)
     first, second = llama.open(ids), llama.open([])
     llama.read(Reading(first, ids, 1), Reading(second, ids[:5], 1))
@@ -362,8 +375,8 @@ def test_forward_pass_that_fails_anywhere_changes_no_sequence(llama: Subject, mo
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("out of memory")
 
-    network = llama.model._model
-    for module in (network, network.model.layers[0].mlp, network.model.layers[1].self_attn, network.lm_head):
+    taken, _ = network("llama")
+    for module in (taken, taken.model.layers[0].mlp, taken.model.layers[1].self_attn, taken.lm_head):
         with monkeypatch.context() as patch:
             patch.setattr(module, "forward", fail)
             with pytest.raises(RuntimeError, match="out of memory"):
@@ -386,7 +399,7 @@ def test_call_without_room_for_its_last_reading_changes_none() -> None:
 
 def test_model_with_attention_sinks_is_refused_when_it_reads() -> None:
     config = GptOssConfig(**tiny_shape(VOCAB_SIZE, 64), head_dim=8, num_local_experts=2)
-    model = CachedModel(randomize(GptOssForCausalLM(config)).eval(), 64)
+    model = CachedModel(decoder_of(randomize(GptOssForCausalLM(config)).eval()), 64)
     sequence = model.cache.open()
     with pytest.raises(InvalidRequestError, match="attention sinks"):
         model.read([Reading(sequence, [1, 2], 1)])

@@ -15,6 +15,7 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, Draft
 from draftwire.encoding import Claim, DraftDistributions, decode_one
 from draftwire.local_loop import LocalRun, Round, speculate
 from draftwire.models.cached_model import CachedModel, Reading, SequenceModel, appended
+from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import KvCache
 from draftwire.quantization import Encoding
 from draftwire.randomness import DrawKey, Role, derive_key, exponentials
@@ -112,12 +113,12 @@ class ContextFree:
 
 @pytest.fixture(scope="module")
 def target() -> CachedModel:
-    return CachedModel(tiny_network("llama", VOCAB_SIZE, CONTEXT_LENGTH, seed=3), 512)
+    return CachedModel(decoder_of(tiny_network("llama", VOCAB_SIZE, CONTEXT_LENGTH, seed=3)), 512)
 
 
 def model_drafter(seed: int, vocab_size: int = VOCAB_SIZE, dtype: torch.dtype = torch.float64) -> LanguageModelDrafter:
     network = tiny_network("llama", vocab_size, CONTEXT_LENGTH, seed, dtype)
-    return LanguageModelDrafter(CachedModel(network, 512), CONTEXT_LENGTH)
+    return LanguageModelDrafter(CachedModel(decoder_of(network), 512), CONTEXT_LENGTH)
 
 
 DRAFTERS = {

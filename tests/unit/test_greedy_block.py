@@ -15,6 +15,7 @@ from torch import Tensor
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoder import decoder_of
 from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey, Role, derive_key
 from draftwire.sampling import SamplingParams, probabilities
@@ -305,13 +306,15 @@ PROMPT = [1, 3, 0, 2]
 
 @pytest.fixture(scope="module")
 def target() -> CachedModel:
-    return CachedModel(tiny_network("llama", VOCAB_SIZE, 96, seed=3), 512)
+    return CachedModel(decoder_of(tiny_network("llama", VOCAB_SIZE, 96, seed=3)), 512)
 
 
 @pytest.fixture(scope="module")
 def drafter() -> LanguageModelDrafter:
     network = tiny_network("llama", VOCAB_SIZE, 96, seed=4)
-    return LanguageModelDrafter(CachedModel(network, 512), 96, quantization=Quantization(Encoding.DENSE_FLOAT32))
+    return LanguageModelDrafter(
+        CachedModel(decoder_of(network), 512), 96, quantization=Quantization(Encoding.DENSE_FLOAT32)
+    )
 
 
 @torch.inference_mode()

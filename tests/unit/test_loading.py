@@ -23,6 +23,7 @@ from transformers import (
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import LoadedModel, load_model, load_tokenizer, tokenizer_files
 
 torch.set_num_threads(1)
@@ -45,7 +46,7 @@ def test_rolled_back_cache_gives_the_logits_of_a_fresh_forward(architecture: str
     assert loaded.description.context_length == 64
     attention = "eager" if architecture == "gemma2" else "sdpa"  # only eager bounds the scores
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
-    model = CachedModel(loaded.model, 64)
+    model = CachedModel(decoder_of(loaded.model), 64)
     ids = [3, 5, 7, 2, 8, 9, 4, 6, 2, 3]
     sequence = model.cache.open(ids)
     model.read([Reading(sequence, ids, 1)])
@@ -105,7 +106,7 @@ def test_attention_to_chunks_is_refused(tmp_path: Path) -> None:
 def read_alone_and_among_others(loaded: LoadedModel, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the last logits after `ids`, alone and in a step with a sequence that fills the context."""
     context_length = loaded.description.context_length
-    model = CachedModel(loaded.model, 2 * context_length + 64)
+    model = CachedModel(decoder_of(loaded.model), 2 * context_length + 64)
     first, second, long = (model.cache.open() for _ in range(3))
     alone = model.read([Reading(first, ids, 1)])
     among = model.read([Reading(second, ids, 1), Reading(long, [1] * context_length, 0)])
@@ -159,7 +160,7 @@ def test_sliding_window_that_a_model_tells_its_mask_only_is_kept_or_refused(tmp_
     ids = [3, 5, 7, 2, 8, 9, 4, 6, 2, 3]
     fresh = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(input_ids=torch.tensor([ids]))
     try:
-        model = CachedModel(load_model(path).model, 64)
+        model = CachedModel(decoder_of(load_model(path).model), 64)
         logits = model.read([Reading(model.cache.open(), ids, 1)])
     except InvalidRequestError:
         return

@@ -16,6 +16,7 @@ from draftwire.distributions import DenseRows, DraftRows, SparseRows, draw, no_r
 from draftwire.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
 from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
 from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey
@@ -70,7 +71,7 @@ class WatchedModel:
 
 @pytest.fixture
 def model() -> WatchedModel:
-    return WatchedModel(CachedModel(NETWORK, 4096))
+    return WatchedModel(CachedModel(decoder_of(NETWORK), 4096))
 
 
 def random_ids(generator: random.Random, count: int) -> list[int]:
@@ -426,7 +427,7 @@ def test_draft_tokens_are_never_offered_before_they_are_committed(model: Watched
 
 
 def test_step_without_room_changes_no_sequence() -> None:
-    model = WatchedModel(CachedModel(NETWORK, 4 * BLOCK_SIZE))
+    model = WatchedModel(CachedModel(decoder_of(NETWORK), 4 * BLOCK_SIZE))
     generator = random.Random(13)
     parts = [judging(model, generator, random_ids(generator, count), 2) for count in (20, 40)]
     with pytest.raises(NoRoomError):

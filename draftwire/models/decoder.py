@@ -1,0 +1,79 @@
+"""What does the forward passes: our own code for the Llama family, transformers' for everything else."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftwire.errors import InvalidRequestError
+from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
+from draftwire.models.paged_attention import IMPLEMENTATION, PackedStep
+
+DECODERS = ("auto", "lean", "transformers")
+
+
+class Decoder(Protocol):
+    """A model's weights and its forward pass."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output."""
+
+    def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
+        """Reads the tokens of a step, and puts their keys and values into its storage.
+
+        Args:
+            token_ids: `[num_tokens] int64`, on the model's device.
+            step: the step's layout.
+            kept: `[count] int64`, ascending: which tokens' logits are wanted.
+
+        Returns:
+            `[count, vocab]`, which the caller may overwrite.
+        """
+
+
+class TransformersDecoder:
+    """Any causal language model of transformers whose attention can be replaced."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Takes over a model in evaluation mode, on its device, and replaces its attention."""
+        model.set_attn_implementation(IMPLEMENTATION)
+        self._model: Any = model
+        self.device = model.device
+        self.vocab_size = int(self._model.get_output_embeddings().weight.shape[0])
+
+    def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
+        """See `Decoder.logits`."""
+        output = self._model(
+            input_ids=token_ids.unsqueeze(0),
+            position_ids=step.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=kept,
+            packed_step=step,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def decoder_of(model: PreTrainedModel, kind: str = "auto", consumes: bool = False) -> Decoder:
+    """Returns what runs a model's weights.
+
+    Args:
+        model: in evaluation mode, on its device.
+        kind: one of `DECODERS`; "auto" is the lean one for models that it can run.
+        consumes: whether the model is not used otherwise, so that its weights may be rearranged without a second copy.
+
+    Raises:
+        InvalidRequestError: an unknown kind, or a model that the lean one cannot run.
+    """
+    if kind not in DECODERS:
+        raise InvalidRequestError(f"unknown decoder {kind!r}; known: {', '.join(DECODERS)}")
+    reason = why_not_lean(model)
+    if kind == "lean" and reason:
+        raise InvalidRequestError(f"the lean decoder cannot run {model.name_or_path}: {reason}")
+    return TransformersDecoder(model) if kind == "transformers" or reason else LeanDecoder(model, consumes)

@@ -1,0 +1,46 @@
+"""Linear layers over a handful of rows, as fast as the weights can be read.
+
+On a CPU, matrix products of 2 to 16 rows with weights as models store them take two to four times as long as reading
+the weights does: they are rearranged anew in every call. Here they are rearranged once. (Measured on two cores with
+float32 weights of 1,024 x 4,096: 0.43 instead of 0.86 ms for one row, 0.50 instead of 1.92 ms for nine.)
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+TYPICAL_ROWS = 8
+"""Number of rows that the arrangement is chosen for. What is chosen for one row is slow for more."""
+
+
+class Linear:
+    """A linear layer, or several that read the same input, one behind the other."""
+
+    def __init__(self, *layers: torch.nn.Linear) -> None:
+        """Takes the layers' weights; those of one layer are shared with it unless they are rearranged."""
+        weights, biases = [layer.weight.detach() for layer in layers], [layer.bias for layer in layers]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self._is_packed = _can_pack(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS) if self._is_packed else weight
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Returns `[num_rows, outputs]` for `[num_rows, inputs]`."""
+        if self._is_packed:
+            product: Tensor = _PRODUCT(rows, self._weight, self._bias, "none", [], "")
+            return product
+        return linear(rows, self._weight, self._bias)
+
+
+_PRODUCT = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None
+
+
+def _can_pack(weight: Tensor) -> bool:
+    """Whether this machine has a library that multiplies with rearranged weights of this type."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return weight.dtype is torch.float32
