@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwire.devices import upload
 from draftwire.errors import InvalidRequestError
 
 MAX_TEMPERATURE = 100.0
@@ -223,14 +224,14 @@ def _edit(logits: Tensor, span: Span) -> None:
     params, vocab_size = span.params, logits.shape[1]
     if params.logit_bias:
         pairs = [(token, bias) for token, bias in params.logit_bias if token < vocab_size]
-        index = torch.tensor([token for token, _ in pairs], dtype=torch.int64, device=logits.device)
-        logits[:, index] += torch.tensor([bias for _, bias in pairs], dtype=logits.dtype, device=logits.device)
+        index = upload([token for token, _ in pairs], logits.device, torch.int64)
+        logits[:, index] += upload([bias for _, bias in pairs], logits.device, logits.dtype)
     if params.allowed_token_ids is not None:
         logits += _mask(params.allowed_token_ids, vocab_size, logits.device)
     if params.min_tokens:
         num_masked = max(0, min(span.num_rows, params.min_tokens - span.num_generated))
         stops = [token for token in span.stop_token_ids if token < vocab_size]
-        logits[:num_masked, torch.tensor(stops, dtype=torch.int64, device=logits.device)] += -math.inf
+        logits[:num_masked, upload(stops, logits.device, torch.int64)] += -math.inf
     if params.penalizes and span.text:
         _penalize(logits, span)
 
@@ -252,8 +253,8 @@ def _penalize(logits: Tensor, span: Span) -> None:
     np.add.at(later[1], (rows[~is_early], places), is_generated[~is_early].astype(np.int64))
     # [num_rows, tokens]: how often each token occurs before each row, in all of the text and in what was generated
     counts = later.cumsum(axis=1) + np.stack([early[tokens], early_generated[tokens]])[:, None]
-    seen, generated = torch.from_numpy(counts).to(logits.device, logits.dtype)
-    index = torch.from_numpy(tokens).to(logits.device)
+    seen, generated = upload(counts, logits.device, logits.dtype)
+    index = upload(tokens, logits.device)
     values = logits[:, index]
     factor = max(params.repetition_penalty, SMALLEST)
     values = torch.where(seen > 0.0, torch.where(values < 0.0, values * factor, values / factor), values)
@@ -265,8 +266,7 @@ def _divide(logits: Tensor, temperatures: list[float]) -> None:
     """Divides rows by their temperatures, all above 0, in place."""
     if all(value == 1.0 for value in temperatures):
         return
-    divisors = torch.tensor([max(value, SMALLEST) for value in temperatures], dtype=torch.float64).unsqueeze(1)
-    divisors = divisors.to(logits.device, logits.dtype)
+    divisors = upload([[max(value, SMALLEST)] for value in temperatures], logits.device, logits.dtype)
     if min(temperatures) < COLD:
         largest = logits.amax(dim=1, keepdim=True)
         logits.sub_(torch.where(divisors < COLD, largest, 0.0))
@@ -278,14 +278,14 @@ def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocab_size = logits.shape[1]
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=logits.dtype, device=logits.device).unsqueeze(1)
+        return upload(values, logits.device, logits.dtype).unsqueeze(1)
 
     if any(0 < one.top_k < vocab_size for one in params):
         ranks = [min(one.top_k, vocab_size) or vocab_size for one in params]
         most = max(rank for rank in ranks if rank < vocab_size)
         ordered = logits.topk(most, dim=1).values
-        last = ordered.gather(1, torch.tensor([[min(rank, most) - 1] for rank in ranks], device=logits.device))
-        keeps_all = torch.tensor([[rank == vocab_size] for rank in ranks], device=logits.device)
+        last = ordered.gather(1, upload([[min(rank, most) - 1] for rank in ranks], logits.device))
+        keeps_all = upload([[rank == vocab_size] for rank in ranks], logits.device)
         logits.masked_fill_(logits < last.masked_fill(keeps_all, -math.inf), -math.inf)
     if any(one.top_p < 1.0 for one in params):
         probs = logits.softmax(dim=1)
@@ -306,7 +306,8 @@ def _least_of_top_mass(probs: Tensor, top_p: Tensor) -> Tensor:
     Returns:
         `[rows, 1]`.
     """
-    count = min(TOP_P_CANDIDATES, probs.shape[1])
+    # A GPU sorts all of them sooner than it tells the host whether it has to.
+    count = probs.shape[1] if probs.is_cuda else min(TOP_P_CANDIDATES, probs.shape[1])
     ordered = probs.topk(count, dim=1).values
     mass_before = ordered.to(torch.float64).cumsum(dim=1) - ordered
     num_kept = (mass_before < top_p.clamp(min=SMALLEST)).sum(dim=1, keepdim=True).clamp(min=1)  # 0 in rows of NaN
@@ -336,7 +337,7 @@ def _mask(allowed: frozenset[int], vocab_size: int, device: torch.device) -> Ten
 
 
 def _indices(is_chosen: Sequence[bool], device: torch.device) -> Tensor:
-    return torch.tensor(np.flatnonzero(np.asarray(is_chosen)), device=device)
+    return upload(np.flatnonzero(np.asarray(is_chosen)), device)
 
 
 def _require(condition: bool, name: str, expected: str, value: object) -> None:

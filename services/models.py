@@ -72,9 +72,11 @@ def _load(settings: ModelSettings) -> LoadedModel:
 
 def _cached(loaded: LoadedModel, settings: ModelSettings, engine: EngineSettings) -> CachedModel:
     decoder = decoder_of(loaded.model, settings.decoder, consumes=True)
-    reason = "" if isinstance(decoder, LeanDecoder) else why_not_lean(loaded.model) or "asked for"
-    log.info("models.decoder_chosen", decoder="transformers" if reason else "lean", reason=reason)
-    return CachedModel(decoder, engine.kv_cache_tokens)
+    is_lean = isinstance(decoder, LeanDecoder)
+    reason = "" if is_lean else why_not_lean(loaded.model) or "asked for"
+    log.info("models.decoder_chosen", decoder="lean" if is_lean else "transformers", reason=reason)
+    is_static = is_lean and settings.cuda_graphs and decoder.device.type == "cuda"
+    return CachedModel(decoder, engine.kv_cache_tokens, is_static)
 
 
 def _limited(card: ModelCard, engine: EngineSettings) -> ModelCard:

@@ -158,6 +158,9 @@ class ModelSettings:
     decoder: str = "auto"
     """What does the forward passes: "lean", our own code for the Llama family, "transformers", or auto: lean for models
     that it can run."""
+    cuda_graphs: bool = True
+    """Whether the lean decoder on a GPU replays recorded steps instead of launching every kernel; takes a little memory
+    for each shape of a step."""
 
     def __post_init__(self) -> None:
         require(bool(self.model), "a model folder or hub name is needed")

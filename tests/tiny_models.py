@@ -1,6 +1,8 @@
 """Very small models made on the spot, whose laws can be enumerated."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,6 +24,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from draftwire.models.cached_model import Reading
+from draftwire.models.kv_cache import CachedSequence
 
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "qwen2", "qwen3", "granite")
 """What `tiny_network` makes: grouped key heads, sliding windows, bounded or scaled scores, learned positions."""
@@ -162,3 +167,13 @@ def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
             exact.weight = module.weight
             model.set_submodule(name, exact)
     return model
+
+
+class ExtendsByReading:
+    """Lets a model that tests watch or fake read the tokens of `extend` like all others."""
+
+    device = torch.device("cpu")
+
+    def extend(self: Any, sequences: Sequence[CachedSequence], token_ids: torch.Tensor) -> torch.Tensor:
+        pairs = zip(sequences, token_ids.tolist(), strict=True)
+        return self.read([Reading(sequence, [token], 1) for sequence, token in pairs])

@@ -7,17 +7,19 @@ numbers that decided.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from draftwire.devices import upload
 from draftwire.distributions import QuantizedRows, draw, quantize, race
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.encoding import DraftDistributions, Supports, encode_dense, encode_sparse
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import exponentials, uniforms
+from draftwire.sampling import is_distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,76 +46,130 @@ class _Manner(Enum):
     """From all probabilities, which are not sent: nobody asks, or they follow from the tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What one call of `Drawer.draw` drew."""
+
+    blocks: list[int]
+    token_ids: Tensor
+    """`[blocks] int64`."""
+    is_good: Tensor
+    """`[blocks] bool`: whether there was a distribution to draw from."""
+
+
 class Drawer:
-    """Draws blocks side by side, position by position.
+    """Draws blocks side by side, position by position. Nothing waits for the device before all are drawn."""
 
-    Attributes:
-        token_ids: what was drawn, block by block.
-    """
+    def __init__(self, blocks: Sequence[BlockStart], quantization: Quantization, device: torch.device) -> None:
+        """Prepares; runs on the thread of the tensors, like everything here.
 
-    def __init__(self, blocks: Sequence[BlockStart], quantization: Quantization) -> None:
-        """Prepares; runs on the thread of the tensors, like everything here."""
-        self.token_ids: list[list[int]] = [[] for _ in blocks]
+        Args:
+            blocks: what to draw.
+            quantization: what is made of distributions first.
+            device: where they are.
+        """
         self._blocks = blocks
         self._quantization = quantization
+        self._device = device
         self._manners = [_manner(block.request, quantization) for block in blocks]
         most = max((block.request.num_tokens for block in blocks), default=0)
-        self._uniforms = uniforms([block.request.key for block in blocks], most)
+        self._uniforms = upload(uniforms([block.request.key for block in blocks], most), device)
+        self._counts = [0] * len(blocks)
+        self._drawn: list[_Drawn] = []
+        self._known: list[list[int]] = [[] for _ in blocks]  # tokens that the host knows, of the first `_num_known`
+        self._num_known = 0
         self._dense_rows: list[list[Tensor]] = [[] for _ in blocks]
         self._sparse_rows: list[list[int]] = [[] for _ in blocks]  # where in all of `_quantized` together
         self._quantized: list[QuantizedRows] = []
 
     def num_left(self, block: int) -> int:
         """Returns how many tokens of a block are still to be drawn."""
-        return self._blocks[block].request.num_tokens - len(self.token_ids[block])
+        return self._blocks[block].request.num_tokens - self._counts[block]
 
     def position(self, block: int) -> int:
         """Returns where in the text a block's next token stands."""
-        return self._blocks[block].position + len(self.token_ids[block])
+        return self._blocks[block].position + self._counts[block]
 
-    def draw(self, members: Sequence[int], probs: Tensor) -> None:
+    def token_ids(self, block: int) -> list[int]:
+        """Returns what was drawn of a block. Waits for the device."""
+        unknown = self._drawn[self._num_known :]
+        if unknown:
+            self._num_known = len(self._drawn)
+            tokens = torch.cat([drawn.token_ids for drawn in unknown]).tolist()
+            for index, token in zip(chain.from_iterable(drawn.blocks for drawn in unknown), tokens, strict=True):
+                self._known[index].append(token)
+        return self._known[block]
+
+    def draw(self, members: Sequence[int], probs: Tensor) -> Tensor:
         """Draws the next token of some blocks.
 
         Args:
             members: which blocks, each once.
-            probs: `[members, vocab] float32`, each a distribution that is 0 beyond its block's vocabulary.
+            probs: `[members, vocab] float32`, each a distribution that is 0 beyond its block's vocabulary, or not one
+                at all, see `is_distribution`: then any token is drawn, and the block ends before it. Overwritten.
+
+        Returns:
+            The tokens, `[members] int64` on the device.
         """
+        is_good = is_distribution(probs)
+        probs.nan_to_num_(nan=0.0)
+        probs[:, 0].masked_fill_(~is_good, 1.0)
         groups: dict[_Manner, list[int]] = {}
         for row, block in enumerate(members):
             groups.setdefault(self._manners[block], []).append(row)
-        for manner, rows in groups.items():
-            own = probs if len(rows) == len(members) else probs[torch.tensor(rows, device=probs.device)]
-            blocks = [members[row] for row in rows]
-            for block, token in zip(blocks, self._drawn(manner, blocks, own).tolist(), strict=True):
-                self.token_ids[block].append(token)
+        if len(groups) == 1:
+            tokens = self._tokens(self._manners[members[0]], members, probs)
+        else:
+            tokens = torch.empty(len(members), dtype=torch.int64, device=self._device)
+            for manner, rows in groups.items():
+                index = upload(rows, self._device)
+                tokens[index] = self._tokens(manner, [members[row] for row in rows], probs[index])
+        self._drawn.append(_Drawn(list(members), tokens, is_good))
+        for block in members:
+            self._counts[block] += 1
+        return tokens
 
     def drafts(self) -> list[Draft | DraftwireError]:
         """Returns what was drawn, with what it was drawn from; an error for a block of which nothing was drawn."""
-        sparse = self._encoded_sparse()
+        lengths = self._lengths()
+        sparse = self._encoded_sparse(lengths)
         drafts: list[Draft | DraftwireError] = []
-        for index, (block, tokens) in enumerate(zip(self._blocks, self.token_ids, strict=True)):
-            if not tokens:
+        for index, (block, length) in enumerate(zip(self._blocks, lengths, strict=True)):
+            if not length:
                 drafts.append(UnavailableError("the draft model gave no finite logits"))
                 continue
             match self._manners[index]:
                 case _Manner.SPARSE:
                     stated = sparse[index]
                 case _Manner.DENSE:
-                    rows = torch.stack([row[: block.vocab_size] for row in self._dense_rows[index]])
-                    stated = encode_dense(self._quantization.encoding, rows.numpy())
+                    rows = torch.stack([row[: block.vocab_size] for row in self._dense_rows[index][:length]])
+                    stated = encode_dense(self._quantization.encoding, rows.cpu().numpy())
                 case _:
                     encoding = Encoding.ONE_HOT if block.request.needs_probs else Encoding.NONE
                     stated = DraftDistributions(encoding, block.vocab_size)
-            drafts.append(Draft(tokens, stated))
+            drafts.append(Draft(self.token_ids(index)[:length], stated))
         return drafts
 
-    def _drawn(self, manner: _Manner, blocks: list[int], probs: Tensor) -> Tensor:
+    def _lengths(self) -> list[int]:
+        """Returns how many tokens of each block were drawn from distributions: those before the first that was not."""
+        lengths = self._counts.copy()
+        if self._drawn:
+            seen = [0] * len(self._blocks)
+            is_good = torch.cat([drawn.is_good for drawn in self._drawn]).tolist()
+            for block, good in zip(chain.from_iterable(drawn.blocks for drawn in self._drawn), is_good, strict=True):
+                if not good:
+                    lengths[block] = min(lengths[block], seen[block])
+                seen[block] += 1
+        return lengths
+
+    def _tokens(self, manner: _Manner, blocks: Sequence[int], probs: Tensor) -> Tensor:
         """Returns the next tokens of blocks that are all drawn in one manner, `[blocks] int64`."""
         if manner is _Manner.COUPLED:
-            words = torch.tensor([self._blocks[block].request.key.text_words for block in blocks], device=probs.device)
-            positions = torch.tensor([self.position(block) for block in blocks], device=probs.device)
+            words = upload([self._blocks[block].request.key.text_words for block in blocks], self._device)
+            positions = upload([self.position(block) for block in blocks], self._device)
             return race(probs, exponentials(words, positions, probs.shape[1])).winners
-        numbers = self._uniforms[blocks, [len(self.token_ids[block]) for block in blocks]].to(probs.device)
+        places = upload([[block, self._counts[block]] for block in blocks], self._device)
+        numbers = self._uniforms[places[:, 0], places[:, 1]]
         if manner is _Manner.SPARSE:
             quantized = quantize(probs, self._quantization)
             first = sum(len(part.weights) for part in self._quantized)
@@ -124,26 +180,26 @@ class Drawer:
         if manner is _Manner.DENSE:
             if self._quantization.encoding is Encoding.DENSE_FLOAT16:
                 probs = probs.half()
-            for row, block in zip(probs.cpu(), blocks, strict=True):
+            for row, block in zip(probs, blocks, strict=True):
                 self._dense_rows[block].append(row)
         return draw(probs.float(), numbers)  # sums of float16 would be rounded to 11 bits
 
-    def _encoded_sparse(self) -> dict[int, DraftDistributions]:
-        """Returns the distributions of the blocks that are drawn sparsely and have any."""
+    def _encoded_sparse(self, lengths: Sequence[int]) -> dict[int, DraftDistributions]:
+        """Returns the distributions of the blocks that are drawn sparsely and have any tokens."""
         if not self._quantized:
             return {}
-        token_ids = np.concatenate([part.token_ids.cpu().numpy() for part in self._quantized])
-        weights = np.concatenate([part.weights.cpu().numpy() for part in self._quantized])
+        token_ids = torch.cat([part.token_ids for part in self._quantized]).cpu().numpy()
+        weights = torch.cat([part.weights for part in self._quantized]).cpu().numpy()
         encoded: dict[int, DraftDistributions] = {}
         for vocab_size in {block.vocab_size for block in self._blocks}:
             members = [
                 index
                 for index, block in enumerate(self._blocks)
-                if self._sparse_rows[index] and block.vocab_size == vocab_size
+                if self._sparse_rows[index] and lengths[index] and block.vocab_size == vocab_size
             ]
-            order = [row for index in members for row in self._sparse_rows[index]]
+            order = [row for index in members for row in self._sparse_rows[index][: lengths[index]]]
             supports = Supports(token_ids[order], weights[order], vocab_size)
-            blocks = encode_sparse(supports, [len(self.token_ids[index]) for index in members])
+            blocks = encode_sparse(supports, [lengths[index] for index in members])
             encoded.update(zip(members, blocks, strict=True))
         return encoded
 

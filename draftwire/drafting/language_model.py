@@ -7,12 +7,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from draftwire.devices import upload
 from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
-from draftwire.models.cached_model import Reading, SequenceModel
+from draftwire.models.cached_model import DraftModel, Reading
 from draftwire.quantization import Quantization
-from draftwire.sampling import Span, is_distribution, probabilities_of_spans
+from draftwire.sampling import Span, probabilities_of_spans
 
 
 class LanguageModelSequence:
@@ -22,7 +23,7 @@ class LanguageModelSequence:
     one.
     """
 
-    def __init__(self, model: SequenceModel, token_ids: list[int], cache_salt: str, substitute_id: int) -> None:
+    def __init__(self, model: DraftModel, token_ids: list[int], cache_salt: str, substitute_id: int) -> None:
         """See `LanguageModelDrafter.open`."""
         self.model = model
         self.ids: list[int] = []  # as read: everything known, committed tokens, then drafted ones
@@ -81,7 +82,7 @@ class LanguageModelDrafter:
 
     def __init__(
         self,
-        model: SequenceModel,
+        model: DraftModel,
         context_length: int,
         substitute_id: int = 0,
         quantization: Quantization | None = None,
@@ -137,14 +138,17 @@ class LanguageModelDrafter:
     ) -> list[Draft | DraftwireError]:
         """Draws block after block, position by position.
 
-        A block whose next logits are not finite ends there: a failure of the model for that sequence alone. One that is
-        cut ends after the token that was drawn last, and costs no forward pass more.
+        Tokens go from draw to forward pass without the host, which waits for the device only where penalties need the
+        text. A block whose next logits are not finite ends there: a failure of the model for that sequence alone. One
+        that is cut ends after the token that was drawn last, and costs no forward pass more.
 
         Args:
             logits: `[members, vocab]`, after each member's committed tokens.
             members: sequences with what is wanted for them.
         """
-        drawer = Drawer([self._start(sequence, request) for sequence, request in members], self._quantization)
+        drawer = Drawer(
+            [self._start(sequence, request) for sequence, request in members], self._quantization, self.model.device
+        )
         active = list(range(len(members)))  # those that the rows of `logits` belong to
         while active:
             for row, index in zip(logits, active, strict=True):
@@ -152,15 +156,14 @@ class LanguageModelDrafter:
                 if vocab_size < len(row):
                     row[vocab_size:] = -torch.inf
             probs = probabilities_of_spans(logits, [_span(drawer, index, *members[index]) for index in active]).float()
-            is_good = is_distribution(probs).tolist()
-            if not all(is_good):
-                probs = probs[torch.tensor(is_good, device=probs.device)]
-            active = [index for index, good in zip(active, is_good, strict=True) if good]
-            drawer.draw(active, probs)
-            active = [index for index in active if drawer.num_left(index) and not members[index][1].is_cut()]
+            tokens = drawer.draw(active, probs)
+            going = [
+                row for row, index in enumerate(active) if drawer.num_left(index) and not members[index][1].is_cut()
+            ]
+            if len(going) < len(active):
+                active, tokens = [active[row] for row in going], tokens[upload(going, tokens.device, torch.int64)]
             if active:
-                last = [(members[index][0].cached, drawer.token_ids[index][-1:]) for index in active]
-                logits = self.model.read([Reading(cached, token_ids, 1) for cached, token_ids in last])
+                logits = self.model.extend([members[index][0].cached for index in active], tokens)
         return drawer.drafts()
 
     def _start(self, sequence: LanguageModelSequence, request: DraftRequest) -> BlockStart:
@@ -169,5 +172,5 @@ class LanguageModelDrafter:
 
 def _span(drawer: Drawer, index: int, sequence: LanguageModelSequence, request: DraftRequest) -> Span:
     """Returns the place of a block's next token."""
-    text = [*sequence.ids, *drawer.token_ids[index]] if request.sampling.penalizes else ()
+    text = [*sequence.ids, *drawer.token_ids(index)] if request.sampling.penalizes else ()
     return Span(request.sampling, 1, text, request.prompt_len, request.stop_token_ids, drawer.position(index))

@@ -11,9 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftwire.devices import upload
 from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.paged_attention import KvStorage, Segment, pack
+from draftwire.models.static_steps import StaticSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,11 @@ class Reading:
     """At least one."""
     keep: int
     """How many of the last positions to return logits for, 0 to `len(token_ids)`."""
+
+    @property
+    def segment(self) -> Segment:
+        """By how much the sequence becomes longer."""
+        return Segment(self.sequence, len(self.token_ids))
 
 
 class SequenceModel(Protocol):
@@ -50,52 +57,86 @@ class SequenceModel(Protocol):
         """
 
 
+class DraftModel(SequenceModel, Protocol):
+    """One that can read tokens that it has not told the host yet."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits are."""
+
+    def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
+        """Reads one more token of some sequences, different ones. Does not wait for the device.
+
+        Args:
+            sequences: which.
+            token_ids: `[len(sequences)] int64` on the model's device.
+
+        Returns:
+            `[len(sequences), vocab]` logits, as `read`.
+
+        Raises:
+            NoRoomError: as `read`.
+        """
+
+
 class CachedModel:
     """A decoder with a paged KV cache."""
 
-    def __init__(self, decoder: Decoder, cache_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, cache_tokens: int, is_static: bool = False) -> None:
         """Makes an empty cache.
 
         Args:
             decoder: does the forward passes.
             cache_tokens: room of the KV cache, tokens of all sequences together.
+            is_static: whether steps of a few tokens per sequence are rounded up to shapes that recur, and replayed by
+                CUDA graphs where the decoder is on a GPU.
         """
         self._decoder = decoder
         self.vocab_size = decoder.vocab_size
+        self.device = decoder.device
         self.cache = KvCache(cache_tokens)
         self._storage = KvStorage(self.cache.num_slots)
+        self._static = StaticSteps(decoder, self._storage) if is_static else None
 
-    @torch.inference_mode()
     def read(self, readings: Sequence[Reading]) -> Tensor:
         """See `SequenceModel.read`."""
-        with appended(self.cache, readings):
-            segments = [Segment(reading.sequence, len(reading.token_ids)) for reading in readings]
-            device = self._decoder.device
-            step = pack(segments, self._storage, device)
-            token_ids = [token for reading in readings for token in reading.token_ids]
-            kept = torch.tensor(_kept(readings), dtype=torch.int64, device=device)
-            return self._decoder.logits(torch.tensor(token_ids, device=device), step, kept)
+        assert all(0 <= reading.keep <= len(reading.token_ids) for reading in readings)
+        segments = [reading.segment for reading in readings]
+        token_ids = [token for reading in readings for token in reading.token_ids]
+        return self._forward(segments, upload(token_ids, self.device, torch.int64), _kept(readings))
+
+    def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
+        """See `DraftModel.extend`."""
+        segments = [Segment(sequence, 1) for sequence in sequences]
+        return self._forward(segments, token_ids, range(len(segments)))
+
+    @torch.inference_mode()
+    def _forward(self, segments: list[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
+        with appended(self.cache, segments):
+            if self._static is not None and self._static.fit(segments):
+                return self._static.logits(segments, token_ids, kept)
+            step = pack(segments, self._storage, self.device)
+            return self._decoder.logits(token_ids, step, upload(kept, self.device, torch.int64))
 
     @torch.inference_mode()
     def keep_path(self, sequence: CachedSequence, base_len: int, path: Sequence[int]) -> None:
         """Forgets all but the first `base_len` tokens and a path through the tree after them; see `KvCache`."""
         sources, targets = self.cache.keep_path(sequence, base_len, path)
-        device = self._decoder.device
-        self._storage.copy(torch.from_numpy(sources).to(device), torch.from_numpy(targets).to(device))
+        self._storage.copy(upload(sources, self.device), upload(targets, self.device))
 
 
 @contextmanager
-def appended(cache: KvCache, readings: Sequence[Reading]) -> Iterator[None]:
-    """Makes the sequences longer by what they read, and takes that back if reading fails."""
-    lengths = [reading.sequence.length for reading in readings]
+def appended(cache: KvCache, segments: Sequence[Segment]) -> Iterator[None]:
+    """Makes sequences longer by their new tokens, and takes that back if reading fails."""
+    lengths = [segment.sequence.length for segment in segments]
     try:
-        for reading in readings:
-            assert 0 <= reading.keep <= len(reading.token_ids) > 0
-            cache.append(reading.sequence, len(reading.token_ids))
+        for segment in segments:
+            assert segment.num_tokens > 0
+            cache.append(segment.sequence, segment.num_tokens)
         yield
     except BaseException:
-        for reading, length in zip(readings, lengths, strict=True):
-            cache.truncate(reading.sequence, length)
+        for segment, length in zip(segments, lengths, strict=True):
+            cache.truncate(segment.sequence, length)
         raise
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from draftwire.devices import upload
 from draftwire.errors import InvalidRequestError
 from draftwire.models.kv_cache import CachedSequence, slots_of
 
@@ -148,9 +149,10 @@ class PackedStep:
         keys, values = self.storage.layer(layer, new_keys, new_values)
         keys.index_copy_(0, self.slots, new_keys)
         values.index_copy_(0, self.slots, new_values)
-        if len(self.groups) == 1 and len(self.groups[0].tokens) == 1:  # one sequence: its tokens are the step's
+        if len(self.groups) == 1 and self.groups[0].real is None:  # its tokens are the step's, in the same order
             group = self.groups[0]
-            return _attend(queries.unsqueeze(0), group.of_rows(keys), group.of_rows(values), group, shape)[0]
+            rows = queries.unflatten(0, group.tokens.shape)
+            return _attend(rows, group.of_rows(keys), group.of_rows(values), group, shape).flatten(0, 1)
         result = queries.new_empty(*queries.shape[:2], new_values.shape[-1])
         for group in self.groups:
             own = _take(queries, group.tokens)
@@ -280,7 +282,7 @@ def _take(source: Tensor, index: Tensor) -> Tensor:
 
 
 def _tensor(array: NDArray[np.int64] | NDArray[np.bool_], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+    return upload(array, device)
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -112,7 +112,7 @@ class ScriptedTarget:
 
     def read(self, readings: Sequence[Reading]) -> Tensor:
         """See `SequenceModel.read`. The last kept row stands after the whole block, the others before draft tokens."""
-        with appended(self.cache, readings):
+        with appended(self.cache, [reading.segment for reading in readings]):
             num_tokens = sum(len(reading.token_ids) for reading in readings)
             wait(self._script.verify_ms / 1e3 + self._script.read_us * num_tokens / 1e6)
         chosen, accepted = [], []

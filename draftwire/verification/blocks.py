@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftwire.devices import upload
 from draftwire.distributions import DenseRows, DraftRows, joined
 
 SMALLEST_SCALE = 1e-30
@@ -63,7 +64,7 @@ class BlockBatch:
             numbers[block, 2 * max_len + 2 : 2 * max_len + 2 + length] = np.arange(draft_start, draft_start + length)
             draft_start += length
         device = target_probs.device
-        moved = torch.from_numpy(numbers).to(device)
+        moved = upload(numbers, device)
         sizes = (1, max_len, max_len + 1, max_len)
         own_lengths, tokens_of, target_rows, draft_rows = moved.split(sizes, dim=1)
         return cls(target_probs, joined(drafts).to(device), tokens_of, own_lengths[:, 0], target_rows, draft_rows)

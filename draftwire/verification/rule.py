@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwire import randomness
+from draftwire.devices import upload
 from draftwire.distributions import draw
 from draftwire.randomness import DrawKey
 from draftwire.verification.blocks import BlockBatch, cut_impossible
@@ -57,7 +58,7 @@ class KeyedNoise:
 
     def uniforms(self, count: int) -> Tensor:
         """See `Noise.uniforms`."""
-        return randomness.uniforms(self.keys, count).to(self.device)
+        return upload(randomness.uniforms(self.keys, count), self.device)
 
     def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
         """See `Noise.exponentials`."""
@@ -66,8 +67,8 @@ class KeyedNoise:
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
-        words = torch.tensor([key.text_words for key in self.keys], device=self.device)
-        return words, torch.tensor(self.positions, device=self.device)
+        words = upload([key.text_words for key in self.keys], self.device)
+        return words, upload(self.positions, self.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftwire.devices import upload
 from draftwire.distributions import DenseRows, DraftRows, no_rows
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.models.cached_model import Reading, SequenceModel
@@ -157,8 +158,8 @@ def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch, bo
     positions = [len(judging.committed) for judging in judgings]
     noise = KeyedNoise([judging.key for judging in judgings], positions, blocks.target_probs.device)
     verified = verify(judgings[0].rule, blocks, noise)
-    bounds = torch.tensor([[bound / max(judging.sampling.temperature, SMALLEST)] for judging in judgings])
-    near_ties = verified.num_near_ties(bounds.to(blocks.target_probs.device))
+    bounds = [[bound / max(judging.sampling.temperature, SMALLEST)] for judging in judgings]
+    near_ties = verified.num_near_ties(upload(bounds, blocks.target_probs.device, torch.float32))
     decisions = torch.stack([verified.num_accepted, verified.extra_tokens, near_ties]).tolist()  # one transfer
     outcomes: dict[int, Outcome] = {}
     for one, num_accepted, extra, num_near_ties in zip(members, *decisions, strict=True):

@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 LEAN_TOLERANCE = 1e-11
 """In float64 throughout."""
 SUBJECTS = [f"{name} by transformers" for name in ARCHITECTURES] + [
-    f"{name} by the lean decoder" for name in ARCHITECTURES if name in FAMILY
+    f"{name} by the lean decoder{manner}" for name in FAMILY for manner in ("", " in static shapes")
 ]
 LENGTHS = [1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 151]
 
@@ -127,7 +127,8 @@ def make(subject: str, num_blocks: int = 60) -> Subject:
     if decoder == "transformers":
         return Subject(CachedModel(decoder_of(model, "transformers"), num_blocks * BLOCK_SIZE), reference, TOLERANCE)
     exact = with_exact_norms(copy.deepcopy(reference))
-    return Subject(CachedModel(decoder_of(model, "lean"), num_blocks * BLOCK_SIZE), exact, LEAN_TOLERANCE)
+    is_static = decoder.endswith("static shapes")
+    return Subject(CachedModel(decoder_of(model, "lean"), num_blocks * BLOCK_SIZE, is_static), exact, LEAN_TOLERANCE)
 
 
 @pytest.fixture
@@ -272,7 +273,7 @@ def play(subject: Subject, generator: random.Random, num_steps: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_schedule_gives_the_logits_of_a_fresh_pass(subject: Subject, seed: int) -> None:
-    subject.model = CachedModel(subject.model._decoder, 18 * BLOCK_SIZE)
+    subject.model = CachedModel(subject.model._decoder, 18 * BLOCK_SIZE, subject.model._static is not None)
     play(subject, random.Random(seed), 25)
 
 
@@ -452,3 +453,23 @@ def test_steps_of_equal_shape_are_not_padded_at_all(llama: Subject) -> None:
     assert group.real is None
     assert group.tokens.shape == (8, 5)
     assert group.slots.shape == (8, 37)
+
+
+@pytest.mark.parametrize("subject", ["llama by transformers", "llama by the lean decoder"], indirect=True)
+def test_tokens_that_the_host_does_not_know_are_read_like_others(subject: Subject) -> None:
+    first, second = subject.open([]), subject.open([])
+    subject.read(Reading(first, [3, 1, 4], 0), Reading(second, [1] * 40, 0))
+    logits = subject.model.extend([second, first], torch.tensor([5, 9]))
+    assert (first.length, second.length) == (4, 41)
+    assert_equal(logits[0], subject.fresh([1] * 40 + [5])[-1], subject.tolerance)
+    assert_equal(logits[1], subject.fresh([3, 1, 4, 9])[-1], subject.tolerance)
+    subject.model.cache.check_integrity()
+
+
+def test_full_cache_is_not_extended() -> None:
+    subject = make("llama", num_blocks=1)
+    sequence = subject.open([])
+    subject.read(Reading(sequence, [1] * BLOCK_SIZE, 1))
+    with pytest.raises(NoRoomError):
+        subject.model.extend([sequence], torch.tensor([1]))
+    assert sequence.length == BLOCK_SIZE

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tiny_models import ExtendsByReading
 from torch import Tensor
 
 from draftwire.checking import check_round
@@ -42,7 +43,7 @@ each_pair = pytest.mark.parametrize(("pair", "length"), PAIRS, ids=[pair.name fo
 each_rule = pytest.mark.parametrize("rule", LOSSLESS)
 
 
-class TableModel:
+class TableModel(ExtendsByReading):
     """Gives the logits of a table's row for the last token; one token more than the drafter may draw is the start."""
 
     def __init__(self, table: Tensor) -> None:
@@ -51,7 +52,7 @@ class TableModel:
         self._logits = torch.cat([table, table.new_zeros(len(table), 1)], dim=1).log()
 
     def read(self, readings: Sequence[Reading]) -> Tensor:
-        with appended(self.cache, readings):
+        with appended(self.cache, [reading.segment for reading in readings]):
             return self._logits[torch.tensor([reading.token_ids[-1] for reading in readings if reading.keep])]
 
 
@@ -152,19 +153,21 @@ class EndsAfterAToken(Drawer):
     """Draws nothing more behind a certain token."""
 
     def num_left(self, block: int) -> int:
-        return 0 if self.token_ids[block][-1:] == [0] else super().num_left(block)
+        return 0 if self.token_ids(block)[-1:] == [0] else super().num_left(block)
 
 
 class LeavesOutAToken(Drawer):
     """Ends a block before a certain token, which it has drawn: the cut is decided by the token that it leaves out."""
 
-    def draw(self, members: Sequence[int], probs: Tensor) -> None:
-        super().draw(members, probs)
+    def draw(self, members: Sequence[int], probs: Tensor) -> Tensor:
+        tokens = super().draw(members, probs)
         for block in members:
-            if self.token_ids[block][1:] and self.token_ids[block][-1] == 0:
-                del self.token_ids[block][-1]
-                del self._sparse_rows[block][-1]
+            if self.token_ids(block)[1:] and self.token_ids(block)[-1] == 0:
                 self.left_out.add(block)
+        return tokens
+
+    def _lengths(self) -> list[int]:
+        return [length - (block in self.left_out) for block, length in enumerate(super()._lengths())]
 
     def num_left(self, block: int) -> int:
         return 0 if block in self.left_out else super().num_left(block)

@@ -37,6 +37,9 @@ EVERY_QUANTIZATION = pytest.mark.parametrize(
 )
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """Blocks that were drawn side by side."""
@@ -73,7 +76,7 @@ def drawn(
 ) -> Drawn:
     """Draws all blocks; at each step the unfinished ones, in another order each time."""
     generator = torch.Generator().manual_seed(seed)
-    drawer, rows = Drawer(starts, quantization), [list[Tensor]() for _ in starts]
+    drawer, rows = Drawer(starts, quantization, CPU), [list[Tensor]() for _ in starts]
     while members := [block for block in range(len(starts)) if drawer.num_left(block)]:
         members = [members[place] for place in torch.randperm(len(members), generator=generator).tolist()]
         probs = torch.zeros(len(members), target)
@@ -143,7 +146,7 @@ def test_a_block_is_drawn_alike_beside_any_others(quantization: Quantization) ->
     starts = mixed()
     blocks = drawn(starts, quantization)
     for number, block in enumerate(starts):
-        alone = Drawer([block], quantization)
+        alone = Drawer([block], quantization, CPU)
         for row in blocks.probs[number]:
             alone.draw([0], row.unsqueeze(0))
         assert alone.drafts() == [blocks.drafts[number]]
@@ -217,7 +220,7 @@ def test_greedy_tokens_are_the_likeliest_and_state_no_numbers(quantization: Quan
 @EVERY_QUANTIZATION
 def test_block_of_which_nothing_was_drawn_is_an_error_and_leaves_the_others_right(quantization: Quantization) -> None:
     starts = [start(0, 2, 7), start(1, 2, 7), start(2, 2, 300), start(3, 2, 7)]
-    drawer, probs = Drawer(starts, quantization), torch.zeros(2, TARGET)
+    drawer, probs = Drawer(starts, quantization, CPU), torch.zeros(2, TARGET)
     probs[:, :7] = 1 / 7
     for _ in range(2):
         drawer.draw([3, 1], probs)
@@ -233,7 +236,7 @@ def test_block_of_which_nothing_was_drawn_is_an_error_and_leaves_the_others_righ
 @EVERY_QUANTIZATION
 def test_block_that_ends_early_states_what_it_drew(quantization: Quantization) -> None:
     starts = [start(0, 5, 300), start(1, 5, 300)]
-    drawer, probs = Drawer(starts, quantization), torch.full((2, TARGET), 0.0)
+    drawer, probs = Drawer(starts, quantization, CPU), torch.full((2, TARGET), 0.0)
     probs[:, :300] = (torch.arange(300) + 1.0) / math.fsum(range(301))
     drawer.draw([0, 1], probs)
     drawer.draw([1], probs[1:])
@@ -245,4 +248,4 @@ def test_block_that_ends_early_states_what_it_drew(quantization: Quantization) -
 
 
 def test_no_blocks_give_no_drafts() -> None:
-    assert Drawer([], Quantization()).drafts() == []
+    assert Drawer([], Quantization(), CPU).drafts() == []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import ExtendsByReading
 
 from draftwire.distributions import rows_of
 from draftwire.drafting import scripted as scripted_drafting
@@ -384,9 +385,13 @@ def scripted() -> DraftSide:
     return DraftSide(ScriptedDrafter(CERTAIN))
 
 
+class ScriptedDraftModel(ExtendsByReading, ScriptedTarget):
+    pass
+
+
 def with_cache() -> DraftSide:
     """A real drafter, whose forward passes alone are scripted."""
-    model = ScriptedTarget(CERTAIN, CACHE_TOKENS)
+    model = ScriptedDraftModel(CERTAIN, CACHE_TOKENS)
     return DraftSide(LanguageModelDrafter(model, CACHE_TOKENS), model.cache)
 
 

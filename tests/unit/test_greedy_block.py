@@ -1,6 +1,5 @@
 """Greedy block verification: the most that a round can accept, and the law of whole texts, by enumeration."""
 
-import copy
 import json
 from collections import defaultdict
 from itertools import product
@@ -9,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from enumeration import largest_deviation, outcome_law, random_table, rows_along, sequence_law
-from tiny_models import tiny_network
+from tiny_models import tiny_network, with_exact_norms
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
@@ -304,9 +304,13 @@ VOCAB_SIZE = 5
 PROMPT = [1, 3, 0, 2]
 
 
+def target_network() -> PreTrainedModel:
+    return tiny_network("llama", VOCAB_SIZE, 96, seed=3)
+
+
 @pytest.fixture(scope="module")
 def target() -> CachedModel:
-    return CachedModel(decoder_of(tiny_network("llama", VOCAB_SIZE, 96, seed=3)), 512)
+    return CachedModel(decoder_of(target_network()), 512)
 
 
 @pytest.fixture(scope="module")
@@ -321,8 +325,7 @@ def drafter() -> LanguageModelDrafter:
 def test_loop_shows_the_rule_the_models_rows_and_carries_its_state_from_round_to_round(
     target: CachedModel, drafter: LanguageModelDrafter
 ) -> None:
-    reference = copy.deepcopy(target._model)
-    reference.set_attn_implementation("sdpa")
+    reference = with_exact_norms(target_network())
     counts, num_forgetful = set(), 0
     for seed in range(4):
         sampling, committed, rule = SamplingParams(1.2), list(PROMPT), GreedyBlockRule()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import save_tiny_model
+from tiny_models import ExtendsByReading, save_tiny_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
@@ -20,6 +20,7 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
 from draftwire.errors import UnavailableError
 from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey, exponentials
@@ -56,11 +57,11 @@ SPARSE = Quantization(mass=0.8, max_support=6)
 MakeDrafter = Callable[..., LanguageModelDrafter]
 
 
-class CountingModel(CachedModel):
+class CountingModel(ExtendsByReading, CachedModel):
     """Notes how many tokens each call reads for each sequence."""
 
     def __init__(self, model: PreTrainedModel, cache_tokens: int) -> None:
-        super().__init__(model, cache_tokens)
+        super().__init__(decoder_of(model), cache_tokens)
         self.calls: list[list[int]] = []
 
     def read(self, readings: list[Reading]) -> Tensor:

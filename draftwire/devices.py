@@ -1,0 +1,25 @@
+"""Moving small things to where tensors are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def upload(
+    values: Sequence[Any] | NDArray[Any] | Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Returns values as a tensor on a device, and does not wait for what the device is doing.
+
+    Plain `torch.tensor(..., device=...)` does: memory that is not pinned is copied when all earlier work is done.
+
+    Args:
+        values: numbers, nested as the tensor is to be; or an array or tensor on the CPU, with which a tensor there
+            shares its memory.
+        device: where to.
+        dtype: of the tensor; None takes that of the values.
+    """
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,274 @@
+"""The lean decoder says what transformers says, with the weights of whatever it can run, and leaves the rest to it."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import randomize, tiny_network, tiny_shape
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from draftwire.errors import InvalidRequestError
+from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.decoder import TransformersDecoder, decoder_of
+from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
+from draftwire.models.linear import Linear
+from draftwire.models.static_steps import StaticSteps, StepShape
+
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 97
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+WINDOW = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+
+
+def make(name: str) -> PreTrainedModel:
+    """Returns a float32 model with weights and biases of ordinary size."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        match name:
+            case "llama":
+                model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE))
+            case "llama with all biases":
+                model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True))
+            case "llama 3.1":
+                model = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3, tie_word_embeddings=True))
+            case "llama with wide heads, yarn":
+                model = LlamaForCausalLM(LlamaConfig(**SHAPE, head_dim=16, rope_parameters=YARN))
+            case "mistral":
+                model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24))
+            case "qwen2":
+                model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **WINDOW))
+            case "qwen3":
+                model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **WINDOW, head_dim=12))
+            case _:
+                raise AssertionError(name)
+        for key, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.3 if parameter.ndim == 1 else 0.15)
+    return model.eval()
+
+
+NAMES = [
+    "llama",
+    "llama with all biases",
+    "llama 3.1",
+    "llama with wide heads, yarn",
+    "mistral",
+    "qwen2",
+    "qwen3",
+]
+
+
+@torch.inference_mode()
+def fresh(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["", "static"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_random_texts_are_those_of_transformers(name: str, is_static: bool) -> None:
+    """In float32, in batches of ragged lengths, with ends forgotten and read again: at most 1e-4 apart."""
+    reference = make(name)
+    model = CachedModel(decoder_of(copy.deepcopy(reference), "lean"), 4096, is_static)
+    generator = random.Random(3)
+    texts: list[list[int]] = [[] for _ in range(6)]
+    sequences = [model.cache.open() for _ in texts]
+    largest = 0.0
+    for _ in range(12):
+        members = generator.sample(range(6), generator.randint(1, 6))
+        readings = []
+        for index in members:
+            if texts[index] and generator.random() < 0.5:
+                length = generator.randrange(len(texts[index]))
+                del texts[index][length:]
+                model.cache.truncate(sequences[index], length)
+            count = generator.choice([1, 2, 3, 5, 9, 40])
+            ids = [generator.randrange(VOCAB_SIZE) for _ in range(count)]
+            texts[index] += ids
+            readings.append(Reading(sequences[index], ids, generator.randint(0, count)))
+        rows = model.read(readings).split([reading.keep for reading in readings])
+        for index, reading, own in zip(members, readings, rows, strict=True):
+            if reading.keep:
+                expected = fresh(reference, texts[index])[-reading.keep :]
+                assert expected.std() > 0.1, "logits that say something"
+                largest = max(largest, float((own - expected).abs().max()))
+    assert 0.0 < largest <= 1e-4
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_joined_linear_layers_are_the_layers_one_by_one(rows: int, dtype: torch.dtype, has_bias: bool) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(rows)
+        layers = [torch.nn.Linear(40, size, bias=has_bias, dtype=dtype) for size in (24, 8, 56)]
+        inputs = torch.randn(rows, 40, dtype=dtype)
+    with torch.inference_mode():
+        expected = torch.cat([layer(inputs) for layer in layers], dim=-1)
+        result = Linear(*layers)(inputs)
+    assert result.dtype is dtype
+    # Products of lower precision are rounded once, whatever they are summed up in.
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    assert (result - expected).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_lower_precision_differs_by_rounding_alone(dtype: torch.dtype) -> None:
+    reference, ids = make("qwen3"), [random.Random(1).randrange(VOCAB_SIZE) for _ in range(50)]
+    rounded: Any = copy.deepcopy(reference).to(dtype)
+    expected, own = fresh(reference, ids), fresh(rounded, ids).float()
+    model = CachedModel(decoder_of(rounded, "lean"), 64)
+    logits = model.read([Reading(model.cache.open(), ids, len(ids))]).float()
+    assert (logits - expected).abs().mean() <= 1.2 * (own - expected).abs().mean()
+
+
+def test_weights_are_given_up_only_where_that_is_allowed() -> None:
+    ids = list(range(20))
+    kept, given = make("llama"), make("llama")
+    expected = fresh(kept, ids)
+    for model, consumes in ((kept, False), (given, True)):
+        cached = CachedModel(decoder_of(model, "lean", consumes), 64)
+        assert (cached.read([Reading(cached.cache.open(), ids, 20)]) - expected).abs().max() <= 1e-4
+    assert (fresh(kept, ids) - expected).abs().max() == 0.0
+    assert not any(isinstance(module, torch.nn.Linear) for module in given.model.layers.modules())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_family_is_run_by_the_lean_decoder(name: str) -> None:
+    model = make(name)
+    assert why_not_lean(model) == ""
+    assert isinstance(decoder_of(model), LeanDecoder)
+    assert isinstance(decoder_of(model, "transformers"), TransformersDecoder)
+
+
+class Quantized(torch.nn.Module):
+    """Looks like a linear layer and is none."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias, self.layer = layer.weight, layer.bias, layer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs)
+
+
+Quantized.__name__ = "Linear8bit"
+
+
+def different(name: str) -> PreTrainedModel:
+    """Returns a model that the lean decoder cannot run."""
+    match name:
+        case "of type gpt2" | "of type gemma2" | "of type granite":
+            return tiny_network(name.removeprefix("of type "), dtype=torch.float32)
+        case "activation is gelu":
+            return randomize(LlamaForCausalLM(LlamaConfig(**tiny_shape(11, 64), hidden_act="gelu"))).eval()
+        case "of kind dynamic":
+            positions = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+            return randomize(LlamaForCausalLM(LlamaConfig(**tiny_shape(11, 64), rope_parameters=positions))).eval()
+        case "of kind Linear8bit":
+            model: Any = tiny_network("llama", dtype=torch.float32)
+            model.model.layers[1].mlp.down_proj = Quantized(model.model.layers[1].mlp.down_proj)
+            return model
+    raise AssertionError(name)
+
+
+DIFFERENT = [
+    "of type gpt2",
+    "of type gemma2",
+    "of type granite",
+    "activation is gelu",
+    "of kind dynamic",
+    "of kind Linear8bit",
+]
+
+
+@pytest.mark.parametrize("reason", DIFFERENT)
+def test_other_models_are_run_by_transformers_and_the_reason_is_told(reason: str) -> None:
+    model = different(reason)
+    assert reason in why_not_lean(model)
+    with pytest.raises(InvalidRequestError, match=reason):
+        decoder_of(model, "lean")
+    decoder = decoder_of(model)
+    assert isinstance(decoder, TransformersDecoder)
+    cached = CachedModel(decoder, 64)
+    assert cached.read([Reading(cached.cache.open(), [1, 2], 1)]).isfinite().all()
+
+
+def test_unknown_decoder_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="known: auto, lean, transformers"):
+        decoder_of(make("llama"), "fast")
+
+
+# Static shapes
+
+
+def test_steps_of_similar_sizes_share_a_shape_and_prompts_have_none() -> None:
+    model = CachedModel(decoder_of(make("llama"), "lean"), 8192, is_static=True)
+    steps = model._static
+    assert isinstance(steps, StaticSteps)
+    sequences = [model.cache.open() for _ in range(7)]
+    model.read([Reading(sequence, [1] * 200, 0) for sequence in sequences])
+    assert not steps._steps
+    for count in (5, 6, 7):
+        model.read([Reading(sequence, [1, 2, 3], 3) for sequence in sequences[:count]])
+    model.read([Reading(sequences[0], [1, 2, 3], 3)] + [Reading(one, [1], 1) for one in sequences[1:6]])
+    assert list(steps._steps) == [StepShape(8, 3, 256)]
+    model.read([Reading(sequences[0], [1] * 32, 3)])
+    model.read([Reading(sequences[0], [1] * 32, 3)])
+    assert list(steps._steps) == [StepShape(8, 3, 256), StepShape(1, 32, 256), StepShape(1, 32, 512)]
+
+
+def test_shapes_that_were_not_used_for_longest_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwire.models.static_steps.MOST_SHAPES", 2)
+    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, is_static=True)
+    sequence = model.cache.open()
+    for count in (1, 2, 1, 3):
+        model.read([Reading(sequence, [1] * count, 1)])
+    assert model._static is not None
+    assert [shape.queries for shape in model._static._steps] == [1, 3]
+
+
+def test_static_steps_write_nothing_but_their_own_tokens() -> None:
+    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, is_static=True)
+    sequences = [model.cache.open() for _ in range(3)]
+    model.read([Reading(sequence, [1, 2, 3], 1) for sequence in sequences])
+    before = [tensor.clone() for layer in model._storage._layers.values() for tensor in layer]
+    model.read([Reading(sequences[0], [4, 5], 1), Reading(sequences[1], [6], 1), Reading(sequences[2], [7], 1)])
+    after = [tensor for layer in model._storage._layers.values() for tensor in layer]
+    places = [sequences[0].blocks[0] * 16 + 3, sequences[0].blocks[0] * 16 + 4]
+    places += [sequence.blocks[0] * 16 + 3 for sequence in sequences[1:]]
+    for old, new in zip(before, after, strict=True):
+        changed = (old != new).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        assert changed == sorted(places)
