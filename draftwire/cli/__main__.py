@@ -9,6 +9,7 @@ from rich.console import Console
 from draftwire import __version__
 from draftwire.cli.check_rule import check_rule
 from draftwire.cli.generate import generate
+from draftwire.cli.synth import synth
 from draftwire.cli.token import token
 from draftwire.cli.up import demo, up
 from draftwire.errors import DraftwireError
@@ -29,6 +30,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(check_rule)
 app.command()(token)
+app.command()(synth)
 
 
 @app.callback(invoke_without_command=True)
