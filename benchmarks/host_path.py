@@ -9,16 +9,12 @@ it. The gateway's capacity is taken from the CPU time that it used, all threads.
 """
 
 import argparse
-import json
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator
-from itertools import pairwise
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -26,26 +22,13 @@ from benchmarks.bare_hop import bare_hop_us
 from benchmarks.load import Answer, Ask, run_load
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
+from benchmarks.round_profile import Round, read_rounds, read_spans, traced
 from draftwire.cli.up import embedded_model
 from draftwire.services.local_stack import LocalStack
 
 ACCEPTANCE = "acceptance=0.8/0.7/0.6/0.5"
 SCRIPTED = f"scripted:{ACCEPTANCE}"
 WAITING = f"scripted:verify_ms=5,draft_ms=1,{ACCEPTANCE}"
-STATIONS = (
-    "verdict at gateway",
-    "calibration sent",
-    "calibration at drafter",
-    "drafting begins",
-    "drafting ends",
-    "block sent",
-    "block at verifier",
-    "verifying begins",
-    "verifying ends",
-    "verdict sent",
-    "verdict at gateway",
-)
-"""A round's way."""
 
 
 def options(target: str, drafter: str) -> dict[str, dict[str, object]]:
@@ -72,15 +55,12 @@ def host_times(answers: list[Answer]) -> list[float]:
 
 def measure_round(stack_options: dict[str, dict[str, object]], prompts: list[str], max_tokens: int) -> dict[str, Any]:
     """Measures rounds of one session at a time, and where their time goes."""
-    with tempfile.TemporaryDirectory() as folder:
-        hooks = str(Path(__file__).parent / "round_trace")
-        python_path = os.pathsep.join([hooks, *filter(None, [os.environ.get("PYTHONPATH")])])
-        tracing = {"ROUND_TRACE_FOLDER": folder, "PYTHONPATH": python_path}
-        with patch.dict(os.environ, tracing), LocalStack(stack_options) as stack:
-            run_load(stack.address, [Ask(prompts[0], 32, 4)] * 4, 1)
-            asks = [Ask(prompt, max_tokens, 4, seed) for seed, prompt in enumerate(prompts)]
-            answers = run_load(stack.address, asks, 1)
-        legs = _legs(Path(folder))
+    with traced(stack_options) as (stack, folder):
+        run_load(stack.address, [Ask(prompts[0], 32, 4)] * 4, 1)
+        asks = [Ask(prompt, max_tokens, 4, seed) for seed, prompt in enumerate(prompts)]
+        answers = run_load(stack.address, asks, 1)
+        stack.stop()  # the services write their spans
+        legs = _legs(list(read_rounds(read_spans(folder), answers[0].sent_at)))
     times = sorted(host_times(answers))
     spent = [answer.statistics for answer in answers]
     rounds = sum(each.num_rounds for each in spent)
@@ -94,23 +74,13 @@ def measure_round(stack_options: dict[str, dict[str, object]], prompts: list[str
     }
 
 
-def _legs(folder: Path) -> dict[str, list[float]]:
-    """Returns the times between the stations of all rounds that passed each of them once."""
-    notes = sorted(
-        (tuple(note) for file in folder.glob("*.json") for note in json.loads(file.read_text())),
-        key=lambda note: float(note[1]),
-    )
-    legs: dict[str, list[float]] = {f"{start} - {end}": [] for start, end in pairwise(STATIONS)}
-    for window in _windows(notes, len(STATIONS)):
-        if tuple(name for name, _ in window) == STATIONS:
-            for (start, began), (end, ended) in pairwise(window):
-                legs[f"{start} - {end}"].append(ended - began)
-    return {leg: times for leg, times in legs.items() if times}
-
-
-def _windows(notes: list[Any], size: int) -> Iterator[list[Any]]:
-    for start in range(len(notes) - size + 1):
-        yield notes[start : start + size]
+def _legs(rounds: list[Round]) -> dict[str, list[float]]:
+    """Returns the times of every leg, seconds, over all rounds that passed every station."""
+    legs: dict[str, list[float]] = defaultdict(list)
+    for each in rounds:
+        for (part, leg), seconds in each.legs.items():
+            legs[f"{part}: {leg}"].append(seconds)
+    return legs
 
 
 def measure_capacity(concurrency: int, max_tokens: int) -> dict[str, Any]:

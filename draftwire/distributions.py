@@ -185,13 +185,11 @@ def quantize(probs: Tensor, quantization: Quantization, total: int = TOTAL_WEIGH
         total: what the weights of a row sum to, at least `max_support`.
     """
     top = probs.topk(min(quantization.max_support, probs.shape[1]), dim=1)
-    values = top.values.to(torch.float64)
-    before = pad(values.cumsum(dim=1)[:, :-1], (1, 0))
-    kept = (before < quantization.mass) & (values > 0.0)  # a prefix of the row; its first entry always
-    values = torch.where(kept, values, 0.0)
-    shares = values / values.sum(dim=1, keepdim=True)
-    spare = total - kept.sum(dim=1, keepdim=True)
-    weights = torch.where(kept, 1.0 + (shares * spare).floor(), 0.0).to(torch.int64)
+    values = top.values.to(torch.float64)  # every operation counts: the caches are full of a model's weights
+    is_kept = (values.cumsum(dim=1).sub_(values) < quantization.mass).logical_and_(values)  # a prefix of the row
+    values *= is_kept
+    spare = total - is_kept.sum(dim=1, keepdim=True)
+    weights = values.mul_(spare / values.sum(dim=1, keepdim=True)).to(torch.int64).add_(is_kept)
     weights[:, 0] += total - weights.sum(dim=1)
     return QuantizedRows(top.indices, weights)
 

@@ -1,6 +1,6 @@
 """Notes when a round passes the stations of a service. Python loads this file in processes whose path has its folder.
 
-The clock is the machine's, so notes of different processes can be put in one order. Used by `benchmarks.host_path`.
+The clock is the machine's, so notes of different processes can be put in one order. Read by `benchmarks.round_profile`.
 """
 
 import atexit
@@ -13,53 +13,96 @@ from typing import Any
 
 FOLDER = os.environ.get("ROUND_TRACE_FOLDER", "")
 
-notes: list[tuple[str, float]] = []
+spans: list[tuple[str, float, float, list[int]]] = []
+"""Name, beginning and end by `time.perf_counter` in seconds, and what the call was about, of every watched call."""
 
 
-def watch(owner: type, method: str, before: str, after: str = "") -> None:
-    """Notes the beginning, and the end if it has a name, of every call of a method."""
-    original: Callable[..., Any] = getattr(owner, method)
+def watch(owner: Any, name: str, span: str, about: Callable[..., list[int]] | None = None) -> None:
+    """Notes every call of a function.
+
+    Args:
+        owner: the class or module that has it.
+        name: under which it is looked up there at each call.
+        span: what its calls are noted as.
+        about: returns numbers to note, from the arguments of a call.
+    """
+    original: Callable[..., Any] = getattr(owner, name)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        notes.append((before, time.perf_counter()))
+        began = time.perf_counter()
         result = original(*args, **kwargs)
-        if after:
-            notes.append((after, time.perf_counter()))
+        spans.append((span, began, time.perf_counter(), about(*args) if about else []))
         return result
 
-    setattr(owner, method, noted)
+    setattr(owner, name, noted)
 
 
 def watch_service(command: str) -> str:
     """Watches the service that this process runs and returns its name; empty for any other process."""
     if "draftwire.services.gateway" in command:
-        from draftwire.services.gateway.wire import DrafterLink, VerifierLink
-
-        watch(VerifierLink, "_receive", "verdict at gateway")
-        watch(DrafterLink, "calibrate", "calibration sent")
+        watch_gateway()
         return "gateway"
     if "draftwire.services.drafter" in command:
-        from draftwire.services.drafter.core import DrafterCore
-        from draftwire.services.drafter.engine import DraftEngine
-        from draftwire.services.drafter.wire import GrpcBlockLink
-
-        watch(DrafterCore, "calibrate", "calibration at drafter")
-        watch(DraftEngine, "step", "drafting begins", "drafting ends")
-        watch(GrpcBlockLink, "push", "block sent")
+        watch_drafter()
         return "drafter"
     if "draftwire.services.verifier" in command:
-        from draftwire.services.leases import Leases
-        from draftwire.services.verifier.core import VerifierCore
-        from draftwire.services.verifier.engine import TargetEngine
-
-        watch(VerifierCore, "push_blocks", "block at verifier")
-        watch(TargetEngine, "step", "verifying begins", "verifying ends")
-        watch(Leases, "send", "verdict sent")
+        watch_verifier()
         return "verifier"
     return ""
 
 
+def watch_gateway() -> None:
+    """From a verdict's arrival to the request for the next block, and the text beside it."""
+    from draftwire.rounds import Verdict
+    from draftwire.services.gateway.loop import GenerationLoop
+    from draftwire.services.gateway.wire import DrafterLink, VerifierLink
+    from draftwire.services.rpc import messages
+
+    def judged(_loop: GenerationLoop, verdict: Verdict) -> list[int]:
+        timings = verdict.timings
+        reported_us = timings.calibration_us + timings.draft_us + verdict.verify_us
+        return [verdict.num_draft_tokens, len(verdict.token_ids), reported_us]
+
+    watch(VerifierLink, "_receive", "verdict received")
+    watch(messages, "verdict_from_proto", "verdict decoded")
+    watch(GenerationLoop, "_commit", "verdict committed", judged)
+    watch(DrafterLink, "calibrate", "calibration encoded")
+    watch(DrafterLink, "_request", "calibration sent")
+    watch(GenerationLoop, "_show", "text made")
+
+
+def watch_drafter() -> None:
+    """From a calibration's arrival to its block's departure."""
+    from draftwire.drafting.drawing import Drawer
+    from draftwire.models.cached_model import CachedModel
+    from draftwire.services.drafter.engine import DraftEngine
+    from draftwire.services.rpc import messages
+
+    watch(messages, "calibration_from_proto", "calibration decoded")
+    watch(DraftEngine, "step", "draft step")
+    watch(CachedModel, "read", "drafter's forward pass")
+    watch(CachedModel, "extend", "drafter's forward pass")
+    watch(Drawer, "draw", "tokens drawn")
+    watch(Drawer, "drafts", "distributions encoded")
+    watch(messages, "block_to_proto", "block encoded")
+
+
+def watch_verifier() -> None:
+    """From a block's arrival to its verdict's departure."""
+    from draftwire.models.cached_model import CachedModel
+    from draftwire.services.rpc import messages
+    from draftwire.services.verifier import engine
+    from draftwire.verification import target
+
+    watch(messages, "blocks_from_proto", "block decoded")
+    watch(engine.TargetEngine, "step", "verify step")
+    watch(CachedModel, "read", "target's forward pass")
+    watch(target, "_decide", "rule applied")
+    watch(engine, "_audits", "drafter audited")
+    watch(messages, "verdict_to_proto", "verdict encoded")
+
+
 if FOLDER:
-    name = watch_service(Path("/proc/self/cmdline").read_text().replace("\0", " "))
-    if name:
-        atexit.register(lambda: (Path(FOLDER) / f"{name}.json").write_text(json.dumps(notes)))
+    service = watch_service(Path("/proc/self/cmdline").read_text().replace("\0", " "))
+    if service:
+        atexit.register(lambda: (Path(FOLDER) / f"{service}.json").write_text(json.dumps(spans)))

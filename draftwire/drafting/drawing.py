@@ -73,7 +73,7 @@ class Drawer:
         self._device = device
         self._manners = [_manner(block.request, quantization) for block in blocks]
         most = max((block.request.num_tokens for block in blocks), default=0)
-        self._uniforms = upload(uniforms([block.request.key for block in blocks], most), device)
+        self._uniforms: list[list[float]] = uniforms([block.request.key for block in blocks], most).tolist()
         self._counts = [0] * len(blocks)
         self._drawn: list[_Drawn] = []
         self._known: list[list[int]] = [[] for _ in blocks]  # tokens that the host knows, of the first `_num_known`
@@ -112,8 +112,9 @@ class Drawer:
             The tokens, `[members] int64` on the device.
         """
         is_good = is_distribution(probs)
-        probs.nan_to_num_(nan=0.0)
-        probs[:, 0].masked_fill_(~is_good, 1.0)
+        if is_good.is_cuda or not bool(is_good.all()):  # a GPU does it sooner than it tells whether it has to
+            probs.nan_to_num_(nan=0.0)
+            probs[:, 0].masked_fill_(~is_good, 1.0)
         groups: dict[_Manner, list[int]] = {}
         for row, block in enumerate(members):
             groups.setdefault(self._manners[block], []).append(row)
@@ -168,8 +169,7 @@ class Drawer:
             words = upload([self._blocks[block].request.key.text_words for block in blocks], self._device)
             positions = upload([self.position(block) for block in blocks], self._device)
             return race(probs, exponentials(words, positions, probs.shape[1])).winners
-        places = upload([[block, self._counts[block]] for block in blocks], self._device)
-        numbers = self._uniforms[places[:, 0], places[:, 1]]
+        numbers = upload([self._uniforms[block][self._counts[block]] for block in blocks], self._device, torch.float64)
         if manner is _Manner.SPARSE:
             quantized = quantize(probs, self._quantization)
             first = sum(len(part.weights) for part in self._quantized)

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 
 from draftwire.devices import upload
 from draftwire.errors import InvalidRequestError
-from draftwire.models.kv_cache import CachedSequence, slots_of
+from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK, CachedSequence, slots_of
 
 IMPLEMENTATION = "draftwire_paged"
 
@@ -34,7 +34,7 @@ class KvStorage:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values, zeros before the first write.
+        """Returns a layer's keys and values. What was never written is anything, but for the null block, which is 0.
 
         Args:
             index: which layer.
@@ -43,7 +43,10 @@ class KvStorage:
         """
         if index not in self._layers:
             shapes = [(self._num_slots, *new.shape[1:]) for new in (key, value)]
-            self._layers[index] = (key.new_zeros(shapes[0]), value.new_zeros(shapes[1]))
+            keys, values = key.new_empty(shapes[0]), value.new_empty(shapes[1])  # no memory before it is written
+            for tensor in (keys, values):
+                tensor[NULL_BLOCK * BLOCK_SIZE : (NULL_BLOCK + 1) * BLOCK_SIZE] = 0.0
+            self._layers[index] = keys, values
         return self._layers[index]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

@@ -1,0 +1,307 @@
+"""Where the time of a round goes, for one session at a time through the three processes, as parts that add up to it.
+
+    python -m benchmarks.round_profile --output benchmarks/results/round_profile.json
+
+A round begins when a verdict arrives at the gateway and ends when the next one does. One thing follows the other on
+the way, so each moment belongs to the leg between two stations, and each leg to a part:
+
+    draft      forward passes of the draft model
+    draw       probabilities, drawing and quantising
+    encode     between objects and messages, at either end of the three hops
+    wire       gRPC and the kernel: calibration to the drafter, block to the verifier, verdict to the gateway
+    queue      from one thread or task to the next: event loops, schedulers, torch threads
+    verify     forward pass of the target
+    rule       probabilities, rule and audit
+    gateway    what the outer loop does before it asks for the next block
+
+Rounds that do not pass every station once and in order (on a busy machine the gateway may send for a block before it is
+done) are left as "unattributed". What the gateway and the client do with a round's text happens beside the next round,
+and is listed apart. The watching itself costs a microsecond a station. Times are the host's: on a GPU, whose work it
+does not wait for, forward passes would seem short and draws long.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from benchmarks.load import Answer, Ask, run_load
+from benchmarks.prompts import load_prompts
+from benchmarks.report import write_report
+from draftwire.cli.up import stack_options
+from draftwire.services.local_stack import LocalStack
+
+PARTS = ("draft", "draw", "encode", "wire", "queue", "verify", "rule", "gateway", "unattributed")
+BAR_WIDTH = 40
+CACHE_TOKENS = 4096
+"""Room of the KV caches: far more than one session needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Station:
+    """A moment that every round passes: the beginning or the end of a watched call."""
+
+    span: str
+    is_end: bool
+    part: str
+    """What the time since the station before belongs to."""
+    leg: str
+    """What that time is called."""
+
+
+def _begins(span: str, part: str, leg: str) -> Station:
+    return Station(span, False, part, leg)
+
+
+def _ends(span: str, part: str, leg: str) -> Station:
+    return Station(span, True, part, leg)
+
+
+WAY = (
+    _ends("verdict decoded", "encode", "verdict decoded"),
+    _begins("verdict committed", "queue", "verdict to its session"),
+    _begins("calibration encoded", "gateway", "committing and asking"),
+    _ends("calibration encoded", "encode", "calibration encoded"),
+    _begins("calibration sent", "queue", "calibration to the writer"),
+    _begins("calibration decoded", "wire", "calibration to the drafter"),
+    _ends("calibration decoded", "encode", "calibration decoded"),
+    _begins("draft step", "queue", "calibration to the torch thread"),
+    _ends("draft step", "draw", "probabilities and the rest of the step"),
+    _begins("block encoded", "queue", "block to the writer"),
+    _ends("block encoded", "encode", "block encoded"),
+    _begins("block decoded", "wire", "block to the verifier"),
+    _ends("block decoded", "encode", "block decoded"),
+    _begins("verify step", "queue", "block to the torch thread"),
+    _ends("verify step", "rule", "probabilities and the rest of the step"),
+    _begins("verdict encoded", "queue", "verdict to the writer"),
+    _ends("verdict encoded", "encode", "verdict encoded"),
+    _begins("verdict received", "wire", "verdict to the gateway"),
+)
+"""A round's way, from the arrival of a verdict to that of the next."""
+
+WITHIN = {
+    "drafter's forward pass": "draft",
+    "tokens drawn": "draw",
+    "distributions encoded": "encode",
+    "target's forward pass": "verify",
+    "rule applied": "rule",
+    "drafter audited": "rule",
+}
+"""Calls within the two steps, each with its part. What is left of a step is the leg's own."""
+
+FORWARD_PASSES = ("drafter's forward pass", "target's forward pass")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One watched call."""
+
+    name: str
+    began: float
+    ended: float
+    """By `time.perf_counter`, seconds."""
+    about: list[int]
+    """Of a committed verdict: draft tokens, tokens committed, and the model time that the services report, in us."""
+
+
+@dataclass(slots=True)
+class Round:
+    """One traced round. Times are in seconds."""
+
+    start: float
+    end: float
+    """By `time.perf_counter`, like everything here."""
+    num_tokens: int
+    reported: float
+    """The services' own account of it: calibration, drafting and verifying."""
+    legs: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Times by part and leg. They add up to `wall`."""
+    num_passes: dict[str, int] = field(default_factory=dict)
+    """Forward passes of either model."""
+
+    @property
+    def wall(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    def part(self, name: str) -> float:
+        """Returns the time of all legs of a part."""
+        return sum(seconds for (part, _), seconds in self.legs.items() if part == name)
+
+
+@contextmanager
+def traced(options: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[LocalStack, Path]]:
+    """Runs a stack whose services write their spans into the folder when they stop."""
+    with tempfile.TemporaryDirectory() as folder:
+        hooks = str(Path(__file__).parent / "round_trace")
+        python_path = os.pathsep.join([hooks, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with (
+            patch.dict(os.environ, {"ROUND_TRACE_FOLDER": folder, "PYTHONPATH": python_path}),
+            LocalStack(options) as stack,
+        ):
+            yield stack, Path(folder)
+
+
+def read_spans(folder: Path) -> list[Span]:
+    """Returns the spans of all services in the order in which they began."""
+    notes = (note for file in folder.glob("*.json") for note in json.loads(file.read_text()))
+    return sorted((Span(*note) for note in notes), key=lambda span: span.began)
+
+
+def read_rounds(spans: list[Span], since: float = 0.0) -> Iterator[Round]:
+    """Yields the rounds that judged a block, from a moment on; only one session may have run at a time."""
+    begins = [span.began for span in spans]
+    arrivals: list[tuple[float, Span]] = []  # of verdicts, with how each was committed
+    arrived = 0.0
+    for span in spans:
+        if span.name == "verdict received":
+            arrived = span.began
+        elif span.name == "verdict committed":
+            arrivals.append((arrived, span))
+    for (start, _), (end, committed) in pairwise(arrivals):
+        num_draft_tokens, num_tokens, reported_us = committed.about
+        if start >= since and num_draft_tokens:
+            window = spans[bisect_right(begins, start) : bisect_right(begins, end)]
+            done = Round(start, end, num_tokens, reported_us / 1e6)
+            _attribute(done, window)
+            yield done
+
+
+def _attribute(done: Round, window: list[Span]) -> None:
+    """Gives the time of a round to legs: all of it to none if a station is missing, double or out of order."""
+    moments = [done.start]
+    for station in WAY:
+        found = [span for span in window if span.name == station.span]
+        if len(found) != 1:
+            done.legs = {("unattributed", f"{station.span}: {len(found)} times"): done.wall}
+            return
+        moments.append(found[0].ended if station.is_end else found[0].began)
+    if moments != sorted(moments):
+        done.legs = {("unattributed", "stations out of order"): done.wall}
+        return
+    for station, (before, after) in zip(WAY, pairwise(moments), strict=True):
+        within = [span for span in window if span.name in WITHIN and before <= span.began < after]
+        left = after - before
+        for span in within:
+            leg = (WITHIN[span.name], span.name)
+            done.legs[leg] = done.legs.get(leg, 0.0) + span.ended - span.began
+            done.num_passes[span.name] = done.num_passes.get(span.name, 0) + 1
+            left -= span.ended - span.began
+        leg = (station.part, station.leg)
+        done.legs[leg] = done.legs.get(leg, 0.0) + left
+
+
+def at_client(rounds: list[Round], spans: list[Span], answers: list[Answer]) -> dict[str, float]:
+    """Returns how the client sees rounds, means in milliseconds: beside the time between them, what it waits for."""
+    arrivals = [arrival for answer in answers for arrival in answer.delta_times]
+    texts = [span for span in spans if span.name == "text made"]
+    began = [span.began for span in texts]
+    starts = [arrivals[bisect_right(arrivals, each.start)] for each in rounds]
+    ends = [arrivals[bisect_right(arrivals, each.end)] for each in rounds]
+    made = [texts[bisect_right(began, arrival) - 1] for arrival in ends]
+    return {
+        "round": statistics.mean(end - start for start, end in zip(starts, ends, strict=True)) * 1e3,
+        "text made at the gateway": statistics.mean(span.ended - span.began for span in made) * 1e3,
+        "text to the client": statistics.mean(end - span.ended for end, span in zip(ends, made, strict=True)) * 1e3,
+    }
+
+
+def summarize(rounds: list[Round]) -> dict[str, Any]:
+    """Returns the means of rounds: whole, by part and by leg, in milliseconds, and what they are relative to models."""
+    wall = sum(each.wall for each in rounds)
+    means: dict[str, dict[str, float]] = defaultdict(dict)
+    for part, leg in dict.fromkeys(key for each in rounds for key in each.legs):  # in the order of the way
+        means[part][leg] = statistics.mean(each.legs.get((part, leg), 0.0) for each in rounds) * 1e3
+    passes = {name: sum(each.num_passes.get(name, 0) for each in rounds) for name in FORWARD_PASSES}
+    traced_rounds = [each for each in rounds if each.num_passes]
+    models = sum(each.part("draft") + each.part("verify") for each in traced_rounds)
+    return {
+        "rounds": len(rounds),
+        "tokens_per_round": sum(each.num_tokens for each in rounds) / len(rounds),
+        "wall_ms": wall / len(rounds) * 1e3,
+        "median_wall_ms": statistics.median(each.wall for each in rounds) * 1e3,
+        "parts": {
+            part: {
+                "ms": sum(means[part].values()),
+                "share": sum(means[part].values()) / (wall / len(rounds) * 1e3),
+                "median_ms": statistics.median(each.part(part) for each in rounds) * 1e3,
+                "legs_ms": means[part],
+            }
+            for part in PARTS
+        },
+        "passes_per_round": {name: count / max(len(traced_rounds), 1) for name, count in passes.items()},
+        "wall_over_forward_passes": sum(each.wall for each in traced_rounds) / models if models else None,
+        "wall_over_reported": wall / sum(each.reported for each in rounds),
+    }
+
+
+def table(profile: dict[str, Any]) -> str:
+    """Returns a profile as text: a line with a bar for each part, and one for each leg below it."""
+    lines = [f"{'a round':<46}{profile['wall_ms']:8.3f} ms"]
+    for name, part in profile["parts"].items():
+        lines.append(f"{name:<46}{part['ms']:8.3f} ms {part['share']:6.1%} {_bar(part['share'], '█')}".rstrip())
+        for leg, milliseconds in part["legs_ms"].items():
+            share = milliseconds / profile["wall_ms"]
+            lines.append(f"    {leg:<42}{milliseconds:8.3f} ms {share:6.1%} {_bar(share, '░')}".rstrip())
+    return "\n".join(lines)
+
+
+def _bar(share: float, block: str) -> str:
+    return block * round(share * BAR_WIDTH)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Continues prompts one after the other, and returns the profile of their rounds."""
+    options = stack_options(arguments.target, arguments.drafter, arguments.num_speculative_tokens)
+    for name in ("verifier", "drafter"):
+        options[name].update(threads=arguments.threads, kv_cache_tokens=CACHE_TOKENS)
+    asks = [
+        Ask(prompt, arguments.max_tokens, arguments.num_speculative_tokens, seed, arguments.temperature)
+        for seed, prompt in enumerate(load_prompts()[: arguments.prompts])
+    ]
+    with traced(options) as (stack, folder):
+        run_load(stack.address, asks[:1] * 2, 1)
+        answers = run_load(stack.address, asks, 1)
+        stack.stop()  # the services write their spans
+        spans = read_spans(folder)
+    rounds = list(read_rounds(spans, answers[0].sent_at))
+    spent = [answer.statistics for answer in answers]
+    reported_us = sum(each.calibration_duration_us + each.draft_duration_us + each.verify_duration_us for each in spent)
+    return {
+        **summarize(rounds),
+        "completions_over_reported": sum(each.duration_us for each in spent) / reported_us,
+        "at_client_ms": at_client(rounds, spans, answers),
+    }
+
+
+def main() -> None:
+    """Measures, prints a table and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--target", help="folder or hub name; by default the embedded model")
+    parser.add_argument("--drafter", help="folder or hub name; by default the embedded model")
+    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads of the verifier, and of the drafter")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    profile = measure(arguments)
+    write_report(arguments, profile)
+    print(table(profile))
+
+
+if __name__ == "__main__":
+    main()
