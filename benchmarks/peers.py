@@ -362,14 +362,15 @@ class Arena:
 @contextmanager
 def arena(pair: Pair, arguments: argparse.Namespace) -> Iterator[Arena]:
     """Starts everything that is to be compared on a pair."""
-    threads = max(arguments.verifier_threads, arguments.drafter_threads)
     options = stack_options(pair.target, pair.drafter, max(arguments.block_lengths))
-    shared = {"dtype": "float32", "kv_cache_tokens": CACHE_TOKENS}
-    options["verifier"].update(threads=arguments.verifier_threads, **shared)
-    options["drafter"].update(threads=arguments.drafter_threads, **shared)
+    for service in ("verifier", "drafter"):
+        options[service].update(dtype="float32", kv_cache_tokens=CACHE_TOKENS)
+        if arguments.threads is not None:
+            options[service]["threads"] = arguments.threads
+    threads: int = options["verifier"]["threads"]
     with ExitStack() as cleanup:
         transformers = cleanup.enter_context(Worker(serve_transformers, pair, threads))
-        decoder = cleanup.enter_context(Worker(serve_decoder, pair, arguments.verifier_threads))
+        decoder = cleanup.enter_context(Worker(serve_decoder, pair, threads))
         stack = cleanup.enter_context(LocalStack(options))
         client = cleanup.enter_context(Client(stack.address))
         for worker in (transformers, decoder):
@@ -561,8 +562,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=32, help="prompts are cut to so many tokens")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate, exactly")
-    parser.add_argument("--verifier-threads", type=int, default=2)
-    parser.add_argument("--drafter-threads", type=int, default=2)
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads of every contestant [default: those of `draftwire up`]"
+    )
     parser.add_argument("--assistant-tokens", type=int, nargs="+", default=ASSISTANT_TOKENS, help="tried in the sweep")
     parser.add_argument("--block-lengths", type=int, nargs="+", default=BLOCK_LENGTHS, help="tried in the sweep")
     parser.add_argument("--output", type=Path)

@@ -126,7 +126,7 @@ class LocalStack:
             stdout=subprocess.DEVNULL,  # else whoever reads our output would wait for the services to end
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             start_new_session=True,  # Ctrl-C reaches the parent alone, which stops the services in order
         )
         service = self.services[name] = ServiceProcess(name, process)

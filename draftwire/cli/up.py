@@ -19,6 +19,8 @@ from draftwire.errors import InvalidRequestError
 from draftwire.services.local_stack import LocalStack
 
 DEMO_PROMPT = "def merge_sorted(a, b):"
+SMALL_MODEL_BYTES = 64 * 2**20
+"""Weights of models that one thread runs as fast as several."""
 COLORS = {"drafter": "cyan", "verifier": "magenta", "gateway": "green"}
 
 Target = Annotated[str | None, typer.Option(help="Target model: folder or hub name. [default: the embedded one]")]
@@ -89,14 +91,24 @@ def stack_options(target: str | None, drafter: str | None, num_speculative_token
     Raises:
         InvalidRequestError: no model is named and the embedded pair is not there.
     """
-    cores = os.cpu_count() or 1
+    models = {"verifier": target or embedded_model("target"), "drafter": drafter or embedded_model("drafter")}
     # Bytes cost next to nothing on one machine, and what a sparse distribution leaves out costs acceptance.
     drafts = {"draft_mass": 0.99, "draft_max_support": 512}
     return {
-        "verifier": {"model": target or embedded_model("target"), "threads": cores},
-        "drafter": {"model": drafter or embedded_model("drafter"), "threads": 1, **drafts},
+        "verifier": {"model": models["verifier"], "threads": threads_for(models["verifier"])},
+        "drafter": {"model": models["drafter"], "threads": threads_for(models["drafter"]), **drafts},
         "gateway": {"num_speculative_tokens": num_speculative_tokens},
     }
+
+
+def threads_for(model: str) -> int:
+    """Returns how many threads run a model fastest: all cores, unless waking them takes longer than what they save.
+
+    Drafter and verifier work in turn where there is one session, so each may have all cores; see `docs/speed.md`.
+    """
+    size = sum(file.stat().st_size for file in Path(model).expanduser().glob("*.safetensors"))
+    is_small = 0 < size < SMALL_MODEL_BYTES  # one from the hub is not
+    return 1 if is_small else os.cpu_count() or 1
 
 
 def embedded_model(name: str) -> str:

@@ -57,7 +57,7 @@ class Norm:
     @classmethod
     def of(cls, module: Any) -> "Norm":
         """Takes over a norm of transformers."""
-        return cls(module.weight.detach(), float(module.variance_epsilon))
+        return cls(module.weight.detach().clone(), float(module.variance_epsilon))
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Returns the normalised rows, scaled."""
@@ -112,6 +112,8 @@ class LeanDecoder:
         config = base.config
         self.device = model.device
         self._embedding = base.embed_tokens.weight.detach()
+        if consumes and self.device.type == "cpu":
+            self._embedding = self._embedding.clone()  # else one tensor keeps the whole file of weights in memory
         self._layers = []
         for index, module in enumerate(base.layers):
             self._layers.append(Layer.of(module, config))

@@ -1,0 +1,153 @@
+"""Threads, affinity and memory of the three processes on one machine: which placement serves fastest?
+
+    python -m benchmarks.placement --target DIR/target --drafter DIR/drafter --output benchmarks/results/placement.json
+
+Each placement is started anew in every repetition, one after the other, and measured with one session and with several,
+plain and speculative. Reported are medians over repetitions, ratios to the first placement, and the memory of each
+process after the load.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from rich.progress import track
+
+from benchmarks.load import Ask, run_load
+from benchmarks.prompts import load_prompts
+from benchmarks.report import write_report
+from draftwire.cli.up import stack_options
+from draftwire.services.local_stack import LocalStack
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How the processes share the cores."""
+
+    verifier_threads: int
+    drafter_threads: int
+    is_pinned: bool = False
+    """Drafter and gateway on the last core, the verifier on the others."""
+    spins: bool = False
+    """Whether OpenMP threads wait for work by spinning instead of sleeping."""
+
+    @property
+    def name(self) -> str:
+        """What it is, in short."""
+        threads = f"verifier {self.verifier_threads}, drafter {self.drafter_threads}"
+        return threads + ", pinned" * self.is_pinned + ", spinning" * self.spins
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One placement under one load in one repetition."""
+
+    placement: str
+    load: str
+    tokens_per_second: float
+    """Of all sessions together."""
+    megabytes: dict[str, int]
+    """Resident memory by process."""
+
+
+def placements(cores: int) -> list[Placement]:
+    """Returns what is tried on so many cores."""
+    chosen = [
+        Placement(cores, cores),
+        Placement(cores, 1),
+        Placement(max(1, cores - 1), 1),
+        Placement(max(1, cores - 1), 1, is_pinned=True),
+        Placement(cores, cores, spins=True),
+    ]
+    return list(dict.fromkeys(chosen))
+
+
+def measure(placement: Placement, arguments: argparse.Namespace) -> Iterator[Measurement]:
+    """Starts the services and yields a measurement for each load."""
+    options = stack_options(arguments.target, arguments.drafter, arguments.num_speculative_tokens)
+    cache = {"kv_cache_tokens": 16_384}
+    options["verifier"].update(threads=placement.verifier_threads, **cache)
+    options["drafter"].update(threads=placement.drafter_threads, **cache)
+    policy = {"OMP_WAIT_POLICY": "ACTIVE" if placement.spins else "PASSIVE"}
+    with patch.dict(os.environ, policy), LocalStack(options) as stack:
+        if placement.is_pinned:
+            pin(stack)
+        prompts = [prompt[:120] for prompt in load_prompts()]
+        run_load(stack.address, [Ask(prompts[0], 8, arguments.num_speculative_tokens)], 1)
+        for concurrency in arguments.concurrencies:
+            for kind, block_length in (("plain", 0), ("speculative", arguments.num_speculative_tokens)):
+                asks = [
+                    Ask(prompt, arguments.max_tokens, block_length, seed)
+                    for seed, prompt in enumerate(prompts[: 2 * concurrency])
+                ]
+                answers = run_load(stack.address, asks, concurrency)
+                seconds = max(answer.delta_times[-1] for answer in answers) - min(answer.sent_at for answer in answers)
+                tokens = sum(answer.statistics.num_generated_tokens for answer in answers)
+                yield Measurement(placement.name, f"{kind} at {concurrency}", tokens / seconds, memory(stack))
+
+
+def pin(stack: LocalStack) -> None:
+    """Puts the verifier on all cores but the last, and the other processes on that."""
+    *others, last = sorted(os.sched_getaffinity(0))
+    for name, service in stack.services.items():
+        for thread in Path(f"/proc/{service.process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), set(others or [last]) if name == "verifier" else {last})
+
+
+def memory(stack: LocalStack) -> dict[str, int]:
+    """Returns the resident memory of each process, MB."""
+    pages = {
+        name: Path(f"/proc/{one.process.pid}/statm").read_text().split()[1] for name, one in stack.services.items()
+    }
+    return {name: int(count) * os.sysconf("SC_PAGE_SIZE") // 10**6 for name, count in pages.items()}
+
+
+def main() -> None:
+    """Measures, prints medians and ratios, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--target", help="default: the embedded one")
+    parser.add_argument("--drafter", help="default: the embedded one")
+    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    tried = placements(os.cpu_count() or 1)
+    measurements = [
+        measurement
+        for placement in track(tried * arguments.repetitions, "placements")
+        for measurement in measure(placement, arguments)
+    ]
+    loads = list(dict.fromkeys(each.load for each in measurements))
+    medians = {
+        placement.name: {
+            load: statistics.median(
+                each.tokens_per_second for each in measurements if (each.placement, each.load) == (placement.name, load)
+            )
+            for load in loads
+        }
+        for placement in tried
+    }
+    first = medians[tried[0].name]
+    write_report(
+        arguments,
+        {
+            "median_tokens_per_second": medians,
+            "ratio_to_the_first": {
+                name: {load: value / first[load] for load, value in own.items()} for name, own in medians.items()
+            },
+            "megabytes": {each.placement: each.megabytes for each in measurements},
+            "measurements": [asdict(measurement) for measurement in measurements],
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
