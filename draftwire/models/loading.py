@@ -4,10 +4,10 @@ import hashlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.errors import InvalidRequestError
@@ -60,7 +60,8 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
 
     Raises:
         InvalidRequestError: the dtype is unknown, the folder does not exist, or the model cannot be served: it keeps a
-            state that cannot be rolled back (recurrent and state-space layers), or attends in a way of its own.
+            state that cannot be rolled back (recurrent and state-space layers), attends in a way of its own, or is
+            quantised in a way that needs a package or a device that is not there.
         OSError: the files cannot be read.
     """
     if dtype not in DTYPES:
@@ -72,11 +73,11 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     path = str(Path(name).expanduser()) if name.startswith("~") else name
     disable_progress_bar()  # it would write into the log
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, use_safetensors=True)
+    loaded: Any = _load_weights(path, dtype, device, revision)
     if getattr(loaded, "_is_stateful", False):
         raise InvalidRequestError(f"{name} keeps a recurrent state, which speculative decoding cannot roll back")
     _check_attention(name, loaded)
-    model: PreTrainedModel = loaded.to(device).eval()
+    model: PreTrainedModel = loaded.eval()
     card = ModelCard.of(
         tokenizer,
         name=Path(path).name if Path(path).is_dir() else name,
@@ -88,6 +89,19 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
         weights_fingerprint=weights_fingerprint(model),
     )
     return LoadedModel(model, card)
+
+
+def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> PreTrainedModel:
+    """Returns a model on its device."""
+    config = AutoConfig.from_pretrained(path, revision=revision)
+    options: dict[str, Any] = {"config": config, "dtype": dtype, "revision": revision, "use_safetensors": True}
+    if getattr(config, "quantization_config", None) is None:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        return cast(PreTrainedModel, loaded.to(device))
+    try:  # layers of quantised models are made for the device, and cannot be moved
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **options))
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise InvalidRequestError(f"the quantised model {path} cannot be loaded on {device}: {error}") from error
 
 
 def weights_fingerprint(model: torch.nn.Module) -> bytes:

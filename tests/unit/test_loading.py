@@ -1,6 +1,8 @@
 """Any causal language model in a Hugging Face folder can be loaded and served exactly, or is refused."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from transformers import (
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
+from draftwire.models.decoder import TransformersDecoder, decoder_of
 from draftwire.models.loading import LoadedModel, load_model, load_tokenizer, tokenizer_files
 
 torch.set_num_threads(1)
@@ -187,3 +189,47 @@ def test_tokenizer_that_travelled_gives_the_same_ids_and_keeps_its_chat_template
 def test_tokenizer_file_with_a_path_in_its_name_is_refused() -> None:
     with pytest.raises(ValueError, match="plain file name"):
         load_tokenizer({"../evil.json": b"{}"})
+
+
+def quantised(folder: Path, method: str) -> str:
+    """Writes a model whose configuration says that it is quantised."""
+    path = Path(save(tiny_network("llama", VOCAB_SIZE), folder))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_quantised_model_that_this_machine_cannot_load_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot be loaded on cpu: "):
+        load_model(quantised(tmp_path, "gptq"))
+
+
+def test_quantised_model_is_made_on_its_device_and_run_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = AutoModelForCausalLM.from_pretrained
+
+    def load_quantised(path: str, **options: Any) -> PreTrainedModel:
+        assert options.pop("device_map") == {"": "cpu"}
+        del options["config"].quantization_config
+        model = load(path, **options)
+        for layer in model.model.layers:
+            layer.mlp.down_proj = Linear4bit(layer.mlp.down_proj)
+        model.to = None  # as layers that must not be moved
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_quantised)
+    loaded = load_model(quantised(tmp_path, "gptq"))
+    assert isinstance(decoder_of(loaded.model), TransformersDecoder)
+
+
+class Linear4bit(torch.nn.Module):
+    """Stands for a layer that another library made."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)
