@@ -1,155 +1,139 @@
-"""What is meant for a GPU: are forward passes and decisions right there, and what do steps and rules take?
+"""Everything that is meant for a GPU: is it right there, and what does it take?
 
     python -m benchmarks.gpu --output benchmarks/results/gpu.json
     python -m benchmarks.gpu --device cpu --size tiny      # the same code without a GPU
 
-Models have random weights of real shapes, because a GPU machine need not reach a model hub.
+Takes less than eight minutes on one H200. Models have random weights, because a GPU machine need not reach a model hub,
+and nothing is imported but torch, transformers, numpy and what these bring along. A section that fails leaves the
+others alone; the report is written after each.
 """
 
 import argparse
-import copy
+import contextlib
+import io
 import os
-import statistics
-import time
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
+from benchmarks.gpu_sections.exactness import exactness
+from benchmarks.gpu_sections.pair import Pair, make_pair
+from benchmarks.gpu_sections.plan import Plan
+from benchmarks.gpu_sections.rules import rules
+from benchmarks.gpu_sections.section import Budget, Findings, Section
+from benchmarks.gpu_sections.sharing import sharing
+from benchmarks.gpu_sections.speculation import speculation
+from benchmarks.gpu_sections.steps import steps
 from benchmarks.report import write_report
-from benchmarks.rules import CASES, Shape, Step, measure
-from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.decoder import decoder_of
-from draftwire.randomness import KEY_BYTES, DrawKey, exponentials
-from draftwire.sampling import SamplingParams
-from draftwire.verification import rule_named
-from draftwire.verification.target import Judgement, Judging, judge
-
-SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128_256},
-}
-HEADS = {"tiny": (4, 2), "1b": (32, 8)}
-RULE_SHAPES = {"tiny": Shape(vocab_size=2000), "1b": Shape()}
-SESSIONS = (1, 4, 16, 64)
-PROMPT_TOKENS = 256
+from draftwire.models.synthesis import SHAPES
 
 
-def random_model(size: str, dtype: torch.dtype, device: str) -> LlamaForCausalLM:
-    """Returns a Llama of random weights."""
-    heads, kv_heads = HEADS[size]
-    config = LlamaConfig(
-        **SHAPES[size],
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = LlamaForCausalLM(config)
-    return model.to(dtype).eval()
+class Sections:
+    """The sections in their order. What is timed last is missed least."""
+
+    def __init__(self, plan: Plan, has_greedy: bool) -> None:
+        """Prepares."""
+        self._plan = plan
+        self._has_greedy = has_greedy
+        self._made: Pair | None = None
+
+    def all(self) -> list[Section]:
+        """Returns them."""
+        greedy = [
+            Section("greedy pair", 60.0, partial(self._make, 0.0)),
+            Section("greedy speculation", 100.0, self._speculation),
+        ]
+        return [
+            Section("exactness", 60.0, partial(exactness, self._plan)),
+            Section("pair", 60.0, partial(self._make, 1.0)),
+            Section("steps", 50.0, self._steps),
+            Section("speculation", 120.0, self._speculation),
+            Section("sharing", 80.0, self._sharing),
+            Section("rules", 80.0, partial(rules, self._plan)),
+            *(greedy if self._has_greedy else []),
+        ]
+
+    @property
+    def _pair(self) -> Pair:
+        if self._made is None:
+            raise RuntimeError("there is no pair to measure")
+        return self._made
+
+    def _make(self, temperature: float, findings: Findings, budget: Budget) -> None:
+        self._made = None
+        self._made = make_pair(self._plan, temperature, findings, budget)
+
+    def _steps(self, findings: Findings, budget: Budget) -> None:
+        steps(self._plan, self._pair, findings, budget)
+
+    def _speculation(self, findings: Findings, budget: Budget) -> None:
+        speculation(self._plan, self._pair, findings, budget)
+
+    def _sharing(self, findings: Findings, budget: Budget) -> None:
+        sharing(self._plan, self._pair, findings, budget)
 
 
-def random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
-    """Returns reproducible token ids."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size, (count,), generator=generator).tolist()
+def machine_facts(plan: Plan) -> dict[str, Any]:
+    """Returns what the figures depend on."""
+    facts: dict[str, Any] = {
+        "device": str(plan.device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+    }
+    if plan.is_cuda:
+        properties = torch.cuda.get_device_properties(plan.device)
+        facts |= {
+            "device": properties.name,
+            "memory_gib": properties.total_memory / 2**30,
+            "multiprocessors": properties.multi_processor_count,
+        }
+    return facts
 
 
-@torch.inference_mode()
-def largest_error(device: str) -> float:
-    """Returns how far logits of mixed batches are from those of fresh forward passes, float32, largest difference."""
-    own = random_model("tiny", torch.float32, device)
-    model = CachedModel(decoder_of(copy.deepcopy(own)), 8192)
-    texts = [random_ids(length, 512, length) for length in (3, 40, 41, 200, 700)]
-    sequences = [model.cache.open() for _ in texts]
-    model.read([Reading(sequence, text[:-3], 0) for sequence, text in zip(sequences, texts, strict=True) if text[:-3]])
-    rows = model.read([Reading(sequence, text[-3:], 3) for sequence, text in zip(sequences, texts, strict=True)]).split(
-        3
-    )
-    model.cache.check_integrity()
-    fresh = [own(input_ids=torch.tensor([text], device=device)).logits[0, -3:] for text in texts]
-    return max(float((row - expected).abs().max()) for row, expected in zip(rows, fresh, strict=True))
-
-
-def step_ms(model: CachedModel, num_sessions: int, device: str, repetitions: int) -> float:
-    """Returns the median time of a plain step for sessions of about 256 tokens each, milliseconds."""
-    rule, key = rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
-    texts = [random_ids(PROMPT_TOKENS, model.vocab_size, seed) for seed in range(num_sessions)]
-    sequences = [model.cache.open() for _ in texts]
-    model.read([Reading(sequence, text[:-1], 0) for sequence, text in zip(sequences, texts, strict=True)])
-    times = []
-    for _ in range(repetitions + 3):
-        started = time.perf_counter()
-        step = judge(
-            model,
-            [
-                Judging(sequence, text, [], None, SamplingParams(), rule, key)
-                for sequence, text in zip(sequences, texts, strict=True)
-            ],
-        )
-        if device != "cpu":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-        for text, outcome in zip(texts, step.outcomes, strict=True):
-            assert isinstance(outcome, Judgement)
-            text += outcome.token_ids
-    for sequence in sequences:
-        model.cache.close(sequence)
-    return statistics.median(times[3:]) * 1e3
-
-
-@torch.inference_mode()
-def rule_differences(device: str, shape: Shape) -> dict[str, int]:
-    """Returns how many of 64 blocks each rule decides otherwise than on the CPU, from the same logits and keys.
-
-    Softmax and sums round differently there, so a number close to a threshold may fall on the other side of it.
-    """
-    own, reference = Step(shape, 64, device), Step(shape, 64, "cpu")
-    differences = {}
-    for name, (rule, params) in CASES.items():
-        pairs = zip(own.decide_afresh(rule, params), reference.decide_afresh(rule, params), strict=True)
-        differences[name] = sum(one != other for one, other in pairs)
-    return differences
-
-
-def noise_error(device: str) -> float:
-    """Returns how far the noise of `coupled` is from the CPU's, relative to it: rounding of one logarithm."""
-    words, positions = torch.tensor([[1, 2], [3, 4]]), torch.tensor([5, 6])
-    expected = exponentials(words, positions, 50_000)
-    return float((exponentials(words.to(device), positions.to(device), 50_000).cpu() / expected - 1.0).abs().max())
-
-
-def main() -> None:
-    """Measures, prints and writes JSON."""
+def main() -> int:
+    """Measures, prints a table and writes JSON; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--size", choices=sorted(SHAPES), default="1b")
+    parser.add_argument("--size", choices=sorted(SHAPES), default="llama-3-8b", help="shape of the target")
     parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--only", nargs="+", default=[], help="names of sections; all if left out")
+    parser.add_argument("--greedy", action="store_true", help="also a pair that agrees greedily, and its speculation")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
-    model = CachedModel(decoder_of(random_model(arguments.size, dtype, arguments.device)), 64 * 512)
-    milliseconds = {count: step_ms(model, count, arguments.device, arguments.repetitions) for count in SESSIONS}
-    results: dict[str, Any] = {
-        "device": arguments.device if arguments.device == "cpu" else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "largest_error": largest_error(arguments.device),
-        "step_ms": milliseconds,
-        "noise_error": noise_error(arguments.device),
-        "rule_differences": rule_differences(arguments.device, RULE_SHAPES[arguments.size]),
-        "rules": {
-            f"batch_{count}": measure(RULE_SHAPES[arguments.size], count, arguments.device, arguments.repetitions)
-            for count in (1, 16)
-        },
-        "tokens_per_second": {count: 1e3 * count / milliseconds[count] for count in SESSIONS},
-    }
-    write_report(arguments, results)
+    plan = Plan(torch.device(arguments.device), arguments.size, arguments.repetitions)
+    if plan.is_cuda:
+        torch.cuda.set_device(plan.device.index or 0)
+    else:
+        torch.set_num_threads(min(2, torch.get_num_threads()))
+    facts = machine_facts(plan)
+    print(", ".join(f"{key} {value}" for key, value in facts.items()), end="\n\n", flush=True)
+    sections = Sections(plan, arguments.greedy).all()
+    unknown = set(arguments.only) - {section.name for section in sections}
+    if unknown:
+        parser.error(f"unknown sections: {', '.join(sorted(unknown))}")
+    found: dict[str, Any] = {}
+    for section in sections:
+        if arguments.only and section.name not in arguments.only:
+            continue
+        found[section.name] = section.run()
+        with contextlib.redirect_stdout(io.StringIO()):  # the table says it more shortly
+            write_report(arguments, {**facts, "sections": found})
+    failed = [name for name, result in found.items() if not result["is_ok"]]
+    missed = [f"{name}: {label}" for name, result in found.items() for label in _missed(result)]
+    print(f"sections that failed: {', '.join(failed) or 'none'}", f"bounds not met: {len(missed)}", *missed, sep="\n  ")
+    return 1 if failed else 0
+
+
+def _missed(result: dict[str, Any]) -> list[str]:
+    return [label for label, verdict in result["verdicts"].items() if verdict != "ok"]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

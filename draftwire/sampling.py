@@ -194,8 +194,9 @@ def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
     is_greedy = [one.greedy for one in params]
     if all(is_greedy):
         return _one_hot(logits)
-    greedy_rows = _indices(is_greedy, logits.device)
-    chosen = _one_hot(logits[greedy_rows]) if any(is_greedy) else None
+    if any(is_greedy):
+        greedy_rows = _indices(is_greedy, logits.device)
+        chosen = _one_hot(logits[greedy_rows])
     _divide(logits, [1.0 if one.greedy else one.temperature for one in params])
     is_truncated = [one.truncates for one in params]
     if all(is_truncated):
@@ -204,7 +205,7 @@ def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
         rows = _indices(is_truncated, logits.device)
         logits[rows] = _truncate(logits[rows], [one for one in params if one.truncates])
     probs = torch.softmax(logits, dim=-1, out=logits)  # in place: a fresh tensor of this size costs more than the sum
-    if chosen is not None:
+    if any(is_greedy):
         probs[greedy_rows] = chosen
     return probs
 

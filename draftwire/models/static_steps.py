@@ -7,7 +7,7 @@ last row: it writes once more what is written anyway.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,11 +44,46 @@ class StepShape:
         return cls(_power_of_two(len(segments)), queries, max(LEAST_KEYS, _power_of_two(longest)))
 
 
+class Recorder:
+    """Records graphs that share their memory: at most one of them runs at a time, and each is done with what others
+    left behind before it starts.
+
+    The stream that they are captured on is theirs alone, and nothing else runs on it. So the workspace that cuBLAS
+    keeps for it lies in their shared memory too, and graphs survive when torch destroys one of them, and with it the
+    workspace of its stream (pytorch/pytorch#193402).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Opens streams on a GPU."""
+        self._device = device
+        self._warm_up, self._capture = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._anchor: torch.cuda.CUDAGraph | None = None  # the first graph, kept for the memory that all share
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Returns a graph of some work and the tensor that it leaves its result in.
+
+        The work is also done once unrecorded, for libraries initialise themselves then.
+        """
+        current = torch.cuda.current_stream(self._device)
+        self._warm_up.wait_stream(current)
+        with torch.cuda.stream(self._warm_up):
+            work()
+        current.wait_stream(self._warm_up)
+        graph = torch.cuda.CUDAGraph()
+        pool = None if self._anchor is None else self._anchor.pool()
+        # The outer context goes back to the current stream also where a capture fails, which `graph` does not.
+        with torch.cuda.stream(current), torch.cuda.graph(graph, pool=pool, stream=self._capture):
+            result = work()
+        self._anchor = self._anchor or graph
+        return graph, result
+
+
 class StaticStep:
     """The memory of one shape and, on a GPU, the graph that reads it."""
 
-    def __init__(self, shape: StepShape, decoder: Decoder, storage: KvStorage) -> None:
-        """Makes room for the layout; the graph is captured when it runs first."""
+    def __init__(self, shape: StepShape, decoder: Decoder, storage: KvStorage, recorder: Recorder | None) -> None:
+        """Makes room for the layout; the graph is recorded when it runs first, if there is a recorder."""
+        self._recorder = recorder
         self._shape = shape
         self._decoder = decoder
         self._storage = storage
@@ -58,8 +93,7 @@ class StaticStep:
         self._sources, self._slots, self._positions, self._table = self._layout.split(sizes)
         self._token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=decoder.device)
         self._all = torch.arange(num_tokens, device=decoder.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._logits: Tensor
+        self._recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
     def run(self, segments: Sequence[Segment], token_ids: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
         """Reads the tokens of some segments.
@@ -75,13 +109,13 @@ class StaticStep:
         layout, places = self._laid_out(segments)
         self._layout.copy_(upload(layout, self._decoder.device), non_blocking=True)
         torch.index_select(token_ids, 0, self._sources, out=self._token_ids)
-        if self._decoder.device.type != "cuda":
+        if self._recorder is None:
             return self._forward(), places
-        if self._graph is None:
-            self._capture()
-        assert self._graph is not None
-        self._graph.replay()
-        return self._logits, places
+        if self._recorded is None:
+            self._recorded = self._recorder.record(self._forward)
+        graph, logits = self._recorded
+        graph.replay()
+        return logits, places
 
     def _laid_out(self, segments: Sequence[Segment]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the layout, as it is in memory, and where each token is among rows and queries."""
@@ -111,17 +145,6 @@ class StaticStep:
         step = PackedStep(self._storage, self._slots, self._positions, [group])
         return self._decoder.logits(self._token_ids, step, self._all)
 
-    def _capture(self) -> None:
-        """Records a forward pass. One that is not recorded comes first: libraries initialise themselves in it."""
-        stream = torch.cuda.Stream(self._decoder.device)
-        stream.wait_stream(torch.cuda.current_stream(self._decoder.device))
-        with torch.cuda.stream(stream):
-            self._forward()
-        torch.cuda.current_stream(self._decoder.device).wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = self._forward()
-
 
 class StaticSteps:
     """Static steps by shape."""
@@ -130,6 +153,7 @@ class StaticSteps:
         """Prepares; shapes are made as they come up."""
         self._decoder = decoder
         self._storage = storage
+        self._recorder = Recorder(decoder.device) if decoder.device.type == "cuda" else None
         self._steps: OrderedDict[StepShape, StaticStep] = OrderedDict()
 
     def fit(self, segments: Sequence[Segment]) -> bool:
@@ -139,12 +163,14 @@ class StaticSteps:
     def logits(self, segments: Sequence[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
         """Reads tokens; see `Decoder.logits`. `kept` counts the tokens of all segments."""
         shape = StepShape.of(segments)
-        step = self._steps.pop(shape, None) or StaticStep(shape, self._decoder, self._storage)
+        step = self._steps.pop(shape, None) or StaticStep(shape, self._decoder, self._storage, self._recorder)
         self._steps[shape] = step
         if len(self._steps) > MOST_SHAPES:
             self._steps.popitem(last=False)
         with torch.cuda.device_of(token_ids):
             logits, places = step.run(segments, token_ids)
+            if len(kept) == len(logits):  # all of them: nothing to upload
+                return logits.clone()
             return logits.index_select(0, upload(places[list(kept)], self._decoder.device))
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,14 +36,112 @@ def test_round_trace_finds_every_station_of_every_service() -> None:
     assert run("-c", code).split() == ["gateway", "drafter", "verifier"]
 
 
-def test_gpu_benchmark_runs_without_a_gpu_and_finds_the_cached_passes_right() -> None:
-    arguments = ("--device", "cpu", "--size", "tiny", "--repetitions", "1")
-    report = json.loads(run("-m", "benchmarks.gpu", *arguments))
-    assert report["largest_error"] < 1e-5
-    assert set(report["step_ms"]) == {"1", "4", "16", "64"}
-    assert report["noise_error"] == 0.0
-    assert set(report["rule_differences"].values()) == {0}
-    assert report["rules"]["batch_16"]["block"]["accepted"] > 0.0
+MISSING = ("structlog", "typer", "rich", "prometheus_client", "google", "scipy")
+HIDING = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *arguments):
+        return None if name.partition(".")[0] in {MISSING} else super().find_spec(name, *arguments)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
+"""
+
+
+def test_gpu_benchmark_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run("-c", f"import importlib.util; print({{*map(importlib.util.find_spec, {MISSING})}})") == "{None}\n"
+    output = tmp_path / "gpu.json"
+    sizes = ("--device", "cpu", "--size", "tiny", "--repetitions", "3")
+    table = run("-m", "benchmarks.gpu", *sizes, "--output", str(output))
+    report = json.loads(output.read_text())
+    assert report["device"] == "cpu"
+    assert report["torch"]
+    sections = report["sections"]
+    assert list(sections) == ["exactness", "pair", "steps", "speculation", "sharing", "rules"]
+    for name, section in sections.items():
+        assert section["is_ok"], section["traceback"]
+        assert f"{name}: done" in table
+    assert "sections that failed: none" in table
+    check_exactness(sections["exactness"])
+    check_steps(sections["steps"])
+    check_speculation(sections["speculation"])
+    assert sections["pair"]["agreement"] == pytest.approx(0.8, abs=0.03)
+    assert 0.0 < sections["pair"]["drafter_gb_read"] < sections["pair"]["target_gb_read"]
+    assert min(sections["sharing"]["steps"]) > 0
+    assert sections["sharing"]["draft_beside_verify_ms"] > 0.0
+    assert sections["rules"]["noise_error"] == 0.0
+    assert set(sections["rules"]["rule_differences"].values()) == {0}
+    assert sections["rules"]["batch_16"]["block"]["accepted"] > 0.0
+
+
+def check_exactness(found: dict[str, Any]) -> None:
+    for name in ("packed", "static"):
+        assert 0.0 < found[f"largest_error_{name}"] <= 1e-4
+        assert found[f"logits_{name}"]["logit_deviation"] > 0.1
+    assert set(found["verdicts"].values()) == {"ok"}
+    assert found["synchronizations"] == {}
+    assert (found["draft_differences"]["blocks"], found["draft_differences"]["differing"]) == (80, 0)
+
+
+def check_steps(found: dict[str, Any]) -> None:
+    for name in ("static", "packed"):
+        times = found[name]
+        assert times["verify_ratio"] == pytest.approx(times["verify_ms"] / found["reduction_ms"]["target"], rel=0.01)
+        for block_length in (4, 8):
+            own = times[f"block_{block_length}"]
+            draft_ms = own["draft_ms_per_token"]
+            assert own["forward_ms_per_token"] > 0.0
+            assert own["forward_ms_per_token"] + own["sampling_ms_per_token"] == pytest.approx(draft_ms, rel=0.01)
+            assert own["draft_ratio"] == pytest.approx(draft_ms / found["reduction_ms"]["drafter"], rel=0.01)
+            assert own["judge_ratio"] == pytest.approx(own["judge_ms"] / found["reduction_ms"]["target"], rel=0.01)
+            assert own["rounds"] > 0
+
+
+def check_speculation(found: dict[str, Any]) -> None:
+    runs = found["runs"]
+    assert len(runs) == 2 * (1 + 2 * 2)
+    plain = {run["texts"]: run["tokens_per_s"] for run in runs if run["block_length"] == 0}
+    for run_ in runs:
+        assert 1.0 <= run_["block_efficiency"] <= run_["block_length"] + 1
+        if run_["block_length"]:
+            assert 0.2 < run_["acceptance_rate"] <= 1.0
+            assert run_["ratio"] == pytest.approx(run_["tokens_per_s"] / plain[run_["texts"]], rel=0.01)
+            accepted = 1.0 + run_["block_length"] * run_["acceptance_rate"]
+            assert run_["block_efficiency"] == pytest.approx(accepted, rel=0.01)
+    for count in (1, 4):
+        rates = [run_["tokens_per_s"] for run_ in runs if run_["texts"] == count and run_["block_length"]]
+        assert found["best"][f"batch_{count}"]["tokens_per_s"] == max(rates)
+
+
+def test_gpu_benchmark_goes_on_after_a_section_that_fails_or_takes_too_long() -> None:
+    code = """
+import json, time
+from benchmarks.gpu_sections.section import Findings, Row, Section
+
+def fail(findings, budget):
+    findings.rows.append(Row("what was found", 1.0))
+    findings.results["found"] = 1.0
+    raise ValueError("what went wrong")
+
+def dawdle(findings, budget):
+    time.sleep(30.0)
+
+print(json.dumps([Section("failing", 9.0, fail).run(), Section("slow", 0.1, dawdle).run()]))
+"""
+    *table, results = run("-c", code).splitlines()
+    failing, slow = json.loads(results)
+    assert (failing["is_ok"], failing["found"], failing["error"]) == (False, 1.0, "ValueError: what went wrong")
+    assert "in fail" in failing["traceback"]
+    assert (slow["is_ok"], slow["error"]) == (False, "OverBudgetError: the section did not end in time")
+    assert slow["seconds"] < 5.0
+    assert sum("FAILED" in line for line in table) == 2
+    assert any("what was found" in line for line in table)
 
 
 def test_wire_benchmark_finds_that_keeping_less_takes_fewer_bytes_and_is_accepted_less(tmp_path: Path) -> None:

@@ -270,5 +270,6 @@ def test_static_steps_write_nothing_but_their_own_tokens() -> None:
     places = [sequences[0].blocks[0] * 16 + 3, sequences[0].blocks[0] * 16 + 4]
     places += [sequence.blocks[0] * 16 + 3 for sequence in sequences[1:]]
     for old, new in zip(before, after, strict=True):
-        changed = (old != new).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        is_other = (old != new) & ~(old.isnan() & new.isnan())  # what was never written is anything
+        changed = is_other.flatten(1).any(dim=1).nonzero().flatten().tolist()
         assert changed == sorted(places)

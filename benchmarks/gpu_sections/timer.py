@@ -1,0 +1,45 @@
+"""Times of work on a device."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+WARM_UPS = 3
+"""Runs that are not counted: they record graphs and fill caches."""
+
+
+class Timer:
+    """Times work from the moment that the device is idle until it is idle again.
+
+    On a GPU by its own events: what the host takes longer than the device counts, the wait of the host for the device's
+    last word does not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Prepares."""
+        self._is_cuda = device.type == "cuda"
+        if self._is_cuda:
+            self._first, self._last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def ms(self, work: Callable[[], object]) -> float:
+        """Returns how long some work takes, milliseconds."""
+        if not self._is_cuda:
+            started = time.perf_counter()
+            work()
+            return (time.perf_counter() - started) * 1e3
+        torch.cuda.synchronize()
+        self._first.record()
+        work()
+        self._last.record()
+        torch.cuda.synchronize()
+        return float(self._first.elapsed_time(self._last))
+
+    def median_ms(self, work: Callable[[], object], repetitions: int, prepare: Callable[[], object] = int) -> float:
+        """Returns the median time of some work, each run of which is prepared untimed; milliseconds."""
+        times = []
+        for _ in range(WARM_UPS + repetitions):
+            prepare()
+            times.append(self.ms(work))
+        return median(times[WARM_UPS:])
