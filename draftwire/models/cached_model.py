@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.devices import upload
@@ -16,6 +18,9 @@ from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.paged_attention import KvStorage, Segment, pack
 from draftwire.models.static_steps import StaticSteps
+
+TokenIds = Sequence[int] | Tensor
+"""Of a step's tokens: known to the host, or `[num_tokens] int64` on the model's device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class CachedModel:
         assert all(0 <= reading.keep <= len(reading.token_ids) for reading in readings)
         segments = [reading.segment for reading in readings]
         token_ids = [token for reading in readings for token in reading.token_ids]
-        return self._forward(segments, upload(token_ids, self.device, torch.int64), _kept(readings))
+        return self._forward(segments, token_ids, _kept(readings))
 
     def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
         """See `DraftModel.extend`."""
@@ -111,17 +116,25 @@ class CachedModel:
         return self._forward(segments, token_ids, range(len(segments)))
 
     @torch.inference_mode()
-    def _forward(self, segments: list[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
-        with appended(self.cache, segments):
-            if self._static is not None and self._static.fit(segments):
-                return self._static.logits(segments, token_ids, kept)
-            step = pack(segments, self._storage, self.device)
-            return self._decoder.logits(token_ids, step, upload(kept, self.device, torch.int64))
-
-    @torch.inference_mode()
     def keep_path(self, sequence: CachedSequence, base_len: int, path: Sequence[int]) -> None:
         """Forgets all but the first `base_len` tokens and a path through the tree after them; see `KvCache`."""
-        sources, targets = self.cache.keep_path(sequence, base_len, path)
+        self._copy(*self.cache.keep_path(sequence, base_len, path))
+
+    @torch.inference_mode()
+    def _forward(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int]) -> Tensor:
+        with appended(self.cache, segments):
+            return self._run(segments, token_ids, kept)
+
+    def _run(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int]) -> Tensor:
+        """Reads the tokens of segments that have room for them."""
+        ids = token_ids if isinstance(token_ids, Tensor) else upload(token_ids, self.device, torch.int64)
+        if self._static is not None and self._static.fit(segments):
+            return self._static.logits(segments, ids, kept)
+        step = pack(segments, self._storage, self.device)
+        return self._decoder.logits(ids, step, upload(kept, self.device, torch.int64))
+
+    def _copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Copies tokens from places to places, `[count]` each."""
         self._storage.copy(upload(sources, self.device), upload(targets, self.device))
 
 

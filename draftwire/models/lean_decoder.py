@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from draftwire.models.linear import Linear
 from draftwire.models.paged_attention import AttentionShape, PackedStep
+from draftwire.models.process_group import ProcessGroup
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` in a model's configuration."""
@@ -101,15 +102,18 @@ class Layer:
 class LeanDecoder:
     """A model of the Llama family. See `Decoder`."""
 
-    def __init__(self, model: PreTrainedModel, consumes: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, consumes: bool = False, group: ProcessGroup | None = None) -> None:
         """Takes over a model's weights.
 
         Args:
             model: one that `why_not_lean` has nothing against, in evaluation mode, on its device.
             consumes: whether the model is given up layer by layer, so that there are never two copies of its weights.
+            group: whose ranks have a part of the model each: whole embeddings and norms, some of the heads and of the
+                MLPs' inner dimension, as many rows of the output. Only rank 0 gets logits of the whole vocabulary.
         """
         base: Any = model.model
         config = base.config
+        self._group = group
         self.device = model.device
         self._embedding = base.embed_tokens.weight.detach()
         if consumes and self.device.type == "cpu":
@@ -122,7 +126,7 @@ class LeanDecoder:
         self._norm = Norm.of(base.norm)
         head: Any = model.get_output_embeddings()
         self._head = Linear(head)
-        self.vocab_size = int(head.weight.shape[0])
+        self.vocab_size = len(self._embedding)  # the head of a part may be padded
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._frequencies = base.rotary_emb.inv_freq.float()
         self._rotation_scale = float(base.rotary_emb.attention_scaling)
@@ -135,7 +139,10 @@ class LeanDecoder:
 
     def head(self, hidden: Tensor) -> Tensor:
         """Returns `[tokens, vocab]` logits for `[tokens, hidden]` outputs of the last layer."""
-        return self._head(self._norm(hidden))
+        logits = self._head(self._norm(hidden))
+        if self._group is None:
+            return logits
+        return self._group.gather_columns(logits)[:, : self.vocab_size].contiguous()
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Returns what the last layer puts out, `[tokens, hidden]`.
@@ -150,10 +157,16 @@ class LeanDecoder:
         for index, layer in enumerate(self._layers):
             queries, keys, values = self._projected(layer, layer.before_attention(rows), cosines, sines)
             attended = attend(index, layer.shape, queries, keys, values)
-            rows += layer.output(attended.flatten(1))
+            rows += self._summed(layer.output(attended.flatten(1)))
             gates, ups = layer.gate_up(layer.before_mlp(rows)).chunk(2, dim=-1)
-            rows += layer.down(silu(gates).mul_(ups))
+            rows += self._summed(layer.down(silu(gates).mul_(ups)))
         return rows
+
+    def _summed(self, part: Tensor) -> Tensor:
+        """Returns the sum of what all ranks put out."""
+        if self._group is not None:
+            self._group.all_reduce(part)
+        return part
 
     def _projected(self, layer: Layer, rows: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns a layer's queries, keys and values, `[tokens, heads, head_dim]` each, positions applied."""

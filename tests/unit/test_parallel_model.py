@@ -1,0 +1,693 @@
+"""A model over two or four processes says what it says in one, and a group that lost a member says so."""
+
+import functools
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import Ranks, Worker, free_address, wait_until
+from tiny_models import save_tiny_model, tiny_network
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.models import sharded_loading
+from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.decoder import decoder_of
+from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
+from draftwire.models.lean_decoder import LeanDecoder
+from draftwire.models.loading import load_model
+from draftwire.models.paged_attention import Segment
+from draftwire.models.process_group import GroupSettings, ProcessGroup
+from draftwire.models.sharded_loading import Checkpoint, Part, load_parallel_target
+from draftwire.models.spread_decoder import HEAD, SpreadTransformersDecoder
+from draftwire.models.step_plan import (
+    PLAN_SIZE,
+    CopyPlan,
+    Heartbeat,
+    Plan,
+    ReadPlan,
+    Stop,
+    decode,
+    encode,
+)
+from draftwire.models.tensor_parallel import ParallelModel, check_divides, follow
+
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 97
+"""Neither two nor four divide it."""
+CACHE_TOKENS = 4096
+EMBEDDED = Path(__file__).parents[2] / "models"
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FEW_KEYS = SHAPE | {"num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+MADE = ["llama with all biases", "llama 3.1, tied, few keys", "mistral", "qwen2, in several files", "qwen3, few keys"]
+NAMES = [*MADE, "target", "drafter"]
+
+
+def make(name: str) -> PreTrainedModel:
+    """Returns a float32 model with weights and biases of ordinary size."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        match name:
+            case "llama with all biases":
+                model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True))
+            case "llama 3.1, tied, few keys":
+                model = LlamaForCausalLM(LlamaConfig(**FEW_KEYS, rope_parameters=LLAMA3, tie_word_embeddings=True))
+            case "mistral":
+                model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24))
+            case "qwen2, in several files":
+                model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **WINDOW))
+            case "qwen3, few keys":
+                model = Qwen3ForCausalLM(Qwen3Config(**FEW_KEYS, **WINDOW, head_dim=12))
+            case _:
+                raise AssertionError(name)
+        for key, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.3 if parameter.ndim == 1 else 0.15)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoints by name."""
+    root = tmp_path_factory.mktemp("models")
+    found = {name: str(EMBEDDED / name) for name in ("target", "drafter")}
+    for name in MADE:
+        folder = save_tiny_model(root / name.replace(" ", "_").replace(",", ""), VOCAB_SIZE)  # for its tokenizer
+        size = "40KB" if "files" in name else "1GB"
+        if "files" in name:
+            (folder / "model.safetensors").unlink()
+        make(name).save_pretrained(folder, max_shard_size=size)
+        assert (folder / "model.safetensors.index.json").exists() == ("files" in name)
+        found[name] = str(folder)
+    for name in ("gemma2", "granite", "gpt2"):
+        folder = save_tiny_model(root / name, VOCAB_SIZE)
+        tiny_network(name, VOCAB_SIZE, dtype=torch.float32).save_pretrained(folder)
+        found[name] = str(folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    found = Ranks(4)
+    yield found
+    found.close()
+
+
+# What is done with a model; the same with one process and with several.
+
+
+def ragged(model: CachedModel) -> list[Tensor]:
+    """Reads random texts in batches of ragged lengths, and forgets ends of them."""
+    generator = random.Random(3)
+    vocab_size = model.vocab_size
+    lengths = [0] * 6
+    sequences = [model.cache.open() for _ in lengths]
+    rows = []
+    for _ in range(12):
+        readings = []
+        for index in generator.sample(range(6), generator.randint(1, 6)):
+            if lengths[index] and generator.random() < 0.5:
+                lengths[index] = generator.randrange(lengths[index])
+                model.cache.truncate(sequences[index], lengths[index])
+            count = generator.choice([1, 2, 3, 5, 9, 40])
+            lengths[index] += count
+            ids = [generator.randrange(vocab_size) for _ in range(count)]
+            readings.append(Reading(sequences[index], ids, generator.randint(0, count)))
+        rows.append(model.read(readings).clone())
+        model.cache.check_integrity()
+    return rows
+
+
+def everything_else(model: CachedModel) -> list[Tensor]:
+    """Long prompts, beginnings taken over, tokens that the host does not know, paths through trees, a full cache."""
+    generator = random.Random(4)
+    ids = [generator.randrange(model.vocab_size) for _ in range(PLAN_SIZE + 300)]
+    long = model.cache.open()
+    keep = min(PLAN_SIZE + 100, 2**18 // model.vocab_size)
+    rows = [model.read([Reading(long, ids, keep)])]
+    model.cache.publish(long, ids)
+    shared = model.cache.open(ids[: 5 * BLOCK_SIZE + 3])
+    assert shared.num_reused == 5 * BLOCK_SIZE
+    rows.append(model.read([Reading(shared, ids[shared.length : 5 * BLOCK_SIZE + 3], 1)]))
+    rows.append(model.extend([shared, long], torch.tensor([7, 8])))
+    rows.append(model.extend([long, shared], torch.tensor([[9, 1], [10, 1]])[:, 0]))  # not contiguous
+    base = shared.length
+    rows.append(model.read([Reading(shared, [1, 2, 3, 4, 5, 6], 6)]))
+    model.keep_path(shared, base, [0, 3, 5])
+    rows.append(model.read([Reading(shared, [11], 1), Reading(long, [12, 13], 0)]))
+    with pytest.raises(NoRoomError):
+        model.read([Reading(long, ids * 4, 1)])
+    rows.append(model.read([Reading(shared, [14], 1)]))
+    if isinstance(model, ParallelModel):
+        model.heartbeat()
+    rows.append(model.read([Reading(long, [15], 0)]))
+    rows.append(model.read([Reading(long, [16], 1)]))
+    return [row.clone() for row in rows]
+
+
+DRIVES: list[Callable[[CachedModel], list[Tensor]]] = [ragged, everything_else]
+
+
+# What ranks do.
+
+
+def load(group: ProcessGroup, path: str) -> ParallelModel:
+    decoder = load_parallel_target(path, "float32", "cpu", None, group).decoder
+    return ParallelModel(decoder, CACHE_TOKENS, group=group)
+
+
+def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[list[Tensor]]:
+    """Returns on rank 0 what the drives give, plain and in static shapes; on the others nothing."""
+    decoder = load_parallel_target(path, dtype, "cpu", None, group).decoder
+    results = []
+    for is_static in (False, True):
+        model = ParallelModel(decoder, CACHE_TOKENS, is_static, group=group)
+        if group.rank:
+            follow(model)
+        else:
+            results += [drive(model) for drive in DRIVES]
+            model.stop()
+    return results
+
+
+@functools.cache
+def expected(path: str, dtype: str = "float32") -> list[list[Tensor]]:
+    """Returns what rank 0 is to return."""
+    decoder = decoder_of(load_model(path, dtype).model)
+    models = [CachedModel(decoder, CACHE_TOKENS, is_static) for is_static in (False, True)]
+    return [drive(model) for model in models for drive in DRIVES]
+
+
+def compare(parallel: list[list[Tensor]], single: list[list[Tensor]], tolerance: float) -> float:
+    largest = 0.0
+    for ours, theirs in zip(parallel, single, strict=True):
+        for own, other in zip(ours, theirs, strict=True):
+            assert own.shape == other.shape
+            assert own.is_contiguous()
+            if other.numel():
+                assert other.std() > 0.1, "logits that say something"
+                largest = max(largest, float((own - other).abs().max()))
+    assert largest <= tolerance
+    return largest
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_one_process(name: str, size: int, ranks: Ranks, folders: dict[str, str]) -> None:
+    """In float32: at most 1e-4 apart, and not the same to the bit, or nothing was summed in another order."""
+    own, *others = ranks.run(size, logits, folders[name])
+    assert others == [[]] * (size - 1)
+    assert compare(own, expected(folders[name]), 1e-4) > 0.0
+
+
+def test_lower_precision_differs_by_rounding_alone(ranks: Ranks, folders: dict[str, str]) -> None:
+    path = folders["qwen3, few keys"]
+    exact, single = expected(path), expected(path, "bfloat16")
+    own = ranks.run(2, logits, path, "bfloat16")[0]
+
+    def distance(results: list[list[Tensor]]) -> float:
+        pairs = [
+            (a.float() - b).abs().flatten()
+            for x, y in zip(results, exact, strict=True)
+            for a, b in zip(x, y, strict=True)
+        ]
+        return float(torch.cat(pairs).mean())
+
+    assert distance(own) <= 1.3 * distance(single)
+
+
+@pytest.mark.parametrize(("name", "size"), [("gemma2", 2), ("gemma2", 4), ("granite", 2)])
+def test_other_models_are_spread_by_transformers(name: str, size: int, ranks: Ranks, folders: dict[str, str]) -> None:
+    own = ranks.run(size, logits, folders[name])[0]
+    assert compare(own, expected(folders[name]), 5e-4) > 0.0, "float32 rounding of logits of about 10"
+
+
+# Loading
+
+
+def described(group: ProcessGroup, path: str, decoder: str) -> Any:
+    shard = load_parallel_target(path, "auto", "cpu", None, group, decoder)
+    return shard.card.description, type(shard.decoder)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "gemma2"])
+def test_description_is_that_of_the_unsharded_model(name: str, ranks: Ranks, folders: dict[str, str]) -> None:
+    (first, kind), (second, _) = ranks.run(2, described, folders[name], "auto")
+    whole = load_model(folders[name]).description
+    assert first == whole
+    assert second == replace(whole, weights_fingerprint=b"")
+    assert kind is (SpreadTransformersDecoder if name == "gemma2" else LeanDecoder)
+
+
+class Counted:
+    """A safetensors file that counts what is read of it."""
+
+    num_bytes = 0
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __enter__(self) -> "Counted":
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_slice(self, name: str) -> "CountedSlice":
+        return CountedSlice(self._file.get_slice(name))
+
+
+@dataclass
+class CountedSlice:
+    stored: Any
+
+    def get_shape(self) -> list[int]:
+        return self.stored.get_shape()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        result = self.stored[index]
+        Counted.num_bytes += result.nbytes
+        return result
+
+
+def read_bytes(group: ProcessGroup, path: str) -> Any:
+    """Returns the bytes that were read, and those that were reported."""
+    plain = sharded_loading.safe_open
+    reports: list[tuple[int, int]] = []
+    Counted.num_bytes = 0
+    sharded_loading.safe_open = lambda *args, **options: Counted(plain(*args, **options))  # type: ignore[assignment]
+    try:
+        load_parallel_target(path, "float32", "cpu", None, group, on_progress=lambda *report: reports.append(report))
+    finally:
+        sharded_loading.safe_open = plain
+    return Counted.num_bytes, reports
+
+
+@pytest.mark.parametrize("name", ["llama with all biases", "llama 3.1, tied, few keys", "target"])
+def test_each_rank_reads_its_part_of_the_files_and_no_more(name: str, ranks: Ranks, folders: dict[str, str]) -> None:
+    size = 4
+    loaded = load_model(folders[name], "bfloat16" if name == "target" else "float32")
+    weights = loaded.model.state_dict()
+    config = loaded.model.config
+    for rank, (num_bytes, reports) in enumerate(ranks.run(size, read_bytes, folders[name])):
+        own = 0
+        for key, tensor in weights.items():
+            if key == HEAD:  # 97 rows are 25, 25, 25 and 22
+                count = len(tensor) // size if name == "target" else 25 if rank < 3 else 22
+                own += 0 if config.tie_word_embeddings else count * tensor[0].nbytes
+            elif "norm" in key or "embed" in key:
+                own += tensor.nbytes
+            elif key.endswith(("o_proj.bias", "down_proj.bias")):
+                own += 0 if rank else tensor.nbytes
+            elif ".k_proj" in key or ".v_proj" in key:
+                own += tensor.nbytes // min(size, config.num_key_value_heads)
+            else:
+                own += tensor.nbytes // size
+        assert reports[-1] == (own, own)
+        assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+        for_fingerprint = num_bytes - own
+        assert 0 < for_fingerprint <= 64 * 4 * len(weights) if rank == 0 else for_fingerprint == 0
+
+
+def refusal(group: ProcessGroup, path: str, decoder: str = "auto", dtype: str = "float32") -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        load_parallel_target(path, dtype, "cpu", None, group, decoder)
+    with pytest.raises(UnavailableError, match="was not loaded"):
+        group.meet()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "arguments", "reason"),
+    [
+        ("qwen2, in several files", 3, (), "over 1, 2, 4, 8 it can"),
+        ("gpt2", 2, (), "transformers has no plan"),
+        ("gemma2", 2, ("lean",), "of type gemma2"),
+        ("mistral", 2, ("fast",), "known: auto, lean, transformers"),
+        ("mistral", 2, ("auto", "fp8"), "known: auto, float32"),
+    ],
+)
+def test_what_cannot_be_spread_is_refused_by_all_ranks(
+    name: str, size: int, arguments: tuple[str, ...], reason: str, ranks: Ranks, folders: dict[str, str]
+) -> None:
+    assert all(reason in message for message in ranks.run(size, refusal, folders[name], *arguments))
+
+
+def test_checkpoint_of_another_shape_or_without_a_weight_is_refused(folders: dict[str, str]) -> None:
+    with Checkpoint.find(folders["mistral"], None) as checkpoint:
+        with pytest.raises(InvalidRequestError, match=r"no weight of the name model\.extra"):
+            checkpoint.weight("model.extra", (1,))
+        with pytest.raises(InvalidRequestError, match=r"not \[97, 47\]"):
+            checkpoint.weight(HEAD, (97, 47))
+    with pytest.raises(InvalidRequestError, match="no weights in safetensors"):
+        Checkpoint.find(str(Path(folders["mistral"]).parent), None)
+
+
+def test_head_that_is_missing_is_the_embedding_only_where_the_configuration_says_so(folders: dict[str, str]) -> None:
+    tied, untied = (AutoConfig.from_pretrained(folders[name]) for name in ("target", "mistral"))
+    with Checkpoint.find(folders["target"], None) as checkpoint:
+        assert checkpoint.ties_head(tied)
+        assert not checkpoint.ties_head(untied)
+    with Checkpoint.find(folders["mistral"], None) as checkpoint:
+        assert not checkpoint.ties_head(tied)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inner", "possible"),
+    [
+        (8, 4, 80, [1, 2, 4, 8]),
+        (8, 2, 80, [1, 2, 4, 8]),
+        (8, 8, 12, [1, 2, 4]),
+        (6, 2, 80, [1, 2]),
+        (12, 3, 96, [1, 3, 6, 12]),
+        (12, 6, 96, [1, 2, 3, 6, 12]),
+        (7, 7, 96, [1]),
+    ],
+)
+def test_sizes_that_divide_are_named(heads: int, kv_heads: int, inner: int, possible: list[int]) -> None:
+    config = LlamaConfig(
+        hidden_size=heads * 4, num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=inner
+    )
+    for size in range(1, 20):
+        if size in possible:
+            check_divides(config, size)
+            owners = min(size, kv_heads)
+            for head in range(heads):  # the rank that has a query head has its key head
+                rank, key_head = head * size // heads, head * kv_heads // heads
+                part = Part.of("k_proj.weight", (kv_heads, 1), config, Member(rank, size))  # type: ignore[arg-type]
+                assert part.start <= key_head < part.stop
+                assert part.size == kv_heads // owners
+        else:
+            with pytest.raises(
+                InvalidRequestError, match=f"over {size} processes; over {', '.join(map(str, possible))} it"
+            ):
+                check_divides(config, size)
+
+
+@dataclass
+class Member:
+    rank: int
+    size: int
+
+
+# Plans
+
+
+def plan(num_segments: int, num_tokens: int) -> ReadPlan:
+    generator = random.Random(num_segments)
+    segments = []
+    for _ in range(num_segments):
+        length = num_tokens + generator.randrange(100)
+        blocks = generator.sample(range(1, 10_000), -(-length // BLOCK_SIZE))
+        segments.append(Segment(CachedSequence(b"", blocks, length), num_tokens))
+    total = num_segments * num_tokens
+    return ReadPlan(segments, np.arange(total), list(range(0, total, 3)))
+
+
+PLANS: list[Plan] = [
+    plan(1, 1),
+    plan(5, 7),
+    plan(3, 2000),
+    ReadPlan(plan(4, 1).segments, None, [0, 1, 2, 3]),
+    ReadPlan(plan(4, 1).segments, np.arange(4), []),
+    CopyPlan(np.array([5, 6]), np.array([1, 2])),
+    CopyPlan(np.array([], dtype=np.int64), np.array([], dtype=np.int64)),
+    Heartbeat(),
+    Stop(),
+]
+
+
+def plain(value: Any) -> str:
+    with np.printoptions(threshold=100_000):
+        return repr(value)
+
+
+@pytest.mark.parametrize("index", range(len(PLANS)))
+def test_plan_arrives_as_it_was(index: int) -> None:
+    numbers = encode(PLANS[index])
+    assert numbers.dtype == np.int64
+    assert numbers[1] == len(numbers)
+    assert plain(decode(numbers)) == plain(PLANS[index])
+
+
+def mix_up(group: ProcessGroup) -> None:
+    model = ParallelModel(Nothing(), 64, group=group)  # type: ignore[arg-type]
+    if group.rank:
+        follow(model)
+    else:
+        group.broadcast(torch.zeros(PLAN_SIZE, dtype=torch.int64))
+
+
+class Nothing:
+    vocab_size = 1
+    device = torch.device("cpu")
+
+
+def test_message_that_is_no_plan_ends_the_group(ranks: Ranks) -> None:
+    first, second = ranks.begin(mix_up, [()] * 2)
+    assert first.answer() is None
+    with pytest.raises(UnavailableError, match="no plan"):
+        second.answer()
+
+
+# Groups
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 2},
+        {"rank": -1},
+        {"size": 0},
+        {"address": "localhost"},
+        {"address": ":80"},
+        {"address": "host:port"},
+        {"address": "host:70000"},
+        {"device": "cuda"},
+        {"device": "cuda:x"},
+        {"device": "mps"},
+        {"timeout_s": 0.0},
+        {"timeout_s": float("nan")},
+        {"timeout_s": float("inf")},
+    ],
+)
+def test_settings_that_make_no_group_are_refused(change: dict[str, Any]) -> None:
+    good = GroupSettings(1, 2, "[::1]:80", "cuda:1")
+    assert (good.host, good.port) == ("::1", 80)
+    with pytest.raises(InvalidRequestError):
+        replace(good, **change)
+
+
+def test_group_on_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no cuda:99"):
+        ProcessGroup.join(GroupSettings(0, 1, free_address(), "cuda:99"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_others_that_do_not_come_are_waited_for_in_vain(rank: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(UnavailableError, match=f"rank {rank} of 2 found no group"):
+        ProcessGroup.join(GroupSettings(rank, 2, free_address(), "cpu", timeout_s=0.1))
+    assert time.monotonic() - started < 10.0
+    assert not torch.distributed.is_initialized()
+
+
+def collectives(group: ProcessGroup) -> Any:
+    results = []
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        part = torch.full((3, 2), 10.0**group.rank, dtype=dtype)
+        gathered = group.gather_columns(part + torch.arange(3, dtype=dtype)[:, None])
+        group.all_reduce(part)
+        results.append((part.float().tolist(), gathered.float().tolist()))
+    ids = torch.arange(3) * (group.rank == 0)
+    group.broadcast(ids)
+    with pytest.raises(InvalidRequestError, match="already"):
+        ProcessGroup.join(GroupSettings(0, 1, free_address(), "cpu"))
+    group.meet()
+    group.leave()
+    group.leave()
+    for work in (group.all_reduce, group.broadcast, group.gather_columns):
+        with pytest.raises(UnavailableError, match=f"rank {group.rank} of 3 has left"):
+            work(ids)
+    return results, ids.tolist()
+
+
+def test_collectives_give_sums_columns_and_messages_in_every_precision(ranks: Ranks) -> None:
+    for rank, (results, ids) in enumerate(ranks.run(3, collectives)):
+        assert ids == [0, 1, 2]
+        for summed, gathered in results:
+            assert summed == [[111.0, 111.0]] * 3
+            parts = [1.0, 10.0, 100.0] if rank == 0 else [10.0**rank]
+            assert gathered == [[part + row for part in parts for _ in range(2)] for row in range(3)]
+
+
+def come_late(group: ProcessGroup) -> None:
+    time.sleep(1.5 * group.rank)
+    group.meet(20.0)
+    time.sleep(1.5 * group.rank)
+    with pytest.raises(UnavailableError, match=f"rank {group.rank} of 2: the meeting of all ranks failed"):
+        group.meet()
+
+
+def test_ranks_that_load_for_long_are_waited_for(ranks: Ranks) -> None:
+    ranks.run(2, come_late, timeout_s=1.0)
+
+
+# Loss
+
+
+def abandon(group: ProcessGroup) -> float:
+    """Returns how long a sum over four ranks takes to fail when one of them goes, which is not next to rank 0."""
+    group.meet()
+    if group.rank == 2:
+        group.leave()
+    started = time.monotonic()
+    with pytest.raises(UnavailableError) as caught:
+        group.all_reduce(torch.zeros(1000))
+    taken = time.monotonic() - started
+    assert caught.value.__cause__ is not None or group.rank == 2  # known while the others learn of it
+    time.sleep(3.0)
+    return taken
+
+
+def test_loss_is_noticed_at_once_by_ranks_that_have_no_connection_to_who_is_lost(ranks: Ranks) -> None:
+    assert max(ranks.run(4, abandon)) < 2.0
+
+
+def lose(group: ProcessGroup, path: str, signs: str) -> tuple[float, str]:
+    """Returns how long it took until a step, or following, failed, and why. Waits in between until it may go on."""
+    model = load(group, path)
+    folder = Path(signs)
+    if group.rank:
+        started = time.monotonic()
+        with pytest.raises(UnavailableError) as caught:
+            follow(model)
+        return time.monotonic() - started, str(caught.value)
+    sequence = model.cache.open()
+    model.read([Reading(sequence, [1, 2, 3], 1)])
+    (folder / "ready").touch()
+    wait_until((folder / "go").exists)
+    started = time.monotonic()
+    with pytest.raises(UnavailableError) as caught:
+        model.read([Reading(sequence, [4, 5], 1)])
+    taken = time.monotonic() - started
+    assert sequence.length == 3
+    for _ in range(2):
+        with pytest.raises(UnavailableError):
+            model.read([Reading(sequence, [4, 5], 1)])
+        with pytest.raises(UnavailableError):
+            model.heartbeat()
+    model.cache.check_integrity()
+    return taken, str(caught.value)
+
+
+def begin_to_lose(ranks: Ranks, size: int, path: str, signs: Path, timeout_s: float) -> list[Worker]:
+    workers = ranks.begin(lose, [(path, str(signs))] * size, timeout_s)
+    wait_until((signs / "ready").exists)
+    return workers
+
+
+def test_stopped_follower_fails_the_step_after_the_timeout(
+    ranks: Ranks, folders: dict[str, str], tmp_path: Path
+) -> None:
+    first, second = begin_to_lose(ranks, 2, folders["mistral"], tmp_path, 2.0)
+    second.signal(signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    taken, message = first.answer()
+    second.signal(signal.SIGCONT)
+    assert "rank 0 of 2" in message
+    assert 1.5 < taken < 6.0
+    assert "rank 1 of 2" in second.answer()[1]
+
+
+def test_silent_rank_0_ends_following_after_the_timeout(ranks: Ranks, folders: dict[str, str], tmp_path: Path) -> None:
+    first, second = begin_to_lose(ranks, 2, folders["mistral"], tmp_path, 2.0)
+    first.signal(signal.SIGSTOP)
+    taken, message = second.answer()
+    first.signal(signal.SIGCONT)
+    assert "rank 1 of 2" in message
+    assert taken < 6.0
+    (tmp_path / "go").touch()
+    first.answer()
+
+
+def fail_inside(group: ProcessGroup, path: str) -> None:
+    model = load(group, path)
+    if group.rank:
+        follow(model)
+    sequence = model.cache.open()
+    with pytest.raises(IndexError):
+        model.read([Reading(sequence, [10**6], 1)])
+    with pytest.raises(UnavailableError, match="IndexError"):
+        model.read([Reading(sequence, [1], 1)])
+
+
+def test_step_that_fails_ends_the_group(ranks: Ranks, folders: dict[str, str]) -> None:
+    first, second = ranks.begin(fail_inside, [(folders["mistral"],)] * 2)
+    assert first.answer() is None
+    with pytest.raises((IndexError, UnavailableError)):
+        second.answer()
+
+
+def test_killed_follower_fails_the_next_step_at_once_on_all_ranks(
+    ranks: Ranks, folders: dict[str, str], tmp_path: Path
+) -> None:
+    workers = begin_to_lose(ranks, 4, folders["mistral"], tmp_path, 60.0)
+    workers[2].end()
+    (tmp_path / "go").touch()
+    taken, message = workers[0].answer()
+    assert "rank 0 of 4" in message
+    assert taken < 5.0
+    for worker in (workers[1], workers[3]):
+        assert "of 4" in worker.answer()[1]
+
+
+def test_killed_rank_0_ends_following_at_once(ranks: Ranks, folders: dict[str, str], tmp_path: Path) -> None:
+    first, second = begin_to_lose(ranks, 2, folders["mistral"], tmp_path, 60.0)
+    started = time.monotonic()
+    first.end()
+    assert "rank 1 of 2" in second.answer()[1]
+    assert time.monotonic() - started < 5.0
