@@ -78,7 +78,7 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     loaded: Any = _load_weights(path, dtype, device, revision)
     if getattr(loaded, "_is_stateful", False):
         raise InvalidRequestError(f"{name} keeps a recurrent state, which speculative decoding cannot roll back")
-    _check_attention(name, loaded)
+    check_attention(name, loaded)
     model: PreTrainedModel = loaded.eval()
     card = ModelCard.of(
         tokenizer,
@@ -86,8 +86,8 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
         revision=getattr(model.config, "_commit_hash", None) or "",
         dtype=str(model.dtype).removeprefix("torch."),
         vocab_size=loaded.get_output_embeddings().weight.shape[0],
-        context_length=_context_length(model),
-        stop_token_ids=_stop_token_ids(model, tokenizer),
+        context_length=context_length_of(model),
+        stop_token_ids=stop_token_ids_of(model, tokenizer),
         weights_fingerprint=weights_fingerprint(model),
     )
     return LoadedModel(model, card)
@@ -144,7 +144,7 @@ def load_tokenizer(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
         return tokenizer
 
 
-def _check_attention(name: str, model: PreTrainedModel) -> None:
+def check_attention(name: str, model: PreTrainedModel) -> None:
     """Refuses models whose layers attend in a way that `paged_attention` is not told of."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -156,7 +156,12 @@ def _check_attention(name: str, model: PreTrainedModel) -> None:
         raise InvalidRequestError(f"{name} computes attention in its own way, which is not supported")
 
 
-def _context_length(model: PreTrainedModel) -> int:
+def context_length_of(model: PreTrainedModel) -> int:
+    """Returns to how many positions a model can attend.
+
+    Raises:
+        InvalidRequestError: its configuration does not say.
+    """
     config = model.config.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if not length:
@@ -168,7 +173,7 @@ def _context_length(model: PreTrainedModel) -> int:
     return int(length)
 
 
-def _stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def stop_token_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Returns what the model's generation config names, else the tokenizer's end of text."""
     named = getattr(model.generation_config, "eos_token_id", None)
     if named is None:

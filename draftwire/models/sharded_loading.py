@@ -30,9 +30,9 @@ from draftwire.models.loading import (
     DTYPES,
     FINGERPRINT_ENTRIES,
     ModelCard,
-    _check_attention,
-    _context_length,
-    _stop_token_ids,
+    check_attention,
+    context_length_of,
+    stop_token_ids_of,
 )
 from draftwire.models.process_group import ProcessGroup
 from draftwire.models.spread_decoder import (
@@ -257,7 +257,7 @@ def _load(source: _Source, decoder: str, on_progress: Progress) -> LoadedShard:
     whole = _on_meta(config)
     if getattr(whole, "_is_stateful", False):
         raise InvalidRequestError(f"{source.name} keeps a recurrent state, which speculative decoding cannot roll back")
-    _check_attention(source.name, whole)
+    check_attention(source.name, whole)
     reason = why_not_lean(whole)
     if decoder == "lean" and reason:
         raise InvalidRequestError(f"the lean decoder cannot run {source.name}: {reason}")
@@ -363,8 +363,8 @@ def _card(source: _Source, whole: Any, checkpoint: Checkpoint) -> ModelCard:
         revision=getattr(whole.config, "_commit_hash", None) or "",
         dtype=str(whole.dtype).removeprefix("torch."),
         vocab_size=whole.get_output_embeddings().weight.shape[0],
-        context_length=_context_length(whole),
-        stop_token_ids=_stop_token_ids(whole, tokenizer),
+        context_length=context_length_of(whole),
+        stop_token_ids=stop_token_ids_of(whole, tokenizer),
         weights_fingerprint=_fingerprint(whole, checkpoint) if source.group.rank == 0 else b"",
     )
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.law import JUDGED, LOSSLESS, compare, draw_completions, exact_law
+from benchmarks.law import JUDGED, LOSSLESS, compare, draw_completions, exact_law, stack_options
 from draftwire.sampling import SamplingParams
 from draftwire.services.local_stack import LocalStack
 
@@ -53,3 +53,18 @@ def test_processed_distributions_follow_the_law_of_the_target(
     result = compare(rule, completions, law)
     assert result.p_value > ALPHA, result
     assert all(law[tuple(c.token_ids[-JUDGED:])] > 0.0 for c in completions), "nothing impossible was emitted"
+
+
+@pytest.mark.parametrize("decoders", [("transformers", "transformers"), ("lean", "transformers")])
+def test_the_law_is_the_same_on_either_decoder(
+    pair: tuple[Path, Path], law: dict[tuple[int, ...], float], decoders: tuple[str, str]
+) -> None:
+    """The tests above run on the lean one on both sides. False alarm: 1e-6, by chi-square."""
+    options = stack_options(*pair)
+    for service, decoder in zip(("verifier", "drafter"), decoders, strict=True):
+        options[service]["decoder"] = decoder
+    with LocalStack(options) as running:
+        completions = list(draw_completions(running.address, "block", SamplingParams(), range(500), 8))
+    result = compare("block", completions, law, 8)
+    assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
+    assert result.p_value > ALPHA, result
