@@ -32,7 +32,9 @@ class ServiceProcess:
     started: threading.Event = field(default_factory=threading.Event)
     """Set when the service serves or its process has ended."""
     last_line: str = ""
-    """The last thing it said: why it ended, if it did."""
+    """The last thing it said, or why it failed."""
+    has_failed: bool = False
+    """Whether it has said why."""
 
 
 class LocalStack:
@@ -144,7 +146,9 @@ class LocalStack:
         assert service.process.stderr is not None
         for text in service.process.stderr:
             line = _parse(text)
-            service.last_line = str(line.get("reason", line["event"])) or service.last_line
+            if not service.has_failed:  # what comes after that is of its other processes
+                service.last_line = str(line.get("reason", line["event"])) or service.last_line
+            service.has_failed |= line["event"] == f"{service.name}.server_failed"
             if line["event"] == f"{service.name}.server_started":
                 service.port, service.metrics_port = int(line["port"]), int(line["metrics_port"] or 0)
                 service.started.set()

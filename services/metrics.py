@@ -38,6 +38,11 @@ class ServiceMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.startup_s = Gauge(
+            PREFIX + "startup_seconds",
+            "From the start of the process until it served.",
+            registry=self.registry,
+        )
 
     def counter(self, name: str, documentation: str, labels: tuple[str, ...] = ()) -> Counter:
         """Registers a counter."""

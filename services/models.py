@@ -39,18 +39,18 @@ def load_target(settings: ModelSettings, engine: EngineSettings) -> Target:
     """Loads a verifier's model; see `load_model`."""
     if is_scripted(settings.model):
         script = _script(settings)
-        return Target(_limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
+        return Target(limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
     loaded = _load(settings)
-    return Target(_limited(loaded.card, engine), _cached(loaded, settings, engine))
+    return Target(limited(loaded.card, engine), _cached(loaded, settings, engine))
 
 
 def load_drafter(settings: ModelSettings, engine: EngineSettings, quantization: Quantization) -> Drafter:
     """Loads a drafter's model; see `load_model`."""
     if is_scripted(settings.model):
         script = _script(settings)
-        return Drafter(_limited(script.card(), engine), ScriptedDrafter(script))
+        return Drafter(limited(script.card(), engine), ScriptedDrafter(script))
     loaded = _load(settings)
-    card = _limited(loaded.card, engine)
+    card = limited(loaded.card, engine)
     substitute = card.description.stop_token_ids[0] if card.description.stop_token_ids else 0
     model = _cached(loaded, settings, engine)
     return Drafter(card, LanguageModelDrafter(model, card.description.context_length, substitute, quantization))
@@ -79,7 +79,7 @@ def _cached(loaded: LoadedModel, settings: ModelSettings, engine: EngineSettings
     return CachedModel(decoder, engine.kv_cache_tokens, is_static)
 
 
-def _limited(card: ModelCard, engine: EngineSettings) -> ModelCard:
+def limited(card: ModelCard, engine: EngineSettings) -> ModelCard:
     """Shortens the context to what the KV cache can hold of one session."""
     context_length = min(card.description.context_length, engine.kv_cache_tokens)
     return replace(card, description=replace(card.description, context_length=context_length))

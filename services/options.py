@@ -43,6 +43,12 @@ CLIENT_VARIABLES = frozenset(
 """Variables that are no service's."""
 
 SERVICES: dict[str, type] = {"drafter": DrafterConfig, "verifier": VerifierConfig, "gateway": GatewayConfig}
+ENTRIES = {
+    "drafter": "draftwire.services.drafter.server",
+    "verifier": "draftwire.services.verifier.launch",
+    "gateway": "draftwire.services.gateway.server",
+}
+"""Modules whose `serve` runs a service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ def serve_command(service: str) -> Callable[..., None]:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         try:
             config = build(config_class, values)
-            module = importlib.import_module(f"draftwire.services.{service}.server")
+            module = importlib.import_module(ENTRIES[service])
             status = module.serve(config)
         except DraftwireError as error:
             typer.echo(f"{service}: {error}", err=True)

@@ -5,6 +5,7 @@ not wait for a device.
 """
 
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,7 +98,12 @@ class ProcessGroup:
         try:
             patience = timedelta(seconds=JOIN_TIMEOUTS * settings.timeout_s)
             store = distributed.TCPStore(  # type: ignore[attr-defined]  # which torch exports, but not for mypy
-                settings.host, settings.port, settings.size, settings.rank == 0, patience
+                settings.host,
+                settings.port,
+                settings.size,
+                settings.rank == 0,
+                patience,
+                master_listen_fd=_listen(settings) if settings.rank == 0 else None,
             )
             distributed.init_process_group(
                 "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
@@ -106,7 +112,7 @@ class ProcessGroup:
                 world_size=settings.size,
                 timeout=timedelta(seconds=settings.timeout_s),
             )
-        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
+        except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors
             raise UnavailableError(
                 f"rank {settings.rank} of {settings.size} found no group at {settings.address}: {_cause(error)}"
             ) from error
@@ -218,6 +224,12 @@ class ProcessGroup:
         except RuntimeError as error:
             self.break_off(f"{name} failed: {_cause(error)}")
             raise UnavailableError(self._failure) from error
+
+
+def _listen(settings: GroupSettings) -> int:
+    """Returns a socket that listens at the group's address and nowhere else, which torch's own would not."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    return socket.create_server((settings.host, settings.port), family=family).detach()
 
 
 def _finish(work: distributed.Work | None) -> None:

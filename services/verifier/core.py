@@ -1,8 +1,10 @@
 """The verifier without its edge: leases, sessions, and the loop that runs steps."""
 
 import asyncio
-from collections.abc import Iterable
+import math
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 
@@ -21,16 +23,36 @@ from draftwire.rounds import FenceVerdict, PlainRun, ReceivedBlock, TargetSessio
 from draftwire.services.admission import Room
 from draftwire.services.leases import Leases, SessionFailed, SessionKey
 from draftwire.services.metrics import VerifierMetrics
-from draftwire.services.models import load_target
+from draftwire.services.models import Target, limited, load_target
 from draftwire.services.outbox import Outbox
 from draftwire.services.prefill import PrefillPacer
 from draftwire.services.torch_thread import TorchThread
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.drafters import Drafter, Drafters
 from draftwire.services.verifier.engine import TargetEngine
+from draftwire.services.verifier.follower import RankConfig
+from draftwire.services.verifier.followers import Followers
+from draftwire.services.verifier.group import GroupLostError, Place
+from draftwire.services.verifier.progress import LoadProgress
 from draftwire.services.verifier.scheduler import Scheduler, Step, StepResult, TargetSession
 
+if TYPE_CHECKING:
+    from draftwire.services.verifier.parallel import GroupModel
+
 log = structlog.get_logger()
+
+Result = TypeVar("Result")
+
+LOOK_SECONDS = 0.1
+"""How often to look whether the other ranks are there."""
+LAST_WORDS_SECONDS = 2.0
+"""While the model is loaded: how long this rank may take to fail too, with a better reason, once another one has."""
+STOP_SECONDS = 10.0
+"""How long the step under way may take when the other ranks are to be let go."""
+MOST_HEARTBEAT_SECONDS = 5.0
+"""Idle ranks hear of rank 0 at least so often."""
+HEARTBEATS_PER_TIMEOUT = 4
+"""And so many times in the time that they wait."""
 
 MAX_NAME_LENGTH = 256
 """Characters of a drafter's model name, at most."""
@@ -56,9 +78,19 @@ TargetEvent = Verdict | BlockRefused | SessionFailed
 class VerifierCore:
     """Owns the target model. All methods run on the event loop; tensors are touched on the torch thread only."""
 
-    def __init__(self, config: VerifierConfig) -> None:
-        """Prepares; `start` loads the model."""
+    def __init__(self, config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> None:
+        """Prepares; `start` loads the model.
+
+        Args:
+            config: what can be set.
+            place: rank 0 of a group; by default this process is alone.
+            followers: the other ranks' processes, where this one started them.
+        """
         self.config = config
+        self.is_group_lost = False
+        self._place = place or Place()
+        self._followers = followers or Followers()
+        self._group: GroupModel | None = None
         self.drafters = Drafters()
         self._first_uses = FirstUses()
         self.metrics = VerifierMetrics(self.drafters)
@@ -85,9 +117,17 @@ class VerifierCore:
         return len(self._scheduler.sessions)
 
     async def start(self) -> None:
-        """Loads and warms the model."""
+        """Loads and warms the model.
+
+        Raises:
+            GroupLostError: another rank ended.
+        """
+        self._followers.log_started()
+        await self._while_group_lasts(self._load(), patience_s=LAST_WORDS_SECONDS)
+
+    async def _load(self) -> None:
         settings = self.config.engine
-        target = await self._torch.run(load_target, self.config.loading, settings)
+        target = await self._torch.run(self._load_target)
         self.card = target.card
         self._engine = TargetEngine(target.model, target.card.description.context_length)
         self._scheduler = Scheduler(
@@ -100,6 +140,19 @@ class VerifierCore:
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
             self._scheduler.pacer.learn(num_tokens, 0, seconds)
         self.metrics.watch(self._scheduler)
+
+    def _load_target(self) -> Target:
+        if self._place.size == 1:
+            return load_target(self.config.loading, self.config.engine)
+        from draftwire.services.verifier.parallel import GroupModel, load_parallel
+
+        progress = LoadProgress(self.config.server.log_format)
+        try:
+            rank = load_parallel(RankConfig.of(self.config, self._place), progress)
+        finally:
+            progress.end()
+        self._group = GroupModel(rank)
+        return Target(limited(rank.card, self.config.engine), self._group)
 
     def busy_s(self) -> float:
         """Returns for how many seconds the model's current call has run; 0 where none runs."""
@@ -231,19 +284,102 @@ class VerifierCore:
         for session in sessions:
             self._end_speculation(session, reason, drafter.id)
 
+    async def run(self) -> None:
+        """Runs steps until it is cancelled, and then lets the other ranks go.
+
+        Raises:
+            GroupLostError: another rank ended, hangs, or is out of step with this one. All sessions have been told.
+        """
+        try:
+            await self._while_group_lasts(self.run_steps(), limit_s=self.config.engine.watchdog_s)
+        except GroupLostError as error:
+            self._lose_group(error)
+            raise
+        except asyncio.CancelledError:
+            await self._stop_group()
+            raise
+
     async def run_steps(self) -> None:
         """Runs steps for ever."""
         while True:
             step = self._scheduler.next_step()
             if step is None:
                 self._work.clear()
-                await self._work.wait()
+                await self._wait_for_work()
                 continue
             await self._run_step(step)
+
+    async def _wait_for_work(self) -> None:
+        """Waits for something to do; shows the other ranks meanwhile that this one is there."""
+        if self._group is None:
+            await self._work.wait()
+            return
+        timeout_s = self.config.parallel.tensor_parallel_timeout_s
+        try:
+            async with asyncio.timeout(min(MOST_HEARTBEAT_SECONDS, timeout_s / HEARTBEATS_PER_TIMEOUT)):
+                await self._work.wait()
+        except TimeoutError:
+            await self._torch.run(self._group.heartbeat)
+
+    async def _while_group_lasts(
+        self, work: Coroutine[Any, Any, Result], patience_s: float = 0.0, limit_s: float = math.inf
+    ) -> Result:
+        """Does some work, and gives it up when another rank has ended or this one is stuck.
+
+        Args:
+            work: what to do.
+            patience_s: how long the work may go on then; if it fails, its error is the one that is raised.
+            limit_s: how long one call on the torch thread may take.
+
+        Raises:
+            GroupLostError: that happened.
+        """
+        if self._place.size == 1:
+            return await work
+        doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(self._watch_group(limit_s))
+        try:
+            await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                await asyncio.wait({doing}, timeout=patience_s)
+            return doing.result() if doing.done() else watching.result()
+        finally:
+            for task in (doing, watching):
+                task.cancel()
+            await asyncio.gather(doing, watching, return_exceptions=True)
+
+    async def _watch_group(self, limit_s: float) -> NoReturn:
+        while True:
+            fault = self._followers.fault
+            if not fault and self.busy_s() > limit_s:
+                fault = f"a step takes longer than {limit_s:g} s"
+            if fault:
+                raise GroupLostError(f"the verifier's group is lost: {fault}")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _lose_group(self, error: GroupLostError) -> None:
+        """Tells all sessions, so that their gateways move them."""
+        self.is_group_lost = True
+        details = {} if isinstance(error.__cause__, DraftwireError | None) else {"exc_info": error}
+        log.error("verifier.group_lost", reason=str(error), num_sessions=self.num_sessions, **details)
+        for key in list(self._scheduler.sessions):
+            self._fail(key, error)
+
+    async def _stop_group(self) -> None:
+        """Lets the other ranks go, after the step under way."""
+        if self._group is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._torch.run(self._group.stop)
+        except (TimeoutError, GroupLostError) as error:
+            self.is_group_lost = True
+            log.error("verifier.group_lost", reason=str(error) or "no step ended in time", num_sessions=0)
 
     async def _run_step(self, step: Step) -> None:
         try:
             result = await self._torch.run(self._engine.step, step)
+        except GroupLostError:
+            raise
         except Exception as error:
             log.exception("verifier.step_failed", num_sessions=len(step.items))
             failure = error if isinstance(error, DraftwireError) else UnavailableError("the target failed")

@@ -3,6 +3,7 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
+import faulthandler
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
@@ -19,12 +20,17 @@ from draftwire.services.rpc.tls import server_credentials, watch_tls
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.core import BlockRefused, TargetEvent, VerifierCore
 from draftwire.services.verifier.drafters import Drafter
+from draftwire.services.verifier.followers import Followers
+from draftwire.services.verifier.group import GroupLostError, Place
 from draftwire.services.watchdog import Watchdog
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 
 OFF_LOOP_BYTES = 2**18
 """Larger messages (dense distributions) are decoded beside the event loop."""
+
+END_SECONDS = 10.0
+"""How long rank 0 of a group that is lost may take to tell its sessions and end."""
 
 FRAME_BYTES = 14
 """What gRPC and HTTP/2 put before a message that fits into one frame."""
@@ -146,18 +152,31 @@ def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
     return verifier_pb2.TargetEvent(failure=messages.failure_to_proto(event.session_id, event.epoch, event.error))
 
 
-def serve(config: VerifierConfig) -> int:
-    """Runs a verifier until a signal ends it, and returns the process's exit status."""
-    return asyncio.run(_serve(config))
+def serve(config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> int:
+    """Runs a verifier until a signal ends it, and returns the process's exit status.
+
+    Args:
+        config: what can be set.
+        place: as `VerifierCore`.
+        followers: as `VerifierCore`.
+    """
+    return asyncio.run(_serve(config, place, followers))
 
 
-async def _serve(config: VerifierConfig) -> int:
+async def _serve(config: VerifierConfig, place: Place | None, followers: Followers | None) -> int:
     tls = watch_tls(config.tls)
-    core = VerifierCore(config)
+    core = VerifierCore(config, place, followers)
 
     async def start() -> None:
         await core.start()
         check_prompt_fits(core.description, config.connections.max_message_bytes)
+
+    async def run() -> None:
+        try:
+            await core.run()
+        except GroupLostError:
+            faulthandler.dump_traceback_later(END_SECONDS, exit=True)  # whatever else may hang now
+            raise
 
     def register(server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(core), server)
@@ -172,9 +191,10 @@ async def _serve(config: VerifierConfig) -> int:
         metrics=core.metrics,
         register=register,
         start=start,
-        run=core.run_steps,
+        run=run,
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,
         watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
     )
-    return await run_service(service)
+    status = await run_service(service)
+    return status or int(core.is_group_lost)

@@ -1,0 +1,121 @@
+"""The other ranks of a tensor-parallel verifier: they do their share of each step that rank 0 announces.
+
+Rank 0 starts them on its own machine as `python -m draftwire.services.verifier.follower`, with a pipe as their standard
+input: when that ends, rank 0 has. Under torchrun they are `draftwire.services.verifier` like rank 0.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import asdict, dataclass
+
+import structlog
+
+from draftwire.errors import DraftwireError, InvalidRequestError
+from draftwire.services.logging import configure_logging
+from draftwire.services.settings import ModelSettings
+from draftwire.services.verifier.config import VerifierConfig
+from draftwire.services.verifier.group import Place, end_process
+
+GOODBYE = b"stop"
+"""What rank 0 writes before it closes the pipe because it was asked to stop."""
+
+PR_SET_PDEATHSIG = 1
+"""Source: prctl(2)."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """What every rank has to know."""
+
+    place: Place
+    loading: ModelSettings
+    cache_tokens: int
+    """Room of the KV cache, tokens."""
+    timeout_s: float
+    """How long ranks wait for each other, seconds."""
+    log_format: str
+
+    @classmethod
+    def of(cls, config: VerifierConfig, place: Place) -> "RankConfig":
+        """Takes what matters to the rank at a place from the verifier's configuration."""
+        return cls(
+            place,
+            config.loading,
+            config.engine.kv_cache_tokens,
+            config.parallel.tensor_parallel_timeout_s,
+            config.server.log_format,
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "RankConfig":
+        """Reads what `text` wrote."""
+        values = json.loads(text)
+        place, loading = Place(**values.pop("place")), ModelSettings(**values.pop("loading"))
+        return cls(place, loading, **values)
+
+    @property
+    def text(self) -> str:
+        """As an argument of a command line."""
+        return json.dumps(asdict(self))
+
+
+def run_follower(config: RankConfig) -> int:
+    """Loads this rank's share and follows rank 0 until that stops the group. Runs on the thread that may touch tensors.
+
+    Returns:
+        The exit status: 0 if rank 0 stopped the group, 2 if the model is refused, 1 after any other failure.
+    """
+    from draftwire.models.tensor_parallel import follow
+    from draftwire.services.verifier.parallel import load_parallel
+
+    configure_logging(config.log_format, "verifier")
+    structlog.contextvars.bind_contextvars(rank=config.place.rank)
+    try:
+        loaded = load_parallel(config)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # torchrun sends it to all ranks: rank 0 drains and stops the group
+        log.info("verifier.follower_ready")
+        follow(loaded.model)
+        loaded.group.leave()
+    except InvalidRequestError as error:
+        log.error("verifier.follower_refused", reason=str(error))
+        return 2
+    except DraftwireError as error:
+        log.error("verifier.follower_failed", reason=str(error))
+        return 1
+    except Exception as error:
+        log.exception("verifier.follower_failed", reason=type(error).__name__)
+        return 1
+    log.info("verifier.follower_stopped")
+    return 0
+
+
+def _end_with_rank_0() -> None:
+    """Ends this process when the pipe that rank 0 holds is closed, whatever its other threads are waiting for."""
+    said = b""
+    while data := os.read(sys.stdin.fileno(), 64):
+        said += data
+    end_process(0 if said == GOODBYE else 1)
+
+
+def _be_killed_with_rank_0() -> None:
+    """Has the kernel kill this process when its parent ends, which works on a stopped or hung one as well."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    """Runs one rank as a process that ends with rank 0."""
+    _be_killed_with_rank_0()
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    end_process(run_follower(RankConfig.parse(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

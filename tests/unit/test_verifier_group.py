@@ -1,0 +1,305 @@
+"""Several processes as one verifier, without any: places, what ends a group, and what does not."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import structlog
+
+from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.models.kv_cache import KvCache
+from draftwire.services.leases import SessionFailed
+from draftwire.services.rpc.status import status_of
+from draftwire.services.settings import EngineSettings, ModelSettings
+from draftwire.services.verifier import followers as followers_module
+from draftwire.services.verifier.config import TensorParallelSettings, VerifierConfig
+from draftwire.services.verifier.core import VerifierCore
+from draftwire.services.verifier.follower import GOODBYE, RankConfig
+from draftwire.services.verifier.followers import Followers
+from draftwire.services.verifier.group import GroupLostError, Place, find_place
+from draftwire.services.verifier.parallel import GroupModel
+from draftwire.services.verifier.progress import LoadProgress
+from tests.unit.test_verifier_core import events_of, open_session
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+TWO = TensorParallelSettings(2, 0.2)
+
+
+# Places
+
+
+def test_process_that_is_alone_has_no_group() -> None:
+    assert find_place(TensorParallelSettings(), {}) == Place()
+    assert find_place(TensorParallelSettings(), {**LAUNCHED, "RANK": "0", "WORLD_SIZE": "1"}) == Place()
+
+
+def test_process_that_nobody_launched_starts_the_others_and_meets_them_on_this_machine() -> None:
+    place = find_place(TWO, {})
+    assert (place.rank, place.size, place.starts_others) == (0, 2, True)
+    assert place.address.startswith("127.0.0.1:")
+
+
+def test_launched_process_takes_the_place_that_it_is_given() -> None:
+    assert find_place(TWO, LAUNCHED) == Place(1, 2, 1, "node-0:29500")
+    assert find_place(TWO, {**LAUNCHED, "MASTER_ADDR": "fe80::1"}).address == "[fe80::1]:29500"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"WORLD_SIZE": "3"}, "WORLD_SIZE"),
+        ({"MASTER_PORT": ""}, "but not MASTER_PORT"),
+        ({"LOCAL_RANK": "first"}, "LOCAL_RANK must be a number"),
+        ({"RANK": "2"}, "RANK must be below"),
+    ],
+)
+def test_launcher_that_contradicts_the_settings_is_refused(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        find_place(TWO, LAUNCHED | changes)
+
+
+def test_several_processes_without_tensor_parallel_size_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="WORLD_SIZE"):
+        find_place(TensorParallelSettings(), LAUNCHED)
+
+
+def test_each_rank_of_a_machine_takes_a_gpu_of_its_own() -> None:
+    place = Place(5, 8, 1, "node-0:1")
+    assert place.device("cuda") == place.device("cuda:0") == "cuda:1"
+    assert place.device("cpu") == "cpu"
+    assert Place().device("cuda:3") == "cuda:3"
+    with pytest.raises(InvalidRequestError, match="cuda:1"):
+        place.device("cuda:1")
+
+
+def test_missing_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(InvalidRequestError, match="takes 2 GPUs here; torch sees 1"):
+        Place(0, 2, starts_others=True).check_devices("cuda")
+    Place(0, 2, starts_others=True).check_devices("cpu")
+    Place(1, 2, local_rank=0).check_devices("cuda")
+
+
+def test_followers_command_line_says_what_rank_0_was_told() -> None:
+    config = VerifierConfig(
+        ModelSettings("m", dtype="bfloat16"), engine=EngineSettings(kv_cache_tokens=32), parallel=TWO
+    )
+    rank = RankConfig.of(config, Place(1, 2, 1, "127.0.0.1:7"))
+    assert RankConfig.parse(rank.text) == rank
+    assert (rank.cache_tokens, rank.timeout_s, rank.loading.dtype) == (32, 0.2, "bfloat16")
+
+
+# What ends a group
+
+
+class FakeParallelModel:
+    """Fails as it is told."""
+
+    vocab_size = 3
+
+    def __init__(self) -> None:
+        self.cache = KvCache(64)
+        self.error: BaseException | None = None
+        self.calls: list[str] = []
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if self.error is not None:
+            raise self.error
+
+    def read(self, _readings: Any) -> None:
+        self._call("read")
+
+    def heartbeat(self) -> None:
+        self._call("heartbeat")
+
+    def stop(self) -> None:
+        self._call("stop")
+
+
+@pytest.fixture
+def fake() -> FakeParallelModel:
+    return FakeParallelModel()
+
+
+def guarded(fake: FakeParallelModel) -> GroupModel:
+    return GroupModel(SimpleNamespace(model=fake, group=SimpleNamespace(leave=lambda: None)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [UnavailableError("rank 1 is lost"), MemoryError(), ValueError("t1 t2")])
+@pytest.mark.parametrize("call", ["heartbeat", "stop", "read"])
+def test_whatever_fails_in_a_step_of_the_group_ends_it_and_quotes_nothing(
+    fake: FakeParallelModel, error: Exception, call: str
+) -> None:
+    fake.error = error
+    method = getattr(guarded(fake), call)
+    with pytest.raises(GroupLostError) as lost:
+        method(*([[]] if call == "read" else []))
+    assert lost.value.__cause__ is error
+    assert "t1" not in str(lost.value)
+    assert status_of(lost.value)[0].name == "UNAVAILABLE"
+
+
+def test_full_cache_does_not_end_the_group(fake: FakeParallelModel) -> None:
+    fake.error = NoRoomError("full")
+    with pytest.raises(NoRoomError):
+        guarded(fake).read([])
+
+
+class FakeFollowers(Followers):
+    """Processes that end when a test says so."""
+
+    end = ""
+
+    @property
+    def fault(self) -> str:
+        return self.end
+
+
+async def core_of(fake: FakeParallelModel, followers: Followers) -> VerifierCore:
+    """Returns rank 0 of two with a scripted model, and a fake for what keeps the ranks together."""
+    core = VerifierCore(VerifierConfig(ModelSettings("scripted:verify_ms=1"), parallel=TWO), None, followers)
+    await core.start()
+    core._place, core._group = Place(0, 2, starts_others=True), guarded(fake)
+    return core
+
+
+async def test_idle_group_hears_of_rank_0_more_often_than_it_times_out(fake: FakeParallelModel) -> None:
+    core = await core_of(fake, FakeFollowers())
+    running = asyncio.ensure_future(core.run())
+    await asyncio.sleep(0.35)
+    assert fake.calls.count("heartbeat") >= 3
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert fake.calls[-1] == "stop", "the others are let go"
+    assert not core.is_group_lost
+    core.stop()
+
+
+@pytest.mark.parametrize("how", ["ended", "silent"])
+async def test_lost_rank_is_told_to_every_session_and_ends_the_run(fake: FakeParallelModel, how: str) -> None:
+    followers = FakeFollowers()
+    core = await core_of(fake, followers)
+    lease, outbox = core.open_lease()
+    open_session(core, 1, lease)
+    open_session(core, 2, lease)
+    running = asyncio.ensure_future(core.run())
+    await asyncio.sleep(0)
+    if how == "ended":
+        followers.end = "rank 1 ended with status -9"
+    else:
+        fake.error = UnavailableError("rank 1 is silent")
+    with pytest.raises(GroupLostError, match=r"rank 1"):
+        await asyncio.wait_for(running, 5.0)
+    assert core.is_group_lost
+    assert core.num_sessions == 0
+    failures = [event for event in events_of(outbox) if isinstance(event, SessionFailed)]
+    assert [failure.session_id for failure in failures] == [1, 2]
+    assert all(isinstance(failure.error, UnavailableError) for failure in failures)
+    core.stop()
+
+
+async def test_group_that_is_stuck_in_a_step_ends(fake: FakeParallelModel) -> None:
+    core = await core_of(fake, FakeFollowers())
+    core.config = VerifierConfig(ModelSettings("scripted:"), engine=EngineSettings(watchdog_s=0.1), parallel=TWO)
+    core._torch.post(time.sleep, 1.0)
+    with pytest.raises(GroupLostError, match=r"a step takes longer than 0\.1 s"):
+        await asyncio.wait_for(core.run(), 5.0)
+    core.stop()
+
+
+async def test_own_reason_is_better_than_that_another_rank_ended(fake: FakeParallelModel) -> None:
+    followers = FakeFollowers()
+    core = await core_of(fake, followers)
+    followers.end = "rank 1 ended with status 2"
+
+    async def load() -> None:
+        await asyncio.sleep(0.3)
+        raise InvalidRequestError("it cannot be shared")
+
+    with pytest.raises(InvalidRequestError, match="cannot be shared"):
+        await core._while_group_lasts(load(), patience_s=2.0)
+    with pytest.raises(GroupLostError, match="status 2"):
+        await core._while_group_lasts(asyncio.sleep(5.0))
+    core.stop()
+
+
+# The other processes
+
+WAITS = "import sys; said = sys.stdin.buffer.read(); sys.exit(0 if said == b'stop' else 1)"
+HANGS = "import time; time.sleep(60)"
+
+
+def start(monkeypatch: pytest.MonkeyPatch, *programs: str) -> Followers:
+    texts = iter(programs)
+
+    def popen(_config: RankConfig) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", next(texts)], stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(followers_module, "_start", popen)
+    monkeypatch.setattr(followers_module, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(followers_module, "GOODBYE_SECONDS", 3.0)
+    config = VerifierConfig(ModelSettings("m"), parallel=TensorParallelSettings(3))
+    return Followers([RankConfig.of(config, Place(rank, 3)) for rank in range(1, len(programs) + 1)])
+
+
+def test_goodbye_of_rank_0_lets_the_others_end_with_status_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert GOODBYE == b"stop"
+    followers = start(monkeypatch, WAITS, WAITS)
+    assert followers.fault == ""
+    assert followers.stop(0) == 0
+
+
+def test_rank_that_does_not_end_is_killed_and_the_group_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start(monkeypatch, WAITS, HANGS).stop(0) == 1
+
+
+def test_after_a_failure_the_others_are_killed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    followers = start(monkeypatch, HANGS, HANGS)
+    started = time.monotonic()
+    assert followers.stop(2) == 2
+    assert time.monotonic() - started < 1.0
+
+
+def test_rank_that_ended_is_named_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    followers = start(monkeypatch, WAITS, "raise SystemExit(3)")
+    deadline = time.monotonic() + 10.0
+    while not followers.fault:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert followers.fault == "rank 2 ended with status 3"
+    followers.stop(1)
+
+
+# Progress
+
+
+def test_progress_is_a_line_every_few_seconds_and_one_at_the_end() -> None:
+    now = 0.0
+    with structlog.testing.capture_logs() as lines:
+        progress = LoadProgress("json", clock=lambda: now)
+        for second in range(11):
+            now = float(second)
+            progress(second * 10, 100)
+    assert [line["share"] for line in lines] == [0.3, 0.6, 0.9, 1.0]
+    assert lines[-1]["read_bytes"] == lines[-1]["total_bytes"] == 100
+
+
+def test_terminal_gets_a_bar_and_no_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with structlog.testing.capture_logs() as lines:
+        progress = LoadProgress("console")
+        progress(50, 100)
+        progress(100, 100)
+    assert lines == []
+    assert "weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("values", [{"tensor_parallel_size": 0}, {"tensor_parallel_timeout_s": 0.0}])
+def test_sizes_and_timeouts_out_of_range_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(DraftwireError):
+        TensorParallelSettings(**values)
