@@ -80,7 +80,8 @@ def measure(placement: Placement, arguments: argparse.Namespace) -> Iterator[Mea
             pin(stack)
         prompts = [prompt[:120] for prompt in load_prompts()]
         run_load(stack.address, [Ask(prompts[0], 8, arguments.num_speculative_tokens)], 1)
-        for concurrency in arguments.concurrencies:
+        # Spinning takes twenty times as long already with one session.
+        for concurrency in arguments.concurrencies[: 1 if placement.spins else None]:
             for kind, block_length in (("plain", 0), ("speculative", arguments.num_speculative_tokens)):
                 asks = [
                     Ask(prompt, arguments.max_tokens, block_length, seed)
@@ -90,6 +91,12 @@ def measure(placement: Placement, arguments: argparse.Namespace) -> Iterator[Mea
                 seconds = max(answer.delta_times[-1] for answer in answers) - min(answer.sent_at for answer in answers)
                 tokens = sum(answer.statistics.num_generated_tokens for answer in answers)
                 yield Measurement(placement.name, f"{kind} at {concurrency}", tokens / seconds, memory(stack))
+
+
+def speeds_of(measurements: list[Measurement], placement: Placement, load: str) -> list[float]:
+    """Returns the tokens per second of all repetitions."""
+    name = placement.name
+    return [each.tokens_per_second for each in measurements if (each.placement, each.load) == (name, load)]
 
 
 def pin(stack: LocalStack) -> None:
@@ -128,10 +135,7 @@ def main() -> None:
     loads = list(dict.fromkeys(each.load for each in measurements))
     medians = {
         placement.name: {
-            load: statistics.median(
-                each.tokens_per_second for each in measurements if (each.placement, each.load) == (placement.name, load)
-            )
-            for load in loads
+            load: statistics.median(speeds) for load in loads if (speeds := speeds_of(measurements, placement, load))
         }
         for placement in tried
     }
