@@ -79,7 +79,7 @@ ANSWER_SECONDS = 600.0
 """How long a worker may take to load its models, or to continue a prompt."""
 WARM_UP_TOKENS = 8
 CACHE_TOKENS = 4096
-"""Room of our KV caches, far more than one session needs; the services' default takes 13 GB for 374 M parameters."""
+"""Room of our KV caches, far more than one session needs."""
 
 
 @dataclass(frozen=True, slots=True)

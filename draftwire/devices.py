@@ -1,4 +1,4 @@
-"""Moving small things to where tensors are."""
+"""Where tensors are, and how small things get there."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,12 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+def prepare(device: torch.device) -> None:
+    """Chooses how a process computes on a device, before it does."""
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a text
 
 
 def upload(

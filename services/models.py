@@ -9,7 +9,7 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.models.cached_model import CachedModel, SequenceModel
-from draftwire.models.decoder import DECODERS, decoder_of
+from draftwire.models.decoder import check_decoder, decoder_of
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, ModelCard, load_model
 from draftwire.models.scripted import Script, ScriptedTarget, is_scripted
@@ -65,7 +65,7 @@ def _script(settings: ModelSettings) -> Script:
 
 
 def _load(settings: ModelSettings) -> LoadedModel:
-    require(settings.decoder in DECODERS, f"decoder must be one of {', '.join(DECODERS)}, not {settings.decoder!r}")
+    check_decoder(settings.decoder)
     torch.set_num_threads(settings.threads)
     return load_model(settings.model, settings.dtype, settings.device, settings.revision)
 

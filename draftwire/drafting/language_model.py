@@ -15,6 +15,9 @@ from draftwire.models.cached_model import DraftModel, Reading
 from draftwire.quantization import Quantization
 from draftwire.sampling import Span, probabilities_of_spans
 
+PROMPT_TOKENS = 64
+"""A step that reads more tokens than this reads prompts."""
+
 
 class LanguageModelSequence:
     """One session's tokens in the drafter's cache.
@@ -122,6 +125,9 @@ class LanguageModelDrafter:
         if not readings:
             return DraftStep([None] * len(draftings))
         logits = self.model.read(readings)
+        num_read = sum(len(reading.token_ids) for reading in readings)
+        if logits.is_cuda and num_read > PROMPT_TOKENS:
+            torch.cuda.current_stream(logits.device).synchronize()  # what prompts cost is learnt from the time
         calibrated = time.perf_counter()
         drafts_of = self._draw(logits, [(sequence, request) for _, sequence, request in members])
         results: list[Draft | DraftwireError | None] = [None] * len(draftings)
@@ -130,7 +136,6 @@ class LanguageModelDrafter:
             if isinstance(draft, Draft):
                 sequence.ids += draft.token_ids
                 sequence.publish()
-        num_read = sum(len(reading.token_ids) for reading in readings)
         return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated)
 
     def _draw(

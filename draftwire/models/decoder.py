@@ -60,6 +60,16 @@ class TransformersDecoder:
         return logits
 
 
+def check_decoder(kind: str) -> None:
+    """Makes sure that a decoder is one of `DECODERS`.
+
+    Raises:
+        InvalidRequestError: it is not.
+    """
+    if kind not in DECODERS:
+        raise InvalidRequestError(f"decoder must be one of {', '.join(DECODERS)}, not {kind!r}")
+
+
 def decoder_of(model: PreTrainedModel, kind: str = "auto", consumes: bool = False) -> Decoder:
     """Returns what runs a model's weights.
 
@@ -71,8 +81,7 @@ def decoder_of(model: PreTrainedModel, kind: str = "auto", consumes: bool = Fals
     Raises:
         InvalidRequestError: an unknown kind, or a model that the lean one cannot run.
     """
-    if kind not in DECODERS:
-        raise InvalidRequestError(f"unknown decoder {kind!r}; known: {', '.join(DECODERS)}")
+    check_decoder(kind)
     reason = why_not_lean(model)
     if kind == "lean" and reason:
         raise InvalidRequestError(f"the lean decoder cannot run {model.name_or_path}: {reason}")

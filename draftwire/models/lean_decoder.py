@@ -34,6 +34,8 @@ def why_not_lean(model: PreTrainedModel) -> str:
     config = model.config
     if config.model_type not in FAMILY:
         return f"models of type {config.model_type} have layers of their own"
+    if getattr(config, "quantization_config", None) is not None:
+        return "it is quantised"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
     rotation = getattr(model.model.rotary_emb, "rope_type", None)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from draftwire.devices import prepare
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription, fingerprint
 
@@ -71,8 +72,7 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     if dtype == "auto" and torch.device(device).type == "cpu":
         dtype = "float32"
     path = str(Path(name).expanduser()) if name.startswith("~") else name
-    if torch.device(device).type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it would make a plan for each new length of a text
+    prepare(torch.device(device))
     disable_progress_bar()  # it would write into the log
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     loaded: Any = _load_weights(path, dtype, device, revision)

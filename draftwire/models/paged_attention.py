@@ -43,7 +43,10 @@ class KvStorage:
         """
         if index not in self._layers:
             shapes = [(self._num_slots, *new.shape[1:]) for new in (key, value)]
-            keys, values = key.new_empty(shapes[0]), value.new_empty(shapes[1])  # no memory before it is written
+            keys, values = (
+                key.new_empty(shapes[0]),
+                value.new_empty(shapes[1]),
+            )  # on a CPU, no memory yet
             for tensor in (keys, values):
                 tensor[NULL_BLOCK * BLOCK_SIZE : (NULL_BLOCK + 1) * BLOCK_SIZE] = 0.0
             self._layers[index] = keys, values

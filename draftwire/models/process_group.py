@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
+from draftwire.devices import prepare
 from draftwire.errors import InvalidRequestError, UnavailableError
 
 JOIN_TIMEOUTS = 10.0
@@ -95,6 +96,7 @@ class ProcessGroup:
             raise InvalidRequestError(f"there is no {settings.device}: torch sees {torch.cuda.device_count()} GPUs")
         if is_cuda:
             torch.cuda.set_device(settings.device)
+            prepare(torch.device(settings.device))
         try:
             patience = timedelta(seconds=JOIN_TIMEOUTS * settings.timeout_s)
             store = distributed.TCPStore(  # type: ignore[attr-defined]  # which torch exports, but not for mypy
@@ -112,7 +114,7 @@ class ProcessGroup:
                 world_size=settings.size,
                 timeout=timedelta(seconds=settings.timeout_s),
             )
-        except (RuntimeError, ValueError, OSError) as error:  # torch's own errors are RuntimeErrors
+        except (RuntimeError, ValueError) as error:  # torch's own errors are RuntimeErrors
             raise UnavailableError(
                 f"rank {settings.rank} of {settings.size} found no group at {settings.address}: {_cause(error)}"
             ) from error
@@ -229,7 +231,10 @@ class ProcessGroup:
 def _listen(settings: GroupSettings) -> int:
     """Returns a socket that listens at the group's address and nowhere else, which torch's own would not."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    return socket.create_server((settings.host, settings.port), family=family).detach()
+    try:
+        return socket.create_server((settings.host, settings.port), family=family).detach()
+    except OSError as error:
+        raise UnavailableError(f"rank 0 cannot listen at {settings.address}: {error}") from error
 
 
 def _finish(work: distributed.Work | None) -> None:

@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.errors import InvalidRequestError
-from draftwire.models.decoder import DECODERS, Decoder
+from draftwire.models.decoder import Decoder, check_decoder
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import (
     DTYPES,
@@ -248,8 +248,7 @@ class _Source:
 
 
 def _load(source: _Source, decoder: str, on_progress: Progress) -> LoadedShard:
-    if decoder not in DECODERS:
-        raise InvalidRequestError(f"unknown decoder {decoder!r}; known: {', '.join(DECODERS)}")
+    check_decoder(decoder)
     disable_progress_bar()  # it would write into the log
     config = AutoConfig.from_pretrained(source.name, revision=source.revision)
     if getattr(config, "quantization_config", None):

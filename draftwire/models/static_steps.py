@@ -3,7 +3,8 @@
 Decoding a token with a large model takes hundreds of small kernels, and launching them one by one takes longer than
 running them. A CUDA graph launches all of them at once, but always on the same memory in the same shapes. So sequences,
 tokens of each and keys are rounded up to sizes that recur; what is added repeats the last real token of a row, or the
-last row: it writes once more what is written anyway.
+last row: it writes once more what is written anyway. Steps that this would make many times as large, such as one long
+text among short ones, are left to others.
 """
 
 from collections import OrderedDict
@@ -22,8 +23,12 @@ from draftwire.models.paged_attention import KvStorage, PackedStep, Segment, Seg
 
 MOST_QUERIES = 32
 """New tokens of a sequence, at most; prompts are read otherwise."""
+EXACT_QUERIES = 8
+"""Up to so many are taken as they are, which is what blocks have; more are rounded up to powers of 2."""
 LEAST_KEYS = 256
 """Keys of a row, at least. More are rounded up to powers of 2."""
+MOST_PADDING = 4
+"""How many times as many keys as there are may be read at most, beyond `LEAST_KEYS` in each row."""
 MOST_SHAPES = 96
 """Shapes that are kept; the one not used for longest gives way."""
 
@@ -40,7 +45,8 @@ class StepShape:
     def of(cls, segments: Sequence[Segment]) -> "StepShape":
         """Returns the shape for some segments."""
         longest = max(segment.sequence.length for segment in segments)
-        queries = max(segment.num_tokens for segment in segments)
+        most = max(segment.num_tokens for segment in segments)
+        queries = most if most <= EXACT_QUERIES else _power_of_two(most)
         return cls(_power_of_two(len(segments)), queries, max(LEAST_KEYS, _power_of_two(longest)))
 
 
@@ -78,11 +84,29 @@ class Recorder:
         return graph, result
 
 
+class Results:
+    """Where steps leave their logits: the same memory for all steps of similar size, for none needs it for long."""
+
+    def __init__(self) -> None:
+        """Has no memory yet."""
+        self._buffers: dict[int, Tensor] = {}
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """Copies `[rows, any]` to where the next step of similar size will overwrite them."""
+        size = _power_of_two(max(1, len(logits)))
+        if size not in self._buffers:  # not while a graph is recorded: the work was done once before
+            self._buffers[size] = logits.new_empty(size, *logits.shape[1:])
+        return self._buffers[size][: len(logits)].copy_(logits)
+
+
 class StaticStep:
     """The memory of one shape and, on a GPU, the graph that reads it."""
 
-    def __init__(self, shape: StepShape, decoder: Decoder, storage: KvStorage, recorder: Recorder | None) -> None:
+    def __init__(
+        self, shape: StepShape, decoder: Decoder, storage: KvStorage, results: Results, recorder: Recorder | None
+    ) -> None:
         """Makes room for the layout; the graph is recorded when it runs first, if there is a recorder."""
+        self._results = results
         self._recorder = recorder
         self._shape = shape
         self._decoder = decoder
@@ -143,7 +167,7 @@ class StaticStep:
             sees_all=False,
         )
         step = PackedStep(self._storage, self._slots, self._positions, [group])
-        return self._decoder.logits(self._token_ids, step, self._all)
+        return self._results.keep(self._decoder.logits(self._token_ids, step, self._all))
 
 
 class StaticSteps:
@@ -153,17 +177,23 @@ class StaticSteps:
         """Prepares; shapes are made as they come up."""
         self._decoder = decoder
         self._storage = storage
+        self._results = Results()
         self._recorder = Recorder(decoder.device) if decoder.device.type == "cuda" else None
         self._steps: OrderedDict[StepShape, StaticStep] = OrderedDict()
 
     def fit(self, segments: Sequence[Segment]) -> bool:
-        """Whether segments are few tokens each."""
-        return max(segment.num_tokens for segment in segments) <= MOST_QUERIES
+        """Whether segments are few tokens each, and texts so equally long that padding them does no harm."""
+        if max(segment.num_tokens for segment in segments) > MOST_QUERIES:
+            return False
+        shape, num_keys = StepShape.of(segments), sum(segment.sequence.length for segment in segments)
+        return shape.rows * shape.keys <= MOST_PADDING * num_keys + shape.rows * LEAST_KEYS
 
     def logits(self, segments: Sequence[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
         """Reads tokens; see `Decoder.logits`. `kept` counts the tokens of all segments."""
         shape = StepShape.of(segments)
-        step = self._steps.pop(shape, None) or StaticStep(shape, self._decoder, self._storage, self._recorder)
+        step = self._steps.pop(shape, None)
+        if step is None:
+            step = StaticStep(shape, self._decoder, self._storage, self._results, self._recorder)
         self._steps[shape] = step
         if len(self._steps) > MOST_SHAPES:
             self._steps.popitem(last=False)

@@ -57,6 +57,9 @@ class Service:
     """Watches the device, once the service has started."""
 
 
+_IMPORTED_AT = time.monotonic()
+
+
 async def run_service(service: Service) -> int:
     """Runs a service until SIGTERM or SIGINT.
 
@@ -180,7 +183,9 @@ async def _start(service: Service, stopping: asyncio.Event) -> bool:
 
 
 def _age_s() -> float:
-    """Returns for how long this process has lived, seconds, what it imported before it could measure included."""
+    """Returns for how long this process has lived, seconds; on Linux with what it imported before it could measure."""
+    if sys.platform != "linux":
+        return time.monotonic() - _IMPORTED_AT
     started_at_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_at_ticks / os.sysconf("SC_CLK_TCK")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -91,6 +92,7 @@ class VerifierCore:
         self._place = place or Place()
         self._followers = followers or Followers()
         self._group: GroupModel | None = None
+        self._spoke_at = -math.inf  # when the other ranks last heard of this one
         self.drafters = Drafters()
         self._first_uses = FirstUses()
         self.metrics = VerifierMetrics(self.drafters)
@@ -314,12 +316,16 @@ class VerifierCore:
         if self._group is None:
             await self._work.wait()
             return
-        timeout_s = self.config.parallel.tensor_parallel_timeout_s
-        try:
-            async with asyncio.timeout(min(MOST_HEARTBEAT_SECONDS, timeout_s / HEARTBEATS_PER_TIMEOUT)):
+        interval_s = self.config.parallel.tensor_parallel_timeout_s / HEARTBEATS_PER_TIMEOUT
+        heartbeat_at = self._spoke_at + min(MOST_HEARTBEAT_SECONDS, interval_s)
+        try:  # messages that make no step must not put it off
+            async with asyncio.timeout(max(0.0, heartbeat_at - time.monotonic())):
                 await self._work.wait()
         except TimeoutError:
+            pass
+        if time.monotonic() >= heartbeat_at:
             await self._torch.run(self._group.heartbeat)
+            self._spoke_at = time.monotonic()
 
     async def _while_group_lasts(
         self, work: Coroutine[Any, Any, Result], patience_s: float = 0.0, limit_s: float = math.inf
@@ -378,6 +384,7 @@ class VerifierCore:
     async def _run_step(self, step: Step) -> None:
         try:
             result = await self._torch.run(self._engine.step, step)
+            self._spoke_at = time.monotonic()
         except GroupLostError:
             raise
         except Exception as error:

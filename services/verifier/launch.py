@@ -32,7 +32,8 @@ def _run_rank(config: VerifierConfig, place: Place) -> NoReturn:
     if place.rank:
         end_process(run_follower(RankConfig.of(config, place)))
     if place.starts_others:  # what the ranks of one machine say is nobody else's business
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
     others = [replace(place, rank=rank, local_rank=rank) for rank in range(1, place.size) if place.starts_others]
     followers = Followers([RankConfig.of(config, other) for other in others])
     status = 1

@@ -1,26 +1,26 @@
 """Loads one rank's share of a model, and guards rank 0's view of the whole. All of it runs on the torch thread."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import structlog
 import torch
 from torch import Tensor
 
 from draftwire.errors import DraftwireError, NoRoomError
 from draftwire.models.cached_model import Reading
-from draftwire.models.decoder import DECODERS
+from draftwire.models.decoder import check_decoder
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import ModelCard
 from draftwire.models.process_group import GroupSettings, ProcessGroup
 from draftwire.models.scripted import is_scripted
-from draftwire.models.sharded_loading import load_parallel_target
+from draftwire.models.sharded_loading import Progress, load_parallel_target
 from draftwire.models.tensor_parallel import ParallelModel
 from draftwire.services.settings import require
 from draftwire.services.verifier.follower import RankConfig
 from draftwire.services.verifier.group import GroupLostError
 
-OnProgress = Callable[[int, int], None]
-"""Is told how many bytes of this rank's weights have been read, and how many there are."""
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class LoadedRank:
     group: ProcessGroup
 
 
-def load_parallel(config: RankConfig, on_progress: OnProgress | None = None) -> LoadedRank:
+def load_parallel(config: RankConfig, on_progress: Progress | None = None) -> LoadedRank:
     """Joins the group and loads this rank's share of the weights.
 
     Raises:
@@ -41,15 +41,17 @@ def load_parallel(config: RankConfig, on_progress: OnProgress | None = None) -> 
     """
     loading, place = config.loading, config.place
     require(not is_scripted(loading.model), "a scripted model computes nothing that tensor_parallel_size could share")
-    require(loading.decoder in DECODERS, f"decoder must be one of {', '.join(DECODERS)}, not {loading.decoder!r}")
+    check_decoder(loading.decoder)
     torch.set_num_threads(loading.threads)
     device = place.device(loading.device)
     group = ProcessGroup.join(GroupSettings(place.rank, place.size, place.address, device, config.timeout_s))
     loaded = load_parallel_target(
         loading.model, loading.dtype, device, loading.revision, group, loading.decoder, on_progress
     )
-    is_static = isinstance(loaded.decoder, LeanDecoder) and loading.cuda_graphs and group.device.type == "cuda"
-    model = ParallelModel(loaded.decoder, config.cache_tokens, group=group, is_static=is_static)
+    is_lean = isinstance(loaded.decoder, LeanDecoder)
+    log.info("models.decoder_chosen", decoder="lean" if is_lean else "transformers", rank=place.rank)
+    # Not static: graphs with collectives in them have not been tried on GPUs.
+    model = ParallelModel(loaded.decoder, config.cache_tokens, group=group)
     return LoadedRank(loaded.card, model, group)
 
 

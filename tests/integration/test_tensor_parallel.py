@@ -320,7 +320,7 @@ def test_idle_group_that_loses_a_follower_says_so_before_any_request(group: Grou
         started = time.monotonic()
         os.kill(group.follower, signal.SIGKILL)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 5.0
     group.wait_for_end(END_SECONDS)
     assert group.rank_0.returncode == 1
 

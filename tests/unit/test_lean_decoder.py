@@ -227,7 +227,7 @@ def test_other_models_are_run_by_transformers_and_the_reason_is_told(reason: str
 
 
 def test_unknown_decoder_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="known: auto, lean, transformers"):
+    with pytest.raises(InvalidRequestError, match="decoder must be one of auto, lean, transformers, not 'fast'"):
         decoder_of(make("llama"), "fast")
 
 
@@ -273,3 +273,26 @@ def test_static_steps_write_nothing_but_their_own_tokens() -> None:
         is_other = (old != new) & ~(old.isnan() & new.isnan())  # what was never written is anything
         changed = is_other.flatten(1).any(dim=1).nonzero().flatten().tolist()
         assert changed == sorted(places)
+
+
+def test_long_text_among_short_ones_is_not_padded_to() -> None:
+    """Padded, each of the short ones would read as many keys as the long one."""
+    model = CachedModel(decoder_of(make("llama"), "lean"), 16_384, is_static=True)
+    assert model._static is not None
+    sequences = [model.cache.open() for _ in range(16)]
+    model.read([Reading(sequence, [1] * 40, 0) for sequence in sequences])
+    model.read([Reading(sequences[0], [1] * 900, 0)])
+    model.read([Reading(sequence, [1], 1) for sequence in sequences])
+    assert list(model._static._steps) == []
+    model.read([Reading(sequence, [1], 1) for sequence in sequences[:2]])
+    model.read([Reading(sequence, [1], 1) for sequence in sequences[1:]])
+    assert [(shape.rows, shape.keys) for shape in model._static._steps] == [(2, 1024), (16, 256)]
+
+
+def test_logits_of_a_step_are_not_overwritten_by_the_next() -> None:
+    model = CachedModel(decoder_of(make("llama"), "lean"), 1024, is_static=True)
+    sequence = model.cache.open()
+    first = model.read([Reading(sequence, [1, 2], 2)])
+    before = first.clone()
+    model.read([Reading(sequence, [3, 4], 2)])
+    assert torch.equal(first, before)

