@@ -54,7 +54,7 @@ from draftwire.services.verifier import engine as target_engine
 from draftwire.services.verifier import scheduler as verifying
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, rule_named, verify
 from draftwire.verification.target import NEAR_TIE, StillReading, judge
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import save_tiny_model, with_exact_norms
 
 VOCAB_SIZE = 7
 CONTEXT_LENGTH = 160
@@ -92,9 +92,10 @@ class Models:
 def load_pair(folder: Path, drafter_vocab_size: int = VOCAB_SIZE) -> Models:
     target = save_tiny_model(folder / "target", VOCAB_SIZE, seed=6, context_length=CONTEXT_LENGTH)
     drafter = save_tiny_model(folder / "drafter", drafter_vocab_size, seed=9, context_length=CONTEXT_LENGTH)
-    return Models(
-        *(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in (target, drafter) * 2)
+    *own, reference_target, reference_drafter = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in (target, drafter) * 2
     )
+    return Models(*own, with_exact_norms(reference_target), with_exact_norms(reference_drafter))
 
 
 @pytest.fixture(scope="module", autouse=True)
