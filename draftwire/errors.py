@@ -89,6 +89,10 @@ class UnavailableError(DraftwireError):
     """The server is not ready, is draining, or has lost a peer that it needs."""
 
 
+class GroupLostError(UnavailableError):
+    """The processes of a group are no longer in step, because one of them ended, hangs or failed: none can go on."""
+
+
 class CompletionInterruptedError(UnavailableError):
     """A completion ended before its end. It can be resumed, here or elsewhere.
 

@@ -13,6 +13,7 @@ from draftwire.audit import AuditSums, FirstUses
 from draftwire.errors import (
     BlockViolationError,
     DraftwireError,
+    GroupLostError,
     InvalidRequestError,
     ProtocolViolationError,
     UnavailableError,
@@ -33,7 +34,7 @@ from draftwire.services.verifier.drafters import Drafter, Drafters
 from draftwire.services.verifier.engine import TargetEngine
 from draftwire.services.verifier.follower import RankConfig
 from draftwire.services.verifier.followers import Followers
-from draftwire.services.verifier.group import GroupLostError, Place
+from draftwire.services.verifier.group import Place
 from draftwire.services.verifier.progress import LoadProgress
 from draftwire.services.verifier.scheduler import Scheduler, Step, StepResult, TargetSession
 

@@ -19,10 +19,6 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER
 """Set for each process by torchrun, and by whatever else starts the processes of a group."""
 
 
-class GroupLostError(UnavailableError):
-    """The processes of a group are no longer in step, because one of them ended, hangs or failed: none can go on."""
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """A process's place in its group."""

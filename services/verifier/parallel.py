@@ -7,7 +7,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from draftwire.errors import DraftwireError, NoRoomError
+from draftwire.errors import DraftwireError, GroupLostError, NoRoomError
 from draftwire.models.cached_model import Reading
 from draftwire.models.decoder import check_decoder
 from draftwire.models.lean_decoder import LeanDecoder
@@ -18,7 +18,6 @@ from draftwire.models.sharded_loading import Progress, load_parallel_target
 from draftwire.models.tensor_parallel import ParallelModel
 from draftwire.services.settings import require
 from draftwire.services.verifier.follower import RankConfig
-from draftwire.services.verifier.group import GroupLostError
 
 log = structlog.get_logger()
 

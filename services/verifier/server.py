@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
-from draftwire.errors import ProtocolViolationError
+from draftwire.errors import GroupLostError, ProtocolViolationError
 from draftwire.rounds import Verdict
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
@@ -21,7 +21,7 @@ from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.core import BlockRefused, TargetEvent, VerifierCore
 from draftwire.services.verifier.drafters import Drafter
 from draftwire.services.verifier.followers import Followers
-from draftwire.services.verifier.group import GroupLostError, Place
+from draftwire.services.verifier.group import Place
 from draftwire.services.watchdog import Watchdog
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server

@@ -15,6 +15,7 @@ from draftwire.errors import (
     BlockViolationError,
     CompletionInterruptedError,
     DraftwireError,
+    GroupLostError,
     InvalidRequestError,
     ModelMismatchError,
     NoRoomError,
@@ -42,6 +43,7 @@ Code = grpc.StatusCode
 EXPECTED: dict[type[DraftwireError], grpc.StatusCode] = {
     InvalidRequestError: Code.INVALID_ARGUMENT,
     BlockViolationError: Code.INVALID_ARGUMENT,
+    GroupLostError: Code.UNAVAILABLE,
     UnauthenticatedError: Code.UNAUTHENTICATED,
     UnknownSessionError: Code.NOT_FOUND,
     ProtocolViolationError: Code.FAILED_PRECONDITION,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
-from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.errors import DraftwireError, GroupLostError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.kv_cache import KvCache
 from draftwire.services.leases import SessionFailed
 from draftwire.services.rpc.status import status_of
@@ -20,7 +20,7 @@ from draftwire.services.verifier.config import TensorParallelSettings, VerifierC
 from draftwire.services.verifier.core import VerifierCore
 from draftwire.services.verifier.follower import GOODBYE, RankConfig
 from draftwire.services.verifier.followers import Followers
-from draftwire.services.verifier.group import GroupLostError, Place, find_place
+from draftwire.services.verifier.group import Place, find_place
 from draftwire.services.verifier.parallel import GroupModel
 from draftwire.services.verifier.progress import LoadProgress
 from tests.unit.test_verifier_core import events_of, open_session
