@@ -76,12 +76,11 @@ class Followers:
         if status == 0:
             self._wait(GOODBYE_SECONDS)
         for follower in self._followers:
-            was_there = follower.process.poll() is None
+            was_running = follower.process.poll() is None
             follower.process.kill()
             ended = follower.process.wait()
-            if ended and not (was_there and status):  # else it is only this that killed it
-                log.error("verifier.follower_ended", rank=follower.rank, status=ended)
             if ended:
+                log.error("verifier.follower_ended", rank=follower.rank, status=ended, was_killed=was_running)
                 status = status or 1
         return status
 

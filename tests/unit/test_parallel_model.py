@@ -366,7 +366,7 @@ def refusal(group: ProcessGroup, path: str, decoder: str = "auto", dtype: str = 
         ("qwen2, in several files", 3, (), "over 1, 2, 4, 8 it can"),
         ("gpt2", 2, (), "transformers has no plan"),
         ("gemma2", 2, ("lean",), "of type gemma2"),
-        ("mistral", 2, ("fast",), "known: auto, lean, transformers"),
+        ("mistral", 2, ("fast",), "one of auto, lean, transformers"),
         ("mistral", 2, ("auto", "fp8"), "known: auto, float32"),
     ],
 )
