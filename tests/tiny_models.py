@@ -33,6 +33,27 @@ ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "qwen2", "qwen3", "granit
 WINDOW = 4
 """Positions that a layer with a sliding window sees."""
 
+FAMILY_SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""Of models in float32 that two implementations are compared on, but for their heads."""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILY_WINDOW = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+
 
 def save_tiny_model(
     folder: Path,
@@ -157,6 +178,13 @@ def randomize(model: PreTrainedModel) -> PreTrainedModel:
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.6)
     return model
+
+
+def with_ordinary_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Draws all weights of a model anew, with those of norms around 1 and biases that matter, and returns it."""
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3 if parameter.ndim == 1 else 0.15)
+    return model.eval()
 
 
 def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from draftwire.models.cached_model import DraftModel, Reading
 from draftwire.quantization import Quantization
 from draftwire.sampling import Span, probabilities_of_spans
 
-PROMPT_TOKENS = 64
+PROMPT_TOKENS = 32
 """A step that reads more tokens than this reads prompts."""
 
 

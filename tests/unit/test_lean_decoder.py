@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import randomize, tiny_network, tiny_shape
+from tiny_models import (
+    FAMILY_SHAPE,
+    FAMILY_WINDOW,
+    LLAMA3,
+    randomize,
+    tiny_network,
+    tiny_shape,
+    with_ordinary_weights,
+)
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -30,28 +38,8 @@ from draftwire.models.static_steps import StaticSteps, StepShape
 torch.set_num_threads(1)
 
 VOCAB_SIZE = 97
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+SHAPE = FAMILY_SHAPE | {"num_attention_heads": 6, "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-WINDOW = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 
 
 def make(name: str) -> PreTrainedModel:
@@ -70,14 +58,12 @@ def make(name: str) -> PreTrainedModel:
             case "mistral":
                 model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24))
             case "qwen2":
-                model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **WINDOW))
+                model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **FAMILY_WINDOW))
             case "qwen3":
-                model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **WINDOW, head_dim=12))
+                model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **FAMILY_WINDOW, head_dim=12))
             case _:
                 raise AssertionError(name)
-        for key, parameter in model.named_parameters():
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.3 if parameter.ndim == 1 else 0.15)
-    return model.eval()
+        return with_ordinary_weights(model)
 
 
 NAMES = [

@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 from ranks import Ranks, Worker, free_address, wait_until
-from tiny_models import save_tiny_model, tiny_network
+from tiny_models import (
+    FAMILY_SHAPE,
+    FAMILY_WINDOW,
+    LLAMA3,
+    save_tiny_model,
+    tiny_network,
+    with_ordinary_weights,
+)
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -57,28 +64,8 @@ VOCAB_SIZE = 97
 """Neither two nor four divide it."""
 CACHE_TOKENS = 4096
 EMBEDDED = Path(__file__).parents[2] / "models"
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SHAPE = FAMILY_SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 4}
 FEW_KEYS = SHAPE | {"num_key_value_heads": 2}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-WINDOW = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
 MADE = ["llama with all biases", "llama 3.1, tied, few keys", "mistral", "qwen2, in several files", "qwen3, few keys"]
 NAMES = [*MADE, "target", "drafter"]
 
@@ -95,14 +82,12 @@ def make(name: str) -> PreTrainedModel:
             case "mistral":
                 model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24))
             case "qwen2, in several files":
-                model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **WINDOW))
+                model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **FAMILY_WINDOW))
             case "qwen3, few keys":
-                model = Qwen3ForCausalLM(Qwen3Config(**FEW_KEYS, **WINDOW, head_dim=12))
+                model = Qwen3ForCausalLM(Qwen3Config(**FEW_KEYS, **FAMILY_WINDOW, head_dim=12))
             case _:
                 raise AssertionError(name)
-        for key, parameter in model.named_parameters():
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in key else 0.0, 0.3 if parameter.ndim == 1 else 0.15)
-    return model.eval()
+        return with_ordinary_weights(model)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,62 @@
+"""What a product of a few rows takes with weights as models store them, and with weights arranged beforehand.
+
+python -m benchmarks.linear --output benchmarks/results/linear.json
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import write_report
+from draftwire.models.linear import Linear
+
+NUM_LAYERS = 24
+"""Read in turn, together far more than the caches hold."""
+
+
+@torch.inference_mode()
+def milliseconds(layers: list[Callable[[Tensor], Tensor]], rows: Tensor, repetitions: int) -> float:
+    """Returns the median time of one product, over repetitions of all layers in turn."""
+    times = []
+    for _ in range(repetitions):
+        started = time.perf_counter()
+        for layer in layers:
+            layer(rows)
+        times.append((time.perf_counter() - started) / len(layers))
+    return statistics.median(times) * 1e3
+
+
+def main() -> None:
+    """Measures, prints and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--inputs", type=int, default=1024)
+    parser.add_argument("--outputs", type=int, default=4096)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 5, 9, 17])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    stored = [torch.nn.Linear(arguments.inputs, arguments.outputs, bias=False) for _ in range(NUM_LAYERS)]
+    arranged = [Linear(layer) for layer in stored]
+    results = {}
+    for count in arguments.rows:
+        rows = torch.randn(count, arguments.inputs)
+        own = {
+            "stored_ms": milliseconds([*stored], rows, arguments.repetitions),
+            "arranged_ms": milliseconds([*arranged], rows, arguments.repetitions),
+        }
+        results[f"{count} rows"] = {**own, "ratio": own["stored_ms"] / own["arranged_ms"]}
+    write_report(arguments, {"products": results})
+
+
+if __name__ == "__main__":
+    main()
