@@ -7,10 +7,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftwire.errors import InvalidRequestError
 
-def prepare(device: torch.device) -> None:
-    """Chooses how a process computes on a device, before it does."""
-    if device.type == "cuda":
+
+def prepare(name: str) -> None:
+    """Makes sure that there is a device, and chooses how this process computes on it.
+
+    Args:
+        name: of a torch device.
+
+    Raises:
+        InvalidRequestError: torch cannot compute there; the message says why.
+    """
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InvalidRequestError(f"device {name!r} cannot be used: {str(error).partition(chr(10))[0]}") from error
+    if torch.device(name).type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a text
 
 

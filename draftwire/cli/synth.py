@@ -50,12 +50,13 @@ def synth(
         try:
             import torch
 
+            from draftwire.devices import prepare
             from draftwire.models.synthesis import synthesize, write_pair
         except ImportError as error:
             raise InvalidRequestError(f"this needs torch: pip install 'draftwire[services]' ({error})") from error
         chosen = _shape(shape)
         _prepare_folder(out, force)
-        _check_device(device)
+        prepare(device)
         if threads is not None:
             torch.set_num_threads(threads)
         with console.status(f"making and measuring a pair of shape {escape(shape)}"):
@@ -96,16 +97,6 @@ def _prepare_folder(folder: Path, force: bool) -> None:
             raise InvalidRequestError(f"{folder} is not empty; pass --force to write into it nevertheless")
     except OSError as error:
         raise InvalidRequestError(f"{folder} cannot be written to: {error}") from error
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        message = str(error).splitlines()[0]
-        raise InvalidRequestError(f"device {device!r} cannot be used: {message}") from error
 
 
 def _print_trial(console: Console, trial: "Trial", started: float) -> None:

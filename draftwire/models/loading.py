@@ -60,8 +60,8 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
         revision: commit or branch on the hub.
 
     Raises:
-        InvalidRequestError: the dtype is unknown, the folder does not exist, or the model cannot be served: it keeps a
-            state that cannot be rolled back (recurrent and state-space layers), attends in a way of its own, or is
+        InvalidRequestError: the dtype is unknown, the device or the folder is not there, or the model cannot be served:
+            it keeps a state that cannot be rolled back (recurrent and state-space layers), attends in a way of its own, or is
             quantised in a way that needs a package or a device that is not there.
         OSError: the files cannot be read.
     """
@@ -69,10 +69,10 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
         raise InvalidRequestError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise InvalidRequestError(f"no model folder at {name}")
+    prepare(device)
     if dtype == "auto" and torch.device(device).type == "cpu":
         dtype = "float32"
     path = str(Path(name).expanduser()) if name.startswith("~") else name
-    prepare(torch.device(device))
     disable_progress_bar()  # it would write into the log
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     loaded: Any = _load_weights(path, dtype, device, revision)

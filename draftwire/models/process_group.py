@@ -96,7 +96,7 @@ class ProcessGroup:
             raise InvalidRequestError(f"there is no {settings.device}: torch sees {torch.cuda.device_count()} GPUs")
         if is_cuda:
             torch.cuda.set_device(settings.device)
-            prepare(torch.device(settings.device))
+            prepare(settings.device)
         try:
             patience = timedelta(seconds=JOIN_TIMEOUTS * settings.timeout_s)
             store = distributed.TCPStore(  # type: ignore[attr-defined]  # which torch exports, but not for mypy

@@ -76,11 +76,10 @@ class Followers:
         if status == 0:
             self._wait(GOODBYE_SECONDS)
         for follower in self._followers:
-            was_running = follower.process.poll() is None
             follower.process.kill()
             ended = follower.process.wait()
             if ended:
-                log.error("verifier.follower_ended", rank=follower.rank, status=ended, was_killed=was_running)
+                log.error("verifier.follower_ended", rank=follower.rank, status=ended)
                 status = status or 1
         return status
 

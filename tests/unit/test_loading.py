@@ -222,3 +222,9 @@ def test_quantised_model_is_made_on_its_device_and_run_by_transformers(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_quantised)
     loaded = load_model(quantised(tmp_path, "gptq"))
     assert isinstance(decoder_of(loaded.model), TransformersDecoder)
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "gpu", "meta"])
+def test_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"device '{device}' cannot be used: "):
+        load_model(save(tiny_network("llama", VOCAB_SIZE), tmp_path), device=device)
