@@ -61,8 +61,8 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
 
     Raises:
         InvalidRequestError: the dtype is unknown, the device or the folder is not there, or the model cannot be served:
-            it keeps a state that cannot be rolled back (recurrent and state-space layers), attends in a way of its own, or is
-            quantised in a way that needs a package or a device that is not there.
+            it keeps a state that cannot be rolled back (recurrent and state-space layers), attends in a way of its own,
+            or is quantised in a way that needs a package or a device that is not there.
         OSError: the files cannot be read.
     """
     if dtype not in DTYPES:
