@@ -1,8 +1,9 @@
 """Linear layers over a handful of rows, as fast as the weights can be read.
 
 On a CPU, matrix products of 2 to 16 rows with weights as models store them take three to five times as long as reading
-the weights does: they are rearranged anew in every call. Here they are rearranged once. `benchmarks/linear.py` measures it:
-on two cores with float32 weights of 1,024 x 4,096, 0.42 instead of 0.84 ms for one row, 0.49 instead of 1.89 ms for nine.
+the weights does: they are rearranged anew in every call. Here they are rearranged once. `benchmarks/linear.py` measures
+it: on two cores with float32 weights of 1,024 x 4,096, 0.42 instead of 0.84 ms for one row, 0.49 instead of 1.89 ms for
+nine.
 """
 
 from typing import Any
