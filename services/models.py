@@ -8,12 +8,15 @@ import torch
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
-from draftwire.models.cached_model import CachedModel, SequenceModel
-from draftwire.models.decoder import check_decoder, decoder_of
+from draftwire.errors import InvalidRequestError
+from draftwire.models.cached_model import CachedModel, DraftModel, SequenceModel
+from draftwire.models.decoder import Decoder, check_decoder, decoder_of
+from draftwire.models.layer_parallel import LayerParallelDecoder, LayerParallelism, written
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, ModelCard, load_model
 from draftwire.models.scripted import Script, ScriptedTarget, is_scripted
 from draftwire.quantization import Quantization
+from draftwire.services.drafter.config import LayerParallelSettings
 from draftwire.services.settings import EngineSettings, ModelSettings, require
 
 log = structlog.get_logger()
@@ -44,16 +47,32 @@ def load_target(settings: ModelSettings, engine: EngineSettings) -> Target:
     return Target(limited(loaded.card, engine), _cached(loaded, settings, engine))
 
 
-def load_drafter(settings: ModelSettings, engine: EngineSettings, quantization: Quantization) -> Drafter:
-    """Loads a drafter's model; see `load_model`."""
+def load_drafter(
+    settings: ModelSettings, engine: EngineSettings, quantization: Quantization, layers: LayerParallelSettings
+) -> Drafter:
+    """Loads a drafter's model; see `load_model`.
+
+    Raises:
+        InvalidRequestError: its layers cannot run at the same time as wanted.
+    """
     if is_scripted(settings.model):
+        require(not layers.is_parallel, "a scripted model has no layers that could run at the same time")
         script = _script(settings)
         return Drafter(limited(script.card(), engine), ScriptedDrafter(script))
     loaded = _load(settings)
-    card = limited(loaded.card, engine)
-    substitute = card.description.stop_token_ids[0] if card.description.stop_token_ids else 0
-    model = _cached(loaded, settings, engine)
-    return Drafter(card, LanguageModelDrafter(model, card.description.context_length, substitute, quantization))
+    model = _cached(loaded, settings, engine, layers)
+    return drafter_of(loaded.card, model, engine, quantization, layers.bonus_calibration)
+
+
+def drafter_of(
+    card: ModelCard, model: DraftModel, engine: EngineSettings, quantization: Quantization, calibrates: bool
+) -> Drafter:
+    """Makes a drafter of a model that is ready."""
+    card = limited(card, engine)
+    described = card.description
+    substitute = described.stop_token_ids[0] if described.stop_token_ids else 0
+    strategy = LanguageModelDrafter(model, described.context_length, substitute, quantization, calibrates)
+    return Drafter(card, strategy)
 
 
 def _script(settings: ModelSettings) -> Script:
@@ -70,13 +89,27 @@ def _load(settings: ModelSettings) -> LoadedModel:
     return load_model(settings.model, settings.dtype, settings.device, settings.revision)
 
 
-def _cached(loaded: LoadedModel, settings: ModelSettings, engine: EngineSettings) -> CachedModel:
+def _cached(
+    loaded: LoadedModel, settings: ModelSettings, engine: EngineSettings, layers: LayerParallelSettings | None = None
+) -> CachedModel:
     decoder = decoder_of(loaded.model, settings.decoder, consumes=True)
     is_lean = isinstance(decoder, LeanDecoder)
     reason = "" if is_lean else why_not_lean(loaded.model) or "asked for"
     log.info("models.decoder_chosen", decoder="lean" if is_lean else "transformers", reason=reason)
     is_static = is_lean and settings.cuda_graphs and decoder.device.type == "cuda"
-    return CachedModel(decoder, engine.kv_cache_tokens, is_static)
+    drafting = None
+    if layers is not None and layers.is_parallel:
+        drafting = _layer_parallel(decoder, LayerParallelism(layers.layer_parallel_size, layers.layer_groups), reason)
+    return CachedModel(decoder, engine.kv_cache_tokens, is_static, drafting)
+
+
+def _layer_parallel(decoder: Decoder, layers: LayerParallelism, reason: str) -> LayerParallelDecoder:
+    """Returns what runs groups of a model's layers at the same time."""
+    if not isinstance(decoder, LeanDecoder):
+        raise InvalidRequestError(f"layers run at the same time on the lean decoder alone, not here: {reason}")
+    groups = layers.of(decoder.num_layers)
+    log.info("models.layers_grouped", groups=written(groups))
+    return LayerParallelDecoder(decoder, groups)
 
 
 def limited(card: ModelCard, engine: EngineSettings) -> ModelCard:

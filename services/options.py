@@ -44,7 +44,7 @@ CLIENT_VARIABLES = frozenset(
 
 SERVICES: dict[str, type] = {"drafter": DrafterConfig, "verifier": VerifierConfig, "gateway": GatewayConfig}
 ENTRIES = {
-    "drafter": "draftwire.services.drafter.server",
+    "drafter": "draftwire.services.drafter.launch",
     "verifier": "draftwire.services.verifier.launch",
     "gateway": "draftwire.services.gateway.server",
 }

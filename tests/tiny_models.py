@@ -63,8 +63,9 @@ def save_tiny_model(
     sharpness: float = 6.0,
     tokens: list[str] | None = None,
     stop_token_id: int | None = None,
+    num_layers: int = 2,
 ) -> Path:
-    """Writes a two-layer Llama with random weights, whose next token depends on its context, and its tokenizer.
+    """Writes a small Llama with random weights, whose next token depends on its context, and its tokenizer.
 
     Args:
         folder: where to.
@@ -74,12 +75,13 @@ def save_tiny_model(
         sharpness: scale of the logits; 0 makes every distribution uniform.
         tokens: token strings; by default t0, t1, ...
         stop_token_id: token that ends a generation; by default none does.
+        num_layers: as it says.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=context_length,
@@ -201,6 +203,7 @@ class ExtendsByReading:
     """Lets a model that tests watch or fake read the tokens of `extend` like all others."""
 
     device = torch.device("cpu")
+    extends_exactly = True
 
     def extend(self: Any, sequences: Sequence[CachedSequence], token_ids: torch.Tensor) -> torch.Tensor:
         pairs = zip(sequences, token_ids.tolist(), strict=True)

@@ -23,17 +23,25 @@ class LanguageModelSequence:
     """One session's tokens in the drafter's cache.
 
     The cache holds all committed tokens but the last, or more: logits for the next token come from reading that last
-    one.
+    one. Drafted tokens may have been read approximately. All that was is read again in the next round, exactly, also
+    where the token was accepted, so that approximations never add up over rounds.
+
+    Source: bonus calibration, Wu et al. 2025 (arXiv 2502.02493), section 4.3.
     """
 
-    def __init__(self, model: DraftModel, token_ids: list[int], cache_salt: str, substitute_id: int) -> None:
+    def __init__(
+        self, model: DraftModel, token_ids: list[int], cache_salt: str, substitute_id: int, calibrates: bool = True
+    ) -> None:
         """See `LanguageModelDrafter.open`."""
         self.model = model
         self.ids: list[int] = []  # as read: everything known, committed tokens, then drafted ones
         self._substitute_id = substitute_id
+        self._calibrates = calibrates
         self._num_committed = 0
         self._commit(0, token_ids)
+        self._num_opened_with = len(token_ids)
         self.cached = model.cache.open(self.ids, cache_salt)
+        self._num_read_exactly = self.cached.length
 
     @property
     def num_unread(self) -> int:
@@ -45,16 +53,32 @@ class LanguageModelSequence:
         """See `DraftSequence.num_reused`."""
         return self.cached.num_reused
 
+    @property
+    def num_exact(self) -> int:
+        """Tokens at the front of the cache that are what reading them in one pass would make them."""
+        return self.cached.length if self.model.extends_exactly else self._num_read_exactly
+
+    @property
+    def reads_fuzzily(self) -> bool:
+        """Whether committed tokens are read approximately; those that the sequence was opened with never are."""
+        return not (self._calibrates or self.model.extends_exactly) and self.cached.length >= self._num_opened_with
+
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
-        """See `DraftSequence.calibrate`. Accepted draft tokens stay in the cache; only what differs is read again."""
+        """See `DraftSequence.calibrate`. What is exact and as it was known is kept; the rest is read again."""
         agreeing = self._commit(base_len, token_ids)
+        kept = self.num_exact if self._calibrates else self.cached.length
         # The last token is always read (again), because its logits are the ones to draw from.
-        length = min(agreeing, self.cached.length, self._num_committed - 1)
+        length = min(agreeing, kept, self._num_committed - 1)
         self.model.cache.truncate(self.cached, length)
+        self._num_read_exactly = min(self._num_read_exactly, length)
+
+    def note_exact_read(self) -> None:
+        """Is told that the cache has grown by tokens that were read exactly."""
+        self._num_read_exactly = self.cached.length
 
     def publish(self) -> None:
-        """Offers what is read and committed to other sequences, but for the last token, which may be read again."""
-        self.model.cache.publish(self.cached, self.ids[: self._num_committed - 1])
+        """Offers what is exact and committed to other sequences, but for the last token, which may be read again."""
+        self.model.cache.publish(self.cached, self.ids[: min(self._num_committed - 1, self.num_exact)])
 
     def close(self) -> None:
         """See `DraftSequence.close`."""
@@ -89,6 +113,7 @@ class LanguageModelDrafter:
         context_length: int,
         substitute_id: int = 0,
         quantization: Quantization | None = None,
+        calibrates: bool = True,
     ) -> None:
         """Wraps a loaded model.
 
@@ -97,51 +122,69 @@ class LanguageModelDrafter:
             context_length: positions that the model can attend to.
             substitute_id: read in the place of committed ids that this model's vocabulary lacks.
             quantization: what is made of distributions before they are drawn from; None is the default one.
+            calibrates: whether what was read approximately is read again exactly, once per round.
         """
         self.model = model
+        self._calibrates = calibrates
         self.context_length = context_length
         self._quantization = quantization or Quantization()
         self._substitute_id = substitute_id
 
     def open(self, token_ids: list[int], cache_salt: str = "") -> LanguageModelSequence:
         """See `DraftingStrategy.open`."""
-        return LanguageModelSequence(self.model, token_ids, cache_salt, self._substitute_id)
+        return LanguageModelSequence(self.model, token_ids, cache_salt, self._substitute_id, self._calibrates)
 
     @torch.inference_mode()
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """See `DraftingStrategy.step`. One forward pass for the tokens to read, then one for each drafted token."""
         started = time.perf_counter()
         members: list[tuple[int, LanguageModelSequence, DraftRequest]] = []
-        readings = []
+        parts: list[tuple[LanguageModelSequence, Reading]] = []
         for index, drafting in enumerate(draftings):
             sequence = cast(LanguageModelSequence, drafting.sequence)
             unread = sequence.unread(drafting.max_read)
             drafts = drafting.request is not None and len(unread) == sequence.num_unread
             if unread:
-                readings.append(Reading(sequence.cached, unread, int(drafts)))
+                parts.append((sequence, Reading(sequence.cached, unread, int(drafts))))
             if drafts:
                 assert unread, "calibrate comes first"
                 members.append((index, sequence, cast(DraftRequest, drafting.request)))
-        if not readings:
+        if not parts:
             return DraftStep([None] * len(draftings))
-        logits = self.model.read(readings)
-        num_read = sum(len(reading.token_ids) for reading in readings)
+        logits = self._read(parts)
+        num_read = sum(len(reading.token_ids) for _, reading in parts)
         if logits.is_cuda and num_read > PROMPT_TOKENS:
             torch.cuda.current_stream(logits.device).synchronize()  # what prompts cost is learnt from the time
         calibrated = time.perf_counter()
-        drafts_of = self._draw(logits, [(sequence, request) for _, sequence, request in members])
+        drafts_of, num_passes = self._draw(logits, [(sequence, request) for _, sequence, request in members])
         results: list[Draft | DraftwireError | None] = [None] * len(draftings)
         for (index, sequence, _), draft in zip(members, drafts_of, strict=True):
             results[index] = draft
             if isinstance(draft, Draft):
                 sequence.ids += draft.token_ids
                 sequence.publish()
-        return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated)
+        return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated, num_passes)
+
+    def _read(self, parts: list[tuple[LanguageModelSequence, Reading]]) -> Tensor:
+        """Returns the logits that are wanted, `[wanted, vocab]`: one forward pass, two if some are read fuzzily."""
+        ways = [sequence.reads_fuzzily for sequence, _ in parts]
+        rows: dict[int, Tensor] = {}
+        for fuzzily in sorted(set(ways)):
+            places = [place for place, way in enumerate(ways) if way is fuzzily]
+            readings = [parts[place][1] for place in places]
+            logits = self.model.read(readings, fuzzily)
+            if not fuzzily:
+                for place in places:
+                    parts[place][0].note_exact_read()
+            if len(places) == len(parts):
+                return logits
+            rows.update(zip(places, logits.split([reading.keep for reading in readings]), strict=True))
+        return torch.cat([rows[place] for place in range(len(parts))])
 
     def _draw(
         self, logits: Tensor, members: list[tuple[LanguageModelSequence, DraftRequest]]
-    ) -> list[Draft | DraftwireError]:
-        """Draws block after block, position by position.
+    ) -> tuple[list[Draft | DraftwireError], int]:
+        """Draws blocks, position by position, and returns them with the number of forward passes that this took.
 
         Tokens go from draw to forward pass without the host, which waits for the device only where penalties need the
         text. A block whose next logits are not finite ends there: a failure of the model for that sequence alone. One
@@ -155,6 +198,7 @@ class LanguageModelDrafter:
             [self._start(sequence, request) for sequence, request in members], self._quantization, self.model.device
         )
         active = list(range(len(members)))  # those that the rows of `logits` belong to
+        num_passes = 0
         while active:
             for row, index in zip(logits, active, strict=True):
                 vocab_size = members[index][1].vocab_size
@@ -169,7 +213,8 @@ class LanguageModelDrafter:
                 active, tokens = [active[row] for row in going], tokens[upload(going, tokens.device, torch.int64)]
             if active:
                 logits = self.model.extend([members[index][0].cached for index in active], tokens)
-        return drawer.drafts()
+                num_passes += 1
+        return drawer.drafts(), num_passes
 
     def _start(self, sequence: LanguageModelSequence, request: DraftRequest) -> BlockStart:
         return BlockStart(request, min(request.vocab_size, self.model.vocab_size), len(sequence.ids))

@@ -92,6 +92,8 @@ class DraftStep:
     """How long that took, seconds."""
     draft_s: float = 0.0
     """How long drawing took, seconds."""
+    num_passes: int = 0
+    """Forward passes for drafted tokens, each of them for all blocks that are not done."""
 
 
 class DraftingStrategy(Protocol):

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftwire.devices import upload
 from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import CachedSequence, KvCache
+from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.paged_attention import KvStorage, Segment, pack
 from draftwire.models.static_steps import StaticSteps
 
@@ -63,11 +64,23 @@ class SequenceModel(Protocol):
 
 
 class DraftModel(SequenceModel, Protocol):
-    """One that can read tokens that it has not told the host yet."""
+    """One that can read tokens that it has not told the host yet, and may do so approximately."""
 
     @property
     def device(self) -> torch.device:
         """Where logits are."""
+
+    @property
+    def extends_exactly(self) -> bool:
+        """Whether `extend` leaves in the cache, and says, what `read` would."""
+
+    def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
+        """See `SequenceModel.read`.
+
+        Args:
+            readings: as there.
+            fuzzily: whether to read as approximately as `extend` does.
+        """
 
     def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
         """Reads one more token of some sequences, different ones. Does not wait for the device.
@@ -87,7 +100,13 @@ class DraftModel(SequenceModel, Protocol):
 class CachedModel:
     """A decoder with a paged KV cache."""
 
-    def __init__(self, decoder: Decoder, cache_tokens: int, is_static: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache_tokens: int,
+        is_static: bool = False,
+        drafting: LayerParallelDecoder | None = None,
+    ) -> None:
         """Makes an empty cache.
 
         Args:
@@ -95,25 +114,27 @@ class CachedModel:
             cache_tokens: room of the KV cache, tokens of all sequences together.
             is_static: whether steps of a few tokens per sequence are rounded up to shapes that recur, and replayed by
                 CUDA graphs where the decoder is on a GPU.
+            drafting: runs the same weights approximately, in `extend`; by default `decoder` does that as well.
         """
-        self._decoder = decoder
         self.vocab_size = decoder.vocab_size
         self.device = decoder.device
+        self.extends_exactly = drafting is None or not drafting.is_approximate
         self.cache = KvCache(cache_tokens)
-        self._storage = KvStorage(self.cache.num_slots)
-        self._static = StaticSteps(decoder, self._storage) if is_static else None
+        self._storage = KvStorage(self.cache.num_slots, drafting.stacks if drafting else ())
+        self._exact = _Runner(decoder, self._storage, is_static)
+        self._fuzzy = _Runner(drafting, self._storage, is_static) if drafting else self._exact
 
-    def read(self, readings: Sequence[Reading]) -> Tensor:
-        """See `SequenceModel.read`."""
+    def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
+        """See `DraftModel.read`."""
         assert all(0 <= reading.keep <= len(reading.token_ids) for reading in readings)
         segments = [reading.segment for reading in readings]
         token_ids = [token for reading in readings for token in reading.token_ids]
-        return self._forward(segments, token_ids, _kept(readings))
+        return self._forward(segments, token_ids, _kept(readings), fuzzily)
 
     def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
         """See `DraftModel.extend`."""
         segments = [Segment(sequence, 1) for sequence in sequences]
-        return self._forward(segments, token_ids, range(len(segments)))
+        return self._forward(segments, token_ids, range(len(segments)), fuzzily=True)
 
     @torch.inference_mode()
     def keep_path(self, sequence: CachedSequence, base_len: int, path: Sequence[int]) -> None:
@@ -121,21 +142,35 @@ class CachedModel:
         self._copy(*self.cache.keep_path(sequence, base_len, path))
 
     @torch.inference_mode()
-    def _forward(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int]) -> Tensor:
+    def _forward(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int], fuzzily: bool) -> Tensor:
         with appended(self.cache, segments):
-            return self._run(segments, token_ids, kept)
+            return self._run(segments, token_ids, kept, fuzzily)
 
-    def _run(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int]) -> Tensor:
+    def _run(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int], fuzzily: bool) -> Tensor:
         """Reads the tokens of segments that have room for them."""
         ids = token_ids if isinstance(token_ids, Tensor) else upload(token_ids, self.device, torch.int64)
-        if self._static is not None and self._static.fit(segments):
-            return self._static.logits(segments, ids, kept)
-        step = pack(segments, self._storage, self.device)
-        return self._decoder.logits(ids, step, upload(kept, self.device, torch.int64))
+        return (self._fuzzy if fuzzily else self._exact).logits(segments, ids, kept)
 
     def _copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Copies tokens from places to places, `[count]` each."""
         self._storage.copy(upload(sources, self.device), upload(targets, self.device))
+
+
+class _Runner:
+    """One way of running the weights over a cache."""
+
+    def __init__(self, decoder: Decoder, storage: KvStorage, is_static: bool) -> None:
+        self._decoder = decoder
+        self._storage = storage
+        self._static = StaticSteps(decoder, storage) if is_static else None
+
+    def logits(self, segments: list[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
+        """Returns `[len(kept), vocab]` for tokens that are on the device."""
+        if self._static is not None and self._static.fit(segments):
+            return self._static.logits(segments, token_ids, kept)
+        device = self._decoder.device
+        step = pack(segments, self._storage, device)
+        return self._decoder.logits(token_ids, step, upload(kept, device, torch.int64))
 
 
 @contextmanager

@@ -19,20 +19,29 @@ TYPICAL_ROWS = 8
 class Linear:
     """A linear layer, or several that read the same input, one behind the other."""
 
-    def __init__(self, *layers: torch.nn.Linear) -> None:
-        """Takes the layers' weights; those of one layer are shared with it unless they are rearranged."""
-        weights, biases = [layer.weight.detach() for layer in layers], [layer.bias for layer in layers]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Takes `[outputs, inputs]` weights, copied only if they are rearranged, and `[outputs]` biases."""
+        self.bias = bias
         self._is_packed = _can_pack(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS) if self._is_packed else weight
+
+    @classmethod
+    def of(cls, *layers: torch.nn.Linear) -> "Linear":
+        """Takes over layers of torch. The weights of a single one are shared with it unless they are rearranged."""
+        weights, biases = [layer.weight.detach() for layer in layers], [layer.bias for layer in layers]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return cls(weight, None if biases[0] is None else torch.cat([bias.detach() for bias in biases]))
+
+    def weight(self) -> Tensor:
+        """Returns the weights as they were given, `[outputs, inputs]`; a copy if they were rearranged."""
+        return self._weight.to_dense() if self._is_packed else self._weight
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Returns `[num_rows, outputs]` for `[num_rows, inputs]`."""
         if self._is_packed:
-            product: Tensor = _PRODUCT(rows, self._weight, self._bias, "none", [], "")
+            product: Tensor = _PRODUCT(rows, self._weight, self.bias, "none", [], "")
             return product
-        return linear(rows, self._weight, self._bias)
+        return linear(rows, self._weight, self.bias)
 
 
 _PRODUCT: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None

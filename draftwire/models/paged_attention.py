@@ -8,6 +8,7 @@ a prompt among single tokens makes the others wait for padding.
 Registered with transformers as an attention implementation: every model whose layers call it is served.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -28,10 +29,17 @@ IMPLEMENTATION = "draftwire_paged"
 class KvStorage:
     """The tensors behind a `KvCache`: for each layer `[num_slots, kv_heads, head_dim]` keys and values."""
 
-    def __init__(self, num_slots: int) -> None:
-        """Allocates nothing yet: the first step that reaches a layer tells its shape."""
+    def __init__(self, num_slots: int, stacks: Sequence[Sequence[int]] = ()) -> None:
+        """Allocates nothing yet: the first step that reaches a layer tells its shape.
+
+        Args:
+            num_slots: room for tokens.
+            stacks: layers that are also attended to together; their tensors lie behind each other.
+        """
         self._num_slots = num_slots
+        self._stacks = {index: tuple(stack) for stack in stacks for index in stack}
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stacked: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values. What was never written is anything, but for the null block, which is 0.
@@ -42,21 +50,28 @@ class KvStorage:
             value: alike; its last dimension may be another.
         """
         if index not in self._layers:
-            shapes = [(self._num_slots, *new.shape[1:]) for new in (key, value)]
-            keys, values = (
-                key.new_empty(shapes[0]),
-                value.new_empty(shapes[1]),
-            )  # on a CPU, no memory yet
-            for tensor in (keys, values):
-                tensor[NULL_BLOCK * BLOCK_SIZE : (NULL_BLOCK + 1) * BLOCK_SIZE] = 0.0
-            self._layers[index] = keys, values
+            stack = self._stacks.get(index, (index,))
+            keys, values = self._allocate(len(stack), key), self._allocate(len(stack), value)
+            self._stacked[stack] = keys, values
+            self._layers.update(zip(stack, zip(keys, values, strict=True), strict=True))
         return self._layers[index]
+
+    def stack(self, layers: tuple[int, ...], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of the layers of a stack, `[layers, num_slots, kv_heads, head_dim]`; see `layer`."""
+        if layers not in self._stacked:
+            self.layer(layers[0], key, value)
+        return self._stacked[layers]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies tokens to other places, `[count] int64` each, in all layers."""
         for layer in self._layers.values():
             for tensor in layer:
                 tensor[targets] = tensor[sources]
+
+    def _allocate(self, num_layers: int, new: Tensor) -> Tensor:
+        tensor = new.new_empty(num_layers, self._num_slots, *new.shape[1:])  # on a CPU, no memory yet
+        tensor[:, NULL_BLOCK * BLOCK_SIZE : (NULL_BLOCK + 1) * BLOCK_SIZE] = 0.0
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,33 +111,41 @@ class SegmentGroup:
     """The places of the keys, if there is one row and they lie behind each other."""
     sees_all: bool
     """Whether every query sees every key, but for sliding windows."""
-    biases: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
-    """Masks by sliding window and query heads per key head."""
+    biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
+    """Masks by sliding window, query heads per key head, and layers."""
 
     def of_rows(self, stored: Tensor) -> Tensor:
         """Returns `[rows, keys, kv_heads, any]` of a layer's keys or values, `[num_slots, kv_heads, any]`."""
         return _take(stored, self.slots) if self.run is None else stored[self.run].unsqueeze(0)
+
+    def of_stack(self, stored: Tensor) -> Tensor:
+        """Returns the same of several layers, one behind the other: `[layers * rows, keys, kv_heads, any]`."""
+        if self.run is not None:
+            return stored[:, self.run]
+        rows = stored.index_select(1, self.slots.flatten())
+        return rows.view(-1, self.num_keys, *stored.shape[2:])
 
     @property
     def num_keys(self) -> int:
         """Keys of each row, padding included."""
         return self.slots.shape[1]
 
-    def bias(self, window: int | None, repeats: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns what is added to the scores, `[rows, 1, repeats * queries, keys]`: 0 to see, -inf to mask.
+    def bias(self, window: int | None, repeats: int, num_layers: int, dtype: torch.dtype) -> Tensor | None:
+        """Returns what is added to the scores: 0 to see, -inf to mask; None where every query sees every key.
 
-        None where every query sees every key.
+        It is `[num_layers * rows, 1, repeats * queries, keys]`.
         """
         if self.sees_all and (window is None or window >= self.num_keys):
             return None
-        known = self.biases.get((window, repeats))
+        known = self.biases.get((window, repeats, num_layers))
         if known is None:
             distance = self.positions.unsqueeze(-1) - torch.arange(self.num_keys, device=self.slots.device)
             seen = distance >= 0
             if window is not None:
                 seen &= distance < window
             known = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-            known = self.biases[window, repeats] = known.repeat(1, repeats, 1).unsqueeze(1)
+            known = known.repeat(num_layers, repeats, 1).unsqueeze(1)
+            self.biases[window, repeats, num_layers] = known
         return known
 
 
@@ -167,6 +190,43 @@ class PackedStep:
                 result.index_copy_(0, group.tokens.flatten(), attended.flatten(0, 1))
             else:
                 result[group.tokens[group.real]] = attended[group.real]
+        return result
+
+    def attend_together(
+        self, layers: tuple[int, ...], shape: AttentionShape, queries: Tensor, new_keys: Tensor, new_values: Tensor
+    ) -> Tensor:
+        """Does for several layers at once what `attend` does for one.
+
+        Args:
+            layers: their indices, a stack of the storage.
+            shape: how all of them attend.
+            queries: `[num_tokens, layers, heads, head_dim]`, positions applied.
+            new_keys: `[num_tokens, layers, kv_heads, head_dim]`.
+            new_values: alike.
+
+        Returns:
+            `[layers, num_tokens, heads, head_dim]`.
+        """
+        keys, values = self.storage.stack(layers, new_keys[:, 0], new_values[:, 0])
+        keys.index_copy_(1, self.slots, new_keys.transpose(0, 1))
+        values.index_copy_(1, self.slots, new_values.transpose(0, 1))
+        stacked = queries.transpose(0, 1)
+
+        def attended(own: Tensor, group: SegmentGroup) -> Tensor:
+            """Returns `[layers, rows, queries, heads, head_dim]` for `[layers, rows * queries, heads, head_dim]`."""
+            rows = own.reshape(-1, group.tokens.shape[1], *own.shape[2:])
+            results = _attend(rows, group.of_stack(keys), group.of_stack(values), group, shape, len(layers))
+            return results.reshape(len(layers), *group.tokens.shape, *own.shape[2:])
+
+        if len(self.groups) == 1 and self.groups[0].real is None:
+            return attended(stacked, self.groups[0]).flatten(1, 2)
+        result = torch.empty_like(stacked)
+        for group in self.groups:
+            own = attended(stacked.index_select(1, group.tokens.flatten()), group)
+            if group.real is None:
+                result.index_copy_(1, group.tokens.flatten(), own.flatten(1, 2))
+            else:
+                result[:, group.tokens[group.real]] = own[:, group.real]
         return result
 
 
@@ -259,8 +319,10 @@ def _check_supported(module: torch.nn.Module, sliding_window: int | None, s_aux:
         raise InvalidRequestError("the model's layers do not say how far their sliding windows reach")
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, group: SegmentGroup, shape: AttentionShape) -> Tensor:
-    """Returns `[rows, queries, heads, value_dim]`.
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, group: SegmentGroup, shape: AttentionShape, num_layers: int = 1
+) -> Tensor:
+    """Returns `[num_layers * rows, queries, heads, value_dim]`.
 
     The query heads that share a key head are laid behind each other as further queries, so no key is repeated.
     """
@@ -270,7 +332,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, group: SegmentGroup, 
     folded = queries.reshape(rows, num_queries, kv_heads, repeats, head_dim).permute(0, 2, 3, 1, 4)
     folded = folded.reshape(rows, kv_heads, repeats * num_queries, head_dim)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    bias = group.bias(shape.window, repeats, queries.dtype)
+    bias = group.bias(shape.window, repeats, num_layers, queries.dtype)
     if shape.softcap is None:
         attended = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=shape.scaling)
     else:

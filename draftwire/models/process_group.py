@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -73,13 +74,17 @@ class ProcessGroup:
         self._collectives = collectives
         self._failure = ""
         self._has_left = False
-        self._sum, self._from_first, self._to_first = (
+        self._sum, self._to_first, self._to_all = (
             distributed.AllreduceOptions(),
-            distributed.BroadcastOptions(),
             distributed.GatherOptions(),
+            c10d.AllgatherOptions(),  # type: ignore[attr-defined]  # which torch has, but not for mypy
         )
-        for options in (self._sum, self._from_first, self._to_first):
-            options.asyncOp = False  # on a GPU: on the current stream, as graphs need it
+        self._from = [distributed.BroadcastOptions() for _ in range(settings.size)]
+        for source, options in enumerate(self._from):
+            options.rootRank = source
+        each: Any
+        for each in (self._sum, self._to_first, self._to_all, *self._from):
+            each.asyncOp = False  # on a GPU: on the current stream, as graphs need it
 
     @classmethod
     def join(cls, settings: GroupSettings) -> "ProcessGroup":
@@ -173,14 +178,35 @@ class ProcessGroup:
             _finish(self._collectives.gather([list(parts)], [tensor], self._to_first))
             return parts.transpose(0, 1).flatten(1)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrites a contiguous tensor by rank 0's.
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Brings what the ranks have together on all of them.
+
+        Args:
+            tensor: of any shape, contiguous, the same on every rank.
+
+        Returns:
+            `[size, ...]` in the order of ranks.
 
         Raises:
             UnavailableError: as `all_reduce`.
         """
-        with self._collective("rank 0's message"):
-            _finish(self._collectives.broadcast([tensor], self._from_first))
+        parts = tensor.new_empty(self.size, *tensor.shape)
+        with self._collective("the gathering of all parts"):
+            _finish(self._collectives.allgather([list(parts)], [tensor], self._to_all))
+        return parts
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrites a contiguous tensor by another rank's.
+
+        Args:
+            tensor: of the same shape on all ranks.
+            source: the rank whose tensor is taken.
+
+        Raises:
+            UnavailableError: as `all_reduce`.
+        """
+        with self._collective(f"rank {source}'s message"):
+            _finish(self._collectives.broadcast([tensor], self._from[source]))
 
     def meet(self, timeout_s: float | None = None) -> None:
         """Waits until all ranks are here, on their hosts.

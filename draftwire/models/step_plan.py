@@ -31,9 +31,10 @@ class Kind(IntEnum):
     """What a plan asks for."""
 
     READ = 1
-    COPY = 2
-    HEARTBEAT = 3
-    STOP = 4
+    READ_FUZZILY = 2
+    COPY = 3
+    HEARTBEAT = 4
+    STOP = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class ReadPlan:
     """`[num_tokens]`; None if they are on rank 0's device only, from where a broadcast there brings them."""
     kept: Sequence[int]
     """Which tokens' logits are wanted."""
+    fuzzily: bool = False
+    """Whether to read them as `DraftModel.extend` does."""
 
     @property
     def num_tokens(self) -> int:
@@ -116,11 +119,12 @@ class PlanChannel:
 def encode(plan: Plan) -> Numbers:
     """Returns a plan as numbers: the mark, how many numbers there are, the kind, three counts, and what is counted."""
     match plan:
-        case ReadPlan(segments, token_ids, kept):
+        case ReadPlan(segments, token_ids, kept, fuzzily):
+            kind = Kind.READ_FUZZILY if fuzzily else Kind.READ
             blocks = [block for segment in segments for block in segment.sequence.blocks]
             shapes = [size for segment in segments for size in (segment.num_tokens, segment.sequence.length)]
             ids = np.empty(0, dtype=np.int64) if token_ids is None else token_ids
-            return _numbers(Kind.READ, (len(segments), len(ids), len(kept)), [*shapes, *blocks], ids, kept)
+            return _numbers(kind, (len(segments), len(ids), len(kept)), [*shapes, *blocks], ids, kept)
         case CopyPlan(sources, targets):
             return _numbers(Kind.COPY, (len(sources), 0, 0), sources, targets)
         case Heartbeat():
@@ -133,7 +137,7 @@ def decode(numbers: Numbers) -> Plan:
     """Returns the plan that `encode` was given; its sequences have the same blocks and lengths, and nothing else."""
     kind, (count, num_ids, num_kept), body = Kind(int(numbers[2])), numbers[3:6].tolist(), numbers[6:]
     match kind:
-        case Kind.READ:
+        case Kind.READ | Kind.READ_FUZZILY:
             shapes, body = body[: 2 * count].reshape(count, 2).tolist(), body[2 * count :]
             ends = np.cumsum([blocks_for(length) for _, length in shapes])
             blocks = [own.tolist() for own in np.split(body[: ends[-1]], ends[:-1])]
@@ -143,7 +147,7 @@ def decode(numbers: Numbers) -> Plan:
             ]
             ids, kept = body[ends[-1] : ends[-1] + num_ids], body[ends[-1] + num_ids :]
             assert len(kept) == num_kept
-            return ReadPlan(segments, ids if num_ids else None, kept.tolist())
+            return ReadPlan(segments, ids if num_ids else None, kept.tolist(), kind is Kind.READ_FUZZILY)
         case Kind.COPY:
             return CopyPlan(body[:count], body[count:])
         case Kind.HEARTBEAT:

@@ -17,6 +17,7 @@ from torch import Tensor
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, TokenIds
 from draftwire.models.decoder import Decoder
+from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.paged_attention import Segment
 from draftwire.models.process_group import ProcessGroup
 from draftwire.models.step_plan import CopyPlan, Heartbeat, Plan, PlanChannel, ReadPlan, Stop, host_ids
@@ -55,16 +56,25 @@ class ParallelModel(CachedModel):
     What fails on rank 0 in the middle of a step ends the group: the others are in the same step, at another place.
     """
 
-    def __init__(self, decoder: Decoder, cache_tokens: int, is_static: bool = False, *, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache_tokens: int,
+        is_static: bool = False,
+        drafting: LayerParallelDecoder | None = None,
+        *,
+        group: ProcessGroup,
+    ) -> None:
         """Makes an empty cache; all ranks the same.
 
         Args:
             decoder: this rank's part of the model.
             cache_tokens: as `CachedModel`.
             is_static: as `CachedModel`.
-            group: to which the decoder belongs as well.
+            drafting: as `CachedModel`, this rank's part.
+            group: to which the decoders belong as well.
         """
-        super().__init__(decoder, cache_tokens, is_static)
+        super().__init__(decoder, cache_tokens, is_static, drafting)
         self.group = group
         self._plans = PlanChannel(group)
 
@@ -85,16 +95,16 @@ class ParallelModel(CachedModel):
         """
         self._plans.announce(Stop())
 
-    def _run(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int]) -> Tensor:
-        self._plans.announce(ReadPlan(segments, host_ids(token_ids), kept))
-        return self._together(segments, token_ids, kept)
+    def _run(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int], fuzzily: bool) -> Tensor:
+        self._plans.announce(ReadPlan(segments, host_ids(token_ids), kept, fuzzily))
+        return self._together(segments, token_ids, kept, fuzzily)
 
-    def _together(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int]) -> Tensor:
+    def _together(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int], fuzzily: bool) -> Tensor:
         """Carries out a step that all ranks know of."""
         try:
             if isinstance(token_ids, Tensor) and token_ids.device.type != "cpu":
                 self.group.broadcast(token_ids.contiguous() if self.group.rank == 0 else token_ids)
-            return super()._run(segments, token_ids, kept)
+            return super()._run(segments, token_ids, kept, fuzzily)
         except BaseException as error:
             self.group.break_off(f"a step failed with {type(error).__name__}")
             raise
@@ -106,9 +116,9 @@ class ParallelModel(CachedModel):
     def _carry_out(self, plan: Plan) -> bool:
         """Does on another rank what rank 0 does; returns whether there will be more."""
         match plan:
-            case ReadPlan(segments, token_ids, kept):
+            case ReadPlan(segments, token_ids, kept, fuzzily):
                 ids = torch.empty(plan.num_tokens, dtype=torch.int64, device=self.device)
-                self._together(segments, ids if token_ids is None else token_ids.tolist(), kept)
+                self._together(segments, ids if token_ids is None else token_ids.tolist(), kept, fuzzily)
             case CopyPlan(sources, targets):
                 super()._copy(sources, targets)
             case Heartbeat():

@@ -8,7 +8,13 @@ from weakref import WeakValueDictionary
 
 import structlog
 
-from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError, UnavailableError
+from draftwire.errors import (
+    DraftwireError,
+    GroupLostError,
+    InvalidRequestError,
+    ProtocolViolationError,
+    UnavailableError,
+)
 from draftwire.models.description import ModelDescription
 from draftwire.models.loading import ModelCard
 from draftwire.rounds import Calibration, DraftBlock, DraftSessionSpec, SendDrafted
@@ -18,9 +24,13 @@ from draftwire.services.drafter.engine import DraftEngine
 from draftwire.services.drafter.scheduler import DraftSession, Scheduler, Step
 from draftwire.services.leases import Leases, SessionFailed, SessionKey
 from draftwire.services.metrics import DrafterMetrics
-from draftwire.services.models import load_drafter
+from draftwire.services.models import Drafter, drafter_of, load_drafter
 from draftwire.services.outbox import Outbox
 from draftwire.services.prefill import PrefillPacer
+from draftwire.services.ranks.follower import RankConfig
+from draftwire.services.ranks.followers import Followers
+from draftwire.services.ranks.guard import GroupGuard
+from draftwire.services.ranks.place import Place
 from draftwire.services.torch_thread import TorchThread
 
 log = structlog.get_logger()
@@ -51,8 +61,17 @@ the event loop, when the link breaks."""
 class DrafterCore:
     """Owns the draft model. All methods run on the event loop; tensors are touched on the torch thread only."""
 
-    def __init__(self, config: DrafterConfig, connect: Connect) -> None:
-        """Prepares; `start` loads the model."""
+    def __init__(
+        self, config: DrafterConfig, connect: Connect, place: Place | None = None, followers: Followers | None = None
+    ) -> None:
+        """Prepares; `start` loads the model.
+
+        Args:
+            config: what can be set.
+            connect: opens links to verifiers.
+            place: as `GroupGuard`.
+            followers: as `GroupGuard`.
+        """
         self.config = config
         self.metrics = DrafterMetrics()
         self.card: ModelCard
@@ -60,6 +79,7 @@ class DrafterCore:
         self._scheduler: Scheduler
         self._engine: DraftEngine
         self._torch = TorchThread()
+        self.group = GroupGuard(config.wanted_group, self._torch, place, followers)
         self._leases = Leases[SessionFailed]()
         self._links: dict[str, BlockLink] = {}
         self._connecting = WeakValueDictionary[str, asyncio.Lock]()
@@ -82,10 +102,16 @@ class DrafterCore:
         return len(self._scheduler.sessions)
 
     async def start(self) -> None:
-        """Loads and warms the model."""
+        """Loads and warms the model.
+
+        Raises:
+            GroupLostError: another rank ended.
+        """
+        await self.group.start(self._load())
+
+    async def _load(self) -> None:
         settings = self.config.engine
-        quantization = self.config.drafts.quantization
-        drafter = await self._torch.run(load_drafter, self.config.loading, settings, quantization)
+        drafter = await self._torch.run(self._load_drafter)
         self.card = drafter.card
         self._engine = DraftEngine(drafter.strategy)
         self._scheduler = Scheduler(
@@ -97,6 +123,18 @@ class DrafterCore:
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
             self._scheduler.pacer.learn(num_tokens, 0, seconds)
         self.metrics.watch(self._scheduler)
+
+    def _load_drafter(self) -> Drafter:
+        config, quantization = self.config, self.config.drafts.quantization
+        if self.group.place.size == 1:
+            return load_drafter(config.loading, config.engine, quantization, config.layers)
+        from draftwire.services.drafter.parallel import load_rank
+        from draftwire.services.ranks.group_model import GroupModel
+
+        rank = load_rank(RankConfig.of(config, self.group.place))
+        model = GroupModel(rank, "drafter")
+        self.group.take(model)
+        return drafter_of(rank.card, model, config.engine, quantization, config.layers.bonus_calibration)
 
     def busy_s(self) -> float:
         """Returns for how many seconds the model's current call has run; 0 where none runs."""
@@ -175,19 +213,29 @@ class DrafterCore:
         """Has a block under way sent as far as it is drawn."""
         self._scheduler.send_drafted(command)
 
+    async def run(self) -> None:
+        """Drafts until it is cancelled, and then lets the other ranks go.
+
+        Raises:
+            GroupLostError: another rank ended, hangs, or is out of step with this one. All sessions have been told.
+        """
+        await self.group.run(self.run_steps(), self.config.engine.watchdog_s, self._fail_all)
+
     async def run_steps(self) -> None:
         """Drafts for ever."""
         while True:
             step = self._scheduler.next_step()
             if step is None:
                 self._work.clear()
-                await self._work.wait()
+                await self.group.wait(self._work)
                 continue
             await self._run_step(step)
 
     async def _run_step(self, step: Step) -> None:
         try:
             result = await self._torch.run(self._engine.step, step)
+        except GroupLostError:
+            raise
         except Exception as error:
             log.exception("drafter.step_failed", num_sessions=len(step.items))
             failure = error if isinstance(error, DraftwireError) else UnavailableError("the drafter failed")
@@ -217,6 +265,13 @@ class DrafterCore:
         link.push(block)
         self.metrics.blocks_sent.inc()
         self.metrics.draft_tokens.inc(len(block.token_ids))
+
+    def _fail_all(self, error: GroupLostError) -> int:
+        """Tells all sessions, so that their gateways go on without them, and returns how many there were."""
+        keys = list(self._scheduler.sessions)
+        for key in keys:
+            self._fail(key, error)
+        return len(keys)
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
         session = self._scheduler.sessions.get(key)

@@ -14,6 +14,9 @@ from draftwire.services.drafter.core import BlockLink, DrafterCore
 from draftwire.services.drafter.wire import GrpcBlockLink, Introduction, check_block_fits
 from draftwire.services.leases import SessionFailed
 from draftwire.services.outbox import Outbox
+from draftwire.services.ranks.followers import Followers
+from draftwire.services.ranks.guard import end_if_lost
+from draftwire.services.ranks.place import Place
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.channels import check_prompt_fits, in_messages
 from draftwire.services.rpc.model_service import ModelServicer
@@ -92,12 +95,18 @@ def _failures_to_proto(failures: Sequence[SessionFailed]) -> drafter_pb2.RunDraf
     return drafter_pb2.RunDraftSessionsResponse(events=events)
 
 
-def serve(config: DrafterConfig) -> int:
-    """Runs a drafter until a signal ends it, and returns the process's exit status."""
-    return asyncio.run(_serve(config))
+def serve(config: DrafterConfig, place: Place, followers: Followers) -> int:
+    """Runs a drafter until a signal ends it, and returns the process's exit status.
+
+    Args:
+        config: what can be set.
+        place: as `GroupGuard`.
+        followers: as `GroupGuard`.
+    """
+    return asyncio.run(_serve(config, place, followers))
 
 
-async def _serve(config: DrafterConfig) -> int:
+async def _serve(config: DrafterConfig, place: Place, followers: Followers) -> int:
     tls = watch_tls(config.tls)
     dialler = Dialler(config.connections, config.tls, tls)
 
@@ -105,7 +114,7 @@ async def _serve(config: DrafterConfig) -> int:
         introduction = Introduction(card, core.instance_id)
         return await GrpcBlockLink.connect(address, introduction, dialler, config.connect_timeout_s, on_lost)
 
-    core = DrafterCore(config, connect)
+    core = DrafterCore(config, connect, place, followers)
 
     async def start() -> None:
         await core.start()
@@ -128,9 +137,10 @@ async def _serve(config: DrafterConfig) -> int:
         metrics=core.metrics,
         register=register,
         start=start,
-        run=core.run_steps,
+        run=lambda: end_if_lost(core.run()),
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,
         watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
     )
-    return await run_service(service)
+    status = await run_service(service)
+    return status or int(core.group.is_lost)

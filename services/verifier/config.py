@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from draftwire.services.ranks.place import WantedGroup
 from draftwire.services.settings import (
     ConnectionSettings,
     EngineSettings,
@@ -42,3 +43,10 @@ class VerifierConfig:
     def __post_init__(self) -> None:
         self.tls.check_listening(self.server.host)
         require(self.tls.tls_target_name is None, "tls_target_name sets nothing here: a verifier calls nobody")
+
+    @property
+    def wanted_group(self) -> WantedGroup:
+        """How many processes this is to be."""
+        parallel = self.parallel
+        size, timeout_s = parallel.tensor_parallel_size, parallel.tensor_parallel_timeout_s
+        return WantedGroup("verifier", "tensor_parallel_size", size, timeout_s)

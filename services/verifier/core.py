@@ -1,11 +1,8 @@
 """The verifier without its edge: leases, sessions, and the loop that runs steps."""
 
 import asyncio
-import math
-import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import structlog
 
@@ -28,33 +25,18 @@ from draftwire.services.metrics import VerifierMetrics
 from draftwire.services.models import Target, limited, load_target
 from draftwire.services.outbox import Outbox
 from draftwire.services.prefill import PrefillPacer
+from draftwire.services.ranks.follower import RankConfig
+from draftwire.services.ranks.followers import Followers
+from draftwire.services.ranks.guard import GroupGuard
+from draftwire.services.ranks.place import Place
 from draftwire.services.torch_thread import TorchThread
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.drafters import Drafter, Drafters
 from draftwire.services.verifier.engine import TargetEngine
-from draftwire.services.verifier.follower import RankConfig
-from draftwire.services.verifier.followers import Followers
-from draftwire.services.verifier.group import Place
 from draftwire.services.verifier.progress import LoadProgress
 from draftwire.services.verifier.scheduler import Scheduler, Step, StepResult, TargetSession
 
-if TYPE_CHECKING:
-    from draftwire.services.verifier.parallel import GroupModel
-
 log = structlog.get_logger()
-
-Result = TypeVar("Result")
-
-LOOK_SECONDS = 0.1
-"""How often to look whether the other ranks are there."""
-LAST_WORDS_SECONDS = 2.0
-"""While the model is loaded: how long this rank may take to fail too, with a better reason, once another one has."""
-STOP_SECONDS = 10.0
-"""How long the step under way may take when the other ranks are to be let go."""
-MOST_HEARTBEAT_SECONDS = 5.0
-"""Idle ranks hear of rank 0 at least so often."""
-HEARTBEATS_PER_TIMEOUT = 4
-"""And so many times in the time that they wait."""
 
 MAX_NAME_LENGTH = 256
 """Characters of a drafter's model name, at most."""
@@ -85,15 +67,10 @@ class VerifierCore:
 
         Args:
             config: what can be set.
-            place: rank 0 of a group; by default this process is alone.
-            followers: the other ranks' processes, where this one started them.
+            place: as `GroupGuard`.
+            followers: as `GroupGuard`.
         """
         self.config = config
-        self.is_group_lost = False
-        self._place = place or Place()
-        self._followers = followers or Followers()
-        self._group: GroupModel | None = None
-        self._spoke_at = -math.inf  # when the other ranks last heard of this one
         self.drafters = Drafters()
         self._first_uses = FirstUses()
         self.metrics = VerifierMetrics(self.drafters)
@@ -101,6 +78,7 @@ class VerifierCore:
         self._scheduler: Scheduler
         self._engine: TargetEngine
         self._torch = TorchThread()
+        self.group = GroupGuard(config.wanted_group, self._torch, place, followers)
         self._leases = Leases[TargetEvent]()
         self._work = asyncio.Event()
 
@@ -125,8 +103,7 @@ class VerifierCore:
         Raises:
             GroupLostError: another rank ended.
         """
-        self._followers.log_started()
-        await self._while_group_lasts(self._load(), patience_s=LAST_WORDS_SECONDS)
+        await self.group.start(self._load())
 
     async def _load(self) -> None:
         settings = self.config.engine
@@ -145,17 +122,19 @@ class VerifierCore:
         self.metrics.watch(self._scheduler)
 
     def _load_target(self) -> Target:
-        if self._place.size == 1:
+        if self.group.place.size == 1:
             return load_target(self.config.loading, self.config.engine)
-        from draftwire.services.verifier.parallel import GroupModel, load_parallel
+        from draftwire.services.ranks.group_model import GroupModel
+        from draftwire.services.verifier.parallel import load_rank
 
         progress = LoadProgress(self.config.server.log_format)
         try:
-            rank = load_parallel(RankConfig.of(self.config, self._place), progress)
+            rank = load_rank(RankConfig.of(self.config, self.group.place), progress)
         finally:
             progress.end()
-        self._group = GroupModel(rank)
-        return Target(limited(rank.card, self.config.engine), self._group)
+        model = GroupModel(rank, "verifier")
+        self.group.take(model)
+        return Target(limited(rank.card, self.config.engine), model)
 
     def busy_s(self) -> float:
         """Returns for how many seconds the model's current call has run; 0 where none runs."""
@@ -293,14 +272,7 @@ class VerifierCore:
         Raises:
             GroupLostError: another rank ended, hangs, or is out of step with this one. All sessions have been told.
         """
-        try:
-            await self._while_group_lasts(self.run_steps(), limit_s=self.config.engine.watchdog_s)
-        except GroupLostError as error:
-            self._lose_group(error)
-            raise
-        except asyncio.CancelledError:
-            await self._stop_group()
-            raise
+        await self.group.run(self.run_steps(), self.config.engine.watchdog_s, self._fail_all)
 
     async def run_steps(self) -> None:
         """Runs steps for ever."""
@@ -308,84 +280,13 @@ class VerifierCore:
             step = self._scheduler.next_step()
             if step is None:
                 self._work.clear()
-                await self._wait_for_work()
+                await self.group.wait(self._work)
                 continue
             await self._run_step(step)
-
-    async def _wait_for_work(self) -> None:
-        """Waits for something to do; shows the other ranks meanwhile that this one is there."""
-        if self._group is None:
-            await self._work.wait()
-            return
-        interval_s = self.config.parallel.tensor_parallel_timeout_s / HEARTBEATS_PER_TIMEOUT
-        heartbeat_at = self._spoke_at + min(MOST_HEARTBEAT_SECONDS, interval_s)
-        try:  # messages that make no step must not put it off
-            async with asyncio.timeout(max(0.0, heartbeat_at - time.monotonic())):
-                await self._work.wait()
-        except TimeoutError:
-            pass
-        if time.monotonic() >= heartbeat_at:
-            await self._torch.run(self._group.heartbeat)
-            self._spoke_at = time.monotonic()
-
-    async def _while_group_lasts(
-        self, work: Coroutine[Any, Any, Result], patience_s: float = 0.0, limit_s: float = math.inf
-    ) -> Result:
-        """Does some work, and gives it up when another rank has ended or this one is stuck.
-
-        Args:
-            work: what to do.
-            patience_s: how long the work may go on then; if it fails, its error is the one that is raised.
-            limit_s: how long one call on the torch thread may take.
-
-        Raises:
-            GroupLostError: that happened.
-        """
-        if self._place.size == 1:
-            return await work
-        doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(self._watch_group(limit_s))
-        try:
-            await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done():
-                await asyncio.wait({doing}, timeout=patience_s)
-            return doing.result() if doing.done() else watching.result()
-        finally:
-            for task in (doing, watching):
-                task.cancel()
-            await asyncio.gather(doing, watching, return_exceptions=True)
-
-    async def _watch_group(self, limit_s: float) -> NoReturn:
-        while True:
-            fault = self._followers.fault
-            if not fault and self.busy_s() > limit_s:
-                fault = f"a step takes longer than {limit_s:g} s"
-            if fault:
-                raise GroupLostError(f"the verifier's group is lost: {fault}")
-            await asyncio.sleep(LOOK_SECONDS)
-
-    def _lose_group(self, error: GroupLostError) -> None:
-        """Tells all sessions, so that their gateways move them."""
-        self.is_group_lost = True
-        details = {} if isinstance(error.__cause__, DraftwireError | None) else {"exc_info": error}
-        log.error("verifier.group_lost", reason=str(error), num_sessions=self.num_sessions, **details)
-        for key in list(self._scheduler.sessions):
-            self._fail(key, error)
-
-    async def _stop_group(self) -> None:
-        """Lets the other ranks go, after the step under way."""
-        if self._group is None:
-            return
-        try:
-            async with asyncio.timeout(STOP_SECONDS):
-                await self._torch.run(self._group.stop)
-        except (TimeoutError, GroupLostError) as error:
-            self.is_group_lost = True
-            log.error("verifier.group_lost", reason=str(error) or "no step ended in time", num_sessions=0)
 
     async def _run_step(self, step: Step) -> None:
         try:
             result = await self._torch.run(self._engine.step, step)
-            self._spoke_at = time.monotonic()
         except GroupLostError:
             raise
         except Exception as error:
@@ -403,6 +304,13 @@ class VerifierCore:
             else:
                 self._fail(session.key, event)
         self._audit(step, result)
+
+    def _fail_all(self, error: GroupLostError) -> int:
+        """Tells all sessions, so that their gateways move them, and returns how many there were."""
+        keys = list(self._scheduler.sessions)
+        for key in keys:
+            self._fail(key, error)
+        return len(keys)
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
         session = self._scheduler.sessions.get(key)

@@ -3,14 +3,16 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
-import faulthandler
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
 
-from draftwire.errors import GroupLostError, ProtocolViolationError
+from draftwire.errors import ProtocolViolationError
 from draftwire.rounds import Verdict
 from draftwire.services.outbox import Outbox
+from draftwire.services.ranks.followers import Followers
+from draftwire.services.ranks.guard import end_if_lost
+from draftwire.services.ranks.place import Place
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.channels import check_prompt_fits, in_messages
 from draftwire.services.rpc.model_service import ModelServicer
@@ -20,17 +22,12 @@ from draftwire.services.rpc.tls import server_credentials, watch_tls
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.core import BlockRefused, TargetEvent, VerifierCore
 from draftwire.services.verifier.drafters import Drafter
-from draftwire.services.verifier.followers import Followers
-from draftwire.services.verifier.group import Place
 from draftwire.services.watchdog import Watchdog
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 
 OFF_LOOP_BYTES = 2**18
 """Larger messages (dense distributions) are decoded beside the event loop."""
-
-END_SECONDS = 10.0
-"""How long rank 0 of a group that is lost may take to tell its sessions and end."""
 
 FRAME_BYTES = 14
 """What gRPC and HTTP/2 put before a message that fits into one frame."""
@@ -152,31 +149,24 @@ def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
     return verifier_pb2.TargetEvent(failure=messages.failure_to_proto(event.session_id, event.epoch, event.error))
 
 
-def serve(config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> int:
+def serve(config: VerifierConfig, place: Place, followers: Followers) -> int:
     """Runs a verifier until a signal ends it, and returns the process's exit status.
 
     Args:
         config: what can be set.
-        place: as `VerifierCore`.
-        followers: as `VerifierCore`.
+        place: as `GroupGuard`.
+        followers: as `GroupGuard`.
     """
     return asyncio.run(_serve(config, place, followers))
 
 
-async def _serve(config: VerifierConfig, place: Place | None, followers: Followers | None) -> int:
+async def _serve(config: VerifierConfig, place: Place, followers: Followers) -> int:
     tls = watch_tls(config.tls)
     core = VerifierCore(config, place, followers)
 
     async def start() -> None:
         await core.start()
         check_prompt_fits(core.description, config.connections.max_message_bytes)
-
-    async def run() -> None:
-        try:
-            await core.run()
-        except GroupLostError:
-            faulthandler.dump_traceback_later(END_SECONDS, exit=True)  # whatever else may hang now
-            raise
 
     def register(server: grpc.aio.Server) -> None:
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(core), server)
@@ -191,10 +181,10 @@ async def _serve(config: VerifierConfig, place: Place | None, followers: Followe
         metrics=core.metrics,
         register=register,
         start=start,
-        run=run,
+        run=lambda: end_if_lost(core.run()),
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,
         watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
     )
     status = await run_service(service)
-    return status or int(core.is_group_lost)
+    return status or int(core.group.is_lost)

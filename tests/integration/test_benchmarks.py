@@ -63,7 +63,7 @@ def test_gpu_benchmark_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks(
     assert report["device"] == "cpu"
     assert report["torch"]
     sections = report["sections"]
-    assert list(sections) == ["exactness", "pair", "steps", "speculation", "sharing", "rules"]
+    assert list(sections) == ["exactness", "pair", "steps", "speculation", "sharing", "rules", "layer parallel"]
     for name, section in sections.items():
         assert section["is_ok"], section["traceback"]
         assert f"{name}: done" in table
@@ -78,6 +78,7 @@ def test_gpu_benchmark_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks(
     assert sections["rules"]["noise_error"] == 0.0
     assert set(sections["rules"]["rule_differences"].values()) == {0}
     assert sections["rules"]["batch_16"]["block"]["accepted"] > 0.0
+    check_layer_parallel(sections["layer parallel"])
 
 
 def check_exactness(found: dict[str, Any]) -> None:
@@ -101,6 +102,24 @@ def check_steps(found: dict[str, Any]) -> None:
             assert own["draft_ratio"] == pytest.approx(draft_ms / found["reduction_ms"]["drafter"], rel=0.01)
             assert own["judge_ratio"] == pytest.approx(own["judge_ms"] / found["reduction_ms"]["target"], rel=0.01)
             assert own["rounds"] > 0
+
+
+def check_layer_parallel(found: dict[str, Any]) -> None:
+    assert 0.0 < found["largest_error"] <= 1e-4
+    sizes = found["sizes"]
+    assert [own["groups"] for own in sizes.values()] == [
+        "0 1 2 3 4 5 6 7",
+        "0 1 2-3 4-5 6 7",
+        "0 1-2 3-5 6 7",
+        "0 1-3 4-6 7",
+        "0 1-4 5-6 7",
+    ]
+    for own in sizes.values():
+        for count in (1, 16):
+            faster = sizes["1"][f"batch_{count}_ms"] / own[f"batch_{count}_ms"]
+            assert own[f"batch_{count}_faster_than_1"] == pytest.approx(faster, rel=0.01)
+        phase_ms = found["calibration_ms"] + 4 * own["batch_1_ms"]
+        assert own["draft_phase_faster_than_1"] == pytest.approx(5 * sizes["1"]["batch_1_ms"] / phase_ms, rel=0.01)
 
 
 def check_speculation(found: dict[str, Any]) -> None:
@@ -156,6 +175,60 @@ def test_wire_benchmark_finds_that_keeping_less_takes_fewer_bytes_and_is_accepte
     )
     assert small["bytes_per_position"] <= 8 * 4 + 1 < large["bytes_per_position"] <= 256 * 4 + 2
     assert 0.0 < small["acceptance"] < large["acceptance"] <= report["shape at T=1.0"]["dense_acceptance"]
+
+
+def test_layer_parallel_benchmark_loses_acceptance_and_gives_each_exchange_its_time(tmp_path: Path) -> None:
+    output = tmp_path / "layer_parallel.json"
+    sizes = ("--sizes", "3", "--places", "2", "--prompts", "2", "--max-tokens", "16")
+    texts = ("--texts", "2", "--text-tokens", "6")
+    steps = ("--models", "tiny", "--repetitions", "1", "--seconds", "0.01")
+    parts = ("--parts", "acceptance", "cosine", "steps")
+    run("-m", "benchmarks.layer_parallel", *parts, *sizes, *texts, *steps, "--output", str(output))
+    report = json.loads(output.read_text())
+    for temperature in (0, 1):
+        rows = report[f"sizes, rule block, T={temperature}"]
+        assert [(row["size"], row["calibrates"]) for row in rows] == [(1, True), (3, True), (3, False)]
+        assert set(rows[0]["difference_from_1"].values()) == {0.0}
+        for row in rows:
+            assert 0.0 < row["acceptance_rate"]["value"] <= 1.0
+            assert 1.0 < row["tokens_per_target_pass"]["value"] <= 6.0
+            assert len(row["of_position"]) == 5
+    assert [row["groups"] for row in report["places, rule block, T=1"]] == [
+        "0-1 2 3 4 5 6 7",
+        "0 1-2 3 4 5 6 7",
+        "0 1 2 3-4 5 6 7",
+        "0 1 2 3 4 5-6 7",
+        "0 1 2 3 4 5 6-7",
+    ]
+    (cosine,) = report["cosine"]
+    assert cosine["groups"] == "0 1-2 3-5 6 7"
+    for kind, mean in cosine["mean"].items():
+        by_layer = cosine["by_layer"][kind]
+        assert mean == pytest.approx(statistics.mean(by_layer.values()), abs=1e-3)
+        assert 0.5 < mean < 1.0
+        if kind != "hidden state":  # what the first layer of the first group reads is exact
+            assert by_layer["1"] == 1.0
+        assert by_layer["5"] < 1.0
+    check_shared_steps(report["steps of tiny"])
+
+
+def check_shared_steps(rows: list[dict[str, Any]]) -> None:
+    ways = ("one process, 1 thread", "one process, 2 threads", "two processes, 2 threads")
+    assert [(row["way"], row["size"]) for row in rows] == list(product(ways, (1, 3)))
+    for ordinary, row in zip(rows[::2], rows[1::2], strict=True):
+        assert row["groups"] == "0 1-2 3"
+        assert set(ordinary["batch_1_faster_than_1"].values()) == {1.0}
+        for count in (1, 4, 16):
+            faster = row[f"batch_{count}_faster_than_1"]
+            assert faster["least"] == faster["most"] == pytest.approx(faster["median"])
+            assert faster["median"] == pytest.approx(ordinary[f"batch_{count}_ms"] / row[f"batch_{count}_ms"], rel=0.01)
+        phase_ms = row["calibration_ms"] + 4 * row["batch_1_ms"]
+        faster = row["draft_phase_faster_than_1"]["median"]
+        assert faster == pytest.approx(5 * ordinary["batch_1_ms"] / phase_ms, rel=0.01)
+    assert [row["exchanges"] for row in rows[-2:]] == [0, 1]
+    for row in rows[-2:]:
+        assert 0.0 < row["plan_ms"] < row["batch_1_ms"]
+        assert (row["exchange_ms"] > 0.0) == (row["exchanges"] > 0)
 
 
 def test_round_profile_gives_each_moment_of_a_round_to_one_part(tmp_path: Path, pair: tuple[Path, Path]) -> None:

@@ -1,7 +1,8 @@
-"""Makes ranks of a verifier fail when a test asks. Python loads this file in processes whose path has its folder.
+"""Makes ranks fail when a test asks. Python loads this file in processes whose path has its folder.
 
 The test makes a file in the folder that `RANK_FAULTS` names: `rank_0` or `rank_1` fails that rank in the middle of its
-next forward pass, with all others in the same one; `step` fails rank 0's next step outside any forward pass, once.
+next forward pass, with all others in the same one; `verifier_step` or `drafter_step` fails that service's next step
+outside any forward pass, once.
 """
 
 import importlib.util
@@ -30,15 +31,18 @@ def spoil_model(module: ModuleType) -> None:
 
 
 def spoil_engine(module: ModuleType) -> None:
-    step_whole = module.TargetEngine.step
+    is_verifier = hasattr(module, "TargetEngine")
+    engine = module.TargetEngine if is_verifier else module.DraftEngine
+    fault = folder / ("verifier_step" if is_verifier else "drafter_step")
+    step_whole = engine.step
 
     def step(self: Any, *args: Any) -> Any:
-        if (folder / "step").exists():
-            (folder / "step").unlink()
+        if fault.exists():
+            fault.unlink()
             raise ValueError("not the group's fault")
         return step_whole(self, *args)
 
-    module.TargetEngine.step = step
+    engine.step = step
 
 
 class Spoiler(MetaPathFinder):
@@ -48,6 +52,7 @@ class Spoiler(MetaPathFinder):
         self._spoil: dict[str, Callable[[ModuleType], None]] = {
             "draftwire.models.cached_model": spoil_model,
             "draftwire.services.verifier.engine": spoil_engine,
+            "draftwire.services.drafter.engine": spoil_engine,
         }
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -65,5 +70,5 @@ class Spoiler(MetaPathFinder):
         return spec
 
 
-if "draftwire.services.verifier" in Path("/proc/self/cmdline").read_text():
+if "draftwire.services." in Path("/proc/self/cmdline").read_text():
     sys.meta_path.insert(0, Spoiler())

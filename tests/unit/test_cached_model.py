@@ -273,7 +273,9 @@ def play(subject: Subject, generator: random.Random, num_steps: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_schedule_gives_the_logits_of_a_fresh_pass(subject: Subject, seed: int) -> None:
-    subject.model = CachedModel(subject.model._decoder, 18 * BLOCK_SIZE, subject.model._static is not None)
+    subject.model = CachedModel(
+        subject.model._exact._decoder, 18 * BLOCK_SIZE, subject.model._exact._static is not None
+    )
     play(subject, random.Random(seed), 25)
 
 

@@ -1,4 +1,4 @@
-"""The drafter's core: links to verifiers, and which sessions their loss ends."""
+"""The drafter's core: links to verifiers, and which sessions their loss ends, and that of its own group."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from draftwire.errors import UnavailableError
+from draftwire.errors import GroupLostError, UnavailableError
 from draftwire.models.loading import ModelCard
 from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, Permit, SendDrafted
@@ -14,7 +14,10 @@ from draftwire.sampling import SamplingParams
 from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.drafter.core import BlockLink, DrafterCore
 from draftwire.services.leases import SessionFailed
+from draftwire.services.ranks.guard import GroupGuard
+from draftwire.services.ranks.place import Place, WantedGroup
 from draftwire.services.settings import ModelSettings
+from tests.unit.test_ranks import FakeFollowers, FakeParallelModel, guarded
 
 PROMPT = [1, 2, 3, 4]
 PERMIT = Permit(2, bytes(KEY_BYTES))
@@ -46,6 +49,7 @@ class Rig:
     links: dict[str, list[FakeLink]]
     lease_id: int
     failures: list[SessionFailed]
+    running: asyncio.Task[None]
 
     async def open(self, session_id: int, address: str = "a:1", prompt: list[int] = PROMPT) -> None:
         spec = DraftSessionSpec(
@@ -83,10 +87,10 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     script = getattr(request, "param", "scripted:")
     core = DrafterCore(DrafterConfig(ModelSettings(script)), connect)
     await core.start()
-    running = asyncio.create_task(core.run_steps())
     lease_id, outbox = core.open_lease()
-    yield Rig(core, links, lease_id, outbox._items)
-    running.cancel()
+    rig = Rig(core, links, lease_id, outbox._items, asyncio.create_task(core.run()))
+    yield rig
+    rig.running.cancel()
     await core._torch.run(lambda: None)  # the running step ends while there is a loop to tell of it
     core.stop()
 
@@ -147,3 +151,61 @@ async def test_block_under_way_is_sent_when_it_is_asked_for(rig: Rig) -> None:
     (link,) = rig.links["a:1"]
     await until(lambda: link.blocks)
     assert 1 <= len(link.blocks[0].token_ids) < 8
+
+
+# Several processes
+
+
+def share(rig: Rig, fake: FakeParallelModel, followers: FakeFollowers) -> None:
+    """Makes the drafter rank 0 of two, without another one."""
+    rig.running.cancel()
+    wanted = WantedGroup("drafter", "layer_parallel_ranks", 2, 0.2)
+    rig.core.group = GroupGuard(wanted, rig.core._torch, Place(0, 2), followers)
+    rig.core.group.take(guarded(fake, "drafter"))
+    rig.running = asyncio.create_task(rig.core.run())
+
+
+@pytest.mark.parametrize("how", ["ended", "silent", "in a step"])
+@pytest.mark.parametrize("rig", ["scripted:calibration_ms=100"], indirect=True)
+async def test_lost_rank_fails_every_session_even_one_that_opens_and_ends_the_run(
+    rig: Rig, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake, followers = FakeParallelModel(), FakeFollowers()
+    await rig.open(1)
+    share(rig, fake, followers)
+    opening = asyncio.create_task(rig.open(2, prompt=[5] * 50))
+    await asyncio.sleep(0.02)
+    assert rig.core.num_sessions == 2
+    match how:
+        case "ended":
+            followers.end = "rank 1 ended with status -9"
+        case "silent":
+            fake.error = UnavailableError("rank 1 is silent")
+        case "in a step":
+
+            def step(_step: object) -> None:
+                raise GroupLostError("rank 1 is gone")
+
+            monkeypatch.setattr(rig.core._engine, "step", step)
+            rig.calibrate(1)
+    with pytest.raises(GroupLostError, match="rank 1"):
+        await asyncio.wait_for(rig.running, 5.0)
+    if how == "ended":  # else the step under way has opened it
+        with pytest.raises(GroupLostError, match="rank 1"):
+            await opening
+    assert rig.core.group.is_lost
+    assert rig.core.num_sessions == 0
+    assert {failed.session_id for failed in rig.failures} == {1, 2}
+    assert all(isinstance(failed.error, GroupLostError) for failed in rig.failures)
+    await asyncio.gather(opening, return_exceptions=True)
+
+
+async def test_idle_drafter_is_heard_by_its_other_ranks_which_it_lets_go_when_it_stops(rig: Rig) -> None:
+    fake = FakeParallelModel()
+    share(rig, fake, FakeFollowers())
+    await asyncio.sleep(0.35)
+    assert fake.calls.count("heartbeat") >= 3
+    rig.running.cancel()
+    await asyncio.gather(rig.running, return_exceptions=True)
+    assert fake.calls[-1] == "stop"
+    assert not rig.core.group.is_lost

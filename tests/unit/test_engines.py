@@ -1,6 +1,6 @@
 """The engines on scripted models: what they read, reuse and free, step by step, under the real schedulers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ExtendsByReading
+from torch import Tensor
 
 from draftwire.distributions import rows_of
 from draftwire.drafting import scripted as scripted_drafting
@@ -17,6 +18,7 @@ from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.encoding import Claim, decode, decode_one, encode_dense
 from draftwire.errors import BlockViolationError
 from draftwire.models import scripted as scripted_models
+from draftwire.models.cached_model import Reading
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.scripted import Script, ScriptedTarget, expected_tokens
 from draftwire.quantization import Encoding
@@ -386,7 +388,8 @@ def scripted() -> DraftSide:
 
 
 class ScriptedDraftModel(ExtendsByReading, ScriptedTarget):
-    pass
+    def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
+        return super().read(readings)
 
 
 def with_cache() -> DraftSide:

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -64,9 +64,9 @@ class CountingModel(ExtendsByReading, CachedModel):
         super().__init__(decoder_of(model), cache_tokens)
         self.calls: list[list[int]] = []
 
-    def read(self, readings: list[Reading]) -> Tensor:
+    def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
         self.calls.append([len(reading.token_ids) for reading in readings])
-        return super().read(readings)
+        return super().read(readings, fuzzily)
 
 
 @pytest.fixture(scope="module")
@@ -665,7 +665,7 @@ class FailingModel(CountingModel):
 
     failing: tuple[LanguageModelSequence, int] | None = None
 
-    def read(self, readings: list[Reading]) -> Tensor:
+    def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
         logits = super().read(readings)
         if self.failing is not None:
             sequence, call = self.failing

@@ -123,7 +123,7 @@ def test_joined_linear_layers_are_the_layers_one_by_one(rows: int, dtype: torch.
         inputs = torch.randn(rows, 40, dtype=dtype)
     with torch.inference_mode():
         expected = torch.cat([layer(inputs) for layer in layers], dim=-1)
-        result = Linear(*layers)(inputs)
+        result = Linear.of(*layers)(inputs)
     assert result.dtype is dtype
     # Products of lower precision are rounded once, whatever they are summed up in.
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
@@ -222,7 +222,7 @@ def test_unknown_decoder_is_refused() -> None:
 
 def test_steps_of_similar_sizes_share_a_shape_and_prompts_have_none() -> None:
     model = CachedModel(decoder_of(make("llama"), "lean"), 8192, is_static=True)
-    steps = model._static
+    steps = model._exact._static
     assert isinstance(steps, StaticSteps)
     sequences = [model.cache.open() for _ in range(7)]
     model.read([Reading(sequence, [1] * 200, 0) for sequence in sequences])
@@ -242,8 +242,8 @@ def test_shapes_that_were_not_used_for_longest_give_way(monkeypatch: pytest.Monk
     sequence = model.cache.open()
     for count in (1, 2, 1, 3):
         model.read([Reading(sequence, [1] * count, 1)])
-    assert model._static is not None
-    assert [shape.queries for shape in model._static._steps] == [1, 3]
+    assert model._exact._static is not None
+    assert [shape.queries for shape in model._exact._static._steps] == [1, 3]
 
 
 def test_static_steps_write_nothing_but_their_own_tokens() -> None:
@@ -264,15 +264,15 @@ def test_static_steps_write_nothing_but_their_own_tokens() -> None:
 def test_long_text_among_short_ones_is_not_padded_to() -> None:
     """Padded, each of the short ones would read as many keys as the long one."""
     model = CachedModel(decoder_of(make("llama"), "lean"), 16_384, is_static=True)
-    assert model._static is not None
+    assert model._exact._static is not None
     sequences = [model.cache.open() for _ in range(16)]
     model.read([Reading(sequence, [1] * 40, 0) for sequence in sequences])
     model.read([Reading(sequences[0], [1] * 900, 0)])
     model.read([Reading(sequence, [1], 1) for sequence in sequences])
-    assert list(model._static._steps) == []
+    assert list(model._exact._static._steps) == []
     model.read([Reading(sequence, [1], 1) for sequence in sequences[:2]])
     model.read([Reading(sequence, [1], 1) for sequence in sequences[1:]])
-    assert [(shape.rows, shape.keys) for shape in model._static._steps] == [(2, 1024), (16, 256)]
+    assert [(shape.rows, shape.keys) for shape in model._exact._static._steps] == [(2, 1024), (16, 256)]
 
 
 def test_logits_of_a_step_are_not_overwritten_by_the_next() -> None:

@@ -176,6 +176,8 @@ def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, caps
         (GatewayConfig, {"tls_ca": CA, "verifier": "10.0.0.1:1", "tokens_file": Path("tokens.toml")}),
         (GatewayConfig, {"tls_cert": CERT, "tls_key": KEY, "tls_ca": CA, "tls_require_client_cert": True}),
         *((config, {"kv_cache_tokens": 16, "max_added_latency_ms": 0.5}) for config in (VerifierConfig, DrafterConfig)),
+        (DrafterConfig, {"layer_parallel_size": 4, "layer_parallel_ranks": 2, "layer_parallel_timeout_s": 5.0}),
+        (DrafterConfig, {"layer_groups": "0 1-3 4", "layer_parallel_ranks": 3, "bonus_calibration": False}),
         (DrafterConfig, {"device": "cuda:0", "max_draft_tokens": 1, "connect_timeout_s": 0.5, "drain_seconds": 0.0}),
         (GatewayConfig, {"drafter": "none", "num_speculative_tokens": 0, "bridge_rounds": 7, "block_timeout_s": 0.25}),
         *((config, {"keepalive_time_s": 1.0, "keepalive_timeout_s": 2.5}) for config in SERVICES.values()),
@@ -246,6 +248,11 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
         (DrafterConfig, "threads", -1),
         (DrafterConfig, "connect_timeout_s", 0.0),
         (DrafterConfig, "connect_timeout_s", math.nan),
+        (DrafterConfig, "layer_parallel_size", 0),
+        (DrafterConfig, "layer_parallel_ranks", 0),
+        *((DrafterConfig, "layer_parallel_timeout_s", seconds) for seconds in (0.0, math.inf, math.nan)),
+        *((VerifierConfig, "tensor_parallel_timeout_s", seconds) for seconds in (0.0, math.inf, math.nan)),
+        (VerifierConfig, "tensor_parallel_size", 0),
         (GatewayConfig, "verifier", "localhost"),
         (GatewayConfig, "verifier", ":50052"),
         (GatewayConfig, "verifier", "localhost:"),
@@ -269,6 +276,20 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
 def test_value_out_of_range_is_refused(config_class: type, name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError):
         build(config_class, values_of(config_class, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_parallel_ranks": 2}, "set layer_parallel_size or layer_groups"),
+        ({"layer_parallel_size": 4, "layer_groups": "0 1-3 4"}, "set one of them"),
+        ({"layer_parallel_size": 4, "decoder": "transformers"}, "need decoder lean"),
+        ({"layer_groups": "0 1-3 4", "decoder": "transformers"}, "need decoder lean"),
+    ],
+)
+def test_layers_that_cannot_run_together_as_asked_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        build(DrafterConfig, values_of(DrafterConfig, **changes))
 
 
 IDENTITY = {"tls_cert": CERT, "tls_key": KEY}
@@ -309,7 +330,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Configurations that the services were started with; they do nothing but note them."""
     configs: list[Any] = []
     for service in SERVICES:
-        module = SimpleNamespace(serve=lambda config: configs.append(config) or 0)
+        module = SimpleNamespace(serve=lambda config, *_ranks: configs.append(config) or 0)
         monkeypatch.setitem(sys.modules, f"draftwire.services.{service}.server", module)
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         monkeypatch.delenv(name)

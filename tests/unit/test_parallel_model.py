@@ -40,6 +40,8 @@ from draftwire.models import sharded_loading
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
+from draftwire.models.layer_parallel import LayerParallelDecoder, LayerParallelism
+from draftwire.models.layer_parallel_loading import load_layer_parallel
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
 from draftwire.models.paged_attention import Segment
@@ -438,6 +440,7 @@ PLANS: list[Plan] = [
     plan(3, 2000),
     ReadPlan(plan(4, 1).segments, None, [0, 1, 2, 3]),
     ReadPlan(plan(4, 1).segments, np.arange(4), []),
+    replace(plan(5, 7), fuzzily=True),
     CopyPlan(np.array([5, 6]), np.array([1, 2])),
     CopyPlan(np.array([], dtype=np.int64), np.array([], dtype=np.int64)),
     Heartbeat(),
@@ -676,3 +679,82 @@ def test_killed_rank_0_ends_following_at_once(ranks: Ranks, folders: dict[str, s
     first.end()
     assert "rank 1 of 2" in second.answer()[1]
     assert time.monotonic() - started < 5.0
+
+
+# Layers of a drafter that run together, shared out among ranks.
+
+
+def load_layers(group: ProcessGroup, layers: LayerParallelism) -> ParallelModel:
+    loaded = load_layer_parallel(str(EMBEDDED / "drafter"), "float32", "cpu", None, layers, group)
+    return ParallelModel(loaded.exact, CACHE_TOKENS, drafting=loaded.drafting, group=group)
+
+
+def shared_layers(group: ProcessGroup, layers: LayerParallelism) -> tuple[list[int], list[Tensor]]:
+    """Returns which layers' attention a rank has, and on rank 0 what the drives give and what drafting does."""
+    model = load_layers(group, layers)
+    attentions: Any = model._exact._decoder._base.attentions  # type: ignore[attr-defined]
+    held = [index for index, attention in enumerate(attentions) if attention is not None]
+    if group.rank:
+        follow(model)
+        return held, []
+    results = [row for drive in DRIVES for row in drive(model)] + drafting(model)
+    model.stop()
+    return held, results
+
+
+def drafting(model: CachedModel) -> list[Tensor]:
+    """Extends texts of different lengths, forgets what was drafted, reads it exactly, and reads a little fuzzily."""
+    generator = random.Random(6)
+    sequences = [model.cache.open() for _ in range(3)]
+    lengths, rows = [3, 20, 70], []
+    texts = [[generator.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
+    rows.append(model.read([Reading(own, text, 1) for own, text in zip(sequences, texts, strict=True)]))
+    for _ in range(3):
+        for members in ([0, 1, 2], [2, 0], [1]):
+            ids = torch.tensor([generator.randrange(model.vocab_size) for _ in members])
+            rows.append(model.extend([sequences[member] for member in members], ids))
+        for index, own in enumerate(sequences):
+            model.cache.truncate(own, lengths[index])
+            lengths[index] += 1
+        rows.append(model.read([Reading(own, [5], 1) for own in sequences]))
+    rows.append(model.read([Reading(sequences[1], [5, 6, 7], 3), Reading(sequences[0], [8], 1)], fuzzily=True))
+    return [row.clone() for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "held"),
+    [
+        (2, LayerParallelism(4), [[0, 1, 3, 4, 6, 7], [0, 2, 5, 7]]),
+        (2, LayerParallelism(groups="0-7"), [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        (3, LayerParallelism(2), [[0, 1, 2, 4, 6, 7], [0, 1, 3, 5, 6, 7], [0, 1, 6, 7]]),
+    ],
+    ids=["groups of four", "all at once", "a rank with nothing to share"],
+)
+def test_layers_shared_out_among_ranks_say_what_they_say_in_one_process(
+    ranks: Ranks, size: int, layers: LayerParallelism, held: list[list[int]]
+) -> None:
+    """Read exactly as well as fuzzily; in float32, at most 1e-4 apart."""
+    base = LeanDecoder(load_model(str(EMBEDDED / "drafter"), "float32").model)
+    alone = CachedModel(base, CACHE_TOKENS, drafting=LayerParallelDecoder(base, layers.of(base.num_layers)))
+    expected_rows = [row for drive in DRIVES for row in drive(alone)] + drafting(alone)
+    found = ranks.run(size, shared_layers, layers)
+    assert [own for own, _ in found] == held
+    for own, expected_row in zip(found[0][1], expected_rows, strict=True):
+        torch.testing.assert_close(own, expected_row, atol=1e-4, rtol=0.0)
+    assert not any(rows for _, rows in found[1:])
+
+
+def test_layers_that_are_no_groups_of_the_model_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    for worker in ranks.begin(load_layers, [(LayerParallelism(groups="0 1-3 4-9"),)] * 2):
+        with pytest.raises(InvalidRequestError, match="must name all 8"):
+            worker.answer()
+
+
+def test_model_whose_layers_are_not_known_is_refused(ranks: Ranks, folders: dict[str, str]) -> None:
+    for worker in ranks.begin(load_unknown, [(folders["gpt2"],)] * 2):
+        with pytest.raises(InvalidRequestError, match="layers of their own"):
+            worker.answer()
+
+
+def load_unknown(group: ProcessGroup, path: str) -> None:
+    load_layer_parallel(path, "float32", "cpu", None, LayerParallelism(4), group)

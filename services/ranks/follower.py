@@ -1,7 +1,8 @@
-"""The other ranks of a tensor-parallel verifier: they do their share of each step that rank 0 announces.
+"""The other ranks of a verifier or drafter: they do their share of each step that rank 0 announces.
 
-Rank 0 starts them on its own machine as `python -m draftwire.services.verifier.follower`, with a pipe as their standard
-input: when that ends, rank 0 has. Under torchrun they are `draftwire.services.verifier` like rank 0.
+Rank 0 starts them on its own machine as `python -m draftwire.services.ranks.follower`, with a pipe as their standard
+input: when that ends, rank 0 has. Under torchrun they are the same module as rank 0, such as
+`draftwire.services.verifier`.
 """
 
 import ctypes
@@ -10,15 +11,20 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 import structlog
 
 from draftwire.errors import DraftwireError, InvalidRequestError
+from draftwire.services.drafter.config import DrafterConfig, LayerParallelSettings
 from draftwire.services.logging import configure_logging
+from draftwire.services.ranks.place import Place, end_process
 from draftwire.services.settings import ModelSettings
 from draftwire.services.verifier.config import VerifierConfig
-from draftwire.services.verifier.group import Place, end_process
+
+if TYPE_CHECKING:
+    from draftwire.services.ranks.group_model import LoadedRank
 
 GOODBYE = b"stop"
 """What rank 0 writes before it closes the pipe because it was asked to stop."""
@@ -33,6 +39,8 @@ log = structlog.get_logger()
 class RankConfig:
     """What every rank has to know."""
 
+    service: str
+    """"verifier" or "drafter"."""
     place: Place
     loading: ModelSettings
     cache_tokens: int
@@ -40,16 +48,20 @@ class RankConfig:
     timeout_s: float
     """How long ranks wait for each other, seconds."""
     log_format: str
+    layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
+    """Of a drafter."""
 
     @classmethod
-    def of(cls, config: VerifierConfig, place: Place) -> "RankConfig":
-        """Takes what matters to the rank at a place from the verifier's configuration."""
+    def of(cls, config: VerifierConfig | DrafterConfig, place: Place) -> "RankConfig":
+        """Takes what matters to the rank at a place from the service's configuration."""
         return cls(
+            config.wanted_group.service,
             place,
             config.loading,
             config.engine.kv_cache_tokens,
-            config.parallel.tensor_parallel_timeout_s,
+            config.wanted_group.timeout_s,
             config.server.log_format,
+            config.layers if isinstance(config, DrafterConfig) else LayerParallelSettings(),
         )
 
     @classmethod
@@ -57,7 +69,7 @@ class RankConfig:
         """Reads what `text` wrote."""
         values = json.loads(text)
         place, loading = Place(**values.pop("place")), ModelSettings(**values.pop("loading"))
-        return cls(place, loading, **values)
+        return cls(place=place, loading=loading, layers=LayerParallelSettings(**values.pop("layers")), **values)
 
     @property
     def text(self) -> str:
@@ -72,28 +84,37 @@ def run_follower(config: RankConfig) -> int:
         The exit status: 0 if rank 0 stopped the group, 2 if the model is refused, 1 after any other failure.
     """
     from draftwire.models.tensor_parallel import follow
-    from draftwire.services.verifier.parallel import load_parallel
 
-    configure_logging(config.log_format, "verifier")
+    configure_logging(config.log_format, config.service)
     structlog.contextvars.bind_contextvars(rank=config.place.rank)
     try:
-        loaded = load_parallel(config)
+        loaded = _load(config)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # torchrun sends it to all ranks: rank 0 drains and stops the group
-        log.info("verifier.follower_ready")
+        log.info(f"{config.service}.follower_ready")
         follow(loaded.model)
         loaded.group.leave()
     except InvalidRequestError as error:
-        log.error("verifier.follower_refused", reason=str(error))
+        log.error(f"{config.service}.follower_refused", reason=str(error))
         return 2
     except DraftwireError as error:
-        log.error("verifier.follower_failed", reason=str(error))
+        log.error(f"{config.service}.follower_failed", reason=str(error))
         return 1
     except Exception as error:
-        log.exception("verifier.follower_failed", reason=type(error).__name__)
+        log.exception(f"{config.service}.follower_failed", reason=type(error).__name__)
         return 1
-    log.info("verifier.follower_stopped")
+    log.info(f"{config.service}.follower_stopped")
     return 0
+
+
+def _load(config: RankConfig) -> "LoadedRank":
+    if config.service == "drafter":
+        from draftwire.services.drafter.parallel import load_rank
+
+        return load_rank(config)
+    from draftwire.services.verifier.parallel import load_rank
+
+    return load_rank(config)
 
 
 def _end_with_rank_0() -> None:

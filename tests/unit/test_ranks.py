@@ -1,6 +1,7 @@
-"""Several processes as one verifier, without any: places, what ends a group, and what does not."""
+"""Several processes as one service, without any: places, what ends a group, and what does not."""
 
 import asyncio
+import math
 import subprocess
 import sys
 import time
@@ -8,33 +9,37 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import structlog
+import torch
 
-from draftwire.errors import DraftwireError, GroupLostError, InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.errors import GroupLostError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.kv_cache import KvCache
+from draftwire.services.drafter.config import DrafterConfig, LayerParallelSettings
 from draftwire.services.leases import SessionFailed
+from draftwire.services.ranks import followers as followers_module
+from draftwire.services.ranks.follower import GOODBYE, RankConfig
+from draftwire.services.ranks.followers import Followers
+from draftwire.services.ranks.group_model import GroupModel, join_group
+from draftwire.services.ranks.guard import GroupGuard
+from draftwire.services.ranks.place import Place, WantedGroup, find_place
 from draftwire.services.rpc.status import status_of
 from draftwire.services.settings import EngineSettings, ModelSettings
-from draftwire.services.verifier import followers as followers_module
+from draftwire.services.torch_thread import TorchThread
 from draftwire.services.verifier.config import TensorParallelSettings, VerifierConfig
 from draftwire.services.verifier.core import VerifierCore
-from draftwire.services.verifier.follower import GOODBYE, RankConfig
-from draftwire.services.verifier.followers import Followers
-from draftwire.services.verifier.group import Place, find_place
-from draftwire.services.verifier.parallel import GroupModel
-from draftwire.services.verifier.progress import LoadProgress
 from tests.unit.test_verifier_core import events_of, open_session
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
-TWO = TensorParallelSettings(2, 0.2)
+ALONE = WantedGroup("verifier", "tensor_parallel_size", 1, 0.2)
+TWO = WantedGroup("verifier", "tensor_parallel_size", 2, 0.2)
+LAYERS = LayerParallelSettings(4, layer_parallel_ranks=2)
 
 
 # Places
 
 
 def test_process_that_is_alone_has_no_group() -> None:
-    assert find_place(TensorParallelSettings(), {}) == Place()
-    assert find_place(TensorParallelSettings(), {**LAUNCHED, "RANK": "0", "WORLD_SIZE": "1"}) == Place()
+    assert find_place(ALONE, {}) == Place()
+    assert find_place(ALONE, {**LAUNCHED, "RANK": "0", "WORLD_SIZE": "1"}) == Place()
 
 
 def test_process_that_nobody_launched_starts_the_others_and_meets_them_on_this_machine() -> None:
@@ -44,7 +49,7 @@ def test_process_that_nobody_launched_starts_the_others_and_meets_them_on_this_m
 
 
 def test_launched_process_takes_the_place_that_it_is_given() -> None:
-    assert find_place(TWO, LAUNCHED) == Place(1, 2, 1, "node-0:29500")
+    assert find_place(TWO, LAUNCHED) == Place(1, 2, 1, "node-0:29500", setting="tensor_parallel_size")
     assert find_place(TWO, {**LAUNCHED, "MASTER_ADDR": "fe80::1"}).address == "[fe80::1]:29500"
 
 
@@ -62,9 +67,10 @@ def test_launcher_that_contradicts_the_settings_is_refused(changes: dict[str, st
         find_place(TWO, LAUNCHED | changes)
 
 
-def test_several_processes_without_tensor_parallel_size_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="WORLD_SIZE"):
-        find_place(TensorParallelSettings(), LAUNCHED)
+@pytest.mark.parametrize("setting", ["tensor_parallel_size", "layer_parallel_ranks"])
+def test_several_processes_that_the_settings_do_not_want_are_refused(setting: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"WORLD_SIZE.*{setting} is 1"):
+        find_place(WantedGroup("a service", setting, 1, 0.2), LAUNCHED)
 
 
 def test_each_rank_of_a_machine_takes_a_gpu_of_its_own() -> None:
@@ -86,11 +92,31 @@ def test_missing_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_followers_command_line_says_what_rank_0_was_told() -> None:
     config = VerifierConfig(
-        ModelSettings("m", dtype="bfloat16"), engine=EngineSettings(kv_cache_tokens=32), parallel=TWO
+        ModelSettings("m", dtype="bfloat16"),
+        engine=EngineSettings(kv_cache_tokens=32),
+        parallel=TensorParallelSettings(2, 0.2),
     )
     rank = RankConfig.of(config, Place(1, 2, 1, "127.0.0.1:7"))
     assert RankConfig.parse(rank.text) == rank
-    assert (rank.cache_tokens, rank.timeout_s, rank.loading.dtype) == (32, 0.2, "bfloat16")
+    assert (rank.service, rank.cache_tokens, rank.timeout_s, rank.loading.dtype) == ("verifier", 32, 0.2, "bfloat16")
+
+
+def test_drafters_follower_is_told_of_its_layers() -> None:
+    rank = RankConfig.of(DrafterConfig(ModelSettings("m"), layers=LAYERS), Place(1, 2, 1, "127.0.0.1:7"))
+    assert RankConfig.parse(rank.text) == rank
+    assert (rank.service, rank.layers) == ("drafter", LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        (VerifierConfig(ModelSettings("scripted:"), parallel=TensorParallelSettings(2)), "tensor_parallel_size"),
+        (DrafterConfig(ModelSettings("scripted:"), layers=LAYERS), "layer_parallel_ranks"),
+    ],
+)
+def test_scripts_cannot_be_shared(config: VerifierConfig | DrafterConfig, setting: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"scripted model computes nothing that {setting}"):
+        join_group(RankConfig.of(config, find_place(config.wanted_group, {})))
 
 
 # What ends a group
@@ -100,6 +126,8 @@ class FakeParallelModel:
     """Fails as it is told."""
 
     vocab_size = 3
+    device = torch.device("cpu")
+    extends_exactly = False
 
     def __init__(self) -> None:
         self.cache = KvCache(64)
@@ -111,8 +139,13 @@ class FakeParallelModel:
         if self.error is not None:
             raise self.error
 
-    def read(self, _readings: Any) -> None:
+    def read(self, readings: Any, fuzzily: bool = False) -> tuple[Any, bool]:
         self._call("read")
+        return readings, fuzzily
+
+    def extend(self, sequences: Any, token_ids: Any) -> tuple[Any, Any]:
+        self._call("extend")
+        return sequences, token_ids
 
     def heartbeat(self) -> None:
         self._call("heartbeat")
@@ -126,28 +159,46 @@ def fake() -> FakeParallelModel:
     return FakeParallelModel()
 
 
-def guarded(fake: FakeParallelModel) -> GroupModel:
-    return GroupModel(SimpleNamespace(model=fake, group=SimpleNamespace(leave=lambda: None)))  # type: ignore[arg-type]
+ARGUMENTS: dict[str, tuple[Any, ...]] = {"heartbeat": (), "stop": (), "read": ([],), "extend": ([], [])}
+"""Of the methods of a `GroupModel`."""
+
+
+def guarded(fake: Any, service: str = "verifier") -> GroupModel:
+    rank: Any = SimpleNamespace(model=fake, group=SimpleNamespace(leave=lambda: None))
+    return GroupModel(rank, service)
 
 
 @pytest.mark.parametrize("error", [UnavailableError("rank 1 is lost"), MemoryError(), ValueError("t1 t2")])
-@pytest.mark.parametrize("call", ["heartbeat", "stop", "read"])
+@pytest.mark.parametrize("call", ARGUMENTS)
 def test_whatever_fails_in_a_step_of_the_group_ends_it_and_quotes_nothing(
     fake: FakeParallelModel, error: Exception, call: str
 ) -> None:
     fake.error = error
     method = getattr(guarded(fake), call)
-    with pytest.raises(GroupLostError) as lost:
-        method(*([[]] if call == "read" else []))
+    with pytest.raises(GroupLostError, match="the verifier's group") as lost:
+        method(*ARGUMENTS[call])
     assert lost.value.__cause__ is error
     assert "t1" not in str(lost.value)
     assert status_of(lost.value)[0].name == "UNAVAILABLE"
 
 
-def test_full_cache_does_not_end_the_group(fake: FakeParallelModel) -> None:
+@pytest.mark.parametrize("call", ["read", "extend"])
+def test_full_cache_does_not_end_the_group(fake: FakeParallelModel, call: str) -> None:
     fake.error = NoRoomError("full")
+    model = guarded(fake)
     with pytest.raises(NoRoomError):
-        guarded(fake).read([])
+        getattr(model, call)(*ARGUMENTS[call])
+    assert model.spoke_at == -math.inf, "the others were not told of a step"
+
+
+def test_model_of_a_group_reads_and_extends_as_what_it_guards(fake: FakeParallelModel) -> None:
+    model = guarded(fake)
+    readings: Any = ["reading"]
+    assert model.read(readings) == (readings, False)
+    assert model.read(readings, fuzzily=True) == (readings, True)
+    assert model.extend(readings, torch.ones(1)) == (readings, torch.ones(1))
+    assert (model.vocab_size, model.device, model.cache) == (fake.vocab_size, fake.device, fake.cache)
+    assert not model.extends_exactly
 
 
 class FakeFollowers(Followers):
@@ -162,9 +213,11 @@ class FakeFollowers(Followers):
 
 async def core_of(fake: FakeParallelModel, followers: Followers) -> VerifierCore:
     """Returns rank 0 of two with a scripted model, and a fake for what keeps the ranks together."""
-    core = VerifierCore(VerifierConfig(ModelSettings("scripted:verify_ms=1"), parallel=TWO), None, followers)
+    config = VerifierConfig(ModelSettings("scripted:verify_ms=1"), parallel=TensorParallelSettings(2, 0.2))
+    core = VerifierCore(config)
     await core.start()
-    core._place, core._group = Place(0, 2, starts_others=True), guarded(fake)
+    core.group = GroupGuard(TWO, core._torch, Place(0, 2), followers)
+    core.group.take(guarded(fake))
     return core
 
 
@@ -176,7 +229,7 @@ async def test_idle_group_hears_of_rank_0_more_often_than_it_times_out(fake: Fak
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     assert fake.calls[-1] == "stop", "the others are let go"
-    assert not core.is_group_lost
+    assert not core.group.is_lost
     core.stop()
 
 
@@ -195,7 +248,7 @@ async def test_lost_rank_is_told_to_every_session_and_ends_the_run(fake: FakePar
         fake.error = UnavailableError("rank 1 is silent")
     with pytest.raises(GroupLostError, match=r"rank 1"):
         await asyncio.wait_for(running, 5.0)
-    assert core.is_group_lost
+    assert core.group.is_lost
     assert core.num_sessions == 0
     failures = [event for event in events_of(outbox) if isinstance(event, SessionFailed)]
     assert [failure.session_id for failure in failures] == [1, 2]
@@ -205,16 +258,16 @@ async def test_lost_rank_is_told_to_every_session_and_ends_the_run(fake: FakePar
 
 async def test_group_that_is_stuck_in_a_step_ends(fake: FakeParallelModel) -> None:
     core = await core_of(fake, FakeFollowers())
-    core.config = VerifierConfig(ModelSettings("scripted:"), engine=EngineSettings(watchdog_s=0.1), parallel=TWO)
+    core.config = VerifierConfig(ModelSettings("scripted:"), engine=EngineSettings(watchdog_s=0.1))
     core._torch.post(time.sleep, 1.0)
     with pytest.raises(GroupLostError, match=r"a step takes longer than 0\.1 s"):
         await asyncio.wait_for(core.run(), 5.0)
     core.stop()
 
 
-async def test_own_reason_is_better_than_that_another_rank_ended(fake: FakeParallelModel) -> None:
-    followers = FakeFollowers()
-    core = await core_of(fake, followers)
+async def test_own_reason_is_better_than_that_another_rank_ended() -> None:
+    followers, thread = FakeFollowers(), TorchThread()
+    guard = GroupGuard(TWO, thread, Place(0, 2), followers)
     followers.end = "rank 1 ended with status 2"
 
     async def load() -> None:
@@ -222,10 +275,10 @@ async def test_own_reason_is_better_than_that_another_rank_ended(fake: FakeParal
         raise InvalidRequestError("it cannot be shared")
 
     with pytest.raises(InvalidRequestError, match="cannot be shared"):
-        await core._while_group_lasts(load(), patience_s=2.0)
+        await guard.start(load())
     with pytest.raises(GroupLostError, match="status 2"):
-        await core._while_group_lasts(asyncio.sleep(5.0))
-    core.stop()
+        await guard.while_it_lasts(asyncio.sleep(5.0))
+    thread.stop()
 
 
 # The other processes
@@ -285,33 +338,3 @@ def test_rank_that_ended_is_named_with_its_status(monkeypatch: pytest.MonkeyPatc
         time.sleep(0.01)
     assert followers.fault == "rank 2 ended with status 3"
     followers.stop(1)
-
-
-# Progress
-
-
-def test_progress_is_a_line_every_few_seconds_and_one_at_the_end() -> None:
-    now = 0.0
-    with structlog.testing.capture_logs() as lines:
-        progress = LoadProgress("json", clock=lambda: now)
-        for second in range(11):
-            now = float(second)
-            progress(second * 10, 100)
-    assert [line["share"] for line in lines] == [0.3, 0.6, 0.9, 1.0]
-    assert lines[-1]["read_bytes"] == lines[-1]["total_bytes"] == 100
-
-
-def test_terminal_gets_a_bar_and_no_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    with structlog.testing.capture_logs() as lines:
-        progress = LoadProgress("console")
-        progress(50, 100)
-        progress(100, 100)
-    assert lines == []
-    assert "weights" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("values", [{"tensor_parallel_size": 0}, {"tensor_parallel_timeout_s": 0.0}])
-def test_sizes_and_timeouts_out_of_range_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(DraftwireError):
-        TensorParallelSettings(**values)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from draftwire.services.verifier.follower import GOODBYE, RankConfig
+from draftwire.services.ranks.follower import GOODBYE, RankConfig
 
 LEAVE_SECONDS = 3.0
 """How long ranks that rank 0 has let go may take to end by themselves."""
@@ -23,6 +23,7 @@ log = structlog.get_logger()
 class Follower:
     """One of them."""
 
+    service: str
     rank: int
     process: subprocess.Popen[bytes]
 
@@ -35,7 +36,7 @@ class Followers:
         self._followers: list[Follower] = []
         try:
             for config in configs:
-                self._followers.append(Follower(config.place.rank, _start(config)))
+                self._followers.append(Follower(config.service, config.place.rank, _start(config)))
         except BaseException:
             self.stop(1)
             raise
@@ -52,7 +53,7 @@ class Followers:
     def log_started(self) -> None:
         """Says which processes there are."""
         for follower in self._followers:
-            log.info("verifier.follower_started", rank=follower.rank, pid=follower.process.pid)
+            log.info(f"{follower.service}.follower_started", rank=follower.rank, pid=follower.process.pid)
 
     def stop(self, status: int) -> int:
         """Ends all of them, within seconds.
@@ -79,7 +80,7 @@ class Followers:
             follower.process.kill()
             ended = follower.process.wait()
             if ended:
-                log.error("verifier.follower_ended", rank=follower.rank, status=ended)
+                log.error(f"{follower.service}.follower_ended", rank=follower.rank, status=ended)
                 status = status or 1
         return status
 
@@ -93,7 +94,7 @@ class Followers:
 
 def _start(config: RankConfig) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "draftwire.services.verifier.follower", config.text],
+        [sys.executable, "-m", "draftwire.services.ranks.follower", config.text],
         stdin=subprocess.PIPE,  # ends with this process, however that ends
         start_new_session=True,  # Ctrl-C reaches rank 0 alone, which drains first
     )

@@ -1,0 +1,17 @@
+"""Starts a drafter: one process, or several. Little is imported here: see `draftwire.services.ranks.launch`."""
+
+from draftwire.services.drafter.config import DrafterConfig
+from draftwire.services.ranks.followers import Followers
+from draftwire.services.ranks.launch import launch
+from draftwire.services.ranks.place import Place
+
+
+def serve(config: DrafterConfig) -> int:
+    """Runs a drafter until a signal ends it, and returns the process's exit status; see `launch`."""
+
+    def serve_here(place: Place, followers: Followers) -> int:
+        from draftwire.services.drafter.server import serve
+
+        return serve(config, place, followers)
+
+    return launch(config, serve_here)

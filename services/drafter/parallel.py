@@ -1,0 +1,22 @@
+"""Loads one rank of a drafter whose layers run together on several devices. To be called on the torch thread."""
+
+from draftwire.models.layer_parallel import LayerParallelism
+from draftwire.models.layer_parallel_loading import load_layer_parallel
+from draftwire.models.tensor_parallel import ParallelModel
+from draftwire.services.ranks.follower import RankConfig
+from draftwire.services.ranks.group_model import LoadedRank, join_group
+
+
+def load_rank(config: RankConfig) -> LoadedRank:
+    """Joins the group and loads this rank's share of the layers.
+
+    Raises:
+        InvalidRequestError: the model has no such groups of layers, or its layers cannot be shared.
+        UnavailableError: another rank did not come, or is lost.
+    """
+    loading, group = config.loading, join_group(config)
+    layers = LayerParallelism(config.layers.layer_parallel_size, config.layers.layer_groups)
+    loaded = load_layer_parallel(loading.model, loading.dtype, str(group.device), loading.revision, layers, group)
+    # Not static: graphs with collectives in them have not been tried on GPUs.
+    model = ParallelModel(loaded.exact, config.cache_tokens, drafting=loaded.drafting, group=group)
+    return LoadedRank(loaded.card, model, group)

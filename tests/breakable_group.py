@@ -1,0 +1,164 @@
+"""A verifier or drafter of two processes that tests break, and completions that must come out whole all the same."""
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+from conftest import read_metric
+from transformers import AutoModelForCausalLM
+
+from benchmarks.law import CONTEXT_LENGTH
+from benchmarks.relay import free_port
+from draftwire.client import Client
+from draftwire.client.sync import Completion
+from draftwire.services.local_stack import LocalStack, LogLine
+from tests.integration.test_orphans import is_alive
+
+PROMPT = [0, 2, 1, 1]
+LENGTH = CONTEXT_LENGTH - len(PROMPT)
+TIMEOUT_S = 3.0
+"""How long ranks wait for each other."""
+END_SECONDS = 8.0
+"""How long a group may take to end once it knows that it has to."""
+COMMON: dict[str, object] = {"threads": 1, "kv_cache_tokens": 4096, "drain_seconds": 5.0}
+FAULTS = Path(__file__).parent / "rank_faults"
+
+
+class Group:
+    """A service of two processes, which can be broken and started again on its port."""
+
+    def __init__(self, service: str, options: dict[str, object]) -> None:
+        self.service = service
+        self.options = {**COMMON, **options, "port": free_port()}
+        self.lines: list[LogLine] = []
+        self.stack = LocalStack({})
+
+    def start(self) -> None:
+        self.lines = []
+        self.stack = LocalStack({self.service: self.options}, on_log=lambda _service, line: self.lines.append(line))
+        self.stack.start()
+
+    def ensure(self) -> None:
+        """Starts the group unless it runs."""
+        if not self.stack.services or self.rank_0.poll() is not None:
+            self.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.options['port']}"
+
+    @property
+    def rank_0(self) -> subprocess.Popen[str]:
+        return self.stack.services[self.service].process
+
+    @property
+    def follower(self) -> int:
+        """The other rank's process id."""
+        return int(self.of("follower_started")[0]["pid"])
+
+    @property
+    def ended_statuses(self) -> list[int]:
+        """Of the other rank, if it ended badly."""
+        return [int(line["status"]) for line in self.of("follower_ended")]
+
+    def of(self, event: str) -> list[LogLine]:
+        """Returns what the service said of an event."""
+        return [line for line in self.lines if line["event"] == f"{self.service}.{event}"]
+
+    def wait_for_end(self, seconds: float) -> float:
+        """Waits until no process is left, and returns how long that took."""
+        started = time.monotonic()
+        while self.rank_0.poll() is None or is_alive(self.follower):
+            assert time.monotonic() < started + seconds, "a process of the group is left"
+            time.sleep(0.01)
+        return time.monotonic() - started
+
+
+class Load:
+    """Greedy completions over and over, by some clients, each of which must come out whole. A context manager."""
+
+    def __init__(self, address: str, expected: list[int], num_clients: int = 4) -> None:
+        self.completions: list[Completion] = []
+        self.errors: list[Exception] = []
+        self._address, self._expected = address, expected
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(num_clients)]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def are_whole(self) -> bool:
+        return all(completion.token_ids == self._expected for completion in self.completions)
+
+    def num_lost(self, service: str) -> int:
+        """Returns how often a completion had to go on without the verifier or drafter that it had."""
+        return sum(getattr(completion.statistics, f"num_{service}s_lost") for completion in self.completions)
+
+    def _ask(self) -> None:
+        with Client(self._address) as client:
+            while not self._ended.is_set():
+                try:
+                    done = client.generate(PROMPT, temperature=0.0, max_tokens=LENGTH, num_speculative_tokens=1)
+                except Exception as error:
+                    self.errors.append(error)
+                    return
+                self.completions.append(done)
+
+
+def break_under_load(
+    group: Group, gateway: LocalStack, expected: list[int], act: Callable[[], object], seconds: float
+) -> float:
+    """Breaks the group while it serves sessions; returns how long it took to end.
+
+    Every completion must be whole, and as undisturbed.
+    """
+    group.ensure()
+    with Load(gateway.address, expected) as load:
+        deadline = time.monotonic() + 20.0
+        while read_metric(group.stack, group.service, "num_sessions") == 0:
+            assert time.monotonic() < deadline, "no session came to the group"
+        act()
+        took = group.wait_for_end(seconds)
+    print(f"{took:.2f} s until no process of the group was left")
+    assert load.errors == []
+    assert load.are_whole
+    assert load.num_lost(group.service) > 0
+    assert group.rank_0.returncode != 0
+    return took
+
+
+def greedy_text(model: Path) -> list[int]:
+    """Returns what a model says after `PROMPT` at temperature 0, by transformers."""
+    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.inference_mode():
+        output = network.generate(torch.tensor([PROMPT]), max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
+    ids: list[int] = output[0, len(PROMPT) :].tolist()
+    return ids
+
+
+@contextmanager
+def rank_faults(folder: Path) -> Iterator[Path]:
+    """Lets processes that are started meanwhile fail as files in a folder ask them to; see `tests/rank_faults`."""
+    with pytest.MonkeyPatch.context() as patched:
+        path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH", "")]))
+        patched.setenv("PYTHONPATH", path)
+        patched.setenv("RANK_FAULTS", str(folder))
+        yield folder

@@ -1,0 +1,405 @@
+"""Layers that run at the same time compute what EasySpec says, and what they leave in the cache is made good again."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, LLAMA3, with_ordinary_weights
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from draftwire.distributions import rows_of as decoded_rows
+from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
+from draftwire.encoding import Claim, decode_one
+from draftwire.errors import InvalidRequestError
+from draftwire.models.cached_model import CachedModel, Reading
+from draftwire.models.kv_cache import CachedSequence, slots_of
+from draftwire.models.layer_parallel import (
+    LayerGroups,
+    LayerParallelDecoder,
+    LayerParallelism,
+    groups_of_size,
+    holders_of,
+    runs_in_parallel,
+    written,
+)
+from draftwire.models.lean_decoder import LeanDecoder
+from draftwire.models.loading import load_model
+from draftwire.quantization import Encoding, Quantization
+from draftwire.randomness import KEY_BYTES, DrawKey
+from draftwire.sampling import SamplingParams
+
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 97
+NUM_LAYERS = 8
+SHAPE = FAMILY_SHAPE | {"num_hidden_layers": NUM_LAYERS, "num_attention_heads": 6, "num_key_value_heads": 2}
+GROUPS: dict[str, LayerGroups] = {
+    "pairs": groups_of_size(2, NUM_LAYERS),
+    "of three": groups_of_size(3, NUM_LAYERS),
+    "of five": groups_of_size(5, NUM_LAYERS),
+    "all": (tuple(range(NUM_LAYERS)),),
+    "by list": ((0, 1), (2,), (3, 4, 5), (6, 7)),
+}
+
+
+def make(name: str) -> PreTrainedModel:
+    """Returns a float32 model with weights and biases of ordinary size."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        match name:
+            case "llama with all biases":
+                model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True))
+            case "llama 3.1":
+                model = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3, tie_word_embeddings=True))
+            case "mistral":
+                model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24))
+            case "qwen2, some layers with windows":
+                model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **FAMILY_WINDOW | {"max_window_layers": 4}))
+            case "qwen3":
+                model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=12))
+            case _:
+                raise AssertionError(name)
+        return with_ordinary_weights(model)
+
+
+NAMES = ["llama with all biases", "llama 3.1", "mistral", "qwen2, some layers with windows", "qwen3"]
+
+
+@torch.inference_mode()
+def by_definition(model: PreTrainedModel, groups: LayerGroups, ids: list[int]) -> Tensor:
+    """Returns the logits after each token, by the modules of transformers and the equations of the paper."""
+    base: Any = model.model
+    hidden = base.embed_tokens(torch.tensor([ids]))
+    positions = base.rotary_emb(hidden, torch.arange(len(ids)).unsqueeze(0))
+    for group in groups:
+        attended = []
+        for index in group:
+            layer = base.layers[index]
+            window = base.config.sliding_window if model.config.model_type == "mistral" else None
+            window = window or getattr(layer.self_attn, "sliding_window", None) or len(ids)
+            distance = torch.arange(len(ids)).unsqueeze(1) - torch.arange(len(ids))
+            mask = torch.zeros(1, 1, len(ids), len(ids), dtype=hidden.dtype)
+            mask.masked_fill_((distance < 0) | (distance >= window), -torch.inf)
+            normalized = layer.input_layernorm(hidden)
+            attended.append(layer.self_attn(normalized, position_embeddings=positions, attention_mask=mask)[0])
+        for index, output in zip(group, attended, strict=True):
+            hidden = hidden + output
+            hidden = hidden + base.layers[index].mlp(base.layers[index].post_attention_layernorm(hidden))
+    return model.lm_head(base.norm(hidden))[0]
+
+
+def cached(model: PreTrainedModel, groups: LayerGroups, is_static: bool = False) -> CachedModel:
+    base = LeanDecoder(model)
+    return CachedModel(base, 4096, is_static, LayerParallelDecoder(base, groups))
+
+
+@pytest.mark.parametrize("is_static", [False, True], ids=["", "static"])
+@pytest.mark.parametrize("grouping", GROUPS)
+@pytest.mark.parametrize("name", NAMES)
+def test_fuzzy_logits_are_those_of_the_definition(name: str, grouping: str, is_static: bool) -> None:
+    """In float32, in batches of ragged lengths, with ends forgotten and read again: at most 1e-4 apart."""
+    reference, groups = make(name), GROUPS[grouping]
+    model = cached(make(name), groups, is_static)
+    generator = random.Random(3)
+    texts: list[list[int]] = [[] for _ in range(5)]
+    sequences = [model.cache.open() for _ in texts]
+    largest, from_exact = 0.0, 0.0
+    for _ in range(10):
+        members = generator.sample(range(5), generator.randint(1, 5))
+        readings = []
+        for index in members:
+            if texts[index] and generator.random() < 0.5:
+                length = generator.randrange(len(texts[index]))
+                del texts[index][length:]
+                model.cache.truncate(sequences[index], length)
+            ids = [generator.randrange(VOCAB_SIZE) for _ in range(generator.choice([1, 1, 2, 5, 40]))]
+            texts[index] += ids
+            readings.append(Reading(sequences[index], ids, generator.randint(0, len(ids))))
+        rows = model.read(readings, fuzzily=True).split([reading.keep for reading in readings])
+        for index, reading, own in zip(members, readings, rows, strict=True):
+            if reading.keep:
+                expected = by_definition(reference, groups, texts[index])[-reading.keep :]
+                exact = by_definition(reference, groups_of_size(1, NUM_LAYERS), texts[index])[-reading.keep :]
+                largest = max(largest, float((own - expected).abs().max()))
+                from_exact = max(from_exact, float((own - exact).abs().max()))
+    assert 0.0 < largest <= 1e-4
+    assert from_exact > 0.05, "the approximation is one"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_groups_of_one_are_the_ordinary_decoder_to_the_bit(name: str) -> None:
+    model = cached(make(name), groups_of_size(1, NUM_LAYERS))
+    generator = random.Random(1)
+    sequences = [model.cache.open() for _ in range(6)]
+    texts = [[generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 40))] for _ in sequences]
+    results = []
+    for fuzzily in (False, True):
+        readings = [Reading(sequence, text, len(text)) for sequence, text in zip(sequences, texts, strict=True)]
+        results.append(model.read(readings, fuzzily).clone())
+        for sequence in sequences:
+            model.cache.truncate(sequence, 0)
+    assert torch.equal(*results)
+
+
+def test_lower_precision_differs_by_rounding_alone() -> None:
+    """Weights that are scaled by those of the norm before are rounded once more than others."""
+    groups, ids = GROUPS["of five"], [random.Random(1).randrange(VOCAB_SIZE) for _ in range(50)]
+    reference = make("qwen3")
+    expected = by_definition(reference, groups, ids)
+    rounded: Any = make("qwen3").to(torch.bfloat16)
+    own = by_definition(rounded, groups, ids).float()
+    model = cached(rounded, groups)
+    logits = model.read([Reading(model.cache.open(), ids, len(ids))], fuzzily=True).float()
+    assert (logits - expected).abs().mean() <= 1.3 * (own - expected).abs().mean()
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(24, 14), (28, 12)], ids=["0.5B", "1.5B and 7B"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_layers_of_the_qwen2_5_family_are_grouped(layers: int, heads: int, size: int) -> None:
+    """With the layers and heads of those models, which have two key heads, and narrow heads."""
+    shape = SHAPE | {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": heads * 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        reference = with_ordinary_weights(Qwen2ForCausalLM(Qwen2Config(**shape)))
+    groups = groups_of_size(size, layers)
+    assert max(len(group) for group in groups) == size
+    model = cached(reference, groups)
+    ids = list(range(20))
+    sequence = model.cache.open()
+    model.read([Reading(sequence, ids[:12], 0)], fuzzily=True)
+    rows = torch.cat([model.extend([sequence], torch.tensor([token])) for token in ids[12:]])
+    assert (rows - by_definition(reference, groups, ids)[12:]).abs().max() <= 1e-4
+
+
+def test_groups_are_those_of_the_paper() -> None:
+    assert written(groups_of_size(4, 32)) == "0 1-3 4-7 8-11 12-15 16-19 20-23 24-27 28-30 31"
+    assert written(groups_of_size(4, 8)) == "0 1-3 4-6 7"
+    assert written(groups_of_size(2, 8)) == "0 1 2-3 4-5 6 7"
+    assert written(groups_of_size(1, 4)) == "0 1 2 3"
+    assert written(groups_of_size(5, 3)) == "0 1 2"
+    assert written(groups_of_size(5, 1)) == "0"
+    for size, layers in [(size, layers) for size in range(1, 9) for layers in range(1, 20)]:
+        groups = groups_of_size(size, layers)
+        assert [index for group in groups for index in group] == list(range(layers))
+        assert len(groups[0]) == len(groups[-1]) == 1
+        assert max(map(len, groups)) <= size
+        assert LayerParallelism(groups=written(groups)).of(layers) == groups
+        assert runs_in_parallel(groups) == (max(map(len, groups)) > 1)
+
+
+@pytest.mark.parametrize("text", ["0 1-3 4-7", "0,1-3,4-7", " 0, 1-3 4-7\n"])
+def test_groups_can_be_listed(text: str) -> None:
+    assert LayerParallelism(groups=text).of(8) == ((0,), (1, 2, 3), (4, 5, 6, 7))
+
+
+@pytest.mark.parametrize("text", ["", "0 1-3 4-6", "0 1-3 3-7", "1-7 0", "0 1-3 4-8", "0 3-1 4-7"])
+def test_lists_that_are_no_groups_of_the_model_are_refused(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="group"):
+        LayerParallelism(groups=text).of(8)
+
+
+@pytest.mark.parametrize("text", ["a", "0 1-", "-1", "0 1..3", "0 1--3", "٣"])
+def test_lists_that_cannot_be_read_are_refused(text: str) -> None:
+    with pytest.raises(InvalidRequestError, match="is written as"):
+        LayerParallelism(groups=text)
+
+
+def test_size_below_one_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="at least 1"):
+        LayerParallelism(size=0)
+
+
+def test_layers_that_run_together_are_dealt_out_and_the_others_are_everywhere() -> None:
+    assert holders_of(((0,), (1, 2, 3), (4, 5), (6,)), 2) == [None, 0, 1, 0, 0, 1, None]
+    assert holders_of(((0,), (1, 2)), 4) == [None, 0, 1]
+
+
+# What a drafter's cache holds from round to round.
+
+PROMPT = [3, 1, 4, 1, 5]
+KEY = bytes(range(KEY_BYTES))
+CONTEXT_LENGTH = 512
+
+
+def drafter_of(model: PreTrainedModel, groups: LayerGroups, calibrates: bool = True) -> LanguageModelDrafter:
+    quantization = Quantization(Encoding.DENSE_FLOAT32)
+    return LanguageModelDrafter(cached(model, groups), CONTEXT_LENGTH, 0, quantization, calibrates)
+
+
+def request(num_tokens: int, round: int, is_cut: Any = None) -> DraftRequest:
+    key = DrawKey(KEY, 0, round, 0)
+    return DraftRequest(num_tokens, SamplingParams(), key, VOCAB_SIZE, is_cut=is_cut or (lambda: False))
+
+
+def stored(model: CachedModel, sequence: CachedSequence, length: int) -> list[Tensor]:
+    """Returns the keys and values of a sequence's first tokens, layer by layer."""
+    slots = torch.from_numpy(slots_of([sequence], length)[0])
+    return [tensor[slots] for index in range(NUM_LAYERS) for tensor in model._storage._layers[index]]
+
+
+def from_fresh(reference: CachedModel, model: CachedModel, sequence: LanguageModelSequence) -> float:
+    """Returns how far the committed part of a cache is from one into which the text is read in one pass."""
+    ids = sequence.ids[: sequence._num_committed]
+    own = reference.cache.open()
+    reference.read([Reading(own, ids, 0)])
+    pairs = zip(stored(model, sequence.cached, len(ids)), stored(reference, own, len(ids)), strict=True)
+    difference = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
+    reference.cache.close(own)
+    return difference
+
+
+def draft(drafter: LanguageModelDrafter, sequence: LanguageModelSequence, wanted: DraftRequest) -> Draft:
+    (result,) = drafter.step([Drafting(sequence, wanted)]).drafts
+    assert isinstance(result, Draft)
+    return result
+
+
+KINDS = ["judged", "judged", "judged", "cut", "drafted twice", "lost", "moved", "plain", "in parts"]
+
+
+def live(drafter: LanguageModelDrafter, reference: CachedModel, seed: int) -> float:
+    """Lets a session live through rounds of all kinds; returns how far from exact its cache was in any, at most."""
+    generator = random.Random(seed)
+    sequence = drafter.open(PROMPT, f"session {seed}")
+    committed, furthest = list(PROMPT), 0.0
+    for round in range(14):
+        kind = generator.choice(KINDS)
+        is_cut = (lambda: True) if kind == "cut" else None
+        proposed = draft(drafter, sequence, request(generator.randint(1, 6), round, is_cut)).token_ids
+        if kind == "drafted twice":
+            sequence.calibrate(len(committed), [])
+            proposed = draft(drafter, sequence, request(4, round)).token_ids
+        drafter.model.cache.check_integrity()
+        assert sequence.ids == committed + proposed
+        furthest = max(furthest, from_fresh(reference, drafter.model, sequence))
+        base_len = len(committed)
+        committed += proposed[: 0 if kind in ("lost", "plain") else generator.randint(0, len(proposed))]
+        committed += [generator.randrange(VOCAB_SIZE) for _ in range(20 if kind in ("plain", "in parts") else 1)]
+        if kind == "moved":
+            sequence.close()
+            sequence = drafter.open(committed, f"session {seed}")
+        else:
+            sequence.calibrate(base_len, committed[base_len:])
+        while kind == "in parts" and sequence.num_unread > 3:
+            drafter.step([Drafting(sequence, None, max_read=3)])
+    sequence.close()
+    return furthest
+
+
+@pytest.fixture(scope="module")
+def network() -> PreTrainedModel:
+    return make("llama with all biases")
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("grouping", ["pairs", "of five", "all"])
+def test_calibrated_cache_is_that_of_a_fresh_prefill(network: PreTrainedModel, grouping: str, seed: int) -> None:
+    """After rounds of all kinds; in float32, at most 1e-5 apart."""
+    reference = CachedModel(LeanDecoder(network), 4096)
+    assert live(drafter_of(network, GROUPS[grouping]), reference, seed) <= 1e-5
+
+
+def test_cache_without_calibration_is_not(network: PreTrainedModel) -> None:
+    """The test above can fail."""
+    reference = CachedModel(LeanDecoder(network), 4096)
+    assert all(live(drafter_of(network, GROUPS["of five"], False), reference, seed) > 1e-2 for seed in range(3))
+
+
+def test_embedded_drafter_is_calibrated_too() -> None:
+    model = load_model("models/drafter", "float32").model
+    groups = groups_of_size(4, NUM_LAYERS)
+    drafter, reference = drafter_of(model, groups), CachedModel(LeanDecoder(model), 4096)
+    assert live(drafter, reference, 0) <= 1e-5
+
+
+def rows_of(proposed: Draft) -> Tensor:
+    return decoded_rows(decode_one(Claim(proposed.token_ids, proposed.distributions), VOCAB_SIZE)).dense()
+
+
+def test_first_token_of_a_block_is_drawn_exactly_and_the_others_on_an_exact_cache(network: PreTrainedModel) -> None:
+    """What is sent is what the model says after the committed tokens, and approximately after those drafted since."""
+    drafter, groups = drafter_of(network, GROUPS["of five"]), GROUPS["of five"]
+    sequence, committed = drafter.open(PROMPT), list(PROMPT)
+    for round in range(5):
+        proposed = draft(drafter, sequence, request(4, round))
+        model = cached(network, groups)
+        own = model.cache.open()
+        rows = [model.read([Reading(own, committed, 1)])]
+        rows += [model.extend([own], torch.tensor([token])) for token in proposed.token_ids[:-1]]
+        expected = torch.cat(rows).softmax(dim=-1)
+        assert (rows_of(proposed) - expected).abs().max() <= 1e-5
+        exact = CachedModel(LeanDecoder(network), 4096)
+        text = committed + proposed.token_ids[:-1]
+        whole = exact.read([Reading(exact.cache.open(), text, 4)]).softmax(dim=-1)
+        assert (rows_of(proposed)[0] - whole[0]).abs().max() <= 1e-5
+        assert (rows_of(proposed)[1:] - whole[1:]).abs().max() > 1e-3
+        committed += [*proposed.token_ids[: round % 4], 7]
+        sequence.calibrate(len(committed) - round % 4 - 1, committed[len(committed) - round % 4 - 1 :])
+
+
+def test_groups_of_one_draft_what_the_ordinary_drafter_drafts_to_the_bit(network: PreTrainedModel) -> None:
+    ordinary = LanguageModelDrafter(
+        CachedModel(LeanDecoder(network), 4096), CONTEXT_LENGTH, 0, Quantization(Encoding.DENSE_FLOAT32)
+    )
+    alone = drafter_of(network, groups_of_size(1, NUM_LAYERS))
+    assert alone.model.extends_exactly, "nothing has to be computed again"
+    sequences = [drafter.open(PROMPT) for drafter in (ordinary, alone)]
+    committed, generator = list(PROMPT), random.Random(2)
+    for round in range(8):
+        drafts = [
+            draft(drafter, sequence, request(5, round))
+            for drafter, sequence in zip((ordinary, alone), sequences, strict=True)
+        ]
+        assert drafts[0].token_ids == drafts[1].token_ids
+        assert torch.equal(rows_of(drafts[0]), rows_of(drafts[1]))
+        base_len = len(committed)
+        committed += [*drafts[0].token_ids[: generator.randint(0, 5)], generator.randrange(VOCAB_SIZE)]
+        for sequence in sequences:
+            sequence.calibrate(base_len, committed[base_len:])
+
+
+@pytest.mark.parametrize("calibrates", [True, False])
+def test_sequences_of_a_step_draft_what_each_would_draft_alone(network: PreTrainedModel, calibrates: bool) -> None:
+    """Prompts and rounds together: without calibration, the former are read exactly and the latter are not."""
+    prompts = [PROMPT, [9, 8, 7], [5] * 40]
+    together, apart = (drafter_of(network, GROUPS["of three"], calibrates) for _ in range(2))
+    sequences = [[drafter.open(prompt) for prompt in prompts] for drafter in (together, apart)]
+    for round in range(4):
+        members = range(1 + round % 3)  # others come later
+        steps = together.step([Drafting(sequences[0][member], request(3, round)) for member in members])
+        for member, proposed in zip(members, steps.drafts, strict=True):
+            alone = draft(apart, sequences[1][member], request(3, round))
+            assert isinstance(proposed, Draft)
+            assert proposed.token_ids == alone.token_ids
+            assert (rows_of(proposed) - rows_of(alone)).abs().max() <= 1e-5
+            for own in (sequences[0][member], sequences[1][member]):
+                own.calibrate(len(own.ids) - 2, [proposed.token_ids[1], member])
+
+
+@pytest.mark.parametrize("calibrates", [True, False])
+def test_what_others_take_over_is_exact(network: PreTrainedModel, calibrates: bool) -> None:
+    drafter, reference = drafter_of(network, GROUPS["all"], calibrates), CachedModel(LeanDecoder(network), 4096)
+    first = drafter.open(list(range(40)))
+    for round in range(12):
+        proposed = draft(drafter, first, request(4, round)).token_ids
+        first.calibrate(len(first.ids) - 4, [*proposed, 11])
+    draft(drafter, first, request(4, 12))
+    text = first.ids[: first._num_committed]
+    second = drafter.open([*text, 3])
+    assert second.num_reused >= 32, "the prompt was offered"
+    assert second.num_reused >= 80 or not calibrates, "and what came to it"
+    draft(drafter, second, request(1, 0))
+    assert from_fresh(reference, drafter.model, second) <= 1e-5
