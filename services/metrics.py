@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from draftwire.audit import AuditSums, DrafterAudit
@@ -11,6 +11,8 @@ from draftwire.rounds import Verdict
 from draftwire.services.admission import Room
 
 PREFIX = "draftwire:"
+SECONDS = tuple(10.0 ** (power / 4) for power in range(-16, 1))
+"""Buckets of durations, 0.1 ms to 1 s: four in each power of ten."""
 
 
 class Scheduled(Protocol):
@@ -47,6 +49,10 @@ class ServiceMetrics:
     def counter(self, name: str, documentation: str, labels: tuple[str, ...] = ()) -> Counter:
         """Registers a counter."""
         return Counter(PREFIX + name, documentation, labels, registry=self.registry)
+
+    def histogram(self, name: str, documentation: str) -> Histogram:
+        """Registers a histogram of durations, seconds."""
+        return Histogram(PREFIX + name, documentation, buckets=SECONDS, registry=self.registry)
 
     def serve(self, port: int, host: str) -> int:
         """Serves `/metrics` on a thread and returns the port."""
@@ -107,6 +113,9 @@ class VerifierMetrics(EngineMetrics):
         self.draft_tokens = self.counter("spec_decode_num_draft_tokens", "Draft tokens judged.")
         self.accepted = self.counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
         self.near_ties = self.counter("near_ties", "Tokens that rounding could have changed, under the rule coupled.")
+        self.drafted_per_position = self.counter(
+            "spec_decode_num_draft_tokens_per_pos", "Draft tokens judged, by position in the block.", ("position",)
+        )
         self.accepted_per_position = self.counter(
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the block.", ("position",)
         )
@@ -126,8 +135,30 @@ class VerifierMetrics(EngineMetrics):
             self.drafts.inc()
             self.draft_tokens.inc(verdict.num_draft_tokens)
             self.accepted.inc(verdict.num_accepted_tokens)
+            for position in range(verdict.num_draft_tokens):
+                self.drafted_per_position.labels(position).inc()
             for position in range(verdict.num_accepted_tokens):
                 self.accepted_per_position.labels(position).inc()
+
+
+class DraftTimes(Protocol):
+    """What a step of a drafter took."""
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that were read before drafting."""
+
+    @property
+    def calibration_s(self) -> float:
+        """How long that took, seconds."""
+
+    @property
+    def draft_s(self) -> float:
+        """How long drafting took, seconds."""
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes that it took."""
 
 
 class DrafterMetrics(EngineMetrics):
@@ -137,6 +168,23 @@ class DrafterMetrics(EngineMetrics):
         super().__init__()
         self.blocks_sent = self.counter("blocks_sent", "Draft blocks sent to verifiers.")
         self.draft_tokens = self.counter("draft_tokens_sent", "Draft tokens sent to verifiers.")
+        self.calibration_s = self.histogram(
+            "calibration_seconds",
+            "Reading what was committed since the last block, for all sessions of a step; exact, also where drafting "
+            "is not. Steps that read prompts are left out.",
+        )
+        self.draft_pass_s = self.histogram(
+            "draft_pass_seconds",
+            "A forward pass over the last drafted token of each session of a step, drawing the next one included; with "
+            "layers that run at the same time, where there are such. Mean over a step.",
+        )
+
+    def time(self, result: DraftTimes, reads_prompts: bool) -> None:
+        """Notes how long the parts of a step took."""
+        if result.num_read and not reads_prompts:
+            self.calibration_s.observe(result.calibration_s)
+        if result.num_passes:
+            self.draft_pass_s.observe(result.draft_s / result.num_passes)
 
 
 class GatewayMetrics(ServiceMetrics):

@@ -244,6 +244,7 @@ class DrafterCore:
                     self._fail(item.session.key, failure)
             return
         self.metrics.steps.inc()
+        self.metrics.time(result, step.reads_prompts)
         for completed in self._scheduler.complete(step, result):
             if completed.is_opened:
                 opening = self._opening.get(completed.session.key)

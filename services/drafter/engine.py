@@ -51,6 +51,8 @@ class DraftEngine:
             num_reused=[drafting.sequence.num_reused for drafting in draftings],
             num_read=done.num_read,
             calibration_s=done.calibration_s,
+            draft_s=done.draft_s,
+            num_passes=done.num_passes,
         )
 
     def forget(self, key: SessionKey) -> None:

@@ -71,6 +71,11 @@ class Step:
 
     items: Sequence[StepItem]
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether more is read in it than rounds commit."""
+        return any(item.max_read is not None for item in self.items)
+
 
 Outcome = DraftBlock | DraftwireError | None
 """Of a session's part in a step: a block, an error that ends the session, or None where only tokens were read."""
@@ -87,6 +92,10 @@ class StepResult:
     """Tokens that were read before drafting."""
     calibration_s: float
     """How long that took, seconds."""
+    draft_s: float = 0.0
+    """How long drafting took, seconds."""
+    num_passes: int = 0
+    """Forward passes that it took."""
 
 
 @dataclass(frozen=True, slots=True)
