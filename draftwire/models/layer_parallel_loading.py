@@ -4,7 +4,13 @@ from dataclasses import dataclass
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.decoder import Decoder
-from draftwire.models.layer_parallel import LayerParallelDecoder, LayerParallelism, Ranks, groups_of_size
+from draftwire.models.layer_parallel import (
+    LayerGroups,
+    LayerParallelDecoder,
+    LayerParallelism,
+    Ranks,
+    groups_of_size,
+)
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import ModelCard, load_model
 from draftwire.models.process_group import ProcessGroup
@@ -20,6 +26,7 @@ class LoadedLayers:
     """One layer after the other."""
     drafting: LayerParallelDecoder
     """The layers of a group at the same time."""
+    groups: LayerGroups
 
 
 def load_layer_parallel(
@@ -58,4 +65,4 @@ def load_layer_parallel(
     except BaseException as error:
         group.break_off(f"its part of {name} was not loaded: {type(error).__name__}")
         raise
-    return LoadedLayers(loaded.card, exact, drafting)
+    return LoadedLayers(loaded.card, exact, drafting, groups)

@@ -1,10 +1,14 @@
 """Loads one rank of a drafter whose layers run together on several devices. To be called on the torch thread."""
 
-from draftwire.models.layer_parallel import LayerParallelism
+import structlog
+
+from draftwire.models.layer_parallel import LayerParallelism, written
 from draftwire.models.layer_parallel_loading import load_layer_parallel
 from draftwire.models.tensor_parallel import ParallelModel
 from draftwire.services.ranks.follower import RankConfig
 from draftwire.services.ranks.group_model import LoadedRank, join_group
+
+log = structlog.get_logger()
 
 
 def load_rank(config: RankConfig) -> LoadedRank:
@@ -17,6 +21,7 @@ def load_rank(config: RankConfig) -> LoadedRank:
     loading, group = config.loading, join_group(config)
     layers = LayerParallelism(config.layers.layer_parallel_size, config.layers.layer_groups)
     loaded = load_layer_parallel(loading.model, loading.dtype, str(group.device), loading.revision, layers, group)
+    log.info("models.layers_grouped", groups=written(loaded.groups), rank=group.rank)
     # Not static: graphs with collectives in them have not been tried on GPUs.
     model = ParallelModel(loaded.exact, config.cache_tokens, drafting=loaded.drafting, group=group)
     return LoadedRank(loaded.card, model, group)
