@@ -1,11 +1,12 @@
 """Layers that run at the same time compute what EasySpec says, and what they leave in the cache is made good again."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, LLAMA3, with_ordinary_weights
+from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, LLAMA3, save_tiny_model, tiny_network, with_ordinary_weights
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -40,6 +41,9 @@ from draftwire.models.loading import load_model
 from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import KEY_BYTES, DrawKey
 from draftwire.sampling import SamplingParams
+from draftwire.services.drafter.config import LayerParallelSettings
+from draftwire.services.models import load_drafter
+from draftwire.services.settings import EngineSettings, ModelSettings
 
 torch.set_num_threads(1)
 
@@ -403,3 +407,29 @@ def test_what_others_take_over_is_exact(network: PreTrainedModel, calibrates: bo
     assert second.num_reused >= 80 or not calibrates, "and what came to it"
     draft(drafter, second, request(1, 0))
     assert from_fresh(reference, drafter.model, second) <= 1e-5
+
+
+@pytest.mark.parametrize("layers", [LayerParallelSettings(4), LayerParallelSettings(layer_groups="0 1-6 7-22 23")])
+def test_qwen2_5_checkpoint_is_loaded_by_path_and_drafts(tmp_path: Path, layers: LayerParallelSettings) -> None:
+    """With the layers, heads and tied embeddings of the 0.5B one, in bfloat16 on disk."""
+    folder = save_tiny_model(tmp_path, VOCAB_SIZE)  # for its tokenizer
+    shape = SHAPE | {"num_hidden_layers": 24, "num_attention_heads": 14, "hidden_size": 14 * 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        model = with_ordinary_weights(Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    quantization = Quantization(Encoding.DENSE_FLOAT32)
+    loaded = load_drafter(ModelSettings(str(folder)), EngineSettings(kv_cache_tokens=1024), quantization, layers)
+    sequence = loaded.strategy.open(PROMPT)
+    (proposed,) = loaded.strategy.step([Drafting(sequence, request(5, 0))]).drafts
+    assert isinstance(proposed, Draft)
+    groups = LayerParallelism(layers.layer_parallel_size, layers.layer_groups).of(24)
+    expected = drafter_of(Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), groups)
+    assert (rows_of(proposed) - rows_of(draft(expected, expected.open(PROMPT), request(5, 0)))).abs().max() <= 1e-5
+
+
+def test_models_that_the_lean_decoder_does_not_run_are_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, VOCAB_SIZE)
+    tiny_network("gpt2", VOCAB_SIZE).save_pretrained(folder)
+    with pytest.raises(InvalidRequestError, match="lean decoder alone, not here: models of type gpt2"):
+        load_drafter(ModelSettings(str(folder)), EngineSettings(), Quantization(), LayerParallelSettings(4))
