@@ -129,7 +129,7 @@ def test_fuzzy_logits_are_those_of_the_definition(name: str, grouping: str, is_s
                 length = generator.randrange(len(texts[index]))
                 del texts[index][length:]
                 model.cache.truncate(sequences[index], length)
-            ids = [generator.randrange(VOCAB_SIZE) for _ in range(generator.choice([1, 1, 2, 5, 40]))]
+            ids = [generator.randrange(VOCAB_SIZE) for _ in range(generator.choice([1, 1, 2, 3, 5, 7, 40]))]
             texts[index] += ids
             readings.append(Reading(sequences[index], ids, generator.randint(0, len(ids))))
         rows = model.read(readings, fuzzily=True).split([reading.keep for reading in readings])
@@ -296,6 +296,7 @@ def live(drafter: LanguageModelDrafter, reference: CachedModel, seed: int) -> fl
             sequence.close()
             sequence = drafter.open(committed, f"session {seed}")
         else:
+            sequence.calibrate(base_len, [])  # the last word counts
             sequence.calibrate(base_len, committed[base_len:])
         while kind == "in parts" and sequence.num_unread > 3:
             drafter.step([Drafting(sequence, None, max_read=3)])
