@@ -23,6 +23,7 @@ import torch
 import transformers
 
 from benchmarks.gpu_sections.exactness import exactness
+from benchmarks.gpu_sections.layer_parallel import layer_parallel
 from benchmarks.gpu_sections.pair import Pair, make_pair
 from benchmarks.gpu_sections.plan import Plan
 from benchmarks.gpu_sections.rules import rules
@@ -56,6 +57,7 @@ class Sections:
             Section("speculation", 120.0, self._speculation),
             Section("sharing", 80.0, self._sharing),
             Section("rules", 80.0, partial(rules, self._plan)),
+            Section("layer parallel", 25.0, partial(layer_parallel, self._plan)),
             *(greedy if self._has_greedy else []),
         ]
 
