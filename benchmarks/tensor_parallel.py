@@ -56,10 +56,10 @@ class TimedGroup(ProcessGroup):
         self.seconds = dict.fromkeys((PLAN, SUM, GATHER), 0.0)
         self.num_sums = 0
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """See `ProcessGroup.broadcast`."""
         started = time.perf_counter()
-        super().broadcast(tensor)
+        super().broadcast(tensor, source)
         self.seconds[PLAN] += time.perf_counter() - started
 
     def all_reduce(self, tensor: Tensor) -> None:
