@@ -26,6 +26,7 @@ from draftwire.errors import (
     InvalidRequestError,
     ModelMismatchError,
     NoRoomError,
+    ProtocolViolationError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -157,19 +158,32 @@ class _Collected:
         self.prompt_logprobs: list[TokenLogprob] | None = [] if request.HasField("prompt_logprobs") else None
 
     def take(self, delta: gateway_pb2.GenerateDelta) -> Piece:
-        """Adds more tokens or text."""
+        """Adds more tokens or text.
+
+        Raises:
+            ProtocolViolationError: log-probabilities are missing.
+        """
         tokens = _tokens(delta)
         if self.logprobs is not None:
+            if len(tokens) != len(delta.token_ids):
+                raise ProtocolViolationError("the gateway leaves out log-probabilities: it may be of an older version")
             self.logprobs += tokens
         self.text.append(delta.text)
         self.token_ids += delta.token_ids
         return Piece(list(delta.token_ids), delta.text, tokens if self.logprobs is not None else None)
 
     def take_prompt(self, message: gateway_pb2.PromptLogprobs) -> Piece | None:
-        """Adds more of the prompt; None if all of it has come before, because the call is not the first."""
+        """Adds more of the prompt; None if all of it has come before, because the call is not the first.
+
+        Raises:
+            ProtocolViolationError: tokens are missing.
+        """
         if self.prompt_logprobs is None:
             return None
-        new = _tokens(message)[len(self.prompt_logprobs) + 1 - message.first_position :]
+        num_known = len(self.prompt_logprobs) + 1 - message.first_position
+        if num_known < 0:
+            raise ProtocolViolationError("the gateway leaves out log-probabilities of the prompt")
+        new = _tokens(message)[num_known:]
         self.prompt_logprobs += new
         return Piece([], "", [] if self.logprobs is not None else None, new) if new else None
 

@@ -67,16 +67,15 @@ def reported(log_probs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
         token_ids: the token of each row.
         num_top: how many of the likeliest tokens each row reports, if so many are possible.
     """
-    values = log_probs.gather(1, upload(token_ids, log_probs.device, torch.int64).unsqueeze(1))
+    own = log_probs.gather(1, upload(token_ids, log_probs.device, torch.int64).unsqueeze(1))
     width = min(max(num_top), log_probs.shape[1])
     top = log_probs.topk(width, dim=1)
-    numbers = torch.cat([values, top.values], dim=1).tolist()
-    ids = top.indices.tolist()
-    pairs = [list(zip(row, best, strict=True)) for row, (_, *best) in zip(ids, numbers, strict=True)]
-    return [
-        TokenLogprob(token, own, [pair for pair in best[:count] if pair[1] > -math.inf])
-        for token, (own, *_), best, count in zip(token_ids, numbers, pairs, num_top, strict=True)
-    ]
+    numbers = torch.cat([own.double(), top.values.double(), top.indices.double()], dim=1).tolist()  # ids are exact
+    tokens = []
+    for token, (value, *best), count in zip(token_ids, numbers, num_top, strict=True):
+        pairs = list(zip(map(int, best[width:]), best[:width], strict=True))[:count]
+        tokens.append(TokenLogprob(token, value, [pair for pair in pairs if pair[1] > -math.inf]))
+    return tokens
 
 
 def of_prompt(logits: Tensor, prompt: PromptRows) -> list[TokenLogprob]:

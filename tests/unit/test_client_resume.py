@@ -10,7 +10,14 @@ import pytest
 from draftwire.client import patience
 from draftwire.client.patience import NOT_BEGUN_SECONDS, Patience
 from draftwire.client.sync import CompletionStream
-from draftwire.errors import RETRY_KEY, DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.errors import (
+    RETRY_KEY,
+    DraftwireError,
+    InvalidRequestError,
+    NoRoomError,
+    ProtocolViolationError,
+    UnavailableError,
+)
 from draftwire.logprobs import PromptPart, TokenLogprob
 from draftwire.services.gateway.loop import Delta
 from draftwire.services.gateway.server import _event_to_proto
@@ -276,6 +283,11 @@ def test_prompt_that_comes_again_because_no_token_came_is_told_once(clock: Clock
     assert told == [[said_of(30), said_of(31)], [said_of(32)]]
     assert stream.completion is not None
     assert stream.completion.prompt_logprobs == [said_of(30), said_of(31), said_of(32)]
+
+
+def test_gateway_that_leaves_out_what_was_asked_for_is_not_believed(clock: Clock) -> None:
+    refused(asking(Gateways([delta(0), FINISH]), clock, logprobs=0), ProtocolViolationError)
+    refused(asking(Gateways([prompt_part(2, 31), FINISH]), clock, prompt_logprobs=0), ProtocolViolationError)
 
 
 def test_completion_without_log_probabilities_has_none_instead_of_an_empty_list(clock: Clock) -> None:
