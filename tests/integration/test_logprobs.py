@@ -3,13 +3,16 @@
 import itertools
 import math
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import read_metric
 from test_services import wait_until
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -191,6 +194,30 @@ def test_text_for_a_seed_is_the_same_with_and_without(client: Client) -> None:
         options = {**sampling, "seed": seed, "max_tokens": 30, "rejection_sample_method": "coupled"}
         texts = {tuple(client.generate(prompt, **options, **wish).token_ids) for wish in wishes}
         assert len(texts) == 1
+
+
+def test_completion_whose_verifier_is_killed_keeps_its_log_probabilities(
+    folders: tuple[Path, Path], reference: PreTrainedModel
+) -> None:
+    prompt = [number % VOCAB_SIZE for number in range(150)]
+    options: Options = {"max_tokens": CONTEXT_LENGTH - 150, "seed": 1, "logprobs": 1, "prompt_logprobs": 1}
+    verifier = {"verifier": stack_options(*folders)["verifier"]}
+    with ExitStack() as exits:
+        stacks = [exits.enter_context(LocalStack(verifier)) for _ in range(2)]
+        addresses = ",".join(f"127.0.0.1:{one.services['verifier'].port}" for one in stacks)
+        gateway = exits.enter_context(LocalStack({"gateway": {"verifier": addresses}}))
+        client = exits.enter_context(Client(gateway.address))
+        stream = client.stream(prompt, **options)
+        pieces = iter(stream)
+        told = list(next(pieces).prompt_logprobs or [])
+        (holder,) = [one for one in stacks if read_metric(one, "verifier", "num_sessions")]
+        holder.services["verifier"].process.send_signal(signal.SIGKILL)
+        for piece in pieces:
+            told += piece.prompt_logprobs or []
+        assert stream.completion is not None
+        assert stream.completion.statistics.num_verifiers_lost == 1
+        assert told == stream.completion.prompt_logprobs
+        check_completion(reference, prompt, options, stream.completion)
 
 
 def test_statistics_say_how_many_tokens_rounds_accepted(client: Client) -> None:
