@@ -9,6 +9,7 @@ import numpy as np
 
 from draftwire.encoding import Decoded, DraftDistributions
 from draftwire.errors import BlockViolationError
+from draftwire.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.randomness import KEY_BYTES
 from draftwire.sampling import SamplingParams
 
@@ -154,6 +155,17 @@ class Verdict:
     """Tokens of the round that rounding could have changed, as far as the rule counts them."""
     num_cached_tokens: int = 0
     """Tokens that the target did not have to read, because another session had, over the whole session."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each of the tokens, if the session asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRead:
+    """What the target says of tokens of a prompt that a step has read. Comes before the session's first verdict."""
+
+    session_id: int
+    epoch: int
+    part: PromptPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +220,8 @@ class TargetSessionSpec:
     cache_salt: str = ""
     permit_key: bytes = b""
     """Makes the permits of the drafters whose blocks the session takes; empty takes none."""
+    logprobs: LogprobsRequest = NO_LOGPROBS
+    """What the verifier reports of tokens."""
 
 
 @dataclass(frozen=True, slots=True)

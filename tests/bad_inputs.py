@@ -860,7 +860,12 @@ def _gateway_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Atte
     yield "a rule with a name of 1,000,000 emoji", INVALID, rule, "block, token"
     yield "a `cache_salt` of 257 characters", INVALID, generate(cache_salt="s" * 257), "cache_salt"
     yield "two choices", INVALID, generate(num_choices=2), "num_choices"
-    yield "log-probabilities", INVALID, generate(num_logprobs=1), "num_logprobs"
+    yield "`logprobs` 21", INVALID, generate(logprobs=21), "logprobs"
+    yield "`logprobs` 2^32 - 1", INVALID, generate(logprobs=LARGEST), "logprobs"
+    yield "`logprobs` 20 of a vocabulary of 3", OK, generate(logprobs=20, prompt_logprobs=20)
+    yield "`prompt_logprobs` 21", INVALID, generate(prompt_logprobs=21), "prompt_logprobs"
+    yield "an unknown `logprobs_mode`", INVALID, generate(logprobs_mode="raw_logits"), "logprobs_mode"
+    yield "an empty `logprobs_mode`", INVALID, generate(logprobs_mode=""), "logprobs_mode"
     yield "a resumed text longer than `max_tokens`", INVALID, generate(generated_token_ids=[1] * 5), "generated_token"
     yield "a resumed text of 1,000,000 tokens", INVALID, generate(generated_token_ids=[1] * 10**6), "generated_token"
     yield "a resumed id beyond the vocabulary", INVALID, generate(generated_token_ids=[LARGEST]), "generated_token"
@@ -915,6 +920,10 @@ def _open_target_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, 
     yield "every id a stop token, and `min_tokens`", INVALID, sampling(min_tokens=2, stop_token_ids=every), "min_tokens"
     away = sampling(min_tokens=2, stop_token_ids=[1], allowed_token_ids=[1])
     yield "allowed ids that `min_tokens` keeps away", INVALID, away, "min_tokens"
+    yield "`logprobs` 21", INVALID, open_target(logprobs=21), "logprobs"
+    yield "`prompt_logprobs` 2^32 - 1", INVALID, open_target(prompt_logprobs=LARGEST), "prompt_logprobs"
+    yield "an unknown `logprobs_mode`", INVALID, open_target(logprobs_mode="magic"), "logprobs_mode"
+    yield "log-probabilities of a vocabulary of 3, 20 of each", DONE, open_target(logprobs=20, prompt_logprobs=20)
     yield "stop tokens beyond the vocabulary", DONE, sampling(min_tokens=2, stop_token_ids=[LARGEST])
     yield "bytes that are no message", INVALID, open_target(bad=GARBAGE), "message"
     request = verifier_pb2.OpenTargetSessionRequest(rejection_sample_method="zz").SerializeToString()

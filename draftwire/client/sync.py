@@ -26,9 +26,11 @@ from draftwire.errors import (
     InvalidRequestError,
     ModelMismatchError,
     NoRoomError,
+    ProtocolViolationError,
     UnauthenticatedError,
     UnavailableError,
 )
+from draftwire.logprobs import PackedTop, TokenLogprob, unpack_top
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -65,10 +67,14 @@ _FINISH_REASONS = {gateway_pb2.FINISH_REASON_STOP: "stop", gateway_pb2.FINISH_RE
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens and text that became final."""
+    """Tokens and text that became final, or log-probabilities of more of the prompt."""
 
     token_ids: list[int]
     text: str
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of the tokens; None unless asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of the prompt's next tokens, the first one left out; in pieces of their own, before all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,10 @@ class Completion:
     """Of the last part, if the completion was interrupted."""
     num_resumed: int = 0
     """How often it was interrupted and resumed."""
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of the tokens; None unless asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """One for each token of the prompt but the first; None unless asked for."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -106,6 +116,76 @@ class Completion:
     def acceptance_rate(self) -> float:
         """Accepted draft tokens over draft tokens; 0 where none were drafted."""
         return self.statistics.num_accepted_tokens / max(self.statistics.num_draft_tokens, 1)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """The same, by its name in other servers."""
+        return self.acceptance_rate
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted in a round that judged a draft block, on average; 0 if there was none."""
+        return self.statistics.mean_acceptance_length
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """Rounds that judged a draft block, by how many of its tokens were accepted: 0, 1, 2, ..."""
+        return list(self.statistics.acceptance_histogram)
+
+    @property
+    def num_spec_steps(self) -> int:
+        """Rounds that judged a draft block."""
+        return self.statistics.num_drafts
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens judged."""
+        return self.statistics.num_draft_tokens
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Draft tokens accepted."""
+        return self.statistics.num_accepted_tokens
+
+
+class _Collected:
+    """What has come of a completion, over all its calls."""
+
+    def __init__(self, request: gateway_pb2.GenerateRequest) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = [] if request.HasField("logprobs") else None
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if request.HasField("prompt_logprobs") else None
+
+    def take(self, delta: gateway_pb2.GenerateDelta) -> Piece:
+        """Adds more tokens or text.
+
+        Raises:
+            ProtocolViolationError: log-probabilities are missing.
+        """
+        tokens = _tokens(delta)
+        if self.logprobs is not None:
+            if len(tokens) != len(delta.token_ids):
+                raise ProtocolViolationError("the gateway leaves out log-probabilities: it may be of an older version")
+            self.logprobs += tokens
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        return Piece(list(delta.token_ids), delta.text, tokens if self.logprobs is not None else None)
+
+    def take_prompt(self, message: gateway_pb2.PromptLogprobs) -> Piece | None:
+        """Adds more of the prompt; None if all of it has come before, because the call is not the first.
+
+        Raises:
+            ProtocolViolationError: tokens are missing.
+        """
+        if self.prompt_logprobs is None:
+            return None
+        num_known = len(self.prompt_logprobs) + 1 - message.first_position
+        if num_known < 0:
+            raise ProtocolViolationError("the gateway leaves out log-probabilities of the prompt")
+        new = _tokens(message)[num_known:]
+        self.prompt_logprobs += new
+        return Piece([], "", [] if self.logprobs is not None else None, new) if new else None
 
 
 class CompletionStream:
@@ -126,24 +206,25 @@ class CompletionStream:
         self._call = start(request)
 
     def __iter__(self) -> Iterator[Piece]:
-        text: list[str] = []
-        token_ids: list[int] = []
+        collected = _Collected(self._request)
         while self.completion is None:
             try:
                 for response in self._call:
                     self._patience.renew()
-                    if response.WhichOneof("event") == "delta":
-                        piece = Piece(list(response.delta.token_ids), response.delta.text)
-                        text.append(piece.text)
-                        token_ids += piece.token_ids
-                        yield piece
-                    else:
-                        self.completion = _completion("".join(text), token_ids, response.finish, self._num_resumed)
+                    match response.WhichOneof("event"):
+                        case "delta":
+                            yield collected.take(response.delta)
+                        case "prompt_logprobs":
+                            piece = collected.take_prompt(response.prompt_logprobs)
+                            if piece is not None:
+                                yield piece
+                        case "finish":
+                            self.completion = _completion(collected, response.finish, self._num_resumed)
             except grpc.RpcError as error:
-                self._resume(token_ids, _error_of(error), error)
+                self._resume(collected.token_ids, _error_of(error), error)
             else:
                 if self.completion is None:
-                    self._resume(token_ids, UnavailableError("the stream ended without a finish"), None)
+                    self._resume(collected.token_ids, UnavailableError("the stream ended without a finish"), None)
 
     def cancel(self) -> None:
         """Ends the generation; the server frees what it held."""
@@ -234,6 +315,9 @@ class Client:
         seed: int | None = None,
         num_speculative_tokens: int | None = None,
         rejection_sample_method: str | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        logprobs_mode: str | None = None,
         cache_salt: str = "",
         timeout_s: float | None = None,
         wait_for_server_s: float | None = None,
@@ -259,6 +343,9 @@ class Client:
             seed: makes the run repeatable.
             num_speculative_tokens: draft tokens per round; 0 is plain decoding.
             rejection_sample_method: verification rule.
+            logprobs: reports the target's log-probability of each token and so many of the likeliest ones, 0 to 20.
+            prompt_logprobs: the same for each token of the prompt but the first.
+            logprobs_mode: "raw", before any processing, or "processed", of what tokens are drawn from.
             cache_salt: what the server computes for this prompt is shared with requests of the same salt only.
             timeout_s: deadline for the whole completion.
             wait_for_server_s: how long the server may take to come up before the request is sent.
@@ -294,6 +381,9 @@ class Client:
                 num_speculative_tokens=num_speculative_tokens,
                 rejection_sample_method=rejection_sample_method,
                 cache_salt=cache_salt,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                logprobs_mode=logprobs_mode,
                 **_prompt(prompt),
             )
         except UnicodeError as error:  # whose message would quote the prompt
@@ -385,10 +475,17 @@ def _prompt(prompt: Any) -> dict[str, Any]:
     return {"token_ids": gateway_pb2.TokenIds(ids=prompt)}
 
 
-def _completion(text: str, token_ids: list[int], finish: gateway_pb2.GenerateFinish, num_resumed: int) -> Completion:
+def _tokens(message: gateway_pb2.GenerateDelta | gateway_pb2.PromptLogprobs) -> list[TokenLogprob]:
+    """Returns what a message says of its tokens, if anything."""
+    top = message.top_logprobs
+    packed = PackedTop(top.num_top, top.token_ids, top.logprobs) if message.HasField("top_logprobs") else None
+    return unpack_top(message.token_ids, message.logprobs, packed)
+
+
+def _completion(collected: _Collected, finish: gateway_pb2.GenerateFinish, num_resumed: int) -> Completion:
     return Completion(
-        text=text,
-        token_ids=token_ids,
+        text="".join(collected.text),
+        token_ids=collected.token_ids,
         finish_reason=_FINISH_REASONS[finish.reason],
         seed=finish.seed,
         rejection_sample_method=finish.rejection_sample_method,
@@ -396,6 +493,8 @@ def _completion(text: str, token_ids: list[int], finish: gateway_pb2.GenerateFin
         drafter_error=finish.drafter_error,
         statistics=finish.statistics,
         num_resumed=num_resumed,
+        logprobs=collected.logprobs,
+        prompt_logprobs=collected.prompt_logprobs,
     )
 
 

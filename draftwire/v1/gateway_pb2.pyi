@@ -136,9 +136,11 @@ class GenerateRequest(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
-    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
     max_tokens: _builtins.int
@@ -155,11 +157,21 @@ class GenerateRequest(_message.Message):
     """
     num_choices: _builtins.int
     """Completions to generate. Only 1 is accepted yet."""
-    num_logprobs: _builtins.int
-    """Alternatives to report with each token. Only 0 is accepted yet."""
     cache_salt: _builtins.str
     """Requests with a common beginning share its keys and values, which others could notice by the time a prompt takes.
     Requests with different salts share nothing. At most 256 characters.
+    """
+    logprobs: _builtins.int
+    """Reports the log-probability of every generated token and, with each, the so many likeliest tokens in its place, 0 to
+    20. Absent: nothing is reported.
+    """
+    prompt_logprobs: _builtins.int
+    """The same for every token of the prompt but the first, 0 to 20. The whole prompt is computed for it, and nothing is
+    taken over from earlier requests. Without effect with `generated_token_ids`: it came before the first of these.
+    """
+    logprobs_mode: _builtins.str
+    """Which distribution is reported: "raw", that of the target's logits as they are, or "processed", that which tokens are
+    drawn from, as `sampling` makes it. Absent: raw.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -201,22 +213,28 @@ class GenerateRequest(_message.Message):
         num_speculative_tokens: _builtins.int | None = ...,
         rejection_sample_method: _builtins.str | None = ...,
         num_choices: _builtins.int | None = ...,
-        num_logprobs: _builtins.int | None = ...,
         cache_salt: _builtins.str = ...,
         generated_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        logprobs_mode: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_logprobs", b"_num_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_logprobs", b"num_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_logprobs", b"_num_logprobs", "_num_speculative_tokens", b"_num_speculative_tokens", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "generated_token_ids", b"generated_token_ids", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_logprobs", b"num_logprobs", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "generated_token_ids", b"generated_token_ids", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__logprobs_mode: _TypeAlias = _typing.Literal["logprobs_mode"]  # noqa: Y015
+    _WhichOneofArgType__logprobs_mode: _TypeAlias = _typing.Literal["_logprobs_mode", b"_logprobs_mode"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__num_choices: _TypeAlias = _typing.Literal["num_choices"]  # noqa: Y015
     _WhichOneofArgType__num_choices: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices"]  # noqa: Y015
-    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
-    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__rejection_sample_method: _TypeAlias = _typing.Literal["rejection_sample_method"]  # noqa: Y015
     _WhichOneofArgType__rejection_sample_method: _TypeAlias = _typing.Literal["_rejection_sample_method", b"_rejection_sample_method"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -224,13 +242,17 @@ class GenerateRequest(_message.Message):
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs_mode) -> _WhichOneofReturnType__logprobs_mode | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_choices) -> _WhichOneofReturnType__num_choices | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__rejection_sample_method) -> _WhichOneofReturnType__rejection_sample_method | None: ...
     @_typing.overload
@@ -250,6 +272,7 @@ class GenerateDelta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Which completion."""
     text: _builtins.str
@@ -260,7 +283,13 @@ class GenerateDelta(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The target's log-probabilities of `token_ids`, nats, when asked for."""
+        """The target's log-probability of each of `token_ids`, nats, at most 0; -infinity of an impossible one. Empty unless
+        asked for.
+        """
+
+    @_builtins.property
+    def top_logprobs(self) -> _session_pb2.TopLogprobs:
+        """The likeliest tokens in the place of each of `token_ids`. Absent unless asked for."""
 
     def __init__(
         self,
@@ -269,14 +298,61 @@ class GenerateDelta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _session_pb2.TopLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateDelta: _TypeAlias = GenerateDelta  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """Log-probabilities of consecutive tokens of the prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    """Which completion."""
+    first_position: _builtins.int
+    """Position of the first of the tokens in the prompt: 1 in the first message, and in later ones what the tokens so far
+    add up to.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As in GenerateDelta."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _session_pb2.TopLogprobs:
+        """As in GenerateDelta."""
+
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _session_pb2.TopLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "first_position", b"first_position", "logprobs", b"logprobs", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class GenerationStatistics(_message.Message):
@@ -302,6 +378,9 @@ class GenerationStatistics(_message.Message):
     NUM_NEAR_TIES_FIELD_NUMBER: _builtins.int
     NUM_DRAFTERS_LOST_FIELD_NUMBER: _builtins.int
     NUM_VERIFIERS_LOST_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _builtins.int
+    MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
+    DRAFT_ACCEPTANCE_RATE_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     num_generated_tokens: _builtins.int
@@ -339,9 +418,19 @@ class GenerationStatistics(_message.Message):
     """Drafters that the completion had to go on without."""
     num_verifiers_lost: _builtins.int
     """Verifiers that were lost while they worked on the completion, which then went on elsewhere."""
+    mean_acceptance_length: _builtins.float
+    """Tokens emitted in a round that judged a draft block, on average: 1 + num_accepted_tokens / num_drafts. 0 if there was
+    no such round.
+    """
+    draft_acceptance_rate: _builtins.float
+    """num_accepted_tokens / num_draft_tokens, in [0, 1]. 0 if nothing was drafted."""
     @_builtins.property
     def num_accepted_tokens_per_pos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted draft tokens by position in the block."""
+
+    @_builtins.property
+    def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rounds that judged a draft block, by how many of its tokens were accepted: 0, 1, 2, ... They sum to num_drafts."""
 
     def __init__(
         self,
@@ -364,10 +453,13 @@ class GenerationStatistics(_message.Message):
         num_near_ties: _builtins.int = ...,
         num_drafters_lost: _builtins.int = ...,
         num_verifiers_lost: _builtins.int = ...,
+        acceptance_histogram: _abc.Iterable[_builtins.int] | None = ...,
+        mean_acceptance_length: _builtins.float = ...,
+        draft_acceptance_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "duration_us", b"duration_us", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafters_lost", b"num_drafters_lost", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "num_verifiers_lost", b"num_verifiers_lost", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "calibration_duration_us", b"calibration_duration_us", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_duration_us", b"draft_duration_us", "duration_us", b"duration_us", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafters_lost", b"num_drafters_lost", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "num_verifiers_lost", b"num_verifiers_lost", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -429,6 +521,7 @@ class GenerateResponse(_message.Message):
 
     DELTA_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def delta(self) -> Global___GenerateDelta:
         """More tokens or text."""
@@ -437,17 +530,22 @@ class GenerateResponse(_message.Message):
     def finish(self) -> Global___GenerateFinish:
         """The end."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___PromptLogprobs:
+        """Of more tokens of the prompt."""
+
     def __init__(
         self,
         *,
         delta: Global___GenerateDelta | None = ...,
         finish: Global___GenerateFinish | None = ...,
+        prompt_logprobs: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finish"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finish", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

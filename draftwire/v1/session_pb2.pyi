@@ -386,6 +386,38 @@ class DraftBlock(_message.Message):
 Global___DraftBlock: _TypeAlias = DraftBlock  # noqa: Y015
 
 @_typing.final
+class TopLogprobs(_message.Message):
+    """The likeliest tokens in the places of consecutive tokens of a text. All numbers are little-endian."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    num_top: _builtins.int
+    """Entries for each place, 1 to 20."""
+    token_ids: _builtins.bytes
+    """uint32 [num_places, num_top], row-major: the likeliest tokens in each place, the likeliest first."""
+    logprobs: _builtins.bytes
+    """float32 [num_places, num_top], row-major: their log-probabilities, nats. An entry of -infinity is none: only so many
+    tokens are possible there. None comes after it.
+    """
+    def __init__(
+        self,
+        *,
+        num_top: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "num_top", b"num_top", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
+
+@_typing.final
 class Verdict(_message.Message):
     """What the verifier decided about one round."""
 
@@ -403,6 +435,8 @@ class Verdict(_message.Message):
     DRAFT_DURATION_US_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_NEAR_TIES_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -435,6 +469,14 @@ class Verdict(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens that this round commits: the accepted ones, then the extra one. Never empty."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The target's log-probability of each of `token_ids`, nats. Empty unless the session asks for it."""
+
+    @_builtins.property
+    def top_logprobs(self) -> Global___TopLogprobs:
+        """The likeliest tokens in the place of each of `token_ids`. Absent unless the session asks for it."""
+
     def __init__(
         self,
         *,
@@ -450,10 +492,12 @@ class Verdict(_message.Message):
         draft_duration_us: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_near_ties: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: Global___TopLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

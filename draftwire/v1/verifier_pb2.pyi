@@ -42,6 +42,9 @@ class OpenTargetSessionRequest(_message.Message):
     MAX_LEN_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PERMIT_KEY_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -74,6 +77,14 @@ class OpenTargetSessionRequest(_message.Message):
     """16 bytes, known to the gateway and the verifier alone. The session takes blocks of the drafter that shows a permit
     made from it (see DraftPermit). Empty: it takes none.
     """
+    logprobs: _builtins.int
+    """Likeliest tokens to report with the log-probability of each token of a verdict, 0 to 20. Absent: nothing is reported."""
+    prompt_logprobs: _builtins.int
+    """The same for each token of the prompt but the first, 0 to 20. Absent: nothing is reported. If present, nothing is
+    taken over from other sessions.
+    """
+    logprobs_mode: _builtins.str
+    """The distribution that is reported, "raw" or "processed"; see GenerateRequest. Empty: raw."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed ids: the prompt and, in a session that is moved, what was generated before."""
@@ -105,12 +116,22 @@ class OpenTargetSessionRequest(_message.Message):
         max_len: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         permit_key: _builtins.bytes = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        logprobs_mode: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___OpenTargetSessionRequest: _TypeAlias = OpenTargetSessionRequest  # noqa: Y015
 
@@ -264,6 +285,54 @@ class BlockRefusal(_message.Message):
 Global___BlockRefusal: _TypeAlias = BlockRefusal  # noqa: Y015
 
 @_typing.final
+class PromptRead(_message.Message):
+    """Log-probabilities of tokens of the prompt that a step has read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FIRST_POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.int
+    """The session."""
+    epoch: _builtins.int
+    """Its epoch."""
+    first_position: _builtins.int
+    """Position of the first of the tokens in the prompt; 1 or more."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The target's log-probability of each of `token_ids`, nats."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _session_pb2.TopLogprobs:
+        """The likeliest tokens in the place of each of `token_ids`. Absent unless the session asks for it."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        first_position: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _session_pb2.TopLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_position", b"first_position", "logprobs", b"logprobs", "session_id", b"session_id", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptRead: _TypeAlias = PromptRead  # noqa: Y015
+
+@_typing.final
 class TargetEvent(_message.Message):
     """Something that happened to one session."""
 
@@ -273,6 +342,7 @@ class TargetEvent(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    PROMPT_READ_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> _session_pb2.Lease:
         """The stream may open sessions. Sent once, first."""
@@ -289,6 +359,10 @@ class TargetEvent(_message.Message):
     def refusal(self) -> Global___BlockRefusal:
         """A block was refused."""
 
+    @_builtins.property
+    def prompt_read(self) -> Global___PromptRead:
+        """Tokens of the prompt were read. In the order of the text, and all of them before the first verdict."""
+
     def __init__(
         self,
         *,
@@ -296,12 +370,13 @@ class TargetEvent(_message.Message):
         verdict: _session_pb2.Verdict | None = ...,
         failure: _session_pb2.SessionFailure | None = ...,
         refusal: Global___BlockRefusal | None = ...,
+        prompt_read: Global___PromptRead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failure", b"failure", "lease", b"lease", "refusal", b"refusal", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failure", b"failure", "lease", b"lease", "prompt_read", b"prompt_read", "refusal", b"refusal", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failure", b"failure", "lease", b"lease", "refusal", b"refusal", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failure", b"failure", "lease", b"lease", "prompt_read", b"prompt_read", "refusal", b"refusal", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["lease", "verdict", "failure", "refusal"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["lease", "verdict", "failure", "refusal", "prompt_read"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

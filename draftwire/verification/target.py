@@ -3,8 +3,9 @@
 Runs on the torch thread.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from torch import Tensor
 from draftwire.devices import upload
 from draftwire.distributions import DenseRows, DraftRows, no_rows
 from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.randomness import DrawKey
 from draftwire.sampling import SMALLEST, SamplingParams, Span, is_distribution, probabilities_of_spans
 from draftwire.verification.blocks import BlockBatch
+from draftwire.verification.logprobs import EmittedRows, PromptRows, log_softmax_of, of_emitted, of_prompt
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
 
 NEAR_TIE = 1e-4
@@ -49,6 +52,8 @@ class Judging:
     """The tokens that `SamplingParams.min_tokens` keeps away."""
     max_read: int | None = None
     """If the cache lacks more committed tokens than this, only so many are read and nothing is decided."""
+    logprobs: LogprobsRequest = NO_LOGPROBS
+    """What to report. The prompt is reported as far as it is read in this step."""
 
     @property
     def span(self) -> Span:
@@ -57,6 +62,15 @@ class Judging:
         text_len = len(self.committed) + len(self.draft_tokens)
         num_rows = len(self.draft_tokens) + 1
         return Span(self.sampling, num_rows, text, self.prompt_len, self.stop_token_ids, text_len)
+
+    def prompt_rows(self, num_read: int) -> PromptRows | None:
+        """Returns which of the next places, if `num_read` committed tokens are read, have to report the prompt."""
+        start, num_top = self.sequence.length, self.logprobs.prompt_logprobs
+        end = min(start + num_read, self.prompt_len - 1)
+        if num_top is None or end <= start:
+            return None
+        text = self.committed[: end + 1]
+        return PromptRows(text, end - start, num_top, self.logprobs.mode, self.sampling, self.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +82,18 @@ class Judgement:
     num_accepted: int
     num_near_ties: int = 0
     """Tokens that rounding could have changed, as far as the rule counts them."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each token, if they are asked for."""
+    prompt: PromptPart | None = None
+    """What was read of a prompt that is to be reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class StillReading:
     """The committed tokens were read in part."""
+
+    prompt: PromptPart | None = None
+    """As in `Judgement`."""
 
 
 Outcome = Judgement | StillReading | DraftwireError
@@ -111,48 +132,138 @@ class _Scored:
     first_row: int
     """Of the `draft_len + 1` rows over the vocabulary that are its own."""
 
+    @property
+    def end_row(self) -> int:
+        """The row after the last of them."""
+        return self.first_row + len(self.judging.draft_tokens) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt that is to be reported, as far as it is read."""
+
+    index: int
+    first_row: int
+    """Of its rows over the vocabulary, among all that are kept."""
+    rows: PromptRows
+
+    def read_off(self, logits: Tensor) -> PromptPart:
+        """Reads it off the logits of all rows that are kept."""
+        own = logits[self.first_row : self.first_row + self.rows.num_rows]
+        return PromptPart(len(self.rows.text) - self.rows.num_rows, of_prompt(own, self.rows))
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a step reads, and which of the rows over the vocabulary are whose."""
+
+    readings: list[Reading] = field(default_factory=list)
+    scored: list[_Scored] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """Of all rows that are kept, those of `scored`, whose own count is by their place here."""
+    prompts: list[_Prompt] = field(default_factory=list)
+    num_kept: int = 0
+
+    def add(self, index: int, judging: Judging, vocab_size: int) -> None:
+        """Adds a part of the step."""
+        unread = judging.committed[judging.sequence.length :]
+        is_partial = judging.max_read is not None and len(unread) > judging.max_read
+        if is_partial:
+            unread = unread[: judging.max_read]
+        prompt = judging.prompt_rows(len(unread))
+        token_ids = unread if is_partial else unread + judging.draft_tokens
+        num_scored = 0 if is_partial else len(judging.draft_tokens) + 1
+        if not is_partial:
+            self.scored.append(_Scored(index, judging, judging.draft or no_rows(vocab_size), len(self.rows)))
+        if prompt is not None:
+            self.prompts.append(_Prompt(index, self.num_kept, prompt))
+        keep = num_scored if prompt is None else len(token_ids)
+        self.readings.append(Reading(judging.sequence, token_ids, keep))
+        self.num_kept += keep
+        self.rows.extend(range(self.num_kept - num_scored, self.num_kept))
+
 
 @torch.inference_mode()
 def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
     """Scores blocks after their committed tokens and decides which of their tokens to keep.
 
-    Probabilities stay on the model's device, where the rules are computed; only decisions leave it.
+    Probabilities stay on the model's device, where the rules are computed; only decisions leave it, and the
+    log-probabilities that are asked for.
     """
-    outcomes: dict[int, Outcome] = {}
-    readings: list[Reading] = []
-    scored: list[_Scored] = []
-    num_rows = 0
-    for index, judging in enumerate(judgings):
-        unread = judging.committed[judging.sequence.length :]
-        if judging.max_read is not None and len(unread) > judging.max_read:
-            outcomes[index] = StillReading()
-            readings.append(Reading(judging.sequence, unread[: judging.max_read], 0))
-            continue
-        scored.append(_Scored(index, judging, judging.draft or no_rows(model.vocab_size), num_rows))
-        num_rows += len(judging.draft_tokens) + 1
-        readings.append(Reading(judging.sequence, unread + judging.draft_tokens, len(judging.draft_tokens) + 1))
     if not judgings:
         return StepOutcome([], [])
+    plan = _Plan()
+    for index, judging in enumerate(judgings):
+        plan.add(index, judging, model.vocab_size)
     lengths = [judging.sequence.length for judging in judgings]
-    logits = model.read(readings)
+    logits = model.read(plan.readings)
+    prompts = {one.index: one.read_off(logits) for one in plan.prompts}
+    is_bad = {index for index, part in prompts.items() if any(math.isnan(token.logprob) for token in part.tokens)}
+    if plan.prompts:
+        logits = logits.index_select(0, upload(plan.rows, logits.device, torch.int64))
+    outcomes: dict[int, Outcome] = {index: StillReading(prompts.get(index)) for index in range(len(judgings))}
     batches: list[Decided] = []
-    if scored:
+    if plan.scored:
         near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
-        target_probs = probabilities_of_spans(logits, [one.judging.span for one in scored])
+        raw = _RawRows.of(logits, plan.scored)  # before probabilities are made in the place of the logits
+        target_probs = probabilities_of_spans(logits, [one.judging.span for one in plan.scored])
         is_good = is_distribution(target_probs).tolist()
-        for one in scored:
-            if not all(is_good[one.first_row : one.first_row + len(one.judging.draft_tokens) + 1]):
-                outcomes[one.index] = UnavailableError("the target gave no finite logits")
-                model.cache.truncate(one.judging.sequence, lengths[one.index])
-        for members in _groups([one for one in scored if one.index not in outcomes]):
+        is_bad.update(one.index for one in plan.scored if not all(is_good[one.first_row : one.end_row]))
+        decided: dict[int, Judgement] = {}
+        for members in _groups([one for one in plan.scored if one.index not in is_bad]):
             blocks = _batch(members, target_probs)
             batches.append(Decided([one.index for one in members], blocks))
-            outcomes.update(_decide(model, members, blocks, near_tie))
-    num_tokens = sum(len(reading.token_ids) for reading in readings)
+            decided.update(_decide(model, members, blocks, near_tie))
+        _report(plan.scored, decided, raw, target_probs)
+        outcomes.update(decided)
+        outcomes.update(
+            {index: replace(decided[index], prompt=prompts[index]) for index in prompts if index in decided}
+        )
+    for index in is_bad:
+        outcomes[index] = UnavailableError("the target gave no finite logits")
+        model.cache.truncate(judgings[index].sequence, lengths[index])
+    num_tokens = sum(len(reading.token_ids) for reading in plan.readings)
     return StepOutcome([outcomes[index] for index in range(len(judgings))], batches, num_tokens)
 
 
-def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[int, Outcome]:
+@dataclass(frozen=True, slots=True)
+class _RawRows:
+    """The log-probabilities before any processing of those who ask for them."""
+
+    log_probs: Tensor
+    starts: dict[int, int]
+    """Where the rows of each of the judgings begin."""
+
+    @classmethod
+    def of(cls, logits: Tensor, scored: list[_Scored]) -> "_RawRows | None":
+        """Returns the rows; None if nobody asks."""
+        starts: dict[int, int] = {}
+        rows: list[int] = []
+        for one in scored:
+            wanted = one.judging.logprobs
+            if wanted.logprobs is not None and wanted.mode is LogprobsMode.RAW:
+                starts[one.index] = len(rows)
+                rows.extend(range(one.first_row, one.end_row))
+        return cls(log_softmax_of(logits, rows), starts) if rows else None
+
+
+def _report(scored: list[_Scored], decided: dict[int, Judgement], raw: _RawRows | None, target_probs: Tensor) -> None:
+    """Adds log-probabilities to the judgements of those who ask: after n draft tokens, row n is the next token's."""
+    emitted: dict[int, EmittedRows] = {}
+    for one in scored:
+        num_top, mode = one.judging.logprobs.logprobs, one.judging.logprobs.mode
+        if num_top is not None and one.index in decided:
+            token_ids = decided[one.index].token_ids
+            first = raw.starts[one.index] if raw is not None and mode is LogprobsMode.RAW else one.first_row
+            emitted[one.index] = EmittedRows(range(first, first + len(token_ids)), token_ids, num_top, mode)
+    if not emitted:
+        return
+    told = of_emitted(raw.log_probs if raw is not None else None, target_probs, list(emitted.values()))
+    for index, tokens in zip(emitted, told, strict=True):
+        decided[index] = replace(decided[index], logprobs=tokens)
+
+
+def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[int, Judgement]:
     """Applies the members' rule and makes their sequences end with what it kept; `bound` is that of a near-tie."""
     judgings = [one.judging for one in members]
     positions = [len(judging.committed) for judging in judgings]
@@ -161,7 +272,7 @@ def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch, bo
     bounds = [[bound / max(judging.sampling.temperature, SMALLEST)] for judging in judgings]
     near_ties = verified.num_near_ties(upload(bounds, blocks.target_probs.device, torch.float32))
     decisions = torch.stack([verified.num_accepted, verified.extra_tokens, near_ties]).tolist()  # one transfer
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, Judgement] = {}
     for one, num_accepted, extra, num_near_ties in zip(members, *decisions, strict=True):
         judging = one.judging
         token_ids = [*judging.draft_tokens[:num_accepted], extra]

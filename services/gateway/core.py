@@ -7,6 +7,7 @@ from contextlib import aclosing
 from transformers import PreTrainedTokenizerBase
 
 from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.logprobs import PromptPart
 from draftwire.models.description import ModelDescription
 from draftwire.models.loading import load_tokenizer
 from draftwire.services.gateway.config import GatewayConfig
@@ -92,7 +93,7 @@ class GatewayCore:
         """Checks a request and fills in the defaults; see `complete_request`."""
         return complete_request(requested, self.description, self.defaults)
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Delta | Finish]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptPart | Finish]:
         """Carries out a request.
 
         Raises:

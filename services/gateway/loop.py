@@ -18,7 +18,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import structlog
@@ -30,6 +30,7 @@ from draftwire.errors import (
     ProtocolViolationError,
     UnavailableError,
 )
+from draftwire.logprobs import PromptPart, TokenLogprob
 from draftwire.models.description import ModelDescription
 from draftwire.randomness import KEY_BYTES, Role, derive_key
 from draftwire.rounds import (
@@ -39,6 +40,7 @@ from draftwire.rounds import (
     Fence,
     Permit,
     PlainRun,
+    PromptRead,
     SendDrafted,
     TargetSessionSpec,
     Verdict,
@@ -54,6 +56,7 @@ from draftwire.services.gateway.ports import (
     TargetLost,
     TargetPort,
 )
+from draftwire.services.gateway.prompt import PromptReport
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.text import TextStream
@@ -85,6 +88,8 @@ class Delta:
 
     token_ids: list[int]
     text: str
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each of the tokens, if they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,7 @@ class GenerationLoop:
         self._queue: asyncio.Queue[Said] = asyncio.Queue()
         self._committed = CommittedTokens([*generation.prompt_ids, *generation.generated_ids])
         self._num_generated = len(generation.generated_ids)
+        self._prompt = PromptReport(generation.prompt_ids, generation.logprobs.prompt_logprobs is not None)
         self._session_id = secrets.randbits(64)
         self._permit_key = secrets.token_bytes(KEY_BYTES)
         # A resumed completion must not draw with the numbers of the rounds that made its first tokens. There were at
@@ -154,8 +160,8 @@ class GenerationLoop:
         self._is_hurried = False
         self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
 
-    async def run(self) -> AsyncGenerator[Delta | Finish]:
-        """Yields deltas as their tokens are committed, then one finish.
+    async def run(self) -> AsyncGenerator[Delta | PromptPart | Finish]:
+        """Yields what is reported of the prompt, then deltas as their tokens are committed, then one finish.
 
         Raises:
             InvalidRequestError: the verifier refused the session.
@@ -169,6 +175,9 @@ class GenerationLoop:
                 await self._open_target(FIRST_WAIT_SECONDS, waits_for_room=False)
             while reason is None:
                 verdict = await self._next_verdict()
+                if isinstance(verdict, PromptPart):
+                    yield verdict
+                    continue
                 token_ids, reason = self._commit(verdict)
                 asks = verdict.plain_rounds_left == 0
                 if asks and reason is None and not self._text.may_stop:
@@ -182,7 +191,7 @@ class GenerationLoop:
                 self.statistics.time_to_first_token_us = self.statistics.time_to_first_token_us or elapsed_us
                 self.statistics.duration_us = elapsed_us
                 if token_ids or text:
-                    yield Delta(token_ids, text)
+                    yield Delta(token_ids, text, verdict.logprobs[: len(token_ids)])
             yield Finish(reason, self.statistics, self._drafter_error)
         finally:
             self._drop_drafter()
@@ -265,8 +274,8 @@ class GenerationLoop:
 
     # Verdicts
 
-    async def _next_verdict(self) -> Verdict:
-        """Returns the verdict of the current round, dealing with everything else that arrives before it."""
+    async def _next_verdict(self) -> Verdict | PromptPart:
+        """Returns the verdict of the current round, or more of the prompt, and deals with all else that arrives."""
         while True:
             try:
                 async with asyncio.timeout_at(self._due):
@@ -278,7 +287,13 @@ class GenerationLoop:
                 continue  # of a peer that was given up
             match said.event:
                 case Verdict() as verdict if verdict.fence == self._fence:
-                    return verdict
+                    if self._reports(verdict):
+                        return verdict
+                    await self._move(UnavailableError("the verifier left out log-probabilities"))
+                case PromptRead(part=part):
+                    new = await self._take_prompt(part)
+                    if new is not None:
+                        return new
                 case TargetLost(error):
                     await self._move(error)
                 case BlocksRefused(error, permit_number):
@@ -288,6 +303,22 @@ class GenerationLoop:
                     self._give_up_drafter(error)
                 case DrafterReady():
                     self._drafter_ready = True
+
+    def _reports(self, verdict: Verdict) -> bool:
+        """Whether a verdict, and what came before it, says all that is to be reported."""
+        is_wanted = self._generation.logprobs.logprobs is not None
+        return not self._prompt.is_missing and len(verdict.logprobs) == len(verdict.token_ids) * is_wanted
+
+    async def _take_prompt(self, part: PromptPart) -> PromptPart | None:
+        """Returns what is new in a part of the prompt, if anything is."""
+        try:
+            new = self._prompt.take(part)
+        except ProtocolViolationError as error:
+            await self._move(UnavailableError(str(error)))
+            return None
+        if new is not None:
+            self._expect(self._settings.prompt_timeout_s)
+        return new
 
     async def _deal_with_silence(self) -> None:
         """Does what is to be done when the current round takes too long."""
@@ -483,6 +514,9 @@ class GenerationLoop:
             max_len=generation.max_len,
             cache_salt=generation.cache_salt,
             permit_key=self._permit_key if generation.num_speculative_tokens else b"",
+            logprobs=generation.logprobs
+            if self._prompt.is_missing
+            else replace(generation.logprobs, prompt_logprobs=None),
         )
 
     def _draft_spec(self, drafter: ModelDescription, target: TargetPort) -> DraftSessionSpec:

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from draftwire.models.description import ModelDescription
-from draftwire.rounds import Calibration, DraftSessionSpec, PlainRun, SendDrafted, TargetSessionSpec, Verdict
+from draftwire.rounds import (
+    Calibration,
+    DraftSessionSpec,
+    PlainRun,
+    PromptRead,
+    SendDrafted,
+    TargetSessionSpec,
+    Verdict,
+)
 from draftwire.services.gateway.pace import DrafterPace
 
 
@@ -37,7 +45,7 @@ class DrafterReady:
     """The drafter has read the prompt."""
 
 
-SessionEvent = Verdict | TargetLost | BlocksRefused | DrafterLost | DrafterReady
+SessionEvent = Verdict | PromptRead | TargetLost | BlocksRefused | DrafterLost | DrafterReady
 
 
 class Inbox(Protocol):

@@ -1,8 +1,9 @@
 """What a user asks for, checked and completed with the server's defaults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draftwire.errors import InvalidRequestError
+from draftwire.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
 from draftwire.models.description import ModelDescription
 from draftwire.randomness import MAX_SEED, new_seed
 from draftwire.rounds import MAX_SALT_LENGTH
@@ -37,6 +38,9 @@ class RequestedGeneration:
     cache_salt: str = ""
     generated_ids: tuple[int, ...] = ()
     """What was generated before the completion was interrupted."""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Generation:
     cache_salt: str = ""
     generated_ids: tuple[int, ...] = ()
     """What was generated before; counts in `max_tokens`."""
+    logprobs: LogprobsRequest = NO_LOGPROBS
 
     @property
     def is_lossy(self) -> bool:
@@ -139,4 +144,12 @@ def complete_request(
         rule=rule,
         cache_salt=request.cache_salt,
         generated_ids=request.generated_ids,
+        logprobs=_wanted_logprobs(request),
     )
+
+
+def _wanted_logprobs(request: RequestedGeneration) -> LogprobsRequest:
+    """Returns what is to be reported: of a resumed completion not the prompt, which was reported before its tokens."""
+    mode = LogprobsMode.RAW if request.logprobs_mode is None else LogprobsMode.named(request.logprobs_mode)
+    wanted = LogprobsRequest(request.logprobs, request.prompt_logprobs, mode)
+    return replace(wanted, prompt_logprobs=None) if request.generated_ids else wanted

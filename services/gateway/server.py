@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from draftwire.errors import InvalidRequestError
+from draftwire.logprobs import PromptPart
 from draftwire.services.gateway.access import Access
 from draftwire.services.gateway.config import GatewayConfig
 from draftwire.services.gateway.core import GatewayCore
@@ -91,8 +92,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         prompt_ids = await self._prompt_ids(request)
         if request.HasField("num_choices") and request.num_choices != 1:
             raise InvalidRequestError("num_choices other than 1 is not supported")
-        if request.num_logprobs:
-            raise InvalidRequestError("num_logprobs is not supported")
         return RequestedGeneration(
             prompt_ids=prompt_ids,
             sampling=messages.sampling_from_proto(request.sampling),
@@ -106,6 +105,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             rule=request.rejection_sample_method if request.HasField("rejection_sample_method") else None,
             cache_salt=request.cache_salt,
             generated_ids=tuple(request.generated_token_ids),
+            logprobs=request.logprobs if request.HasField("logprobs") else None,
+            prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+            logprobs_mode=request.logprobs_mode if request.HasField("logprobs_mode") else None,
         )
 
     async def _prompt_ids(self, request: gateway_pb2.GenerateRequest) -> list[int]:
@@ -122,17 +124,35 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def _responses(self, generation: Generation) -> AsyncGenerator[gateway_pb2.GenerateResponse]:
         async with aclosing(self._core.generate(generation)) as events:
             async for event in events:
-                if isinstance(event, Delta):
-                    delta = gateway_pb2.GenerateDelta(token_ids=event.token_ids, text=event.text)
-                    yield gateway_pb2.GenerateResponse(delta=delta)
-                else:
-                    yield gateway_pb2.GenerateResponse(finish=_finish_to_proto(event, generation))
+                yield _event_to_proto(event, generation)
 
 
 def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
     """Returns the header of that name; None where there is none, or more than one."""
     values = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
     return values[0] if len(values) == 1 else None
+
+
+def _event_to_proto(event: Delta | PromptPart | Finish, generation: Generation) -> gateway_pb2.GenerateResponse:
+    match event:
+        case Delta(token_ids, text, tokens):
+            delta = gateway_pb2.GenerateDelta(
+                token_ids=token_ids,
+                text=text,
+                logprobs=[token.logprob for token in tokens],
+                top_logprobs=messages.top_to_proto(tokens),
+            )
+            return gateway_pb2.GenerateResponse(delta=delta)
+        case PromptPart(first_position, tokens):
+            prompt = gateway_pb2.PromptLogprobs(
+                first_position=first_position,
+                token_ids=[token.token_id for token in tokens],
+                logprobs=[token.logprob for token in tokens],
+                top_logprobs=messages.top_to_proto(tokens),
+            )
+            return gateway_pb2.GenerateResponse(prompt_logprobs=prompt)
+        case Finish():
+            return gateway_pb2.GenerateResponse(finish=_finish_to_proto(event, generation))
 
 
 def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.GenerateFinish:
@@ -166,6 +186,9 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
         queue_duration_us=statistics.queue_us,
         num_drafters_lost=statistics.num_drafters_lost,
         num_verifiers_lost=statistics.num_verifiers_lost,
+        acceptance_histogram=statistics.acceptance_histogram,
+        mean_acceptance_length=statistics.mean_acceptance_length,
+        draft_acceptance_rate=statistics.draft_acceptance_rate,
     )
 
 

@@ -22,6 +22,8 @@ class Statistics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    acceptance_histogram: list[int] = field(default_factory=list)
+    """Rounds that judged a block, by how many of its tokens were accepted: 0, 1, 2, ..."""
     time_to_first_token_us: int = 0
     duration_us: int = 0
     calibration_us: int = 0
@@ -30,6 +32,16 @@ class Statistics:
     queue_us: int = 0
     num_drafters_lost: int = 0
     num_verifiers_lost: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a round with a block emitted, on average; 0 where there was none."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted draft tokens over draft tokens; 0 where none were drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def count(self, verdict: Verdict) -> None:
         """Counts one round."""
@@ -48,5 +60,8 @@ class Statistics:
             self.draft_us += verdict.timings.draft_us
             missing = verdict.num_draft_tokens - len(self.num_accepted_tokens_per_pos)
             self.num_accepted_tokens_per_pos += [0] * missing
+            # As many accepted tokens as could be: one entry more than positions.
+            self.acceptance_histogram += [0] * (verdict.num_draft_tokens + 1 - len(self.acceptance_histogram))
+            self.acceptance_histogram[verdict.num_accepted_tokens] += 1
             for position in range(verdict.num_accepted_tokens):
                 self.num_accepted_tokens_per_pos[position] += 1

@@ -227,6 +227,9 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
             case "verdict":
                 verdict = messages.verdict_from_proto(event.verdict)
                 self._deliver((verdict.fence.session_id, verdict.fence.epoch), verdict)
+            case "prompt_read":
+                read = messages.prompt_read_from_proto(event.prompt_read)
+                self._deliver((read.session_id, read.epoch), read)
             case "refusal":
                 if event.refusal.HasField("quarantined_drafter_id"):
                     self._quarantined.add(event.refusal.quarantined_drafter_id)

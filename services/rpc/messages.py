@@ -4,6 +4,16 @@ from collections.abc import Sequence
 
 from draftwire.encoding import Claim, DraftDistributions, decode
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
+from draftwire.logprobs import (
+    NO_LOGPROBS,
+    LogprobsMode,
+    LogprobsRequest,
+    PackedTop,
+    PromptPart,
+    TokenLogprob,
+    pack_top,
+    unpack_top,
+)
 from draftwire.models.description import ModelDescription
 from draftwire.quantization import Encoding
 from draftwire.randomness import KEY_BYTES
@@ -17,6 +27,7 @@ from draftwire.rounds import (
     Fence,
     Permit,
     PlainRun,
+    PromptRead,
     ReceivedBlock,
     SendDrafted,
     TargetSessionSpec,
@@ -191,6 +202,8 @@ def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
         draft_duration_us=verdict.timings.draft_us,
         num_cached_tokens=verdict.num_cached_tokens,
         num_near_ties=verdict.num_near_ties,
+        logprobs=[token.logprob for token in verdict.logprobs],
+        top_logprobs=top_to_proto(verdict.logprobs),
     )
 
 
@@ -198,7 +211,7 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
     """Decodes a verdict.
 
     Raises:
-        InvalidRequestError: the kind of the extra token is unknown.
+        InvalidRequestError: the kind of the extra token is unknown, or log-probabilities do not fit the tokens.
     """
     if message.extra_token_kind not in _EXTRAS:
         raise InvalidRequestError(f"unknown kind of extra token {message.extra_token_kind}")
@@ -214,7 +227,49 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
         timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
         num_cached_tokens=message.num_cached_tokens,
         num_near_ties=message.num_near_ties,
+        logprobs=tokens_from_proto(message),
     )
+
+
+def top_to_proto(tokens: Sequence[TokenLogprob]) -> session_pb2.TopLogprobs | None:
+    """Encodes the likeliest tokens; None if there are none."""
+    packed = pack_top(tokens)
+    if packed is None:
+        return None
+    return session_pb2.TopLogprobs(num_top=packed.num_top, token_ids=packed.token_ids, logprobs=packed.logprobs)
+
+
+def tokens_from_proto(message: session_pb2.Verdict | verifier_pb2.PromptRead) -> list[TokenLogprob]:
+    """Decodes what a message says of its tokens, which may be nothing.
+
+    Raises:
+        InvalidRequestError: the numbers do not fit the tokens.
+    """
+    top = message.top_logprobs
+    packed = PackedTop(top.num_top, top.token_ids, top.logprobs) if message.HasField("top_logprobs") else None
+    return unpack_top(message.token_ids, message.logprobs, packed)
+
+
+def prompt_read_to_proto(read: PromptRead) -> verifier_pb2.PromptRead:
+    """Encodes what was read of a prompt."""
+    return verifier_pb2.PromptRead(
+        session_id=read.session_id,
+        epoch=read.epoch,
+        first_position=read.part.first_position,
+        token_ids=[token.token_id for token in read.part.tokens],
+        logprobs=[token.logprob for token in read.part.tokens],
+        top_logprobs=top_to_proto(read.part.tokens),
+    )
+
+
+def prompt_read_from_proto(message: verifier_pb2.PromptRead) -> PromptRead:
+    """Decodes what was read of a prompt.
+
+    Raises:
+        InvalidRequestError: the numbers do not fit the tokens.
+    """
+    part = PromptPart(message.first_position, tokens_from_proto(message))
+    return PromptRead(message.session_id, message.epoch, part)
 
 
 def plain_run_to_proto(run: PlainRun) -> verifier_pb2.PlainRun:
@@ -268,6 +323,9 @@ def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2
         max_len=spec.max_len,
         cache_salt=spec.cache_salt,
         permit_key=spec.permit_key,
+        logprobs=spec.logprobs.logprobs,
+        prompt_logprobs=spec.logprobs.prompt_logprobs,
+        logprobs_mode=spec.logprobs.mode.value if spec.logprobs != NO_LOGPROBS else "",
     )
 
 
@@ -293,6 +351,11 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
         max_len=message.max_len,
         cache_salt=_checked_salt(message.cache_salt),
         permit_key=_checked_key(message.permit_key) if message.permit_key else b"",
+        logprobs=LogprobsRequest(
+            logprobs=message.logprobs if message.HasField("logprobs") else None,
+            prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+            mode=LogprobsMode.named(message.logprobs_mode) if message.logprobs_mode else LogprobsMode.RAW,
+        ),
     )
 
 

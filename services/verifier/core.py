@@ -18,7 +18,7 @@ from draftwire.errors import (
 )
 from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.models.loading import ModelCard
-from draftwire.rounds import FenceVerdict, PlainRun, ReceivedBlock, TargetSessionSpec, Verdict
+from draftwire.rounds import FenceVerdict, PlainRun, PromptRead, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.services.admission import Room
 from draftwire.services.leases import Leases, SessionFailed, SessionKey
 from draftwire.services.metrics import VerifierMetrics
@@ -56,7 +56,7 @@ class BlockRefused:
     """The drafter, if no session takes its blocks any more."""
 
 
-TargetEvent = Verdict | BlockRefused | SessionFailed
+TargetEvent = Verdict | PromptRead | BlockRefused | SessionFailed
 
 
 class VerifierCore:
@@ -298,11 +298,12 @@ class VerifierCore:
             return
         self.metrics.steps.inc()
         for session, event in self._scheduler.complete(step, result):
-            if isinstance(event, Verdict):
-                self._leases.send(session.lease_id, event)
-                self.metrics.count(event)
-            else:
+            if isinstance(event, DraftwireError):
                 self._fail(session.key, event)
+                continue
+            self._leases.send(session.lease_id, event)
+            if isinstance(event, Verdict):
+                self.metrics.count(event)
         self._audit(step, result)
 
     def _fail_all(self, error: GroupLostError) -> int:

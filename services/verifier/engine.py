@@ -72,7 +72,9 @@ class TargetEngine:
         session, spec, block = item.session, item.session.spec, item.block
         sequence = self._sequences.get(session.key)
         if sequence is None:
-            sequence = self.model.cache.open(session.committed.ids, spec.cache_salt)
+            # A prompt that is to be reported is read whole: what is taken over gives no logits.
+            is_reported = spec.logprobs.prompt_logprobs is not None
+            sequence = self.model.cache.open(() if is_reported else session.committed.ids, spec.cache_salt)
             self._sequences[session.key] = sequence
         return Judging(
             sequence=sequence,
@@ -85,6 +87,7 @@ class TargetEngine:
             prompt_len=spec.prompt_len,
             stop_token_ids=spec.stop_token_ids,
             max_read=item.max_read,
+            logprobs=spec.logprobs,
         )
 
 

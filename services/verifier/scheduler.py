@@ -17,6 +17,7 @@ from draftwire.rounds import (
     Fence,
     FenceVerdict,
     PlainRun,
+    PromptRead,
     ReceivedBlock,
     TargetSessionSpec,
     Verdict,
@@ -30,6 +31,9 @@ from draftwire.verification.target import Judgement, Outcome, StillReading
 
 MAX_UINT32 = 2**32 - 1
 """Largest number that the messages hold."""
+REPORTED_CHUNK = 128
+"""Tokens of a prompt with log-probabilities that are read in a step at most: each of them takes a row over the
+vocabulary."""
 MAX_FIRST_ROUND = 2**31
 """Leaves room to count rounds."""
 
@@ -77,6 +81,12 @@ class TargetSession:
         return self.num_unread > 1
 
     @property
+    def num_readable(self) -> int:
+        """Unread tokens that one step may read."""
+        is_reported = self.spec.logprobs.prompt_logprobs is not None
+        return min(self.num_unread, REPORTED_CHUNK) if is_reported else self.num_unread
+
+    @property
     def has_speculation(self) -> bool:
         """Whether it takes blocks: those of its drafter or, if it has had none, of one that shows a permit."""
         return self.drafter_id is not None or bool(self.permit_number < 0 and self.spec.permit_key)
@@ -118,7 +128,7 @@ class StepResult:
     """What the draft tokens of each item say about their drafter; None where they say nothing."""
 
 
-Completed = tuple[TargetSession, Verdict | DraftwireError]
+Completed = tuple[TargetSession, Verdict | PromptRead | DraftwireError]
 """An error ends the session."""
 
 
@@ -264,7 +274,7 @@ class Scheduler:
         reading = [session for session in self.sessions.values() if session.is_reading and session.key in ready]
         sessions_run = any(not session.is_reading for session in self.sessions.values())
         budget = self.pacer.budget(sessions_run, is_alone=len(reading) == len(self._ready))
-        shares = share(budget, [session.num_unread for session in reading])
+        shares = share(budget, [session.num_readable for session in reading])
         limits = dict(zip((session.key for session in reading), shares, strict=True))
         items = [
             StepItem(session, session.block, limits.get(session.key, 1))
@@ -292,6 +302,8 @@ class Scheduler:
             session.num_unread = num_unread
             if self.sessions.get(session.key) is not session:
                 continue
+            if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
+                told.append((session, PromptRead(*session.key, outcome.prompt)))
             if isinstance(outcome, Judgement):
                 told.append((session, self._commit(item, outcome, step.started_at, result.verify_us)))
             elif isinstance(outcome, StillReading):
@@ -327,6 +339,7 @@ class Scheduler:
             queue_us=queue_us,
             num_near_ties=judgement.num_near_ties,
             num_cached_tokens=session.num_reused or 0,
+            logprobs=judgement.logprobs,
             **({"timings": block.timings} if block else {}),
         )
 

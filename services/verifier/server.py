@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 
 from draftwire.errors import ProtocolViolationError
-from draftwire.rounds import Verdict
+from draftwire.rounds import PromptRead, Verdict
 from draftwire.services.outbox import Outbox
 from draftwire.services.ranks.followers import Followers
 from draftwire.services.ranks.guard import end_if_lost
@@ -136,6 +136,8 @@ def _events_to_proto(events: Sequence[TargetEvent]) -> verifier_pb2.RunTargetSes
 def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
     if isinstance(event, Verdict):
         return verifier_pb2.TargetEvent(verdict=messages.verdict_to_proto(event))
+    if isinstance(event, PromptRead):
+        return verifier_pb2.TargetEvent(prompt_read=messages.prompt_read_to_proto(event))
     if isinstance(event, BlockRefused):
         refusal = verifier_pb2.BlockRefusal(
             session_id=event.session_id,

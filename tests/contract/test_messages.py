@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from draftwire.encoding import DenseProbs, DraftDistributions, Supports, encode_dense
 from draftwire.errors import BlockViolationError, InvalidRequestError, NoRoomError, Violation
+from draftwire.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.models.description import PROTOCOL_VERSION, ModelDescription
 from draftwire.quantization import Encoding
 from draftwire.rounds import (
@@ -22,12 +23,15 @@ from draftwire.rounds import (
     Fence,
     Permit,
     PlainRun,
+    PromptRead,
     ReceivedBlock,
     SendDrafted,
     TargetSessionSpec,
     Verdict,
 )
 from draftwire.sampling import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
+from draftwire.services.gateway.loop import Delta
+from draftwire.services.gateway.server import _event_to_proto as gateway_event_to_proto
 from draftwire.services.gateway.server import _statistics_to_proto
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.rpc import messages
@@ -72,6 +76,23 @@ DISTRIBUTIONS = st.builds(
     wide_sizes=st.lists(UINT32, max_size=6).map(tuple),
 )
 """Any: what is said is checked after the wire."""
+COUNTS = st.none() | st.integers(0, MAX_LOGPROBS)
+LOGPROBS_REQUESTS = st.builds(
+    LogprobsRequest, logprobs=COUNTS, prompt_logprobs=COUNTS, mode=st.sampled_from(LogprobsMode)
+)
+FINITE = st.floats(max_value=0.0, width=32, allow_infinity=False, allow_nan=False)
+TOKEN_LOGPROBS = st.builds(
+    TokenLogprob,
+    token_id=UINT32,
+    logprob=FINITE | st.just(-math.inf),
+    top=st.lists(st.tuples(UINT32, FINITE), max_size=MAX_LOGPROBS),
+)
+PROMPT_READS = st.builds(
+    PromptRead,
+    session_id=UINT64,
+    epoch=UINT32,
+    part=st.builds(PromptPart, first_position=UINT32, tokens=st.lists(TOKEN_LOGPROBS, max_size=5)),
+)
 TARGET_SPECS = st.builds(
     TargetSessionSpec,
     session_id=UINT64,
@@ -89,6 +110,7 @@ TARGET_SPECS = st.builds(
     max_len=UINT32,
     cache_salt=TEXT,
     permit_key=st.just(b"") | KEYS,
+    logprobs=LOGPROBS_REQUESTS,
 )
 DRAFT_SPECS = st.builds(
     DraftSessionSpec,
@@ -199,6 +221,13 @@ GOLDEN_VERDICT = (
         "58 9001"  # 11: num_cached_tokens
     )
 )
+GOLDEN_TOP = bytes.fromhex(  # 38 bytes
+    "08 02"  # 1: num_top
+    "12 10 07000000 2c010000 2c010000 00000000"  # 2: token_ids, uint32 little-endian: 7, 300; 300 and none
+    "1a 10 000000bf 000080bf 00000000 000080ff"  # 3: logprobs, float32 little-endian: -0.5, -1; 0 and -infinity
+)
+REPORTED = [TokenLogprob(300, -1.0, [(7, -0.5), (300, -1.0)]), TokenLogprob(300, 0.0, [(300, 0.0)])]
+"""Two places: two possible tokens in the first, one in the second."""
 TARGET_SPEC = TargetSessionSpec(
     session_id=1,
     epoch=2,
@@ -291,7 +320,7 @@ MODEL = ModelDescription(
     weights_fingerprint=b"\x03\x04",
 )
 GOLDEN_MODEL = bytes.fromhex(
-    "08 06"  # 1: protocol_version
+    "08 07"  # 1: protocol_version
     "12 01 6d"  # 2: name
     "1a 01 72"  # 3: revision
     "22 07 666c6f61743332"  # 4: dtype
@@ -491,6 +520,88 @@ def test_verdict_survives_the_wire(verdict: Verdict) -> None:
     assert messages.verdict_from_proto(sent(messages.verdict_to_proto(verdict))) == verdict
 
 
+@given(st.lists(TOKEN_LOGPROBS, max_size=5))
+@UNHURRIED
+def test_log_probabilities_of_a_verdict_survive_the_wire(tokens: list[TokenLogprob]) -> None:
+    verdict = Verdict(FENCE, [token.token_id for token in tokens], 0, 0, ExtraToken.PLAIN, 0, logprobs=tokens)
+    assert messages.verdict_from_proto(sent(messages.verdict_to_proto(verdict))) == verdict
+
+
+@given(PROMPT_READS)
+@UNHURRIED
+def test_log_probabilities_of_a_prompt_survive_the_wire(read: PromptRead) -> None:
+    assert messages.prompt_read_from_proto(sent(messages.prompt_read_to_proto(read))) == read
+
+
+def test_log_probabilities_have_their_golden_bytes() -> None:
+    verdict = replace(VERDICT, token_ids=[300, 300], logprobs=REPORTED)
+    message = messages.verdict_to_proto(verdict)
+    own = bytes.fromhex("6a 08 000080bf 00000000")  # 13: logprobs, packed float32
+    top = bytes.fromhex("72 26") + GOLDEN_TOP  # 14: top_logprobs, 38 bytes
+    assert message.SerializeToString(deterministic=True).endswith(own + top)
+    assert messages.verdict_from_proto(sent(message)) == verdict
+    delta = gateway_event_to_proto(Delta([300, 300], "", REPORTED), None).delta
+    own, top = bytes.fromhex("22 08 000080bf 00000000"), bytes.fromhex("2a 26") + GOLDEN_TOP
+    assert delta.SerializeToString(deterministic=True) == bytes.fromhex("12 04 ac02ac02") + own + top
+    prompt = gateway_event_to_proto(PromptPart(300, REPORTED), None)
+    start = bytes.fromhex("1a 3b 10 ac02 1a 04 ac02ac02")  # 3: prompt_logprobs, 2: first_position, 3: token_ids
+    assert prompt.SerializeToString(deterministic=True) == start + own + top
+    read = PromptRead(FENCE.session_id, 1, PromptPart(300, REPORTED))
+    event = _event_to_proto(read)
+    start = bytes.fromhex("2a 46 09 8877665544332211 10 01 18 ac02 22 04 ac02ac02")  # 5: prompt_read, 1 to 4 of it
+    own, top = bytes.fromhex("2a 08 000080bf 00000000"), bytes.fromhex("32 26") + GOLDEN_TOP
+    assert event.SerializeToString(deterministic=True) == start + own + top
+
+
+def test_wish_for_log_probabilities_has_its_golden_bytes() -> None:
+    spec = replace(TARGET_SPEC, logprobs=LogprobsRequest(0, 20, LogprobsMode.PROCESSED))
+    message = messages.target_spec_to_proto(spec, lease_id=10)
+    end = bytes.fromhex("900100 980114 a20109") + b"processed"  # 18: logprobs, 19: prompt_logprobs, 20: logprobs_mode
+    assert message.SerializeToString(deterministic=True) == GOLDEN_TARGET_SPEC + end
+    assert messages.target_spec_from_proto(sent(message)) == spec
+    request = gateway_pb2.GenerateRequest(logprobs=0, prompt_logprobs=20, logprobs_mode="raw")
+    end = bytes.fromhex("800100 880114 920103") + b"raw"  # 16, 17, 18
+    assert request.SerializeToString(deterministic=True) == end
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": [-1.0]},
+        {"logprobs": [-1.0, math.nan]},
+        {"top_logprobs": {"num_top": 1, "token_ids": bytes(8), "logprobs": bytes(8)}, "logprobs": []},
+        {"top_logprobs": {"num_top": 1, "token_ids": bytes(4), "logprobs": bytes(8)}},
+        {"top_logprobs": {"num_top": 1, "token_ids": bytes(8), "logprobs": bytes(9)}},
+        {"top_logprobs": {"num_top": 2, "token_ids": bytes(8), "logprobs": bytes(8)}},
+        {"top_logprobs": {"num_top": 1, "token_ids": bytes(8), "logprobs": b"\x00\x00\xc0\x7f" * 2}},
+        {"top_logprobs": {"num_top": 21, "token_ids": bytes(168), "logprobs": bytes(168)}},
+        {"top_logprobs": {"num_top": 2**32 - 1, "token_ids": b"", "logprobs": b""}},
+    ],
+)
+def test_log_probabilities_that_do_not_fit_their_tokens_are_refused(changes: dict[str, object]) -> None:
+    given = {"extra_token_kind": session_pb2.EXTRA_TOKEN_KIND_PLAIN, "token_ids": [7, 8], "logprobs": [-1.0, -2.0]}
+    with pytest.raises(InvalidRequestError, match="log-probabilit"):
+        messages.verdict_from_proto(sent(session_pb2.Verdict(**(given | changes))))
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"logprobs": 21}, "^logprobs must be in 0..20"),
+        ({"prompt_logprobs": 2**32 - 1}, "prompt_logprobs must be in 0..20"),
+        ({"logprobs_mode": "Raw"}, "logprobs_mode must be raw or processed"),
+    ],
+)
+def test_wish_for_log_probabilities_that_is_out_of_range_is_refused_by_name(
+    values: dict[str, object], name: str
+) -> None:
+    message = messages.target_spec_to_proto(TARGET_SPEC, 10)
+    for field, value in values.items():
+        setattr(message, field, value)
+    with pytest.raises(InvalidRequestError, match=name):
+        messages.target_spec_from_proto(message)
+
+
 @pytest.mark.parametrize("extra", ExtraToken)
 def test_every_kind_of_extra_token_has_a_number_on_the_wire(extra: ExtraToken) -> None:
     verdict = Verdict(FENCE, [1], 0, 0, extra, 0)
@@ -633,13 +744,15 @@ def test_text_that_is_continued_has_its_golden_bytes() -> None:
 def test_every_number_of_the_statistics_reaches_the_user() -> None:
     """Each field of the message is the one of the same name; durations are named longer on the wire."""
     values = {field.name: 100 + index for index, field in enumerate(fields(Statistics))}
-    statistics = Statistics(**(values | {"num_accepted_tokens_per_pos": [3, 2]}))
+    lists = {"num_accepted_tokens_per_pos": [3, 2], "acceptance_histogram": [4, 1, 2]}
+    statistics = Statistics(**(values | lists))
     message = sent(_statistics_to_proto(statistics))
     shorter = {f"{name}_duration_us": f"{name}_us" for name in ("calibration", "draft", "verify", "queue")}
-    assert {shorter.get(field.name, field.name) for field in message.DESCRIPTOR.fields} == set(values)
+    averages = {"mean_acceptance_length", "draft_acceptance_rate"}
+    assert {shorter.get(field.name, field.name) for field in message.DESCRIPTOR.fields} == set(values) | averages
     for field in message.DESCRIPTOR.fields:
         found = getattr(message, field.name)
-        assert (found if isinstance(found, int) else list(found)) == getattr(
+        assert (found if isinstance(found, int | float) else list(found)) == getattr(
             statistics, shorter.get(field.name, field.name)
         )
 
@@ -704,8 +817,9 @@ def test_refusal_says_which_drafter_is_in_quarantine_or_that_none_is(drafter_id:
     assert refused.quarantined_drafter_id == (drafter_id or 0)
 
 
-def test_protocol_version_is_that_of_permits() -> None:
-    assert PROTOCOL_VERSION == 6
+def test_protocol_version_is_that_of_log_probabilities() -> None:
+    """A verifier of version 6 would leave them out."""
+    assert PROTOCOL_VERSION == 7
 
 
 @pytest.mark.parametrize("length", [0, 15, 17, 32])

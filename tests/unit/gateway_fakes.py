@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from draftwire.errors import UnavailableError
+from draftwire.logprobs import PromptPart, TokenLogprob
 from draftwire.models.description import ModelDescription
 from draftwire.rounds import (
     Calibration,
@@ -21,6 +22,7 @@ from draftwire.rounds import (
     FenceVerdict,
     Permit,
     PlainRun,
+    PromptRead,
     SendDrafted,
     TargetSessionSpec,
     Verdict,
@@ -81,6 +83,12 @@ def now() -> float:
 
 
 # Verifiers
+
+
+def said_of(position: int, token: int, num_top: int) -> TokenLogprob:
+    """What the fake target says of a token in a place of the text."""
+    best = [((token + place) % STOP_TOKEN, -float(place)) for place in range(num_top)]
+    return TokenLogprob(token, -float(position), best)
 
 
 class Fate(Enum):
@@ -159,6 +167,10 @@ class FakeTarget:
         self.delay_s: Callable[[int], float] = lambda count: 0.0
         """By the number of verdicts so far: how long the next one takes."""
         self.num_cached_tokens = 0
+        self.prompt_parts: list[PromptPart] | None = None
+        """What it says of its prompts; None says what is to be said, one token in a part."""
+        self.leaves_out = False
+        """Whether verdicts lack log-probabilities."""
         self.work_us = 0
         """What each verdict says that deciding took, beside a few that tell verdicts apart."""
         self.quarantined: set[int] = set()
@@ -194,6 +206,7 @@ class FakeTarget:
         if error is None or self.refuses_too_late:
             session = TargetSession(spec, inbox, CommittedTokens(spec.token_ids), spec.first_round)
             self.sessions.append(session)
+            self._tell_prompt(session)
             self._start_plain(session, spec.plain_rounds)
         if error is not None:
             raise error
@@ -238,6 +251,16 @@ class FakeTarget:
     def lose(self, session: TargetSession, error: Exception) -> None:
         session.is_open = False
         session.inbox.put_nowait(TargetLost(error))
+
+    def _tell_prompt(self, session: TargetSession) -> None:
+        num_top, ids = session.spec.logprobs.prompt_logprobs, session.spec.token_ids
+        if num_top is None:
+            return
+        every = [
+            PromptPart(place, [said_of(place, ids[place], num_top)]) for place in range(1, session.spec.prompt_len)
+        ]
+        for part in every if self.prompt_parts is None else self.prompt_parts:
+            session.inbox.put_nowait(PromptRead(*session.key, part))
 
     def _of(self, fence: Fence) -> TargetSession | None:
         key = (fence.session_id, fence.epoch)
@@ -284,6 +307,8 @@ class FakeTarget:
             stops = tokens[-1] in session.spec.stop_token_ids
             session.plain_rounds_left = 0 if stops else session.plain_rounds_left - 1
         count = len(self.verdicts) + 1
+        num_top, length = session.spec.logprobs.logprobs, len(session.committed)
+        reports = num_top is not None and not self.leaves_out
         return Verdict(
             fence=session.fence,
             token_ids=tokens,
@@ -295,6 +320,9 @@ class FakeTarget:
             queue_us=5 * count,
             timings=DraftTimings(count, 2 * count) if num_draft_tokens else DraftTimings(),
             num_cached_tokens=self.num_cached_tokens,
+            logprobs=[said_of(place, token, num_top or 0) for place, token in enumerate(tokens, length)]
+            if reports
+            else [],
         )
 
     def _meet_fate(self, session: TargetSession, verdict: Verdict, fate: Fate) -> None:
@@ -466,6 +494,8 @@ class Result:
     ids: list[int] = field(default_factory=list)
     text: str = ""
     deltas: list[Delta] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
 
     @property
@@ -515,9 +545,14 @@ async def collect(loop: GenerationLoop, result: Result | None = None) -> Result:
     async for event in loop.run():
         assert result.finish is None, "nothing comes after the finish"
         if isinstance(event, Delta):
-            result.deltas.append(Delta(list(event.token_ids), event.text))
+            result.deltas.append(Delta(list(event.token_ids), event.text, list(event.logprobs)))
+            result.logprobs += event.logprobs
             result.ids += event.token_ids
             result.text += event.text
+        elif isinstance(event, PromptPart):
+            assert not result.deltas, "the prompt comes first"
+            assert event.first_position == len(result.prompt) + 1
+            result.prompt += event.tokens
         else:
             result.finish = event
     return result

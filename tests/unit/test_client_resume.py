@@ -10,7 +10,17 @@ import pytest
 from draftwire.client import patience
 from draftwire.client.patience import NOT_BEGUN_SECONDS, Patience
 from draftwire.client.sync import CompletionStream
-from draftwire.errors import RETRY_KEY, DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.errors import (
+    RETRY_KEY,
+    DraftwireError,
+    InvalidRequestError,
+    NoRoomError,
+    ProtocolViolationError,
+    UnavailableError,
+)
+from draftwire.logprobs import PromptPart, TokenLogprob
+from draftwire.services.gateway.loop import Delta
+from draftwire.services.gateway.server import _event_to_proto
 from draftwire.v1 import gateway_pb2
 
 Code = grpc.StatusCode
@@ -229,3 +239,78 @@ def test_completion_that_began_anew_was_not_resumed(clock: Clock) -> None:
     assert read(stream) == [0]
     assert stream.completion is not None
     assert stream.completion.num_resumed == 0
+
+
+def said_of(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -float(token), [(token, -float(token)), (token + 1, -9.0)])
+
+
+def reported(*token_ids: int) -> gateway_pb2.GenerateResponse:
+    return _event_to_proto(Delta(list(token_ids), "", [said_of(token) for token in token_ids]), None)
+
+
+def prompt_part(first_position: int, *token_ids: int) -> gateway_pb2.GenerateResponse:
+    return _event_to_proto(PromptPart(first_position, [said_of(token) for token in token_ids]), None)
+
+
+def asking(gateways: Gateways, clock: Clock, **wanted: int) -> CompletionStream:
+    request = gateway_pb2.GenerateRequest(text="prompt", max_tokens=9, seed=5, **wanted)
+    return CompletionStream(gateways.start, request, Patience(2, RESUME_S, None))
+
+
+def test_resumed_completion_keeps_its_log_probabilities(clock: Clock) -> None:
+    gateways = Gateways([prompt_part(1, 30, 31), reported(0, 1), LOST], [reported(2), LOST], [reported(3), FINISH])
+    stream = asking(gateways, clock, logprobs=2, prompt_logprobs=2)
+    pieces = list(stream)
+    for piece in pieces[1:]:
+        assert piece.logprobs == [said_of(token) for token in piece.token_ids]
+        assert piece.prompt_logprobs is None
+    assert (pieces[0].token_ids, pieces[0].prompt_logprobs) == ([], [said_of(30), said_of(31)])
+    assert stream.completion is not None
+    assert stream.completion.token_ids == [0, 1, 2, 3]
+    assert stream.completion.logprobs == [said_of(token) for token in range(4)]
+    assert stream.completion.prompt_logprobs == [said_of(30), said_of(31)]
+    assert all(request.logprobs == 2 for request in gateways.requests)
+
+
+def test_prompt_that_comes_again_because_no_token_came_is_told_once(clock: Clock) -> None:
+    parts = [prompt_part(1, 30, 31), prompt_part(3, 32)]
+    gateways = Gateways(
+        [parts[0], LOST], [*parts, LOST], [prompt_part(1, 30), prompt_part(2, 31, 32), reported(0), FINISH]
+    )
+    stream = asking(gateways, clock, logprobs=0, prompt_logprobs=2)
+    told = [piece.prompt_logprobs for piece in stream if piece.prompt_logprobs is not None]
+    assert told == [[said_of(30), said_of(31)], [said_of(32)]]
+    assert stream.completion is not None
+    assert stream.completion.prompt_logprobs == [said_of(30), said_of(31), said_of(32)]
+
+
+def test_gateway_that_leaves_out_what_was_asked_for_is_not_believed(clock: Clock) -> None:
+    refused(asking(Gateways([delta(0), FINISH]), clock, logprobs=0), ProtocolViolationError)
+    refused(asking(Gateways([prompt_part(2, 31), FINISH]), clock, prompt_logprobs=0), ProtocolViolationError)
+
+
+def test_completion_without_log_probabilities_has_none_instead_of_an_empty_list(clock: Clock) -> None:
+    stream = stream_of(Gateways([delta(0), FINISH]), clock)
+    assert [(piece.logprobs, piece.prompt_logprobs) for piece in stream] == [(None, None)]
+    assert stream.completion is not None
+    assert (stream.completion.logprobs, stream.completion.prompt_logprobs) == (None, None)
+
+
+def test_statistics_have_the_names_of_other_servers_too(clock: Clock) -> None:
+    numbers = gateway_pb2.GenerationStatistics(
+        num_drafts=4,
+        num_draft_tokens=12,
+        num_accepted_tokens=6,
+        acceptance_histogram=[1, 1, 1, 1],
+        mean_acceptance_length=2.5,
+        draft_acceptance_rate=0.5,
+    )
+    finish = gateway_pb2.GenerateFinish(reason=gateway_pb2.FINISH_REASON_LENGTH, statistics=numbers)
+    stream = stream_of(Gateways([gateway_pb2.GenerateResponse(finish=finish)]), clock)
+    assert read(stream) == []
+    completion = stream.completion
+    assert completion is not None
+    assert (completion.num_spec_steps, completion.num_draft_tokens, completion.num_accepted_draft_tokens) == (4, 12, 6)
+    assert (completion.mean_acceptance_length, completion.draft_acceptance_rate) == (2.5, 0.5)
+    assert completion.acceptance_histogram == [1, 1, 1, 1]

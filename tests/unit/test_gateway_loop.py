@@ -166,6 +166,13 @@ def test_statistics_add_up(scenario: Scenario) -> None:
     assert statistics.num_draft_tokens == sum(verdict.num_draft_tokens for verdict in blocks)
     assert statistics.num_accepted_tokens == sum(verdict.num_accepted_tokens for verdict in blocks)
     assert statistics.num_accepted_tokens_per_pos == per_position
+    accepted = [verdict.num_accepted_tokens for verdict in blocks]
+    most = max((verdict.num_draft_tokens for verdict in blocks), default=-1)
+    assert statistics.acceptance_histogram == [accepted.count(number) for number in range(most + 1)]
+    emitted = [len(verdict.token_ids) for verdict in blocks]
+    assert statistics.mean_acceptance_length == pytest.approx(sum(emitted) / len(blocks) if blocks else 0.0)
+    num_drafted = sum(verdict.num_draft_tokens for verdict in blocks)
+    assert statistics.draft_acceptance_rate == (sum(accepted) / num_drafted if num_drafted else 0)
     assert statistics.verify_us == sum(verdict.verify_us for verdict in verdicts)
     assert statistics.queue_us == sum(verdict.queue_us for verdict in verdicts)
     assert statistics.calibration_us == sum(verdict.timings.calibration_us for verdict in blocks)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from draftwire.errors import InvalidRequestError
+from draftwire.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
 from draftwire.models.description import ModelDescription
 from draftwire.randomness import MAX_SEED
 from draftwire.sampling import SamplingParams
@@ -63,6 +64,12 @@ MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
         ({"sampling": SamplingParams(logit_bias=((50, 1.0),))}, "logit_bias"),
         ({"sampling": SamplingParams(allowed_token_ids=(50,))}, "allowed_token_ids"),
         ({"rule": ""}, "rejection_sample_method"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21, "generated_ids": (1,)}, "prompt_logprobs"),
+        ({"logprobs_mode": "raw_logits", "logprobs": 1}, "logprobs_mode"),
+        ({"logprobs_mode": ""}, "logprobs_mode"),
         ({"generated_ids": (1, 50)}, "generated_token_ids"),
         ({"generated_ids": (-1,)}, "generated_token_ids"),
         ({"generated_ids": (1,) * 8}, "generated_token_ids"),
@@ -183,3 +190,16 @@ def test_generated_ids_count_in_max_tokens_and_not_in_the_prompt(generated_ids: 
     assert generation.generated_ids == generated_ids
     assert (generation.max_tokens, generation.max_len) == (7, 10)
     assert generation.prompt_ids == [1, 2, 3]
+
+
+def test_log_probabilities_are_not_reported_unless_asked_for_and_raw_unless_said_otherwise() -> None:
+    assert complete_request(MINIMAL, TARGET, DEFAULTS).logprobs == NO_LOGPROBS
+    wanted = complete_request(replace(MINIMAL, logprobs=0, prompt_logprobs=20), TARGET, DEFAULTS).logprobs
+    assert wanted == LogprobsRequest(0, 20, LogprobsMode.RAW)
+    mode = complete_request(replace(MINIMAL, logprobs=20, logprobs_mode="processed"), TARGET, DEFAULTS).logprobs
+    assert mode == LogprobsRequest(20, None, LogprobsMode.PROCESSED)
+
+
+def test_prompt_of_a_resumed_completion_is_not_reported_again() -> None:
+    request = replace(MINIMAL, generated_ids=(1,), logprobs=1, prompt_logprobs=2)
+    assert complete_request(request, TARGET, DEFAULTS).logprobs == LogprobsRequest(1)

@@ -1,0 +1,124 @@
+"""Reads log-probabilities off the rows of a step, for those who ask. Runs on the torch thread."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwire.devices import upload
+from draftwire.logprobs import LogprobsMode, TokenLogprob
+from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
+
+ROWS_AT_ONCE = 64
+"""Rows of a prompt that are computed at once; bounds the memory that they take beside the logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Places of a prompt whose next tokens are reported."""
+
+    text: list[int]
+    """The prompt up to and with the last of these tokens."""
+    num_rows: int
+    """How many tokens of its end they are."""
+    num_top: int
+    """Likeliest tokens to report with each."""
+    mode: LogprobsMode
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedRows:
+    """Places of one sequence whose tokens were emitted."""
+
+    rows: Sequence[int]
+    """The places, among rows of probabilities or of log-probabilities."""
+    token_ids: Sequence[int]
+    """What was emitted there."""
+    num_top: int
+    """Likeliest tokens to report with each."""
+    mode: LogprobsMode
+
+
+def log_softmax_of(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """Returns the log-probabilities of some rows before any processing.
+
+    Comes before the logits are made probabilities, in their place.
+
+    Args:
+        logits: `[any, vocab]`, any float dtype. Not changed.
+        rows: which; at least one.
+
+    Returns:
+        `[len(rows), vocab]`, float64 for float64 logits, else float32.
+    """
+    chosen = logits.index_select(0, upload(rows, logits.device, torch.int64))
+    return torch.log_softmax(chosen if chosen.dtype == torch.float64 else chosen.float(), dim=-1)
+
+
+def reported(log_probs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
+    """Reads off tokens and the likeliest ones beside them, in one transfer.
+
+    Args:
+        log_probs: `[rows, vocab]`.
+        token_ids: the token of each row.
+        num_top: how many of the likeliest tokens each row reports, if so many are possible.
+    """
+    own = log_probs.gather(1, upload(token_ids, log_probs.device, torch.int64).unsqueeze(1))
+    width = min(max(num_top), log_probs.shape[1])
+    top = log_probs.topk(width, dim=1)
+    numbers = torch.cat([own.double(), top.values.double(), top.indices.double()], dim=1).tolist()  # ids are exact
+    tokens = []
+    for token, (value, *best), count in zip(token_ids, numbers, num_top, strict=True):
+        pairs = list(zip(map(int, best[width:]), best[:width], strict=True))[:count]
+        tokens.append(TokenLogprob(token, value, [pair for pair in pairs if pair[1] > -math.inf]))
+    return tokens
+
+
+def of_prompt(logits: Tensor, prompt: PromptRows) -> list[TokenLogprob]:
+    """Returns what the target says of consecutive tokens of a prompt.
+
+    Processed ones are of the distributions as they would be if nothing had been generated.
+
+    Args:
+        logits: `[prompt.num_rows, vocab]`: those before each of the tokens. Not changed.
+        prompt: which tokens.
+    """
+    tokens: list[TokenLogprob] = []
+    first = len(prompt.text) - prompt.num_rows
+    for start in range(0, prompt.num_rows, ROWS_AT_ONCE):
+        end = min(start + ROWS_AT_ONCE, prompt.num_rows)
+        if prompt.mode is LogprobsMode.RAW:
+            log_probs = log_softmax_of(logits, range(start, end))
+        else:
+            before = prompt.text[: first + end - 1]  # the last of the places
+            span = Span(prompt.sampling, end - start, before, len(before), prompt.stop_token_ids)
+            log_probs = probabilities_of_spans(logits[start:end].clone(), [span]).log_()
+        tokens += reported(log_probs, prompt.text[first + start : first + end], [prompt.num_top] * (end - start))
+    return tokens
+
+
+def of_emitted(raw: Tensor | None, target_probs: Tensor, emitted: Sequence[EmittedRows]) -> list[list[TokenLogprob]]:
+    """Returns what the target says of the tokens that a step emitted, all sequences together.
+
+    Args:
+        raw: `[any, vocab]` log-probabilities that the rows of mode RAW are of; None if there are none.
+        target_probs: `[any, vocab]` probabilities that the rows of mode PROCESSED are of.
+        emitted: the tokens of each sequence; at least one.
+    """
+    order = sorted(range(len(emitted)), key=lambda index: emitted[index].mode is LogprobsMode.PROCESSED)
+    parts: list[Tensor] = []
+    for mode, source in ((LogprobsMode.RAW, raw), (LogprobsMode.PROCESSED, target_probs)):
+        rows = [row for index in order if emitted[index].mode is mode for row in emitted[index].rows]
+        if rows:
+            assert source is not None, "raw rows are kept for those who ask"
+            chosen = source.index_select(0, upload(rows, source.device, torch.int64))
+            parts.append(chosen if mode is LogprobsMode.RAW else chosen.log_())
+    token_ids = [token for index in order for token in emitted[index].token_ids]
+    num_top = [emitted[index].num_top for index in order for _ in emitted[index].rows]
+    tokens = iter(reported(torch.cat(parts), token_ids, num_top))
+    told = {index: [next(tokens) for _ in emitted[index].rows] for index in order}
+    return [told[index] for index in range(len(emitted))]
