@@ -461,10 +461,11 @@ def open_target(bad: bytes | None = None, **changes: Any) -> Attempt:
 
 def _first_of(stream: Stream) -> Answer:
     """Returns what becomes of a session whose stream holds nothing else."""
-    response = stream.next()
-    if isinstance(response, Answer):
-        return response
-    return _became(response.events[0])
+    while not isinstance(response := stream.next(), Answer):
+        for event in response.events:
+            if event.WhichOneof("event") != "prompt_read":
+                return _became(event)
+    return response
 
 
 def _became(event: Any) -> Answer:
