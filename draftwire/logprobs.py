@@ -128,8 +128,8 @@ def unpack_top(token_ids: Sequence[int], logprobs: Sequence[float], packed: Pack
         raise InvalidRequestError(f"top log-probabilities do not have the {4 * size} bytes that {size} entries take")
     ids = struct.unpack(f"<{size}I", packed.token_ids) if packed is not None else ()
     values = struct.unpack(f"<{size}f", packed.logprobs) if packed is not None else ()
-    if any(math.isnan(value) for value in (*logprobs, *values)):
-        raise InvalidRequestError("a log-probability is not a number")
+    if not all(value <= 0.0 for value in (*logprobs, *values)):
+        raise InvalidRequestError("a log-probability is a number of at most 0")
     pairs = list(zip(ids, values, strict=True))
     return [
         TokenLogprob(

@@ -210,13 +210,14 @@ class CompletionStream:
         while self.completion is None:
             try:
                 for response in self._call:
-                    self._patience.renew()
                     match response.WhichOneof("event"):
                         case "delta":
+                            self._patience.renew()
                             yield collected.take(response.delta)
                         case "prompt_logprobs":
                             piece = collected.take_prompt(response.prompt_logprobs)
-                            if piece is not None:
+                            if piece is not None:  # what is known already is no progress
+                                self._patience.renew()
                                 yield piece
                         case "finish":
                             self.completion = _completion(collected, response.finish, self._num_resumed)
@@ -476,13 +477,28 @@ def _prompt(prompt: Any) -> dict[str, Any]:
 
 
 def _tokens(message: gateway_pb2.GenerateDelta | gateway_pb2.PromptLogprobs) -> list[TokenLogprob]:
-    """Returns what a message says of its tokens, if anything."""
+    """Returns what a message says of its tokens, if anything.
+
+    Raises:
+        ProtocolViolationError: the numbers do not fit the tokens, or are none.
+    """
     top = message.top_logprobs
     packed = PackedTop(top.num_top, top.token_ids, top.logprobs) if message.HasField("top_logprobs") else None
-    return unpack_top(message.token_ids, message.logprobs, packed)
+    try:
+        return unpack_top(message.token_ids, message.logprobs, packed)
+    except InvalidRequestError as error:
+        raise ProtocolViolationError(f"the gateway sends no log-probabilities: {error}") from error
 
 
 def _completion(collected: _Collected, finish: gateway_pb2.GenerateFinish, num_resumed: int) -> Completion:
+    """Returns what has come.
+
+    Raises:
+        ProtocolViolationError: log-probabilities of the prompt are missing.
+    """
+    prompt = collected.prompt_logprobs
+    if prompt is not None and len(prompt) != max(0, finish.statistics.num_prompt_tokens - 1):
+        raise ProtocolViolationError("the gateway leaves out log-probabilities of the prompt")
     return Completion(
         text="".join(collected.text),
         token_ids=collected.token_ids,

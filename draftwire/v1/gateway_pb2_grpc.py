@@ -52,7 +52,8 @@ class GatewayServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon as their tokens are committed.
+        """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon
+        as their tokens are committed.
         INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
         metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
         trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent

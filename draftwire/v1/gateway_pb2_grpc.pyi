@@ -34,7 +34,8 @@ class GatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
-    """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon as their tokens are committed.
+    """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon
+    as their tokens are committed.
     INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
     metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
     trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent
@@ -49,7 +50,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon as their tokens are committed.
+    """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon
+    as their tokens are committed.
     INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
     metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
     trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent
@@ -67,7 +69,8 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_pb2.GenerateResponse]]:
-        """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon as their tokens are committed.
+        """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon
+        as their tokens are committed.
         INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
         metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
         trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent

@@ -70,7 +70,8 @@ def reported(log_probs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
     own = log_probs.gather(1, upload(token_ids, log_probs.device, torch.int64).unsqueeze(1))
     width = min(max(num_top), log_probs.shape[1])
     top = log_probs.topk(width, dim=1)
-    numbers = torch.cat([own.double(), top.values.double(), top.indices.double()], dim=1).tolist()  # ids are exact
+    values = torch.cat([own, top.values], dim=1).double().clamp_(max=0.0)  # a probability may be rounded to above 1
+    numbers = torch.cat([values, top.indices.double()], dim=1).tolist()  # ids are exact
     tokens = []
     for token, (value, *best), count in zip(token_ids, numbers, num_top, strict=True):
         pairs = list(zip(map(int, best[width:]), best[:width], strict=True))[:count]

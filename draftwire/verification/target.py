@@ -193,13 +193,16 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
     if not judgings:
         return StepOutcome([], [])
     plan = _Plan()
-    for index, judging in enumerate(judgings):
-        plan.add(index, judging, model.vocab_size)
+    # Prompts that are reported come last, so that the rows of all others lie together and are not copied.
+    for index in sorted(range(len(judgings)), key=lambda index: judgings[index].logprobs.prompt_logprobs is not None):
+        plan.add(index, judgings[index], model.vocab_size)
     lengths = [judging.sequence.length for judging in judgings]
     logits = model.read(plan.readings)
     prompts = {one.index: one.read_off(logits) for one in plan.prompts}
     is_bad = {index for index, part in prompts.items() if any(math.isnan(token.logprob) for token in part.tokens)}
-    if plan.prompts:
+    if plan.rows == list(range(len(plan.rows))):
+        logits = logits[: len(plan.rows)]
+    else:
         logits = logits.index_select(0, upload(plan.rows, logits.device, torch.int64))
     outcomes: dict[int, Outcome] = {index: StillReading(prompts.get(index)) for index in range(len(judgings))}
     batches: list[Decided] = []

@@ -152,4 +152,6 @@ def _wanted_logprobs(request: RequestedGeneration) -> LogprobsRequest:
     """Returns what is to be reported: of a resumed completion not the prompt, which was reported before its tokens."""
     mode = LogprobsMode.RAW if request.logprobs_mode is None else LogprobsMode.named(request.logprobs_mode)
     wanted = LogprobsRequest(request.logprobs, request.prompt_logprobs, mode)
+    if request.logprobs_mode is not None and wanted.logprobs is None and wanted.prompt_logprobs is None:
+        raise InvalidRequestError("logprobs_mode says nothing without logprobs or prompt_logprobs")
     return replace(wanted, prompt_logprobs=None) if request.generated_ids else wanted

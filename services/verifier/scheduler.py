@@ -32,7 +32,7 @@ from draftwire.verification.target import Judgement, Outcome, StillReading
 MAX_UINT32 = 2**32 - 1
 """Largest number that the messages hold."""
 REPORTED_CHUNK = 128
-"""Tokens of a prompt with log-probabilities that are read in a step at most: each of them takes a row over the
+"""Tokens of each prompt with log-probabilities that are read in a step at most: each of them takes a row over the
 vocabulary."""
 MAX_FIRST_ROUND = 2**31
 """Leaves room to count rounds."""
@@ -274,7 +274,8 @@ class Scheduler:
         reading = [session for session in self.sessions.values() if session.is_reading and session.key in ready]
         sessions_run = any(not session.is_reading for session in self.sessions.values())
         budget = self.pacer.budget(sessions_run, is_alone=len(reading) == len(self._ready))
-        shares = share(budget, [session.num_readable for session in reading])
+        wanted = [session.num_unread for session in reading]
+        shares = share(budget, wanted, [session.num_readable for session in reading])
         limits = dict(zip((session.key for session in reading), shares, strict=True))
         items = [
             StepItem(session, session.block, limits.get(session.key, 1))

@@ -253,13 +253,20 @@ def prompt_part(first_position: int, *token_ids: int) -> gateway_pb2.GenerateRes
     return _event_to_proto(PromptPart(first_position, [said_of(token) for token in token_ids]), None)
 
 
+def finish(num_prompt_tokens: int) -> gateway_pb2.GenerateResponse:
+    response = gateway_pb2.GenerateResponse()
+    response.CopyFrom(FINISH)
+    response.finish.statistics.num_prompt_tokens = num_prompt_tokens
+    return response
+
+
 def asking(gateways: Gateways, clock: Clock, **wanted: int) -> CompletionStream:
     request = gateway_pb2.GenerateRequest(text="prompt", max_tokens=9, seed=5, **wanted)
     return CompletionStream(gateways.start, request, Patience(2, RESUME_S, None))
 
 
 def test_resumed_completion_keeps_its_log_probabilities(clock: Clock) -> None:
-    gateways = Gateways([prompt_part(1, 30, 31), reported(0, 1), LOST], [reported(2), LOST], [reported(3), FINISH])
+    gateways = Gateways([prompt_part(1, 30, 31), reported(0, 1), LOST], [reported(2), LOST], [reported(3), finish(3)])
     stream = asking(gateways, clock, logprobs=2, prompt_logprobs=2)
     pieces = list(stream)
     for piece in pieces[1:]:
@@ -276,7 +283,7 @@ def test_resumed_completion_keeps_its_log_probabilities(clock: Clock) -> None:
 def test_prompt_that_comes_again_because_no_token_came_is_told_once(clock: Clock) -> None:
     parts = [prompt_part(1, 30, 31), prompt_part(3, 32)]
     gateways = Gateways(
-        [parts[0], LOST], [*parts, LOST], [prompt_part(1, 30), prompt_part(2, 31, 32), reported(0), FINISH]
+        [parts[0], LOST], [*parts, LOST], [prompt_part(1, 30), prompt_part(2, 31, 32), reported(0), finish(4)]
     )
     stream = asking(gateways, clock, logprobs=0, prompt_logprobs=2)
     told = [piece.prompt_logprobs for piece in stream if piece.prompt_logprobs is not None]
@@ -287,7 +294,22 @@ def test_prompt_that_comes_again_because_no_token_came_is_told_once(clock: Clock
 
 def test_gateway_that_leaves_out_what_was_asked_for_is_not_believed(clock: Clock) -> None:
     refused(asking(Gateways([delta(0), FINISH]), clock, logprobs=0), ProtocolViolationError)
-    refused(asking(Gateways([prompt_part(2, 31), FINISH]), clock, prompt_logprobs=0), ProtocolViolationError)
+    refused(asking(Gateways([prompt_part(2, 31), finish(3)]), clock, prompt_logprobs=0), ProtocolViolationError)
+    refused(asking(Gateways([prompt_part(1, 30), finish(3)]), clock, prompt_logprobs=0), ProtocolViolationError)
+    refused(asking(Gateways([delta(0), finish(3)]), clock, prompt_logprobs=0), ProtocolViolationError)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.5])
+def test_number_that_is_no_log_probability_is_not_believed(clock: Clock, value: float) -> None:
+    message = gateway_pb2.GenerateDelta(token_ids=[0], logprobs=[value])
+    gateways = Gateways([gateway_pb2.GenerateResponse(delta=message), FINISH])
+    refused(asking(gateways, clock, logprobs=0), ProtocolViolationError)
+
+
+def test_prompt_that_comes_again_and_again_is_given_up(clock: Clock) -> None:
+    """Its next part is what no verifier survives: what is known already is no progress."""
+    refused(asking(Gateways([prompt_part(1, 30), LOST]), clock, prompt_logprobs=0), UnavailableError)
+    assert clock.now >= RESUME_S
 
 
 def test_completion_without_log_probabilities_has_none_instead_of_an_empty_list(clock: Clock) -> None:

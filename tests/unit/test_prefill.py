@@ -144,6 +144,12 @@ def test_what_one_does_not_need_goes_to_the_others(budget: int, wanted: list[int
         assert expected is None or got == expected
 
 
+def test_those_who_may_have_little_in_a_step_do_not_pass_for_short_prompts() -> None:
+    assert share(40, [100_000, 200], [128, 200]) == [20, 20]
+    assert share(512, [9_000, 9_000, 9_000, 200], [128, 128, 128, 200]) == [128, 128, 56, 200]
+    assert share(512, [9_000, 9_000], [128, 9_000]) == [128, 384]
+
+
 # Everything together
 
 

@@ -70,6 +70,7 @@ MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
         ({"prompt_logprobs": 21, "generated_ids": (1,)}, "prompt_logprobs"),
         ({"logprobs_mode": "raw_logits", "logprobs": 1}, "logprobs_mode"),
         ({"logprobs_mode": ""}, "logprobs_mode"),
+        ({"logprobs_mode": "raw"}, "logprobs_mode says nothing without"),
         ({"generated_ids": (1, 50)}, "generated_token_ids"),
         ({"generated_ids": (-1,)}, "generated_token_ids"),
         ({"generated_ids": (1,) * 8}, "generated_token_ids"),

@@ -122,6 +122,8 @@ def test_every_token_of_mixed_requests_has_the_log_probability_of_a_plain_forwar
             "prompt_logprobs": generator.choice([None, None, 0, 3]),
             "logprobs_mode": generator.choice([None, "raw", "processed"]),
         }
+        if options["logprobs"] is None and options["prompt_logprobs"] is None:
+            options["logprobs_mode"] = None
         requests.append(([generator.randrange(VOCAB_SIZE) for _ in range(generator.choice([1, 2, 9, 60]))], options))
     with ThreadPoolExecutor(6) as pool:
         completions = list(pool.map(lambda request: client.generate(request[0], **request[1]), requests))
