@@ -46,13 +46,8 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
-from draftwire.models.layer_parallel import (
-    LayerGroups,
-    LayerParallelDecoder,
-    groups_of_size,
-    runs_in_parallel,
-    written,
-)
+from draftwire.models.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
+from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.lean_decoder import LeanDecoder, Rotation
 from draftwire.models.loading import load_model
 from draftwire.models.paged_attention import AttentionShape, PackedStep

@@ -28,14 +28,8 @@ from benchmarks.relay import free_port
 from draftwire.cli.up import embedded_model
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.layer_parallel import (
-    LayerGroups,
-    LayerParallelDecoder,
-    Ranks,
-    groups_of_size,
-    runs_in_parallel,
-    written,
-)
+from draftwire.models.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
+from draftwire.models.layer_parallel import LayerParallelDecoder, Ranks
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
 from draftwire.models.process_group import GroupSettings, ProcessGroup

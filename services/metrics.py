@@ -170,13 +170,13 @@ class DrafterMetrics(EngineMetrics):
         self.draft_tokens = self.counter("draft_tokens_sent", "Draft tokens sent to verifiers.")
         self.calibration_s = self.histogram(
             "calibration_seconds",
-            "Reading what was committed since the last block, for all sessions of a step; exact, also where drafting "
-            "is not. Steps that read prompts are left out.",
+            "Reading what was committed since the last block, for all sessions of a step; exact unless bonus "
+            "calibration is off. Steps that read prompts are left out. On a GPU, the time of sending the work.",
         )
         self.draft_pass_s = self.histogram(
             "draft_pass_seconds",
-            "A forward pass over the last drafted token of each session of a step, drawing the next one included; with "
-            "layers that run at the same time, where there are such. Mean over a step.",
+            "What drafting took in a step, over its forward passes for drafted tokens: with each, the drawing of a "
+            "token, and once the first draw and the encoding of blocks. On a GPU also what is left of calibration.",
         )
 
     def time(self, result: DraftTimes, reads_prompts: bool) -> None:

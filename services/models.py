@@ -11,7 +11,8 @@ from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, DraftModel, SequenceModel
 from draftwire.models.decoder import Decoder, check_decoder, decoder_of
-from draftwire.models.layer_parallel import LayerParallelDecoder, LayerParallelism, written
+from draftwire.models.layer_groups import LayerParallelism, written
+from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import LoadedModel, ModelCard, load_model
 from draftwire.models.scripted import Script, ScriptedTarget, is_scripted
@@ -99,7 +100,7 @@ def _cached(
     is_static = is_lean and settings.cuda_graphs and decoder.device.type == "cuda"
     drafting = None
     if layers is not None and layers.is_parallel:
-        drafting = _layer_parallel(decoder, LayerParallelism(layers.layer_parallel_size, layers.layer_groups), reason)
+        drafting = _layer_parallel(decoder, layers.parallelism, reason)
     return CachedModel(decoder, engine.kv_cache_tokens, is_static, drafting)
 
 

@@ -19,7 +19,8 @@ from benchmarks.gpu_sections.section import Budget, Findings, Row
 from benchmarks.gpu_sections.timer import Timer
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.layer_parallel import LayerParallelDecoder, groups_of_size, runs_in_parallel, written
+from draftwire.models.layer_groups import groups_of_size, runs_in_parallel, written
+from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.synthesis import SHAPES, Shape, build_target
 
@@ -28,7 +29,7 @@ SIZES = (1, 2, 3, 4, 5)
 BATCH_SIZES = (1, 16)
 BLOCK_LENGTH = 5
 CACHE_TOKENS = 16 * 512
-COMPARED_SIZE, COMPARED_TEXTS, COMPARED_STEPS = 2, 3, 4
+COMPARED_SIZE, COMPARED_TEXTS, COMPARED_STEPS = 3, 3, 4
 """Groups, texts and tokens of each whose logits are compared with the CPU's."""
 
 
@@ -125,6 +126,7 @@ def largest_error(plan: Plan) -> float:
 def _logits(model: LlamaForCausalLM, is_static: bool) -> Tensor:
     """Returns logits of steps over texts of different lengths, `[steps, texts, vocab]`."""
     cached = drafter(LeanDecoder(model), COMPARED_SIZE, is_static)
+    assert not cached.extends_exactly, "the model has as many layers"
     sequences = [cached.cache.open() for _ in range(COMPARED_TEXTS)]
     prompts = [random_ids(20 + 30 * seed, cached.vocab_size, seed) for seed in range(COMPARED_TEXTS)]
     cached.read([Reading(sequence, prompt, 0) for sequence, prompt in zip(sequences, prompts, strict=True)])

@@ -16,15 +16,15 @@ from draftwire.quantization import Quantization
 from draftwire.sampling import Span, probabilities_of_spans
 
 PROMPT_TOKENS = 32
-"""A step that reads more tokens than this reads prompts."""
+"""A step that reads more tokens than this of one text reads prompts."""
 
 
 class LanguageModelSequence:
     """One session's tokens in the drafter's cache.
 
     The cache holds all committed tokens but the last, or more: logits for the next token come from reading that last
-    one. Drafted tokens may have been read approximately. All that was is read again in the next round, exactly, also
-    where the token was accepted, so that approximations never add up over rounds.
+    one. Drafted tokens may have been read approximately. Unless that is switched off, all that was is read again in
+    the next round, exactly, also where the token was accepted, so that approximations never add up over rounds.
 
     Source: bonus calibration, Wu et al. 2025 (arXiv 2502.02493), section 4.3.
     """
@@ -153,7 +153,7 @@ class LanguageModelDrafter:
             return DraftStep([None] * len(draftings))
         logits = self._read(parts)
         num_read = sum(len(reading.token_ids) for _, reading in parts)
-        if logits.is_cuda and num_read > PROMPT_TOKENS:
+        if logits.is_cuda and max(len(reading.token_ids) for _, reading in parts) > PROMPT_TOKENS:
             torch.cuda.current_stream(logits.device).synchronize()  # what prompts cost is learnt from the time
         calibrated = time.perf_counter()
         drafts_of, num_passes = self._draw(logits, [(sequence, request) for _, sequence, request in members])

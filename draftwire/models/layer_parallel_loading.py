@@ -4,13 +4,8 @@ from dataclasses import dataclass
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.decoder import Decoder
-from draftwire.models.layer_parallel import (
-    LayerGroups,
-    LayerParallelDecoder,
-    LayerParallelism,
-    Ranks,
-    groups_of_size,
-)
+from draftwire.models.layer_groups import LayerGroups, LayerParallelism, groups_of_size
+from draftwire.models.layer_parallel import LayerParallelDecoder, Ranks
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import ModelCard, load_model
 from draftwire.models.process_group import ProcessGroup
@@ -57,6 +52,9 @@ def load_layer_parallel(
             raise InvalidRequestError(f"layers of {name} cannot run at the same time: {reason}")
         num_layers = loaded.model.config.num_hidden_layers
         groups = layers.of(num_layers)
+        largest = max(map(len, groups))
+        if group.size > largest:
+            raise InvalidRequestError(f"{group.size} ranks cannot share groups of at most {largest} layers")
         ranks = Ranks(group, groups)
         base = LeanDecoder(loaded.model, consumes=True, without_attention=ranks.held_elsewhere)
         exact = LayerParallelDecoder(base, groups_of_size(1, num_layers), ranks)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from draftwire.models.layer_groups import LayerParallelism
 from draftwire.quantization import Encoding, Quantization, position_bytes
 from draftwire.services.ranks.place import WantedGroup
 from draftwire.services.settings import (
@@ -65,10 +66,16 @@ class LayerParallelSettings:
         require(says_once, "layer_parallel_size and layer_groups say the same: set one of them")
         has_use = self.bonus_calibration or self.is_parallel
         require(has_use, "bonus_calibration has nothing to leave out: set layer_parallel_size or layer_groups")
+        _ = self.parallelism  # checks itself
         require(self.layer_parallel_ranks >= 1, "layer_parallel_ranks must be at least 1")
         can_share = self.layer_parallel_ranks == 1 or self.is_parallel
         require(can_share, "layer_parallel_ranks share what runs together: set layer_parallel_size or layer_groups")
         require(0.0 < self.layer_parallel_timeout_s < float("inf"), "layer_parallel_timeout_s must be positive")
+
+    @property
+    def parallelism(self) -> LayerParallelism:
+        """The same for a model."""
+        return LayerParallelism(self.layer_parallel_size, self.layer_groups)
 
     @property
     def is_parallel(self) -> bool:

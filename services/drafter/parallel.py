@@ -2,7 +2,7 @@
 
 import structlog
 
-from draftwire.models.layer_parallel import LayerParallelism, written
+from draftwire.models.layer_groups import written
 from draftwire.models.layer_parallel_loading import load_layer_parallel
 from draftwire.models.tensor_parallel import ParallelModel
 from draftwire.services.ranks.follower import RankConfig
@@ -19,8 +19,8 @@ def load_rank(config: RankConfig) -> LoadedRank:
         UnavailableError: another rank did not come, or is lost.
     """
     loading, group = config.loading, join_group(config)
-    layers = LayerParallelism(config.layers.layer_parallel_size, config.layers.layer_groups)
-    loaded = load_layer_parallel(loading.model, loading.dtype, str(group.device), loading.revision, layers, group)
+    layers, device = config.layers.parallelism, str(group.device)
+    loaded = load_layer_parallel(loading.model, loading.dtype, device, loading.revision, layers, group)
     log.info("models.layers_grouped", groups=written(loaded.groups), rank=group.rank)
     # Not static: graphs with collectives in them have not been tried on GPUs.
     model = ParallelModel(loaded.exact, config.cache_tokens, drafting=loaded.drafting, group=group)

@@ -27,15 +27,15 @@ from draftwire.encoding import Claim, decode_one
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence, slots_of
-from draftwire.models.layer_parallel import (
+from draftwire.models.layer_groups import (
     LayerGroups,
-    LayerParallelDecoder,
     LayerParallelism,
     groups_of_size,
     holders_of,
     runs_in_parallel,
     written,
 )
+from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
 from draftwire.quantization import Encoding, Quantization
@@ -200,8 +200,15 @@ def test_groups_are_those_of_the_paper() -> None:
         assert [index for group in groups for index in group] == list(range(layers))
         assert len(groups[0]) == len(groups[-1]) == 1
         assert max(map(len, groups)) <= size
-        assert LayerParallelism(groups=written(groups)).of(layers) == groups
         assert runs_in_parallel(groups) == (max(map(len, groups)) > 1)
+        if runs_in_parallel(groups):
+            assert LayerParallelism(size).of(layers) == LayerParallelism(groups=written(groups)).of(layers) == groups
+
+
+@pytest.mark.parametrize("layers", [LayerParallelism(2), LayerParallelism(groups="0 1 2 3")])
+def test_settings_that_let_nothing_run_at_the_same_time_are_refused(layers: LayerParallelism) -> None:
+    with pytest.raises(InvalidRequestError, match="none run at the same time"):
+        layers.of(4)
 
 
 @pytest.mark.parametrize("text", ["0 1-3 4-7", "0,1-3,4-7", " 0, 1-3 4-7\n"])
@@ -238,9 +245,11 @@ KEY = bytes(range(KEY_BYTES))
 CONTEXT_LENGTH = 512
 
 
-def drafter_of(model: PreTrainedModel, groups: LayerGroups, calibrates: bool = True) -> LanguageModelDrafter:
+def drafter_of(
+    model: PreTrainedModel, groups: LayerGroups, calibrates: bool = True, is_static: bool = False
+) -> LanguageModelDrafter:
     quantization = Quantization(Encoding.DENSE_FLOAT32)
-    return LanguageModelDrafter(cached(model, groups), CONTEXT_LENGTH, 0, quantization, calibrates)
+    return LanguageModelDrafter(cached(model, groups, is_static), CONTEXT_LENGTH, 0, quantization, calibrates)
 
 
 def request(num_tokens: int, round: int, is_cut: Any = None) -> DraftRequest:
@@ -298,8 +307,10 @@ def live(drafter: LanguageModelDrafter, reference: CachedModel, seed: int) -> fl
         else:
             sequence.calibrate(base_len, [])  # the last word counts
             sequence.calibrate(base_len, committed[base_len:])
-        while kind == "in parts" and sequence.num_unread > 3:
+        while kind == "in parts" and (num_unread := sequence.num_unread) > 3:
             drafter.step([Drafting(sequence, None, max_read=3)])
+            sequence.calibrate(len(committed), [])  # as it is told before every part
+            assert sequence.num_unread < num_unread
     sequence.close()
     return furthest
 
@@ -311,10 +322,13 @@ def network() -> PreTrainedModel:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("grouping", ["pairs", "of five", "all"])
-def test_calibrated_cache_is_that_of_a_fresh_prefill(network: PreTrainedModel, grouping: str, seed: int) -> None:
+@pytest.mark.parametrize("is_static", [False, True], ids=["", "static"])
+def test_calibrated_cache_is_that_of_a_fresh_prefill(
+    network: PreTrainedModel, grouping: str, seed: int, is_static: bool
+) -> None:
     """After rounds of all kinds; in float32, at most 1e-5 apart."""
     reference = CachedModel(LeanDecoder(network), 4096)
-    assert live(drafter_of(network, GROUPS[grouping]), reference, seed) <= 1e-5
+    assert live(drafter_of(network, GROUPS[grouping], is_static=is_static), reference, seed) <= 1e-5
 
 
 def test_cache_without_calibration_is_not(network: PreTrainedModel) -> None:

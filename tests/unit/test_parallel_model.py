@@ -40,7 +40,8 @@ from draftwire.models import sharded_loading
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
-from draftwire.models.layer_parallel import LayerParallelDecoder, LayerParallelism
+from draftwire.models.layer_groups import LayerParallelism
+from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.layer_parallel_loading import load_layer_parallel
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
@@ -726,9 +727,9 @@ def drafting(model: CachedModel) -> list[Tensor]:
     [
         (2, LayerParallelism(4), [[0, 1, 3, 4, 6, 7], [0, 2, 5, 7]]),
         (2, LayerParallelism(groups="0-7"), [[0, 2, 4, 6], [1, 3, 5, 7]]),
-        (3, LayerParallelism(2), [[0, 1, 2, 4, 6, 7], [0, 1, 3, 5, 6, 7], [0, 1, 6, 7]]),
+        (3, LayerParallelism(5), [[0, 1, 4, 5, 7], [0, 2, 6, 7], [0, 3, 7]]),
     ],
-    ids=["groups of four", "all at once", "a rank with nothing to share"],
+    ids=["groups of four", "all at once", "a group smaller than the ranks"],
 )
 def test_layers_shared_out_among_ranks_say_what_they_say_in_one_process(
     ranks: Ranks, size: int, layers: LayerParallelism, held: list[list[int]]
@@ -747,6 +748,12 @@ def test_layers_shared_out_among_ranks_say_what_they_say_in_one_process(
 def test_layers_that_are_no_groups_of_the_model_are_refused_on_all_ranks(ranks: Ranks) -> None:
     for worker in ranks.begin(load_layers, [(LayerParallelism(groups="0 1-3 4-9"),)] * 2):
         with pytest.raises(InvalidRequestError, match="must name all 8"):
+            worker.answer()
+
+
+def test_more_ranks_than_layers_of_a_group_are_refused(ranks: Ranks) -> None:
+    for worker in ranks.begin(load_layers, [(LayerParallelism(2),)] * 3):
+        with pytest.raises(InvalidRequestError, match="3 ranks cannot share groups of at most 2 layers"):
             worker.answer()
 
 
