@@ -21,6 +21,7 @@ from draftwire.models.scripted import PREFIX, Script, ScriptedTarget, expected_t
 from draftwire.quantization import Quantization
 from draftwire.randomness import DrawKey
 from draftwire.sampling import SamplingParams
+from draftwire.services.drafter.config import LayerParallelSettings
 from draftwire.services.models import load_drafter, load_target
 from draftwire.services.settings import EngineSettings, ModelSettings
 from draftwire.verification import RULES
@@ -279,10 +280,17 @@ def test_logits_stand_before_the_draft_tokens_and_after_the_block() -> None:
     "load",
     [
         pytest.param(load_target, id="load_target"),
-        pytest.param(partial(load_drafter, quantization=Quantization()), id="load_drafter"),
+        pytest.param(
+            partial(load_drafter, quantization=Quantization(), layers=LayerParallelSettings()), id="load_drafter"
+        ),
     ],
 )
 def test_setting_that_a_script_would_ignore_is_refused(load: Callable[..., object], setting: dict[str, str]) -> None:
     with pytest.raises(InvalidRequestError, match="scripted"):
         load(ModelSettings("scripted:", **setting), EngineSettings())
     load(ModelSettings("scripted:"), EngineSettings())
+
+
+def test_layers_that_a_script_does_not_have_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no layers"):
+        load_drafter(ModelSettings("scripted:"), EngineSettings(), Quantization(), LayerParallelSettings(4))
