@@ -162,8 +162,8 @@ def test_prompts_with_a_common_beginning_are_each_reported_whole(
     """Though they were read before, and while others run; and they are still shared with those who do not ask."""
     generator = random.Random(mode)
     shared = [generator.randrange(VOCAB_SIZE) for _ in range(300)]
-    options: Options = {"temperature": 0.8, "top_k": 6, "max_tokens": 8, "seed": 3, "logprobs_mode": mode}
-    asks = options | {"prompt_logprobs": 2, "logprobs": 0}
+    options: Options = {"temperature": 0.8, "top_k": 6, "max_tokens": 8, "seed": 3}
+    asks = options | {"prompt_logprobs": 2, "logprobs": 0, "logprobs_mode": mode}
     prompts = [[*shared, number, 0, number] for number in range(6)]
     client.generate(shared, **options)
     with ThreadPoolExecutor(6) as pool:
