@@ -182,6 +182,22 @@ def randomize(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+FAMILY: dict[str, tuple[type, type]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def family_network(architecture: str, seed: int = 5, **shape: Any) -> PreTrainedModel:
+    """Returns a float32 model of one of `FAMILY` with weights and biases of ordinary size."""
+    config, model = FAMILY[architecture]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return with_ordinary_weights(model(config(**shape)))
+
+
 def with_ordinary_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Draws all weights of a model anew, with those of norms around 1 and biases that matter, and returns it."""
     for name, parameter in model.named_parameters():

@@ -6,19 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, LLAMA3, save_tiny_model, tiny_network, with_ordinary_weights
+from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, LLAMA3, family_network, save_tiny_model, tiny_network
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 from draftwire.distributions import rows_of as decoded_rows
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
@@ -59,27 +49,18 @@ GROUPS: dict[str, LayerGroups] = {
 }
 
 
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with all biases": ("llama", SHAPE | {"attention_bias": True, "mlp_bias": True}),
+    "llama 3.1": ("llama", SHAPE | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("mistral", SHAPE | {"sliding_window": 24}),
+    "qwen2, some layers with windows": ("qwen2", SHAPE | FAMILY_WINDOW | {"max_window_layers": 4}),
+    "qwen3": ("qwen3", SHAPE | {"head_dim": 12}),
+}
+
+
 def make(name: str) -> PreTrainedModel:
-    """Returns a float32 model with weights and biases of ordinary size."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        match name:
-            case "llama with all biases":
-                model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True))
-            case "llama 3.1":
-                model = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3, tie_word_embeddings=True))
-            case "mistral":
-                model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24))
-            case "qwen2, some layers with windows":
-                model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **FAMILY_WINDOW | {"max_window_layers": 4}))
-            case "qwen3":
-                model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=12))
-            case _:
-                raise AssertionError(name)
-        return with_ordinary_weights(model)
-
-
-NAMES = ["llama with all biases", "llama 3.1", "mistral", "qwen2, some layers with windows", "qwen3"]
+    architecture, shape = MODELS[name]
+    return family_network(architecture, **shape)
 
 
 @torch.inference_mode()
@@ -112,7 +93,7 @@ def cached(model: PreTrainedModel, groups: LayerGroups, is_static: bool = False)
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["", "static"])
 @pytest.mark.parametrize("grouping", GROUPS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_fuzzy_logits_are_those_of_the_definition(name: str, grouping: str, is_static: bool) -> None:
     """In float32, in batches of ragged lengths, with ends forgotten and read again: at most 1e-4 apart."""
     reference, groups = make(name), GROUPS[grouping]
@@ -143,7 +124,7 @@ def test_fuzzy_logits_are_those_of_the_definition(name: str, grouping: str, is_s
     assert from_exact > 0.05, "the approximation is one"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_groups_of_one_are_the_ordinary_decoder_to_the_bit(name: str) -> None:
     model = cached(make(name), groups_of_size(1, NUM_LAYERS))
     generator = random.Random(1)
@@ -175,9 +156,7 @@ def test_lower_precision_differs_by_rounding_alone() -> None:
 def test_layers_of_the_qwen2_5_family_are_grouped(layers: int, heads: int, size: int) -> None:
     """With the layers and heads of those models, which have two key heads, and narrow heads."""
     shape = SHAPE | {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": heads * 8}
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        reference = with_ordinary_weights(Qwen2ForCausalLM(Qwen2Config(**shape)))
+    reference = family_network("qwen2", 2, **shape)
     groups = groups_of_size(size, layers)
     assert max(len(group) for group in groups) == size
     model = cached(reference, groups)
@@ -429,9 +408,7 @@ def test_qwen2_5_checkpoint_is_loaded_by_path_and_drafts(tmp_path: Path, layers:
     """With the layers, heads and tied embeddings of the 0.5B one, in bfloat16 on disk."""
     folder = save_tiny_model(tmp_path, VOCAB_SIZE)  # for its tokenizer
     shape = SHAPE | {"num_hidden_layers": 24, "num_attention_heads": 14, "hidden_size": 14 * 8}
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        model = with_ordinary_weights(Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True)))
+    model: Any = family_network("qwen2", 2, **shape, tie_word_embeddings=True)
     model.to(torch.bfloat16).save_pretrained(folder)
     quantization = Quantization(Encoding.DENSE_FLOAT32)
     loaded = load_drafter(ModelSettings(str(folder)), EngineSettings(kv_cache_tokens=1024), quantization, layers)

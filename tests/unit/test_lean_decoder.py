@@ -10,23 +10,13 @@ from tiny_models import (
     FAMILY_SHAPE,
     FAMILY_WINDOW,
     LLAMA3,
+    family_network,
     randomize,
     tiny_network,
     tiny_shape,
-    with_ordinary_weights,
 )
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, Reading
@@ -42,39 +32,20 @@ SHAPE = FAMILY_SHAPE | {"num_attention_heads": 6, "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
 
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SHAPE),
+    "llama with all biases": ("llama", SHAPE | {"attention_bias": True, "mlp_bias": True}),
+    "llama 3.1": ("llama", SHAPE | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama with wide heads, yarn": ("llama", SHAPE | {"head_dim": 16, "rope_parameters": YARN}),
+    "mistral": ("mistral", SHAPE | {"sliding_window": 24}),
+    "qwen2": ("qwen2", SHAPE | FAMILY_WINDOW),
+    "qwen3": ("qwen3", SHAPE | FAMILY_WINDOW | {"head_dim": 12}),
+}
+
+
 def make(name: str) -> PreTrainedModel:
-    """Returns a float32 model with weights and biases of ordinary size."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        match name:
-            case "llama":
-                model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE))
-            case "llama with all biases":
-                model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True))
-            case "llama 3.1":
-                model = LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3, tie_word_embeddings=True))
-            case "llama with wide heads, yarn":
-                model = LlamaForCausalLM(LlamaConfig(**SHAPE, head_dim=16, rope_parameters=YARN))
-            case "mistral":
-                model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24))
-            case "qwen2":
-                model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **FAMILY_WINDOW))
-            case "qwen3":
-                model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **FAMILY_WINDOW, head_dim=12))
-            case _:
-                raise AssertionError(name)
-        return with_ordinary_weights(model)
-
-
-NAMES = [
-    "llama",
-    "llama with all biases",
-    "llama 3.1",
-    "llama with wide heads, yarn",
-    "mistral",
-    "qwen2",
-    "qwen3",
-]
+    architecture, shape = MODELS[name]
+    return family_network(architecture, **shape)
 
 
 @torch.inference_mode()
@@ -83,7 +54,7 @@ def fresh(model: PreTrainedModel, ids: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["", "static"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_of_random_texts_are_those_of_transformers(name: str, is_static: bool) -> None:
     """In float32, in batches of ragged lengths, with ends forgotten and read again: at most 1e-4 apart."""
     reference = make(name)
@@ -151,7 +122,7 @@ def test_weights_are_given_up_only_where_that_is_allowed() -> None:
     assert not any(isinstance(module, torch.nn.Linear) for module in given.model.layers.modules())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_family_is_run_by_the_lean_decoder(name: str) -> None:
     model = make(name)
     assert why_not_lean(model) == ""

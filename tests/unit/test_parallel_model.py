@@ -17,23 +17,12 @@ from tiny_models import (
     FAMILY_SHAPE,
     FAMILY_WINDOW,
     LLAMA3,
+    family_network,
     save_tiny_model,
     tiny_network,
-    with_ordinary_weights,
 )
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models import sharded_loading
@@ -69,28 +58,21 @@ CACHE_TOKENS = 4096
 EMBEDDED = Path(__file__).parents[2] / "models"
 SHAPE = FAMILY_SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 4}
 FEW_KEYS = SHAPE | {"num_key_value_heads": 2}
-MADE = ["llama with all biases", "llama 3.1, tied, few keys", "mistral", "qwen2, in several files", "qwen3, few keys"]
-NAMES = [*MADE, "target", "drafter"]
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with all biases": ("llama", SHAPE | {"attention_bias": True, "mlp_bias": True}),
+    "llama 3.1, tied, few keys": ("llama", FEW_KEYS | {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": ("mistral", SHAPE | {"sliding_window": 24}),
+    "qwen2, in several files": ("qwen2", SHAPE | FAMILY_WINDOW),
+    "qwen3, few keys": ("qwen3", FEW_KEYS | FAMILY_WINDOW | {"head_dim": 12}),
+}
+NAMES = [*MODELS, "target", "drafter"]
 
 
 def make(name: str) -> PreTrainedModel:
-    """Returns a float32 model with weights and biases of ordinary size."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        match name:
-            case "llama with all biases":
-                model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True))
-            case "llama 3.1, tied, few keys":
-                model = LlamaForCausalLM(LlamaConfig(**FEW_KEYS, rope_parameters=LLAMA3, tie_word_embeddings=True))
-            case "mistral":
-                model = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=24))
-            case "qwen2, in several files":
-                model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, **FAMILY_WINDOW))
-            case "qwen3, few keys":
-                model = Qwen3ForCausalLM(Qwen3Config(**FEW_KEYS, **FAMILY_WINDOW, head_dim=12))
-            case _:
-                raise AssertionError(name)
-        return with_ordinary_weights(model)
+    architecture, shape = MODELS[name]
+    return family_network(architecture, **shape)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +80,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Checkpoints by name."""
     root = tmp_path_factory.mktemp("models")
     found = {name: str(EMBEDDED / name) for name in ("target", "drafter")}
-    for name in MADE:
+    for name in MODELS:
         folder = save_tiny_model(root / name.replace(" ", "_").replace(",", ""), VOCAB_SIZE)  # for its tokenizer
         size = "40KB" if "files" in name else "1GB"
         if "files" in name:
