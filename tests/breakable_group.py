@@ -1,6 +1,8 @@
 """A verifier or drafter of two processes that tests break, and completions that must come out whole all the same."""
 
+import ctypes
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -10,9 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from conftest import read_metric
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoModelForCausalLM
 
 from benchmarks.law import CONTEXT_LENGTH
@@ -29,6 +33,8 @@ TIMEOUT_S = 3.0
 END_SECONDS = 8.0
 """How long a group may take to end once it knows that it has to."""
 COMMON: dict[str, object] = {"threads": 1, "kv_cache_tokens": 4096, "drain_seconds": 5.0}
+PR_SET_CHILD_SUBREAPER = 36
+"""Source: prctl(2)."""
 FAULTS = Path(__file__).parent / "rank_faults"
 
 
@@ -143,6 +149,47 @@ def break_under_load(
     assert load.num_lost(group.service) > 0
     assert group.rank_0.returncode != 0
     return took
+
+
+def fail_in_a_step(group: Group, gateway: LocalStack, expected: list[int], faults: Path, rank: int) -> None:
+    """Lets a rank fail in the middle of a step, which must end the group at once."""
+    fault = faults / f"rank_{rank}"
+    try:
+        break_under_load(group, gateway, expected, fault.touch, END_SECONDS)
+    finally:
+        fault.unlink()
+    (status,) = group.ended_statuses
+    assert status != 0
+    (lost,) = group.of("group_lost")
+    assert rank == 1 or "MemoryError" in str(lost["reason"])
+
+
+def kill_rank_0(group: Group, gateway: LocalStack, expected: list[int]) -> None:
+    """Stops the follower and kills rank 0, after which neither must be left."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that the follower becomes a child of this process
+    group.ensure()
+
+    def kill() -> None:
+        os.kill(group.follower, signal.SIGSTOP)
+        group.rank_0.kill()
+
+    break_under_load(group, gateway, expected, kill, END_SECONDS)
+    assert os.waitstatus_to_exitcode(os.waitpid(group.follower, 0)[1]) != 0
+
+
+def kill_follower_of_idle(group: Group) -> None:
+    """Kills the follower while nobody asks for anything; health must say so at once, and the group must end."""
+    group.ensure()
+    with grpc.insecure_channel(group.address) as channel:
+        name = f"draftwire.v1.{group.service.capitalize()}Service"
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        started = time.monotonic()
+        os.kill(group.follower, signal.SIGKILL)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert time.monotonic() - started < 5.0
+    group.wait_for_end(END_SECONDS)
+    assert group.rank_0.returncode == 1
 
 
 def greedy_text(model: Path) -> list[int]:

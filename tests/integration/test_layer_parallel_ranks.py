@@ -1,6 +1,5 @@
 """A drafter of two processes: its loss costs speed only, and no process of it outlives another, whatever breaks."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -9,10 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 from conftest import read_metric
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.law import VOCAB_SIZE
 from draftwire.client import Client
@@ -26,13 +23,14 @@ from tests.breakable_group import (
     TIMEOUT_S,
     Group,
     break_under_load,
+    fail_in_a_step,
     greedy_text,
+    kill_follower_of_idle,
+    kill_rank_0,
     rank_faults,
 )
 from tests.integration.test_orphans import is_alive
 from tests.tiny_models import save_tiny_model
-
-PR_SET_CHILD_SUBREAPER = 36
 
 
 @pytest.fixture(scope="module")
@@ -140,44 +138,17 @@ def test_stopped_follower_ends_the_group_within_the_timeout_and_every_completion
 def test_rank_that_fails_in_the_middle_of_a_step_ends_the_group_at_once_and_every_completion_goes_on(
     group: Group, gateway: LocalStack, faults: Path, expected: list[int], rank: int
 ) -> None:
-    fault = faults / f"rank_{rank}"
-    try:
-        break_under_load(group, gateway, expected, fault.touch, END_SECONDS)
-    finally:
-        fault.unlink()
-    (status,) = group.ended_statuses
-    assert status != 0
-    (lost,) = group.of("group_lost")
-    assert rank == 1 or "MemoryError" in str(lost["reason"])
+    fail_in_a_step(group, gateway, expected, faults, rank)
 
 
 def test_killed_rank_0_takes_the_others_with_it_even_one_that_is_stopped(
     group: Group, gateway: LocalStack, expected: list[int]
 ) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that the follower becomes a child of this process
-    group.ensure()
-
-    def kill() -> None:
-        os.kill(group.follower, signal.SIGSTOP)
-        group.rank_0.kill()
-
-    break_under_load(group, gateway, expected, kill, END_SECONDS)
-    assert os.waitstatus_to_exitcode(os.waitpid(group.follower, 0)[1]) != 0
+    kill_rank_0(group, gateway, expected)
 
 
 def test_idle_group_that_loses_a_follower_says_so_before_any_request(group: Group) -> None:
-    group.ensure()
-    with grpc.insecure_channel(group.address) as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(service="draftwire.v1.DrafterService")
-        )
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        started = time.monotonic()
-        os.kill(group.follower, signal.SIGKILL)
-        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert time.monotonic() - started < 5.0
-    group.wait_for_end(END_SECONDS)
-    assert group.rank_0.returncode == 1
+    kill_follower_of_idle(group)
 
 
 def test_group_that_was_lost_takes_part_again_when_it_is_back(

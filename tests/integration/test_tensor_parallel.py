@@ -1,7 +1,6 @@
 """A verifier of two processes: what comes out of it, and that no process of it outlives another, whatever breaks."""
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -13,10 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from conftest import read_metric
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.law import compare, draw_completions, exact_law
 from benchmarks.relay import free_port
@@ -32,14 +29,16 @@ from tests.breakable_group import (
     TIMEOUT_S,
     Group,
     break_under_load,
+    fail_in_a_step,
     greedy_text,
+    kill_follower_of_idle,
+    kill_rank_0,
     rank_faults,
 )
 from tests.integration.test_orphans import is_alive
 
 ALPHA = 1e-6
 """Probability of a false alarm of the test of the law."""
-PR_SET_CHILD_SUBREAPER = 36
 
 
 @pytest.fixture(scope="module")
@@ -169,45 +168,18 @@ def test_stopped_follower_ends_the_group_within_the_timeout_and_its_sessions_mov
 def test_rank_that_fails_in_the_middle_of_a_step_ends_the_group_at_once_and_its_sessions_move(
     group: Group, gateway: LocalStack, faults: Path, expected: list[int], rank: int
 ) -> None:
-    fault = faults / f"rank_{rank}"
-    try:
-        break_under_load(group, gateway, expected, fault.touch, END_SECONDS)
-    finally:
-        fault.unlink()
-    (status,) = group.ended_statuses
-    assert status != 0
-    (lost,) = group.of("group_lost")
-    assert rank == 1 or "MemoryError" in str(lost["reason"])
+    fail_in_a_step(group, gateway, expected, faults, rank)
 
 
 @pytest.mark.usefixtures("plain")
 def test_killed_rank_0_takes_the_others_with_it_even_one_that_is_stopped(
     group: Group, gateway: LocalStack, expected: list[int]
 ) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that the follower becomes a child of this process
-    group.ensure()
-
-    def kill() -> None:
-        os.kill(group.follower, signal.SIGSTOP)
-        group.rank_0.kill()
-
-    break_under_load(group, gateway, expected, kill, END_SECONDS)
-    assert os.waitstatus_to_exitcode(os.waitpid(group.follower, 0)[1]) != 0
+    kill_rank_0(group, gateway, expected)
 
 
 def test_idle_group_that_loses_a_follower_says_so_before_any_request(group: Group) -> None:
-    group.ensure()
-    with grpc.insecure_channel(f"127.0.0.1:{group.stack.services['verifier'].port}") as channel:
-        watch = health_pb2_grpc.HealthStub(channel).Watch(
-            health_pb2.HealthCheckRequest(service="draftwire.v1.VerifierService")
-        )
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        started = time.monotonic()
-        os.kill(group.follower, signal.SIGKILL)
-        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert time.monotonic() - started < 5.0
-    group.wait_for_end(END_SECONDS)
-    assert group.rank_0.returncode == 1
+    kill_follower_of_idle(group)
 
 
 # How it is started and stopped
