@@ -5,7 +5,7 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 SOURCES := draftwire services tests benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-fast check-rules fuzz chaos lint format types protos protos-check install clean
+.PHONY: demo test test-fast check-rules fuzz chaos chart images lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
@@ -24,6 +24,13 @@ fuzz: $(INSTALLED)  ## feed a million broken draft blocks to the decoder
 
 chaos: $(INSTALLED)  ## break services and links at random under load, and check every token
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
+
+chart: $(INSTALLED)  ## lint, render and validate the Helm chart; helm is on PATH, or in the folder HELM_DIR
+	test -x "$$HELM_DIR/helm" || helm version --short
+	$(BIN)/python -m pytest tests/k8s
+
+images: $(INSTALLED)  ## container images of the three services
+	PYTHON=$(BIN)/python deploy/build_images.sh
 
 lint: $(INSTALLED)  ## style of code and protos
 	$(BIN)/ruff check $(SOURCES)
@@ -52,7 +59,7 @@ install: $(INSTALLED)  ## the virtual environment
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt -e '.[services,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[services,kubernetes,dev]'
 	touch $@
 
 clean:  ## remove everything that make made

@@ -36,7 +36,7 @@ from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
-from draftwire.sampling import SamplingParams
+from draftwire.parameters import SamplingParams
 from draftwire.verification import BlockBatch
 
 SUPPORT = 64

@@ -37,8 +37,8 @@ from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Quantization
-from draftwire.sampling import SamplingParams
 from draftwire.services.local_stack import LocalStack
 from draftwire.verification import RULES, LawRule
 from draftwire.verification.block import BlockRule

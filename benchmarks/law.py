@@ -28,9 +28,9 @@ import torch
 from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
-from draftwire.client import Client
-from draftwire.client.sync import Completion
-from draftwire.sampling import PARAMETERS, SamplingParams, Span, probabilities_of_spans
+from draftwire.client import Client, Completion
+from draftwire.parameters import PARAMETERS, SamplingParams
+from draftwire.sampling import Span, probabilities_of_spans
 from draftwire.services.local_stack import LocalStack
 from draftwire.verification import RULES
 from tests.tiny_models import save_tiny_model
@@ -171,11 +171,13 @@ def other_request(generator: random.Random) -> dict[str, Any]:
 
 
 def options_of(sampling: SamplingParams) -> dict[str, Any]:
-    """Returns the options of a request with these parameters."""
+    """Returns the options of a request with these parameters: those that differ from the defaults."""
+    default = SamplingParams()
     values = {name: getattr(sampling, name) for name in PARAMETERS}
-    allowed = sampling.allowed_token_ids
-    allowed_ids = None if allowed is None else sorted(allowed)
-    return values | {"logit_bias": dict(sampling.logit_bias), "allowed_token_ids": allowed_ids}
+    options = {name: value for name, value in values.items() if value != getattr(default, name)}
+    if sampling.allowed_token_ids is not None:
+        options["allowed_token_ids"] = sorted(sampling.allowed_token_ids)
+    return options | {"logit_bias": dict(sampling.logit_bias)}
 
 
 def compare(

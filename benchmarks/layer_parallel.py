@@ -51,8 +51,8 @@ from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.lean_decoder import LeanDecoder, Rotation
 from draftwire.models.loading import load_model
 from draftwire.models.paged_attention import AttentionShape, PackedStep
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Quantization
-from draftwire.sampling import SamplingParams
 
 PARTS = ("acceptance", "cosine", "steps")
 LAWFUL = ("block", "token", "coupled")

@@ -51,8 +51,9 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.up import embedded_model, stack_options
 from draftwire.client import Client
-from draftwire.randomness import DrawKey, Role, derive_key
-from draftwire.sampling import SamplingParams
+from draftwire.keys import Role, derive_key
+from draftwire.parameters import SamplingParams
+from draftwire.randomness import DrawKey
 from draftwire.services.local_stack import LocalStack
 from draftwire.services.logging import configure_logging
 from draftwire.services.models import load_target

@@ -26,8 +26,10 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.up import embedded_model, stack_options
 from draftwire.client import Client, Completion
-from draftwire.randomness import DrawKey, Role, derive_key, exponentials
-from draftwire.sampling import SamplingParams, probabilities
+from draftwire.keys import Role, derive_key
+from draftwire.parameters import SamplingParams
+from draftwire.randomness import DrawKey, exponentials
+from draftwire.sampling import probabilities
 from draftwire.services.local_stack import LocalStack
 
 BLOCK_LENGTHS = (0, 1, 4, 8)

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from benchmarks.report import write_report
 from draftwire.distributions import DraftRows, SparseRows
-from draftwire.randomness import KEY_BYTES, DrawKey
-from draftwire.sampling import SamplingParams, Span, is_distribution, probabilities_of_spans
+from draftwire.keys import KEY_BYTES
+from draftwire.parameters import SamplingParams
+from draftwire.randomness import DrawKey
+from draftwire.sampling import Span, is_distribution, probabilities_of_spans
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, verify
 
 CASES = {

@@ -51,8 +51,8 @@ from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding, Quantization, id_width
-from draftwire.sampling import SamplingParams
 from draftwire.services.local_stack import LocalStack
 from tests.tiny_models import save_tiny_model
 

@@ -15,9 +15,10 @@ from draftwire.distributions import rows_of
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest
 from draftwire.encoding import Claim, decode_one
 from draftwire.errors import DraftwireError
+from draftwire.keys import Role, derive_key
 from draftwire.models.cached_model import SequenceModel
-from draftwire.randomness import DrawKey, Role, derive_key
-from draftwire.sampling import SamplingParams
+from draftwire.parameters import SamplingParams
+from draftwire.randomness import DrawKey
 from draftwire.verification import GreedyBlockRule, new_rule
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.target import Judgement, Judging, judge

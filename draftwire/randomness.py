@@ -9,10 +9,8 @@ same whoever draws there and how often; that is what makes the rule `coupled` re
 """
 
 import hashlib
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import TypeVar
 
 import numpy as np
@@ -26,27 +24,6 @@ of a vocabulary; products of 64 bits wrap around alike or not at all, so the num
 
 FEW_COUNTERS = 12
 """Up to here plain integers are faster than arrays."""
-
-KEY_BYTES = 16
-MAX_SEED = 2**64 - 1
-
-
-class Role(Enum):
-    """What a key is for. Keys of different roles are independent."""
-
-    DRAFTING = "drafting"
-    VERIFYING = "verifying"
-    COUPLING = "coupling"
-
-
-def new_seed() -> int:
-    """Returns a seed for a request that names none."""
-    return secrets.randbits(64)
-
-
-def derive_key(seed: int, role: Role) -> bytes:
-    """Returns the 16-byte key of a role."""
-    return hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=KEY_BYTES, person=role.value.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import numpy as np
 
 from draftwire.encoding import Decoded, DraftDistributions
 from draftwire.errors import BlockViolationError
+from draftwire.keys import KEY_BYTES
 from draftwire.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart, TokenLogprob
-from draftwire.randomness import KEY_BYTES
-from draftwire.sampling import SamplingParams
+from draftwire.parameters import SamplingParams
 
 MAX_SALT_LENGTH = 256
 """Characters of a `cache_salt`, at most."""

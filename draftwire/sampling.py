@@ -3,33 +3,24 @@
 The verifier applies it to the target's logits at every draft position and at the bonus position; the drafter applies
 it to its own logits before it draws. A parameter that is not listed here is refused, never ignored.
 
-The order is fixed: logit bias and masks (allowed_token_ids, min_tokens), repetition penalty, presence and frequency
-penalty, temperature, top-k, top-p, min-p. What depends on the text sees, at each draft position, the committed tokens
-and the draft tokens before it, as if they had been generated one by one.
+The order is fixed: logit bias and masks (allowed_token_ids, structured_output, min_tokens), repetition penalty,
+presence and frequency penalty, temperature, top-k, top-p, min-p. What depends on the text sees, at each draft position,
+the committed tokens and the draft tokens before it, as if they had been generated one by one.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.devices import upload
-from draftwire.errors import InvalidRequestError
-
-MAX_TEMPERATURE = 100.0
-MAX_PENALTY = 2.0
-"""Largest presence and frequency penalty, as OpenAI has it."""
-MAX_BIAS = 100.0
-"""Largest logit bias, as OpenAI has it."""
-MAX_BIASED_TOKENS = 1024
-MAX_REPETITION_PENALTY = 100.0
-MAX_ALLOWED_TOKENS = 2**18
-"""As many as the largest vocabularies have."""
+from draftwire.parameters import SamplingParams
 
 SMALLEST = 1e-30
 """Smaller temperatures, masses and repetition penalties are taken as this: float32 would round them to 0, which means
@@ -40,95 +31,6 @@ COLD = 1e-3
 
 TOP_P_CANDIDATES = 1024
 """Tokens among which top-p first looks for its set, before it sorts a whole vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How logits become a distribution; the order in which this is done is the module's.
-
-    Raises:
-        InvalidRequestError: a value is out of range; the message names it.
-    """
-
-    temperature: float = 1.0
-    """0 is greedy decoding; at most 100."""
-    top_k: int = 0
-    """Keep the k most likely tokens, and those as likely as the last of them; 0 keeps all, 1 is greedy decoding."""
-    top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1], and those as likely as its
-    last."""
-    min_p: float = 0.0
-    """Keep tokens at least min_p times as likely as the most likely one, in [0, 1]; 0 keeps all."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits of tokens of prompt and output, multiplies negative ones; above 0, at most 100."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logits of generated tokens, in [-2, 2]."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time it was generated, in [-2, 2]."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of token id and what is added to its logit, in [-100, 100]; at most 1,024, no id twice."""
-    allowed_token_ids: frozenset[int] | None = None
-    """Only these tokens are possible, at most 262,144; None allows all."""
-    min_tokens: int = 0
-    """No stop token is possible before so many tokens are generated."""
-
-    def __post_init__(self) -> None:
-        # NaN fails every comparison.
-        _require(0.0 <= self.temperature <= MAX_TEMPERATURE, "temperature", "in [0, 100]", self.temperature)
-        _require(self.top_k >= 0, "top_k", "0 (off) or positive", self.top_k)
-        _require(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
-        _require(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
-        is_penalty = 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY
-        _require(is_penalty, "repetition_penalty", "above 0 and at most 100", self.repetition_penalty)
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(-MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY, name, "in [-2, 2]", getattr(self, name))
-        is_few = len(self.logit_bias) <= MAX_BIASED_TOKENS
-        _require(is_few, "logit_bias", f"at most {MAX_BIASED_TOKENS} token ids", len(self.logit_bias))
-        for token, bias in self.logit_bias:
-            _require(
-                token >= 0 and abs(bias) <= MAX_BIAS, "logit_bias", "ids with values in [-100, 100]", (token, bias)
-            )
-        num_biased = len({token for token, _ in self.logit_bias})
-        _require(num_biased == len(self.logit_bias), "logit_bias", "without repeated ids", len(self.logit_bias))
-        if self.allowed_token_ids is not None:
-            count = len(self.allowed_token_ids)
-            _require(1 <= count <= MAX_ALLOWED_TOKENS, "allowed_token_ids", f"1 to {MAX_ALLOWED_TOKENS} ids", count)
-            _require(min(self.allowed_token_ids) >= 0, "allowed_token_ids", "token ids", min(self.allowed_token_ids))
-            # A set knows its hash: masks are looked up by it.
-            object.__setattr__(self, "allowed_token_ids", frozenset(self.allowed_token_ids))
-        _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether one token has all the mass."""
-        return self.temperature == 0.0 or self.top_k == 1
-
-    @property
-    def truncates(self) -> bool:
-        """Whether unlikely tokens are left out."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
-    @property
-    def penalizes(self) -> bool:
-        """Whether tokens of the text get other logits."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Checks that all token ids are within a vocabulary.
-
-        Raises:
-            InvalidRequestError: one is not.
-        """
-        largest = {
-            "logit_bias": max((token for token, _ in self.logit_bias), default=0),
-            "allowed_token_ids": max(self.allowed_token_ids or (0,)),
-        }
-        for name, token in largest.items():
-            _require(token < vocab_size, name, f"token ids in 0..{vocab_size - 1}", token)
-
-
-PARAMETERS = tuple(field.name for field in fields(SamplingParams))
-"""Names of all sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +48,9 @@ class Span:
     """The tokens that min_tokens keeps away."""
     text_len: int | None = None
     """Tokens before the last of the places, where `text` is left out."""
+    masks: NDArray[np.uint8] | None = None
+    """What `SamplingParams.structured_output` allows at each of the places, `[num_rows, bytes]`: a bit for each token,
+    the lowest first. Made by `draftwire.automaton`; None allows all."""
 
     @property
     def num_generated(self) -> int:
@@ -229,12 +134,22 @@ def _edit(logits: Tensor, span: Span) -> None:
         logits[:, index] += upload([bias for _, bias in pairs], logits.device, logits.dtype)
     if params.allowed_token_ids is not None:
         logits += _mask(params.allowed_token_ids, vocab_size, logits.device)
+    if span.masks is not None:
+        _keep_form(logits, span.masks)
     if params.min_tokens:
         num_masked = max(0, min(span.num_rows, params.min_tokens - span.num_generated))
         stops = [token for token in span.stop_token_ids if token < vocab_size]
         logits[:num_masked, upload(stops, logits.device, torch.int64)] += -math.inf
     if params.penalizes and span.text:
         _penalize(logits, span)
+
+
+def _keep_form(logits: Tensor, masks: NDArray[np.uint8]) -> None:
+    """Takes away what masks do not allow, in place. Tokens beyond the masks are not allowed either."""
+    packed = upload(masks, logits.device).int()
+    width = min(logits.shape[1], 8 * packed.shape[1])
+    logits[:, :width] += torch.nn.functional.embedding(packed, _unpacking(logits.device)).flatten(1)[:, :width]
+    logits[:, width:] += -math.inf
 
 
 def _penalize(logits: Tensor, span: Span) -> None:
@@ -337,10 +252,12 @@ def _mask(allowed: frozenset[int], vocab_size: int, device: torch.device) -> Ten
     return mask.to(device)
 
 
+@lru_cache(maxsize=8)
+def _unpacking(device: torch.device) -> Tensor:
+    """Returns 0 for each bit of a byte that is set and -inf for the others, the lowest first, `[256, 8] float32`."""
+    is_set = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return torch.where(is_set.bool(), 0.0, -math.inf).to(device)
+
+
 def _indices(is_chosen: Sequence[bool], device: torch.device) -> Tensor:
     return upload(np.flatnonzero(np.asarray(is_chosen)), device)
-
-
-def _require(condition: bool, name: str, expected: str, value: object) -> None:
-    if not condition:
-        raise InvalidRequestError(f"{name} must be {expected}, not {value}")

@@ -54,7 +54,8 @@ class LocalStack:
 
         Args:
             options: for each service to start ("drafter", "verifier", "gateway") its settings by option name, such as
-                `{"verifier": {"model": "models/target", "port": 0}}`. The gateway is told where the others are.
+                `{"verifier": {"model": "models/target", "port": 0}}`. The gateway is told where the others are,
+                unless `discovery` says where it hears of them.
             on_log: receives every log line of every service, on threads of its own.
             start_timeout_s: how long all of it may take to come up.
         """
@@ -97,7 +98,7 @@ class LocalStack:
         if "gateway" in self._options:
             peers: dict[str, object] = {"drafter": "none"}
             peers.update({name: f"127.0.0.1:{self.services[name].port}" for name in models})
-            self._launch("gateway", peers)
+            self._launch("gateway", {} if "discovery" in self._options["gateway"] else peers)
             self._wait("gateway", deadline)
 
     def wait(self) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 import grpc
 
-from draftwire.randomness import KEY_BYTES
+from draftwire.keys import KEY_BYTES
 from draftwire.rounds import CommittedTokens, Fence, Permit
 from draftwire.services.local_stack import LocalStack
 from draftwire.services.rpc.messages import fence_to_proto, permit_to_proto
@@ -37,6 +37,7 @@ MAX_DRAFT_TOKENS = 16
 """The limits of the stack that the inputs are tried on."""
 
 PROMPT = [0, 2, 1, 1]
+GOOD_PROMPT = gateway_pb2.Prompt(token_ids=gateway_pb2.TokenIds(ids=PROMPT))
 MAX_LEN = 16
 SESSION_DRAFT_TOKENS = 4
 """Of the sessions that the bad inputs are about."""
@@ -44,6 +45,8 @@ SESSION_DRAFT_TOKENS = 4
 SECONDS = 10.0
 """How long an answer may take: a hang is no answer."""
 GARBAGE = b"\xff\xff\xff\xff\xff\xff"
+UNKNOWN_FIELD = b"\xf8\xff\x07\x01"
+"""Number 16383, of the value 1."""
 NOT_UTF8 = b"\xc3\x28"
 LARGEST = 2**32 - 1
 FLOOD = 20_000
@@ -396,8 +399,18 @@ def prompt_ids(ids: Sequence[int]) -> Attempt:
     return generate(token_ids=gateway_pb2.TokenIds(ids=ids))
 
 
-def chat(messages: Sequence[gateway_pb2.ChatMessage]) -> Attempt:
-    return generate(token_ids=None, chat=gateway_pb2.ChatPrompt(messages=messages))
+def several(prompts: Sequence[gateway_pb2.Prompt], **fields: Any) -> Attempt:
+    return generate(token_ids=None, prompts=gateway_pb2.PromptList(prompts=prompts), **fields)
+
+
+def resumed(*came: tuple[int, Sequence[int]]) -> Attempt:
+    """A completion of which something came: of each of some choices these ids."""
+    choices = [gateway_pb2.GeneratedChoice(choice=choice, token_ids=ids) for choice, ids in came]
+    return generate(generated_choices=choices)
+
+
+def chat(messages: Sequence[gateway_pb2.ChatMessage], tools: Sequence[gateway_pb2.Tool] = ()) -> Attempt:
+    return generate(token_ids=None, chat=gateway_pb2.ChatPrompt(messages=messages, tools=tools))
 
 
 def expired(stage: Stage) -> Answer:
@@ -811,6 +824,21 @@ def _gateway_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Atte
     yield "a chat, though the model has no template", INVALID, chat([gateway_pb2.ChatMessage(role="user")]), "template"
     many = [gateway_pb2.ChatMessage()] * 200_000
     yield "a chat of 200,000 empty messages", INVALID, chat(many), "messages"
+    yield "a chat of 4,097 messages", INVALID, chat(many[:4097]), "messages takes at most 4096"
+    hello = gateway_pb2.ChatMessage(role="user", content="hello")
+    called = gateway_pb2.ChatMessage(role="assistant", tool_calls=[gateway_pb2.ToolCall(name="t")] * 4097)
+    yield "a chat with 4,097 tool calls", INVALID, chat([hello, called]), "tool_calls"
+    yield "a chat with 1,025 tools", INVALID, chat([hello], tools=[gateway_pb2.Tool(name="t")] * 1025), "tools"
+    long_tool = gateway_pb2.Tool(name="t", parameters="x" * 10**6)
+    yield "a chat with a tool of 1,000,001 characters", INVALID, chat([hello], tools=[long_tool]), "tools"
+    long = gateway_pb2.ChatMessage(role="user", content="x" * 3_999_997)
+    yield "a chat of 4,000,001 characters", INVALID, chat([long]), "characters"
+    unknown = gateway_pb2.GenerateRequest(text="t1").SerializeToString() + UNKNOWN_FIELD
+    yield "a field that does not exist", INVALID, generate(bad=unknown), "field 16383 of GenerateRequest"
+    sampling = session_pb2.SamplingParameters.FromString(UNKNOWN_FIELD)
+    yield "a sampling parameter that does not exist", INVALID, generate(sampling=sampling), "SamplingParameters"
+    message = gateway_pb2.ChatMessage.FromString(UNKNOWN_FIELD)
+    yield "a chat message with a field that does not exist", INVALID, chat([message]), "ChatMessage"
     for name, values in {
         "temperature": (NAN, INFINITY, -0.1, 100.5),
         "top_p": (NAN, INFINITY, 0.0, 1.5),
@@ -842,9 +870,31 @@ def _gateway_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Atte
         generate(sampling=sampling, stop_token_ids=range(VOCAB_SIZE)),
         "min_tokens",
     )
+    for title, form in {
+        "`structured_output` without a form": session_pb2.StructuredOutput(),
+        "an empty `regex`": session_pb2.StructuredOutput(regex=""),
+        "no `choices`": session_pb2.StructuredOutput(choices=session_pb2.StructuredOutputChoices()),
+        "a choice that comes twice": session_pb2.StructuredOutput(
+            choices=session_pb2.StructuredOutputChoices(texts=["a", "a"])
+        ),
+        "1,025 `choices`": session_pb2.StructuredOutput(
+            choices=session_pb2.StructuredOutputChoices(texts=map(str, range(1_025)))
+        ),
+        "a `json_schema` of 65,537 bytes": session_pb2.StructuredOutput(json_schema=" " * 65_537),
+        "a `grammar`, though the model has no stop token": session_pb2.StructuredOutput(grammar='start: "a"'),
+    }.items():
+        yield title, INVALID, sampled(structured_output=form), "structured_output"
+    form = session_pb2.StructuredOutput(regex="a")
+    yield "a form and `min_tokens`", INVALID, sampled(structured_output=form, min_tokens=1), "structured_output"
+    yield (
+        "a form and allowed ids",
+        INVALID,
+        sampled(structured_output=form, allowed_token_ids=[1]),
+        "structured_output",
+    )
     yield "`top_k` of 2^32 - 1", OK, sampled(top_k=LARGEST)
     yield "`temperature`, `top_p` and `min_p` of 5e-324", OK, sampled(temperature=5e-324, top_p=5e-324, min_p=5e-324)
-    yield "`max_tokens` 0", INVALID, generate(max_tokens=0), "max_tokens"
+    yield "`max_tokens` 0", OK, generate(max_tokens=0)
     yield "`max_tokens` 2^32 - 1", INVALID, generate(max_tokens=LARGEST), "max_tokens"
     yield "`min_tokens` 2^32 - 1", INVALID, sampled(min_tokens=LARGEST), "min_tokens"
     yield "17 stop strings", INVALID, generate(stop=["a"] * 17), "stop"
@@ -860,16 +910,35 @@ def _gateway_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Atte
     rule = generate(rejection_sample_method="\U0001f600" * 10**6)
     yield "a rule with a name of 1,000,000 emoji", INVALID, rule, "block, token"
     yield "a `cache_salt` of 257 characters", INVALID, generate(cache_salt="s" * 257), "cache_salt"
-    yield "two choices", INVALID, generate(num_choices=2), "num_choices"
+    yield "`num_choices` 0", INVALID, generate(num_choices=0), "num_choices"
+    yield "`num_choices` 129", INVALID, generate(num_choices=129), "num_choices"
+    yield "`num_choices` 2^32 - 1", INVALID, generate(num_choices=LARGEST), "num_choices"
+    yield "an empty list of prompts", INVALID, several([]), "prompts is empty"
+    yield "a list with a prompt that is none", INVALID, several([GOOD_PROMPT, gateway_pb2.Prompt()]), "prompt"
+    yield "a list with an empty prompt", INVALID, several([GOOD_PROMPT, gateway_pb2.Prompt(text="")]), "empty"
+    yield (
+        "a list of 2 prompts and 65 choices of each",
+        INVALID,
+        several([GOOD_PROMPT] * 2, num_choices=65),
+        "num_choices",
+    )
+    yield "a list of 1,000,000 prompts", INVALID, several([gateway_pb2.Prompt()] * 10**6), "prompts"
+    long = gateway_pb2.Prompt(token_ids=gateway_pb2.TokenIds(ids=[1] * 10**6))
+    yield "a list with a prompt of 1,000,000 tokens", INVALID, several([GOOD_PROMPT, long]), "token_ids"
+    form = session_pb2.SamplingParameters(structured_output=session_pb2.StructuredOutput(regex="a*"))
+    yield "`ignore_eos` beside a structured output", INVALID, generate(ignore_eos=True, sampling=form), "ignore_eos"
     yield "`logprobs` 21", INVALID, generate(logprobs=21), "logprobs"
     yield "`logprobs` 2^32 - 1", INVALID, generate(logprobs=LARGEST), "logprobs"
     yield "`logprobs` 20 of a vocabulary of 3", OK, generate(logprobs=20, prompt_logprobs=20)
     yield "`prompt_logprobs` 21", INVALID, generate(prompt_logprobs=21), "prompt_logprobs"
     yield "an unknown `logprobs_mode`", INVALID, generate(logprobs_mode="raw_logits"), "logprobs_mode"
     yield "an empty `logprobs_mode`", INVALID, generate(logprobs_mode=""), "logprobs_mode"
-    yield "a resumed text longer than `max_tokens`", INVALID, generate(generated_token_ids=[1] * 5), "generated_token"
-    yield "a resumed text of 1,000,000 tokens", INVALID, generate(generated_token_ids=[1] * 10**6), "generated_token"
-    yield "a resumed id beyond the vocabulary", INVALID, generate(generated_token_ids=[LARGEST]), "generated_token"
+    yield "a resumed text longer than `max_tokens`", INVALID, resumed((0, [1] * 5)), "generated_choices"
+    yield "a resumed text of 1,000,000 tokens", INVALID, resumed((0, [1] * 10**6)), "generated_choices"
+    yield "a resumed id beyond the vocabulary", INVALID, resumed((0, [LARGEST])), "generated_choices"
+    yield "a resumed choice that there is not", INVALID, resumed((1, [1])), "generated_choices"
+    yield "a choice that is resumed twice", INVALID, resumed((0, [1]), (0, [1])), "generated_choices"
+    yield "1,000,000 resumed choices", INVALID, resumed(*[(0, [])] * 10**6), "generated_choices"
     yield "bytes that are no message", INVALID, generate(bad=GARBAGE), "message"
     text = gateway_pb2.GenerateRequest(text="t1", max_tokens=4).SerializeToString()
     yield "a message that is cut off", INVALID, generate(bad=text[:-3]), "message"
@@ -1104,6 +1173,8 @@ def _other_cases() -> Iterator[Case]:
         yield Case(service, "Explode", "a method that does not exist", UNIMPLEMENTED, explode)
     get_server = ("gateway", "GatewayService", "GetServer")
     yield Case("gateway", "GetServer", "bytes that are no message", INVALID, unary(*get_server, GARBAGE))
+    unknown = unary(*get_server, unknown_field)
+    yield Case("gateway", "GetServer", "a field of 1 MiB that does not exist", INVALID, unknown, "is unknown")
     yield Case("gateway", "GetServer", "500 calls at once", OK, flood(*get_server, 500))
     explode = unary("gateway", "GatewayService", "Explode")
     yield Case("gateway", "Explode", "a method that does not exist", UNIMPLEMENTED, explode)

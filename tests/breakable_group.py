@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.law import CONTEXT_LENGTH
 from benchmarks.relay import free_port
-from draftwire.client import Client
-from draftwire.client.sync import Completion
+from draftwire.client import Client, Completion
 from draftwire.services.local_stack import LocalStack, LogLine
 from tests.integration.test_orphans import is_alive
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +56,8 @@ def forge() -> None:
     """Shows permits of numbers that it was not given."""
     honest = Scheduler.open
 
-    def forged_open(self: Scheduler, spec: DraftSessionSpec, lease_id: int) -> DraftSession:
-        return honest(self, replace(spec, permit=replace(spec.permit, number=spec.permit.number + 1)), lease_id)
+    def forged_open(self: Scheduler, spec: DraftSessionSpec, *rest: Any) -> DraftSession:
+        return honest(self, replace(spec, permit=replace(spec.permit, number=spec.permit.number + 1)), *rest)
 
     Scheduler.open = forged_open
 

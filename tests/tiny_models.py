@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -102,6 +102,18 @@ def save_tiny_model(
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=names[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=names[0]).save_pretrained(folder)
+    return folder
+
+
+def save_spelling_model(
+    folder: Path, tokens: list[str], stop_token_id: int | None, seed: int, context_length: int
+) -> Path:
+    """Writes a tiny model whose tokens are texts, which forms can be made of; one of them may end the text."""
+    save_tiny_model(folder, len(tokens), seed, context_length, stop_token_id=stop_token_id)
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    stop_token = None if stop_token_id is None else tokens[stop_token_id]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=stop_token).save_pretrained(folder)
     return folder
 
 

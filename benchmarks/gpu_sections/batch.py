@@ -9,11 +9,12 @@ from draftwire.distributions import DraftRows, rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.encoding import Claim, decode_one
+from draftwire.keys import Role, derive_key
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Quantization
-from draftwire.randomness import DrawKey, Role, derive_key
-from draftwire.sampling import SamplingParams
+from draftwire.randomness import DrawKey
 from draftwire.verification import rule_named
 from draftwire.verification.target import Judgement, Judging, judge
 

@@ -15,7 +15,8 @@ from draftwire.checking.cube import integrate
 from draftwire.checking.emissions import Emissions, completed_law, largest_deviation, num_codes
 from draftwire.checking.models import Pair
 from draftwire.distributions import DenseRows, DraftRows, draw
-from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
+from draftwire.parameters import SamplingParams
+from draftwire.sampling import Span, probabilities_of_spans
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import FixedNoise, VerificationRule, verify
 

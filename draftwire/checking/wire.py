@@ -25,17 +25,20 @@ def quantized(pair: Pair, quantization: Quantization) -> Pair:
     return replace(pair, name=f"{pair.name}, quantized", drafter=weights / TOTAL_WEIGHT)
 
 
-def through_bytes(probs: Tensor) -> DraftRows:
-    """Returns distributions as a verifier has them that gets them sparsely, each as a block of its own.
+def through_bytes(probs: Tensor) -> SparseRows:
+    """Returns distributions as a verifier has them that gets them sparsely, each different one as a block of its own.
 
     Args:
         probs: `[rows, vocab]`, multiples of 1 / 65,536.
     """
-    weights, token_ids = (probs * TOTAL_WEIGHT).to(torch.int64).sort(dim=1, descending=True)
+    different, which = probs.unique(dim=0, return_inverse=True)  # the blocks of a model hold the same few many times
+    weights, token_ids = (different * TOTAL_WEIGHT).to(torch.int64).sort(dim=1, descending=True)
     supports = Supports(token_ids.numpy(), weights.numpy(), probs.shape[1])
-    encoded = encode_sparse(supports, [1] * len(probs))
+    encoded = encode_sparse(supports, [1] * len(different))
     claims = [Claim([likeliest], block) for likeliest, block in zip(token_ids[:, 0].tolist(), encoded, strict=True)]
-    return joined([rows_of(decode_one(claim, probs.shape[1])) for claim in claims])
+    sparse = joined([rows_of(decode_one(claim, probs.shape[1])) for claim in claims])
+    assert isinstance(sparse, SparseRows), "sent sparsely"
+    return SparseRows(sparse.token_ids[which], sparse.probs[which], sparse.vocab_size)
 
 
 class WireRound(Round):
@@ -49,9 +52,6 @@ class WireRound(Round):
 
     def stated_law(self, rows: Tensor) -> DraftRows:
         """See `Round.stated_law`."""
-        different, which = rows.unique(dim=0, return_inverse=True)
-        stated = quantize(different, self.quantization)
-        weights = torch.zeros_like(different).scatter_add_(1, stated.token_ids, stated.weights.to(different.dtype))
-        sparse = through_bytes(weights / TOTAL_WEIGHT)
-        assert isinstance(sparse, SparseRows), "sent sparsely"
-        return SparseRows(sparse.token_ids[which], sparse.probs[which], sparse.vocab_size)
+        stated = quantize(rows, self.quantization)
+        weights = torch.zeros_like(rows).scatter_add_(1, stated.token_ids, stated.weights.to(rows.dtype))
+        return through_bytes(weights / TOTAL_WEIGHT)

@@ -9,6 +9,7 @@ from rich.console import Console
 from draftwire import __version__
 from draftwire.cli.check_rule import check_rule
 from draftwire.cli.generate import generate
+from draftwire.cli.health import health
 from draftwire.cli.synth import synth
 from draftwire.cli.token import token
 from draftwire.cli.up import demo, up
@@ -28,6 +29,7 @@ for name in SERVICES:
 app.command()(up)
 app.command()(demo)
 app.command()(generate)
+app.command()(health)
 app.command()(check_rule)
 app.command()(token)
 app.command()(synth)

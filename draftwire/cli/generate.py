@@ -1,25 +1,25 @@
-"""`draftwire generate`: stream one completion."""
+"""`draftwire generate`: stream a completion, or print several."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from draftwire.cli.tls_options import TlsCa, TlsCert, TlsKey, TlsTargetName
 from draftwire.client import Client, Completion
 from draftwire.client.sync import DEFAULT_ADDRESS
-from draftwire.services.options import (
-    ADDRESS_VARIABLE,
-    TLS_CA_VARIABLE,
-    TLS_CERT_VARIABLE,
-    TLS_KEY_VARIABLE,
-    TLS_TARGET_NAME_VARIABLE,
-    TOKEN_VARIABLE,
-)
+from draftwire.errors import InvalidRequestError
+from draftwire.services.options import ADDRESS_VARIABLE, TOKEN_VARIABLE
+from draftwire.structured_output import StructuredOutput
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     address: Annotated[str, typer.Option(envvar=ADDRESS_VARIABLE, help="host:port of the gateway.")] = DEFAULT_ADDRESS,
+    num_choices: Annotated[
+        int, typer.Option("--num-choices", "-n", help="Completions, printed one after the other.")
+    ] = 1,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; the server's default is 1.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = None,
@@ -29,29 +29,33 @@ def generate(
     presence_penalty: Annotated[float | None, typer.Option(help="Above 0: avoid generated tokens.")] = None,
     frequency_penalty: Annotated[float | None, typer.Option(help="Above 0: avoid them more each time.")] = None,
     min_tokens: Annotated[int | None, typer.Option(help="No stop token before so many tokens.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Make JSON of the schema in this file.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Make a text that matches this expression, all of it.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the model's stop tokens.")] = False,
     seed: Annotated[int | None, typer.Option(help="Make the run repeatable.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft tokens per round; 0 is plain.")] = None,
     rejection_sample_method: Annotated[
         str | None, typer.Option(help="block, token, coupled, or typical (lossy).")
     ] = None,
-    tls_ca: Annotated[str | None, typer.Option(envvar=TLS_CA_VARIABLE, help="PEM file: whom to believe.")] = None,
-    tls_cert: Annotated[str | None, typer.Option(envvar=TLS_CERT_VARIABLE, help="PEM file: who we are.")] = None,
-    tls_key: Annotated[str | None, typer.Option(envvar=TLS_KEY_VARIABLE, help="PEM file: the key of it.")] = None,
-    tls_target_name: Annotated[
-        str | None, typer.Option(envvar=TLS_TARGET_NAME_VARIABLE, help="Name in the gateway's certificate.")
-    ] = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_target_name: TlsTargetName = None,
     token: Annotated[
         str | None,
         typer.Option(envvar=TOKEN_VARIABLE, help="Bearer token; the variable hides it from other users."),
     ] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the gateway to come up.")] = 5.0,
 ) -> None:
-    """Stream a completion, then print what it took."""
+    """Stream a completion, or print several, and what they took."""
     security = {"tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key, "tls_target_name": tls_target_name}
     with Client(address, **security, token=token) as client:
         stream = client.stream(
             prompt,
+            num_choices=num_choices,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -61,18 +65,33 @@ def generate(
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             min_tokens=min_tokens,
+            structured_output=_form(json_schema, regex),
             stop=stop or (),
+            ignore_eos=ignore_eos,
             seed=seed,
             num_speculative_tokens=num_speculative_tokens,
             rejection_sample_method=rejection_sample_method,
             wait_for_server_s=wait,
         )
-        typer.echo(prompt, nl=False)
+        if num_choices == 1:
+            typer.echo(prompt, nl=False)
         for piece in stream:
-            typer.echo(piece.text, nl=False)
+            if num_choices == 1:
+                typer.echo(piece.text, nl=False)
+    for completion in stream.completions:
+        if num_choices > 1:
+            typer.echo(f"choice {completion.choice}:")
+            typer.echo(prompt + completion.text, nl=False)
         typer.echo()
-    if stream.completion is not None:
-        print_statistics(stream.completion)
+        print_statistics(completion)
+
+
+def _form(json_schema: Path | None, regex: str | None) -> StructuredOutput | None:
+    if json_schema is not None and regex is not None:
+        raise InvalidRequestError("--json-schema and --regex exclude each other")
+    if json_schema is not None:
+        return StructuredOutput.json(json_schema.read_text(encoding="utf-8"))
+    return None if regex is None else StructuredOutput.regex(regex)
 
 
 def print_statistics(completion: Completion) -> None:

@@ -4,13 +4,15 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.devices import upload
 from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, InvalidRequestError
 from draftwire.models.cached_model import DraftModel, Reading
 from draftwire.quantization import Quantization
 from draftwire.sampling import Span, probabilities_of_spans
@@ -186,9 +188,9 @@ class LanguageModelDrafter:
     ) -> tuple[list[Draft | DraftwireError], int]:
         """Draws blocks, position by position, and returns them with the number of forward passes that this took.
 
-        Tokens go from draw to forward pass without the host, which waits for the device only where penalties need the
-        text. A block whose next logits are not finite ends there: a failure of the model for that sequence alone. One
-        that is cut ends after the token that was drawn last, and costs no forward pass more.
+        Tokens go from draw to forward pass without the host, which waits for the device only where penalties or
+        a form need the text. A block whose next logits are not finite ends there: a failure of the model for that
+        sequence alone. One that is cut ends after the token that was drawn last, and costs no forward pass more.
 
         Args:
             logits: `[members, vocab]`, after each member's committed tokens.
@@ -223,4 +225,17 @@ class LanguageModelDrafter:
 def _span(drawer: Drawer, index: int, sequence: LanguageModelSequence, request: DraftRequest) -> Span:
     """Returns the place of a block's next token."""
     text = [*sequence.ids, *drawer.token_ids(index)] if request.sampling.penalizes else ()
-    return Span(request.sampling, 1, text, request.prompt_len, request.stop_token_ids, drawer.position(index))
+    position, mask = drawer.position(index), _mask(drawer, index, sequence, request)
+    return Span(request.sampling, 1, text, request.prompt_len, request.stop_token_ids, position, mask)
+
+
+def _mask(
+    drawer: Drawer, index: int, sequence: LanguageModelSequence, request: DraftRequest
+) -> NDArray[np.uint8] | None:
+    """Returns what the form allows as a block's next token; None where nothing is known of it, and all is drafted."""
+    if request.automaton is None:
+        return None
+    try:
+        return request.automaton.last_mask(sequence.ids[request.prompt_len :], drawer.token_ids(index))
+    except InvalidRequestError:  # only the target's vocabulary, which may be larger, has to have the form's tokens
+        return None

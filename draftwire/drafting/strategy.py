@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from draftwire.automaton import Automaton
 from draftwire.encoding import DraftDistributions
 from draftwire.errors import DraftwireError
+from draftwire.parameters import SamplingParams
 from draftwire.randomness import DrawKey
-from draftwire.sampling import SamplingParams
 
 
 def never() -> bool:
@@ -35,6 +36,8 @@ class DraftRequest:
     """How many of the committed tokens are the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
     """The tokens that `SamplingParams.min_tokens` keeps away."""
+    automaton: Automaton | None = None
+    """Follows the form that `sampling` asks for. Without it, drafts that break the form are rejected."""
     is_cut: Callable[[], bool] = never
     """Whether nobody waits for more tokens than are drawn. Asked on the torch thread after each token; a block that is
     cut ends before its next token is drawn, and keeps all that was drawn: none is left out for what it is."""

@@ -1,7 +1,6 @@
 """Loads any Hugging Face causal language model, by path or hub name, with its tokenizer."""
 
 import hashlib
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from draftwire.automaton import FormCompiler
 from draftwire.devices import prepare
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription, fingerprint
@@ -35,6 +35,10 @@ class ModelCard:
         tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         vocabulary = [token or "" for token in tokens]
         return cls(ModelDescription(vocabulary_fingerprint=fingerprint(vocabulary), **facts), vocabulary, tokenizer)
+
+    def form_compiler(self) -> FormCompiler:
+        """Makes what follows the forms of this model's texts. Takes a second for the largest vocabularies."""
+        return FormCompiler(self.tokenizer, self.description.vocab_size, self.description.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,28 +124,6 @@ def weights_fingerprint(model: torch.nn.Module) -> bytes:
         )
         digest.update(entries[places.to(torch.int64).to(entries.device)].cpu().view(torch.uint8).numpy().tobytes())
     return digest.digest()
-
-
-def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """Returns the files that `load_tokenizer` needs, by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
-
-
-def load_tokenizer(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
-    """Builds a tokenizer from what `tokenizer_files` returned.
-
-    Raises:
-        ValueError: a file's name is not a plain name.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in files.items():
-            if Path(name).name != name:
-                raise ValueError(f"tokenizer file {name!r} is not a plain file name")
-            (Path(folder) / name).write_bytes(content)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-        return tokenizer
 
 
 def check_attention(name: str, model: PreTrainedModel) -> None:

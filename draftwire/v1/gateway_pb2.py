@@ -26,37 +26,49 @@ from draftwire.v1 import model_pb2 as draftwire_dot_v1_dot_model__pb2
 from draftwire.v1 import session_pb2 as draftwire_dot_v1_dot_session__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64raftwire/v1/gateway.proto\x12\x0c\x64raftwire.v1\x1a\x18\x64raftwire/v1/model.proto\x1a\x1a\x64raftwire/v1/session.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.draftwire.v1.ChatMessage\"\xa7\x05\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.draftwire.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.draftwire.v1.ChatPromptH\x00\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .draftwire.v1.SamplingParameters\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\t \x01(\rH\x03\x88\x01\x01\x12$\n\x17rejection_sample_method\x18\n \x01(\tH\x04\x88\x01\x01\x12\x18\n\x0bnum_choices\x18\x0c \x01(\rH\x05\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0e \x01(\t\x12\x1b\n\x13generated_token_ids\x18\x0f \x03(\r\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x06\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x07\x88\x01\x01\x12\x1a\n\rlogprobs_mode\x18\x12 \x01(\tH\x08\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x19\n\x17_num_speculative_tokensB\x1a\n\x18_rejection_sample_methodB\x0e\n\x0c_num_choicesB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x10\n\x0e_logprobs_modeJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eR\nprompt_lenR\x0cnum_logprobs\"\x83\x01\n\rGenerateDelta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12/\n\x0ctop_logprobs\x18\x05 \x01(\x0b\x32\x19.draftwire.v1.TopLogprobs\"\x8e\x01\n\x0ePromptLogprobs\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12/\n\x0ctop_logprobs\x18\x05 \x01(\x0b\x32\x19.draftwire.v1.TopLogprobs\"\xe4\x04\n\x14GenerationStatistics\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x02 \x01(\r\x12\x12\n\nnum_rounds\x18\x03 \x01(\r\x12\x12\n\nnum_drafts\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\r\x12#\n\x1bnum_accepted_tokens_per_pos\x18\x07 \x03(\r\x12\x1e\n\x16time_to_first_token_us\x18\x08 \x01(\x04\x12\x13\n\x0b\x64uration_us\x18\t \x01(\x04\x12\x1f\n\x17\x63\x61libration_duration_us\x18\n \x01(\x04\x12\x19\n\x11\x64raft_duration_us\x18\x0b \x01(\x04\x12\x1a\n\x12verify_duration_us\x18\x0c \x01(\x04\x12\x19\n\x11queue_duration_us\x18\r \x01(\x04\x12\x1a\n\x12num_emitted_tokens\x18\x0e \x01(\r\x12 \n\x18num_cached_prompt_tokens\x18\x0f \x01(\r\x12\x15\n\rnum_near_ties\x18\x10 \x01(\r\x12\x19\n\x11num_drafters_lost\x18\x11 \x01(\r\x12\x1a\n\x12num_verifiers_lost\x18\x12 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x13 \x03(\r\x12\x1e\n\x16mean_acceptance_length\x18\x14 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x15 \x01(\x01\"\xdc\x01\n\x0eGenerateFinish\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.draftwire.v1.FinishReason\x12\x36\n\nstatistics\x18\x03 \x01(\x0b\x32\".draftwire.v1.GenerationStatistics\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x1f\n\x17rejection_sample_method\x18\x05 \x01(\t\x12\x15\n\rdrafter_error\x18\x06 \x01(\t\x12\x10\n\x08is_lossy\x18\x07 \x01(\x08\"\xb2\x01\n\x10GenerateResponse\x12,\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x1b.draftwire.v1.GenerateDeltaH\x00\x12.\n\x06\x66inish\x18\x02 \x01(\x0b\x32\x1c.draftwire.v1.GenerateFinishH\x00\x12\x37\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x1c.draftwire.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\x12\n\x10GetServerRequest\"\xfe\x01\n\x11GetServerResponse\x12.\n\x06target\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescription\x12/\n\x07\x64rafter\x18\x02 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescription\x12\x1e\n\x16num_speculative_tokens\x18\x03 \x01(\r\x12\x1e\n\x16max_speculative_tokens\x18\x04 \x01(\r\x12 \n\x18rejection_sample_methods\x18\x05 \x03(\t\x12&\n\x1elossy_rejection_sample_methods\x18\x06 \x03(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xab\x01\n\x0eGatewayService\x12K\n\x08Generate\x12\x1d.draftwire.v1.GenerateRequest\x1a\x1e.draftwire.v1.GenerateResponse0\x01\x12L\n\tGetServer\x12\x1e.draftwire.v1.GetServerRequest\x1a\x1f.draftwire.v1.GetServerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64raftwire/v1/gateway.proto\x12\x0c\x64raftwire.v1\x1a\x18\x64raftwire/v1/model.proto\x1a\x1a\x64raftwire/v1/session.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"|\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.draftwire.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x98\x01\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.draftwire.v1.ChatMessage\x12!\n\x05tools\x18\x02 \x03(\x0b\x32\x12.draftwire.v1.Tool\x12\x1a\n\x12template_arguments\x18\x03 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x04 \x01(\x08\"y\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.draftwire.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.draftwire.v1.ChatPromptH\x00\x42\x08\n\x06prompt\"3\n\nPromptList\x12%\n\x07prompts\x18\x01 \x03(\x0b\x32\x14.draftwire.v1.Prompt\"I\n\x0fGeneratedChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x13\n\x0bis_finished\x18\x03 \x01(\x08\"\xae\x06\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x16.draftwire.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.draftwire.v1.ChatPromptH\x00\x12+\n\x07prompts\x18\x13 \x01(\x0b\x32\x18.draftwire.v1.PromptListH\x00\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .draftwire.v1.SamplingParameters\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x02\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\t \x01(\rH\x03\x88\x01\x01\x12$\n\x17rejection_sample_method\x18\n \x01(\tH\x04\x88\x01\x01\x12\x18\n\x0bnum_choices\x18\x0c \x01(\rH\x05\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0e \x01(\t\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x06\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x07\x88\x01\x01\x12\x1a\n\rlogprobs_mode\x18\x12 \x01(\tH\x08\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x14 \x01(\x08\x12\x12\n\nignore_eos\x18\x15 \x01(\x08\x12\x38\n\x11generated_choices\x18\x16 \x03(\x0b\x32\x1d.draftwire.v1.GeneratedChoiceB\x08\n\x06promptB\r\n\x0b_max_tokensB\x07\n\x05_seedB\x19\n\x17_num_speculative_tokensB\x1a\n\x18_rejection_sample_methodB\x0e\n\x0c_num_choicesB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x10\n\x0e_logprobs_modeJ\x04\x08\x0b\x10\x0cJ\x04\x08\r\x10\x0eJ\x04\x08\x0f\x10\x10R\nprompt_lenR\x0cnum_logprobsR\x13generated_token_ids\"\x83\x01\n\rGenerateDelta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12/\n\x0ctop_logprobs\x18\x05 \x01(\x0b\x32\x19.draftwire.v1.TopLogprobs\"\x8e\x01\n\x0ePromptLogprobs\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12/\n\x0ctop_logprobs\x18\x05 \x01(\x0b\x32\x19.draftwire.v1.TopLogprobs\"\xe4\x04\n\x14GenerationStatistics\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x02 \x01(\r\x12\x12\n\nnum_rounds\x18\x03 \x01(\r\x12\x12\n\nnum_drafts\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\r\x12#\n\x1bnum_accepted_tokens_per_pos\x18\x07 \x03(\r\x12\x1e\n\x16time_to_first_token_us\x18\x08 \x01(\x04\x12\x13\n\x0b\x64uration_us\x18\t \x01(\x04\x12\x1f\n\x17\x63\x61libration_duration_us\x18\n \x01(\x04\x12\x19\n\x11\x64raft_duration_us\x18\x0b \x01(\x04\x12\x1a\n\x12verify_duration_us\x18\x0c \x01(\x04\x12\x19\n\x11queue_duration_us\x18\r \x01(\x04\x12\x1a\n\x12num_emitted_tokens\x18\x0e \x01(\r\x12 \n\x18num_cached_prompt_tokens\x18\x0f \x01(\r\x12\x15\n\rnum_near_ties\x18\x10 \x01(\r\x12\x19\n\x11num_drafters_lost\x18\x11 \x01(\r\x12\x1a\n\x12num_verifiers_lost\x18\x12 \x01(\r\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x13 \x03(\r\x12\x1e\n\x16mean_acceptance_length\x18\x14 \x01(\x01\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x15 \x01(\x01\"=\n\nPromptEcho\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xdc\x01\n\x0eGenerateFinish\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.draftwire.v1.FinishReason\x12\x36\n\nstatistics\x18\x03 \x01(\x0b\x32\".draftwire.v1.GenerationStatistics\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x1f\n\x17rejection_sample_method\x18\x05 \x01(\t\x12\x15\n\rdrafter_error\x18\x06 \x01(\t\x12\x10\n\x08is_lossy\x18\x07 \x01(\x08\"\xe3\x01\n\x10GenerateResponse\x12,\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x1b.draftwire.v1.GenerateDeltaH\x00\x12.\n\x06\x66inish\x18\x02 \x01(\x0b\x32\x1c.draftwire.v1.GenerateFinishH\x00\x12\x37\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x1c.draftwire.v1.PromptLogprobsH\x00\x12/\n\x0bprompt_echo\x18\x04 \x01(\x0b\x32\x18.draftwire.v1.PromptEchoH\x00\x42\x07\n\x05\x65vent\"\x12\n\x10GetServerRequest\"\xfe\x01\n\x11GetServerResponse\x12.\n\x06target\x18\x01 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescription\x12/\n\x07\x64rafter\x18\x02 \x01(\x0b\x32\x1e.draftwire.v1.ModelDescription\x12\x1e\n\x16num_speculative_tokens\x18\x03 \x01(\r\x12\x1e\n\x16max_speculative_tokens\x18\x04 \x01(\r\x12 \n\x18rejection_sample_methods\x18\x05 \x03(\t\x12&\n\x1elossy_rejection_sample_methods\x18\x06 \x03(\t*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xab\x01\n\x0eGatewayService\x12K\n\x08Generate\x12\x1d.draftwire.v1.GenerateRequest\x1a\x1e.draftwire.v1.GenerateResponse0\x01\x12L\n\tGetServer\x12\x1e.draftwire.v1.GetServerRequest\x1a\x1f.draftwire.v1.GetServerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draftwire.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2485
-  _globals['_FINISHREASON']._serialized_end=2580
+  _globals['_FINISHREASON']._serialized_start=3279
+  _globals['_FINISHREASON']._serialized_end=3374
   _globals['_TOKENIDS']._serialized_start=98
   _globals['_TOKENIDS']._serialized_end=121
-  _globals['_CHATMESSAGE']._serialized_start=123
-  _globals['_CHATMESSAGE']._serialized_end=167
-  _globals['_CHATPROMPT']._serialized_start=169
-  _globals['_CHATPROMPT']._serialized_end=226
-  _globals['_GENERATEREQUEST']._serialized_start=229
-  _globals['_GENERATEREQUEST']._serialized_end=908
-  _globals['_GENERATEDELTA']._serialized_start=911
-  _globals['_GENERATEDELTA']._serialized_end=1042
-  _globals['_PROMPTLOGPROBS']._serialized_start=1045
-  _globals['_PROMPTLOGPROBS']._serialized_end=1187
-  _globals['_GENERATIONSTATISTICS']._serialized_start=1190
-  _globals['_GENERATIONSTATISTICS']._serialized_end=1802
-  _globals['_GENERATEFINISH']._serialized_start=1805
-  _globals['_GENERATEFINISH']._serialized_end=2025
-  _globals['_GENERATERESPONSE']._serialized_start=2028
-  _globals['_GENERATERESPONSE']._serialized_end=2206
-  _globals['_GETSERVERREQUEST']._serialized_start=2208
-  _globals['_GETSERVERREQUEST']._serialized_end=2226
-  _globals['_GETSERVERRESPONSE']._serialized_start=2229
-  _globals['_GETSERVERRESPONSE']._serialized_end=2483
-  _globals['_GATEWAYSERVICE']._serialized_start=2583
-  _globals['_GATEWAYSERVICE']._serialized_end=2754
+  _globals['_TOOLCALL']._serialized_start=123
+  _globals['_TOOLCALL']._serialized_end=178
+  _globals['_CHATMESSAGE']._serialized_start=180
+  _globals['_CHATMESSAGE']._serialized_end=304
+  _globals['_TOOL']._serialized_start=306
+  _globals['_TOOL']._serialized_end=367
+  _globals['_CHATPROMPT']._serialized_start=370
+  _globals['_CHATPROMPT']._serialized_end=522
+  _globals['_PROMPT']._serialized_start=524
+  _globals['_PROMPT']._serialized_end=645
+  _globals['_PROMPTLIST']._serialized_start=647
+  _globals['_PROMPTLIST']._serialized_end=698
+  _globals['_GENERATEDCHOICE']._serialized_start=700
+  _globals['_GENERATEDCHOICE']._serialized_end=773
+  _globals['_GENERATEREQUEST']._serialized_start=776
+  _globals['_GENERATEREQUEST']._serialized_end=1590
+  _globals['_GENERATEDELTA']._serialized_start=1593
+  _globals['_GENERATEDELTA']._serialized_end=1724
+  _globals['_PROMPTLOGPROBS']._serialized_start=1727
+  _globals['_PROMPTLOGPROBS']._serialized_end=1869
+  _globals['_GENERATIONSTATISTICS']._serialized_start=1872
+  _globals['_GENERATIONSTATISTICS']._serialized_end=2484
+  _globals['_PROMPTECHO']._serialized_start=2486
+  _globals['_PROMPTECHO']._serialized_end=2547
+  _globals['_GENERATEFINISH']._serialized_start=2550
+  _globals['_GENERATEFINISH']._serialized_end=2770
+  _globals['_GENERATERESPONSE']._serialized_start=2773
+  _globals['_GENERATERESPONSE']._serialized_end=3000
+  _globals['_GETSERVERREQUEST']._serialized_start=3002
+  _globals['_GETSERVERREQUEST']._serialized_end=3020
+  _globals['_GETSERVERRESPONSE']._serialized_start=3023
+  _globals['_GETSERVERRESPONSE']._serialized_end=3277
+  _globals['_GATEWAYSERVICE']._serialized_start=3377
+  _globals['_GATEWAYSERVICE']._serialized_end=3548
 # @@protoc_insertion_point(module_scope)

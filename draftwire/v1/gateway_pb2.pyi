@@ -70,54 +70,242 @@ class TokenIds(_message.Message):
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
+class ToolCall(_message.Message):
+    """A tool that an assistant's message calls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names the call; a message of role "tool" answers it by this. Empty is not said."""
+    name: _builtins.str
+    """The tool, never empty."""
+    arguments: _builtins.str
+    """A JSON object, of at most 32 levels, without a key twice."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
 class ChatMessage(_message.Message):
-    """One message of a conversation."""
+    """One message of a conversation. What the chat template leaves out of it is refused: a content beside tool_calls, say."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant"."""
+    """"system", "user", "assistant", "tool" or what else the chat template knows."""
     content: _builtins.str
-    """The text."""
+    """The text. May be empty."""
+    name: _builtins.str
+    """Who speaks; empty is not said."""
+    tool_call_id: _builtins.str
+    """The call that the message answers; empty is none. Where the template shows no ids, the answers have to be in the
+    order of the calls.
+    """
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Tools that the message calls, at most 4096 in all messages."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        name: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
+class Tool(_message.Message):
+    """A function that the model may ask for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, never empty."""
+    description: _builtins.str
+    """What it does; empty is not said."""
+    parameters: _builtins.str
+    """JSON schema of its arguments, a JSON object of at most 32 levels; empty is not said."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
 class ChatPrompt(_message.Message):
-    """A prompt as a conversation, rendered by the target's chat template."""
+    """A prompt as a conversation, rendered by the target's chat template. Special tokens that are spelled out in its texts
+    are read as such.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    template_arguments: _builtins.str
+    """A JSON object of further variables of the template, such as {"enable_thinking": false}. One that it does not have is
+    refused. Empty: none.
+    """
+    continue_final_message: _builtins.bool
+    """Goes on with the last message, whoever's it is, instead of answering it."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """Oldest first."""
+        """Oldest first, 1 to 4096."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Tools for the template to describe, at most 1024. Refused if it does not. The output is text: calls in it are not
+        read.
+        """
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        template_arguments: _builtins.str = ...,
+        continue_final_message: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
+
+@_typing.final
+class Prompt(_message.Message):
+    """One of several prompts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Plain text."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Token ids."""
+
+    @_builtins.property
+    def chat(self) -> Global___ChatPrompt:
+        """A conversation."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+        chat: Global___ChatPrompt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
+    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
+
+@_typing.final
+class PromptList(_message.Message):
+    """Several prompts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
+        """1 to 128, and no more completions in all than num_choices allows."""
+
+    def __init__(
+        self,
+        *,
+        prompts: _abc.Iterable[Global___Prompt] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompts", b"prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptList: _TypeAlias = PromptList  # noqa: Y015
+
+@_typing.final
+class GeneratedChoice(_message.Message):
+    """What came of one completion before it was interrupted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IS_FINISHED_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    """Which completion."""
+    is_finished: _builtins.bool
+    """Its finish has come: nothing of it is generated or sent again."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All ids of its deltas. May be left out where it is finished."""
+
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        is_finished: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "is_finished", b"is_finished", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GeneratedChoice: _TypeAlias = GeneratedChoice  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -128,6 +316,7 @@ class GenerateRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
@@ -137,14 +326,16 @@ class GenerateRequest(_message.Message):
     REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
-    GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
+    IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    GENERATED_CHOICES_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
     max_tokens: _builtins.int
-    """Most tokens to generate, 1 to what the context leaves. Absent: what the context leaves."""
+    """Most tokens to generate, 0 to what the context leaves. Absent: what the context leaves."""
     seed: _builtins.int
     """Makes a run repeatable as far as numerics and block borders allow, under "coupled" whatever the block borders.
     Absent: drawn by the gateway.
@@ -156,7 +347,9 @@ class GenerateRequest(_message.Message):
     rule.
     """
     num_choices: _builtins.int
-    """Completions to generate. Only 1 is accepted yet."""
+    """Completions of each prompt, independent of each other: 1 to 128, over all prompts together. Absent: 1.
+    Those of the prompt of index i are the choices i * num_choices to (i + 1) * num_choices - 1.
+    """
     cache_salt: _builtins.str
     """Requests with a common beginning share its keys and values, which others could notice by the time a prompt takes.
     Requests with different salts share nothing. At most 256 characters.
@@ -167,11 +360,20 @@ class GenerateRequest(_message.Message):
     """
     prompt_logprobs: _builtins.int
     """The same for every token of the prompt but the first, 0 to 20. The whole prompt is computed for it, and nothing is
-    taken over from earlier requests. Without effect with `generated_token_ids`: it came before the first of these.
+    taken over from earlier requests. Reported once of each prompt, under its first choice, before the tokens of all of
+    its choices; so not again where `generated_choices` has ids of that choice, or says that it is finished.
     """
     logprobs_mode: _builtins.str
     """Which distribution is reported: "raw", that of the target's logits as they are, or "processed", that which tokens are
     drawn from, as `sampling` makes it. Absent: raw.
+    """
+    echo: _builtins.bool
+    """Sends each prompt back, before all else of its completions. Again only where prompt_logprobs would be reported
+    again.
+    """
+    ignore_eos: _builtins.bool
+    """The model's own stop tokens end nothing and are tokens like others; `stop_token_ids` and `stop` still end the text.
+    Not beside structured_output, whose end they are.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -182,21 +384,26 @@ class GenerateRequest(_message.Message):
         """A conversation."""
 
     @_builtins.property
+    def prompts(self) -> Global___PromptList:
+        """Several prompts, which are completed side by side."""
+
+    @_builtins.property
     def sampling(self) -> _session_pb2.SamplingParameters:
         """How the target's distribution is made. Absent: temperature 1, no truncation."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The text ends before the first of these. At most 16, none empty."""
+        """The text ends before the first of these. At most 16, of 1 to 256 characters each."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Generation ends with the first of these, beside the model's own. The token counts, its text is not shown."""
 
     @_builtins.property
-    def generated_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Resumes a completion that was interrupted: what it generated so far, all ids of its deltas. Everything else is as in
-        the first request, max_tokens and min_tokens included, which count these tokens too. Deltas go on behind them.
+    def generated_choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedChoice]:
+        """Resumes completions that were interrupted, each named once at most; one that is not named begins anew. Everything
+        else is as in the first request, max_tokens and min_tokens included, which count these tokens too. Deltas go on
+        behind them.
         """
 
     def __init__(
@@ -205,6 +412,7 @@ class GenerateRequest(_message.Message):
         text: _builtins.str = ...,
         token_ids: Global___TokenIds | None = ...,
         chat: Global___ChatPrompt | None = ...,
+        prompts: Global___PromptList | None = ...,
         sampling: _session_pb2.SamplingParameters | None = ...,
         max_tokens: _builtins.int | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
@@ -214,14 +422,16 @@ class GenerateRequest(_message.Message):
         rejection_sample_method: _builtins.str | None = ...,
         num_choices: _builtins.int | None = ...,
         cache_salt: _builtins.str = ...,
-        generated_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         logprobs_mode: _builtins.str | None = ...,
+        echo: _builtins.bool = ...,
+        ignore_eos: _builtins.bool = ...,
+        generated_choices: _abc.Iterable[Global___GeneratedChoice] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "generated_token_ids", b"generated_token_ids", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "echo", b"echo", "generated_choices", b"generated_choices", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -239,7 +449,7 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__rejection_sample_method: _TypeAlias = _typing.Literal["_rejection_sample_method", b"_rejection_sample_method"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat", "prompts"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
@@ -320,7 +530,7 @@ class PromptLogprobs(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
-    """Which completion."""
+    """The first of the completions of this prompt."""
     first_position: _builtins.int
     """Position of the first of the tokens in the prompt: 1 in the first message, and in later ones what the tokens so far
     add up to.
@@ -466,6 +676,38 @@ class GenerationStatistics(_message.Message):
 Global___GenerationStatistics: _TypeAlias = GenerationStatistics  # noqa: Y015
 
 @_typing.final
+class PromptEcho(_message.Message):
+    """A prompt, as it was read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    """The first of the completions of this prompt."""
+    text: _builtins.str
+    """The text of these ids, special tokens left out."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its ids."""
+
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptEcho: _TypeAlias = PromptEcho  # noqa: Y015
+
+@_typing.final
 class GenerateFinish(_message.Message):
     """The completion ended."""
 
@@ -522,6 +764,7 @@ class GenerateResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_ECHO_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def delta(self) -> Global___GenerateDelta:
         """More tokens or text."""
@@ -534,18 +777,23 @@ class GenerateResponse(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """Of more tokens of the prompt."""
 
+    @_builtins.property
+    def prompt_echo(self) -> Global___PromptEcho:
+        """A prompt."""
+
     def __init__(
         self,
         *,
         delta: Global___GenerateDelta | None = ...,
         finish: Global___GenerateFinish | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        prompt_echo: Global___PromptEcho | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish", "prompt_echo", b"prompt_echo", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finish", b"finish", "prompt_echo", b"prompt_echo", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finish", "prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "finish", "prompt_logprobs", "prompt_echo"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

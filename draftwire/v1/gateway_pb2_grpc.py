@@ -52,12 +52,13 @@ class GatewayServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon
-        as their tokens are committed.
-        INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
-        metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
-        trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent
-        again, here or to another gateway, with the ids of its deltas as `generated_token_ids`.
+        """Streams one completion, or several side by side: what is asked for of the prompt, deltas, and one finish of each.
+        Deltas arrive as soon as their tokens are committed. When one of several fails, all end.
+        INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room, at once for the
+        first choice and after a while for others; the trailing metadata grpc-retry-pushback-ms says when to try again.
+        UNAVAILABLE: no verifier is left, or the gateway goes; the trailing metadata draftwire-generated-tokens says how many
+        tokens the completion had, of several the one that failed, and the request can be sent again, here or to another
+        gateway, with the ids of all deltas as `generated_choices`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,12 +34,13 @@ class GatewayServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GatewayServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
-    """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon
-    as their tokens are committed.
-    INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
-    metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
-    trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent
-    again, here or to another gateway, with the ids of its deltas as `generated_token_ids`.
+    """Streams one completion, or several side by side: what is asked for of the prompt, deltas, and one finish of each.
+    Deltas arrive as soon as their tokens are committed. When one of several fails, all end.
+    INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room, at once for the
+    first choice and after a while for others; the trailing metadata grpc-retry-pushback-ms says when to try again.
+    UNAVAILABLE: no verifier is left, or the gateway goes; the trailing metadata draftwire-generated-tokens says how many
+    tokens the completion had, of several the one that failed, and the request can be sent again, here or to another
+    gateway, with the ids of all deltas as `generated_choices`.
     """
     GetServer: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetServerRequest, _gateway_pb2.GetServerResponse]
     """Says which models answer."""
@@ -50,12 +51,13 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon
-    as their tokens are committed.
-    INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
-    metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
-    trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent
-    again, here or to another gateway, with the ids of its deltas as `generated_token_ids`.
+    """Streams one completion, or several side by side: what is asked for of the prompt, deltas, and one finish of each.
+    Deltas arrive as soon as their tokens are committed. When one of several fails, all end.
+    INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room, at once for the
+    first choice and after a while for others; the trailing metadata grpc-retry-pushback-ms says when to try again.
+    UNAVAILABLE: no verifier is left, or the gateway goes; the trailing metadata draftwire-generated-tokens says how many
+    tokens the completion had, of several the one that failed, and the request can be sent again, here or to another
+    gateway, with the ids of all deltas as `generated_choices`.
     """
     GetServer: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetServerRequest, _gateway_pb2.GetServerResponse]  # type: ignore[assignment]
     """Says which models answer."""
@@ -69,12 +71,13 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.GenerateResponse], _abc.AsyncIterator[_gateway_pb2.GenerateResponse]]:
-        """Streams one completion: log-probabilities of the prompt if asked for, deltas, then one finish. Deltas arrive as soon
-        as their tokens are committed.
-        INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room; the trailing
-        metadata grpc-retry-pushback-ms says when to try again. UNAVAILABLE: no verifier is left, or the gateway goes; the
-        trailing metadata draftwire-generated-tokens says how many tokens the completion had, and the request can be sent
-        again, here or to another gateway, with the ids of its deltas as `generated_token_ids`.
+        """Streams one completion, or several side by side: what is asked for of the prompt, deltas, and one finish of each.
+        Deltas arrive as soon as their tokens are committed. When one of several fails, all end.
+        INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room, at once for the
+        first choice and after a while for others; the trailing metadata grpc-retry-pushback-ms says when to try again.
+        UNAVAILABLE: no verifier is left, or the gateway goes; the trailing metadata draftwire-generated-tokens says how many
+        tokens the completion had, of several the one that failed, and the request can be sent again, here or to another
+        gateway, with the ids of all deltas as `generated_choices`.
         """
 
     @_abc_1.abstractmethod

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64raftwire/v1/session.proto\x12\x0c\x64raftwire.v1\"b\n\x05\x46\x65nce\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x12\n\nprefix_len\x18\x04 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x05 \x01(\x06\"\xf4\x03\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x43\n\nlogit_bias\x18\x08 \x03(\x0b\x32/.draftwire.v1.SamplingParameters.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x07\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokens\"\x97\x01\n\x12\x44raftDistributions\x12\x34\n\x08\x65ncoding\x18\x01 \x01(\x0e\x32\".draftwire.v1.DistributionEncoding\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x15\n\rsupport_sizes\x18\x04 \x03(\r\x12\x12\n\nwide_sizes\x18\x05 \x03(\r\",\n\x0b\x44raftPermit\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x8c\x02\n\nDraftBlock\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x16\n\x0eparent_indices\x18\x04 \x03(\x11\x12\x37\n\rdistributions\x18\x05 \x01(\x0b\x32 .draftwire.v1.DraftDistributions\x12\x1f\n\x17\x63\x61libration_duration_us\x18\x06 \x01(\r\x12\x19\n\x11\x64raft_duration_us\x18\x07 \x01(\r\x12)\n\x06permit\x18\x08 \x01(\x0b\x32\x19.draftwire.v1.DraftPermit\"C\n\x0bTopLogprobs\x12\x0f\n\x07num_top\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\"\xb2\x03\n\x07Verdict\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x36\n\x10\x65xtra_token_kind\x18\x05 \x01(\x0e\x32\x1c.draftwire.v1.ExtraTokenKind\x12\x19\n\x11plain_rounds_left\x18\x06 \x01(\r\x12\x1a\n\x12verify_duration_us\x18\x07 \x01(\r\x12\x19\n\x11queue_duration_us\x18\x08 \x01(\r\x12\x1f\n\x17\x63\x61libration_duration_us\x18\t \x01(\r\x12\x19\n\x11\x64raft_duration_us\x18\n \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x0b \x01(\r\x12\x15\n\rnum_near_ties\x18\x0c \x01(\r\x12\x10\n\x08logprobs\x18\r \x03(\x02\x12/\n\x0ctop_logprobs\x18\x0e \x01(\x0b\x32\x19.draftwire.v1.TopLogprobs\"1\n\x0c\x43loseSession\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\".\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\"Y\n\x0eSessionFailure\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t*\xfb\x01\n\x14\x44istributionEncoding\x12%\n!DISTRIBUTION_ENCODING_UNSPECIFIED\x10\x00\x12\'\n#DISTRIBUTION_ENCODING_DENSE_FLOAT32\x10\x01\x12!\n\x1d\x44ISTRIBUTION_ENCODING_ONE_HOT\x10\x02\x12\'\n#DISTRIBUTION_ENCODING_SPARSE_UINT16\x10\x03\x12\x1e\n\x1a\x44ISTRIBUTION_ENCODING_NONE\x10\x04\x12\'\n#DISTRIBUTION_ENCODING_DENSE_FLOAT16\x10\x05*\x8a\x01\n\x0e\x45xtraTokenKind\x12 \n\x1c\x45XTRA_TOKEN_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45XTRA_TOKEN_KIND_PLAIN\x10\x01\x12\x1e\n\x1a\x45XTRA_TOKEN_KIND_RECOVERED\x10\x02\x12\x1a\n\x16\x45XTRA_TOKEN_KIND_BONUS\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64raftwire/v1/session.proto\x12\x0c\x64raftwire.v1\"b\n\x05\x46\x65nce\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\r\n\x05round\x18\x03 \x01(\r\x12\x12\n\nprefix_len\x18\x04 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x05 \x01(\x06\"(\n\x17StructuredOutputChoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\x8f\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x38\n\x07\x63hoices\x18\x03 \x01(\x0b\x32%.draftwire.v1.StructuredOutputChoicesH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\xaf\x04\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x43\n\nlogit_bias\x18\x08 \x03(\x0b\x32/.draftwire.v1.SamplingParameters.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x07\x88\x01\x01\x12\x39\n\x11structured_output\x18\x0b \x01(\x0b\x32\x1e.draftwire.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokens\"\x97\x01\n\x12\x44raftDistributions\x12\x34\n\x08\x65ncoding\x18\x01 \x01(\x0e\x32\".draftwire.v1.DistributionEncoding\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x15\n\rsupport_sizes\x18\x04 \x03(\r\x12\x12\n\nwide_sizes\x18\x05 \x03(\r\",\n\x0b\x44raftPermit\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\"\x8c\x02\n\nDraftBlock\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x16\n\x0eparent_indices\x18\x04 \x03(\x11\x12\x37\n\rdistributions\x18\x05 \x01(\x0b\x32 .draftwire.v1.DraftDistributions\x12\x1f\n\x17\x63\x61libration_duration_us\x18\x06 \x01(\r\x12\x19\n\x11\x64raft_duration_us\x18\x07 \x01(\r\x12)\n\x06permit\x18\x08 \x01(\x0b\x32\x19.draftwire.v1.DraftPermit\"C\n\x0bTopLogprobs\x12\x0f\n\x07num_top\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\"\xb2\x03\n\x07Verdict\x12\"\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x13.draftwire.v1.Fence\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x36\n\x10\x65xtra_token_kind\x18\x05 \x01(\x0e\x32\x1c.draftwire.v1.ExtraTokenKind\x12\x19\n\x11plain_rounds_left\x18\x06 \x01(\r\x12\x1a\n\x12verify_duration_us\x18\x07 \x01(\r\x12\x19\n\x11queue_duration_us\x18\x08 \x01(\r\x12\x1f\n\x17\x63\x61libration_duration_us\x18\t \x01(\r\x12\x19\n\x11\x64raft_duration_us\x18\n \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x0b \x01(\r\x12\x15\n\rnum_near_ties\x18\x0c \x01(\r\x12\x10\n\x08logprobs\x18\r \x03(\x02\x12/\n\x0ctop_logprobs\x18\x0e \x01(\x0b\x32\x19.draftwire.v1.TopLogprobs\"1\n\x0c\x43loseSession\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\".\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x13\n\x0binstance_id\x18\x02 \x01(\x06\"Y\n\x0eSessionFailure\x12\x12\n\nsession_id\x18\x01 \x01(\x06\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t*\xfb\x01\n\x14\x44istributionEncoding\x12%\n!DISTRIBUTION_ENCODING_UNSPECIFIED\x10\x00\x12\'\n#DISTRIBUTION_ENCODING_DENSE_FLOAT32\x10\x01\x12!\n\x1d\x44ISTRIBUTION_ENCODING_ONE_HOT\x10\x02\x12\'\n#DISTRIBUTION_ENCODING_SPARSE_UINT16\x10\x03\x12\x1e\n\x1a\x44ISTRIBUTION_ENCODING_NONE\x10\x04\x12\'\n#DISTRIBUTION_ENCODING_DENSE_FLOAT16\x10\x05*\x8a\x01\n\x0e\x45xtraTokenKind\x12 \n\x1c\x45XTRA_TOKEN_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x45XTRA_TOKEN_KIND_PLAIN\x10\x01\x12\x1e\n\x1a\x45XTRA_TOKEN_KIND_RECOVERED\x10\x02\x12\x1a\n\x16\x45XTRA_TOKEN_KIND_BONUS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_DISTRIBUTIONENCODING']._serialized_start=1815
-  _globals['_DISTRIBUTIONENCODING']._serialized_end=2066
-  _globals['_EXTRATOKENKIND']._serialized_start=2069
-  _globals['_EXTRATOKENKIND']._serialized_end=2207
+  _globals['_DISTRIBUTIONENCODING']._serialized_start=2062
+  _globals['_DISTRIBUTIONENCODING']._serialized_end=2313
+  _globals['_EXTRATOKENKIND']._serialized_start=2316
+  _globals['_EXTRATOKENKIND']._serialized_end=2454
   _globals['_FENCE']._serialized_start=44
   _globals['_FENCE']._serialized_end=142
-  _globals['_SAMPLINGPARAMETERS']._serialized_start=145
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=645
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=470
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=518
-  _globals['_DRAFTDISTRIBUTIONS']._serialized_start=648
-  _globals['_DRAFTDISTRIBUTIONS']._serialized_end=799
-  _globals['_DRAFTPERMIT']._serialized_start=801
-  _globals['_DRAFTPERMIT']._serialized_end=845
-  _globals['_DRAFTBLOCK']._serialized_start=848
-  _globals['_DRAFTBLOCK']._serialized_end=1116
-  _globals['_TOPLOGPROBS']._serialized_start=1118
-  _globals['_TOPLOGPROBS']._serialized_end=1185
-  _globals['_VERDICT']._serialized_start=1188
-  _globals['_VERDICT']._serialized_end=1622
-  _globals['_CLOSESESSION']._serialized_start=1624
-  _globals['_CLOSESESSION']._serialized_end=1673
-  _globals['_LEASE']._serialized_start=1675
-  _globals['_LEASE']._serialized_end=1721
-  _globals['_SESSIONFAILURE']._serialized_start=1723
-  _globals['_SESSIONFAILURE']._serialized_end=1812
+  _globals['_STRUCTUREDOUTPUTCHOICES']._serialized_start=144
+  _globals['_STRUCTUREDOUTPUTCHOICES']._serialized_end=184
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=187
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=330
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=333
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=892
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=717
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=765
+  _globals['_DRAFTDISTRIBUTIONS']._serialized_start=895
+  _globals['_DRAFTDISTRIBUTIONS']._serialized_end=1046
+  _globals['_DRAFTPERMIT']._serialized_start=1048
+  _globals['_DRAFTPERMIT']._serialized_end=1092
+  _globals['_DRAFTBLOCK']._serialized_start=1095
+  _globals['_DRAFTBLOCK']._serialized_end=1363
+  _globals['_TOPLOGPROBS']._serialized_start=1365
+  _globals['_TOPLOGPROBS']._serialized_end=1432
+  _globals['_VERDICT']._serialized_start=1435
+  _globals['_VERDICT']._serialized_end=1869
+  _globals['_CLOSESESSION']._serialized_start=1871
+  _globals['_CLOSESESSION']._serialized_end=1920
+  _globals['_LEASE']._serialized_start=1922
+  _globals['_LEASE']._serialized_end=1968
+  _globals['_SESSIONFAILURE']._serialized_start=1970
+  _globals['_SESSIONFAILURE']._serialized_end=2059
 # @@protoc_insertion_point(module_scope)

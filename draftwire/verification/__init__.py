@@ -1,6 +1,6 @@
 """Verification rules, by the names that requests use."""
 
-from draftwire.errors import InvalidRequestError
+from draftwire.rules import facts_of
 from draftwire.verification.block import BlockRule
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.coupled import CoupledRule
@@ -30,9 +30,7 @@ def rule_named(name: str) -> VerificationRule:
     Raises:
         InvalidRequestError: there is none of that name.
     """
-    if name not in RULES:
-        raise InvalidRequestError(f"unknown rejection_sample_method; known: {', '.join(RULES)}")
-    return RULES[name]
+    return RULES[facts_of(name).name]
 
 
 def new_rule(name: str) -> VerificationRule:

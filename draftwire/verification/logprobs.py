@@ -9,7 +9,8 @@ from torch import Tensor
 
 from draftwire.devices import upload
 from draftwire.logprobs import LogprobsMode, TokenLogprob
-from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
+from draftwire.parameters import SamplingParams
+from draftwire.sampling import Span, probabilities_of_spans
 
 ROWS_AT_ONCE = 64
 """Rows of a prompt that are computed at once; bounds the memory that they take beside the logits."""

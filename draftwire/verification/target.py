@@ -10,14 +10,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from draftwire.automaton import Automaton, BlockMasks
 from draftwire.devices import upload
 from draftwire.distributions import DenseRows, DraftRows, no_rows
-from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableError
 from draftwire.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
+from draftwire.parameters import SamplingParams
 from draftwire.randomness import DrawKey
-from draftwire.sampling import SMALLEST, SamplingParams, Span, is_distribution, probabilities_of_spans
+from draftwire.sampling import SMALLEST, Span, is_distribution, probabilities_of_spans
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.logprobs import EmittedRows, PromptRows, log_softmax_of, of_emitted, of_prompt
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
@@ -54,14 +56,26 @@ class Judging:
     """If the cache lacks more committed tokens than this, only so many are read and nothing is decided."""
     logprobs: LogprobsRequest = NO_LOGPROBS
     """What to report. The prompt is reported as far as it is read in this step."""
+    automaton: Automaton | None = None
+    """Follows the generated text, if `sampling` gives it a form."""
 
-    @property
-    def span(self) -> Span:
-        """The places before each draft token and after the last."""
+    def masks(self) -> BlockMasks | None:
+        """Returns what the form allows at the places of `span`; None if there is no form.
+
+        Raises:
+            InvalidRequestError: the form cannot be followed.
+        """
+        if self.automaton is None:
+            return None
+        return self.automaton.along(self.committed[self.prompt_len :], self.draft_tokens)
+
+    def span(self, masks: BlockMasks | None = None) -> Span:
+        """Returns the places before each draft token and after the last."""
         text = [*self.committed, *self.draft_tokens] if self.sampling.penalizes else ()
         text_len = len(self.committed) + len(self.draft_tokens)
         num_rows = len(self.draft_tokens) + 1
-        return Span(self.sampling, num_rows, text, self.prompt_len, self.stop_token_ids, text_len)
+        rows = masks.rows if masks is not None else None
+        return Span(self.sampling, num_rows, text, self.prompt_len, self.stop_token_ids, text_len, rows)
 
     def prompt_rows(self, num_read: int) -> PromptRows | None:
         """Returns which of the next places, if `num_read` committed tokens are read, have to report the prompt."""
@@ -98,7 +112,7 @@ class StillReading:
 
 Outcome = Judgement | StillReading | DraftwireError
 """An error concerns one sequence alone, whose cache has not changed: UnavailableError if the model gave no finite
-logits for it."""
+logits for it, InvalidRequestError if the form of its text cannot be followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +212,7 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
         plan.add(index, judgings[index], model.vocab_size)
     lengths = [judging.sequence.length for judging in judgings]
     logits = model.read(plan.readings)
+    masks, failures = _masks(plan.scored)  # while a GPU reads
     prompts = {one.index: one.read_off(logits) for one in plan.prompts}
     is_bad = {index for index, part in prompts.items() if any(math.isnan(token.logprob) for token in part.tokens)}
     if plan.rows == list(range(len(plan.rows))):
@@ -209,24 +224,53 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
     if plan.scored:
         near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
         raw = _RawRows.of(logits, plan.scored)  # before probabilities are made in the place of the logits
-        target_probs = probabilities_of_spans(logits, [one.judging.span for one in plan.scored])
+        spans = [one.judging.span(masks.get(one.index)) for one in plan.scored]
+        target_probs = probabilities_of_spans(logits, spans)
         is_good = is_distribution(target_probs).tolist()
         is_bad.update(one.index for one in plan.scored if not all(is_good[one.first_row : one.end_row]))
         decided: dict[int, Judgement] = {}
-        for members in _groups([one for one in plan.scored if one.index not in is_bad]):
+        for members in _groups([one for one in plan.scored if one.index not in is_bad | failures.keys()]):
             blocks = _batch(members, target_probs)
             batches.append(Decided([one.index for one in members], blocks))
             decided.update(_decide(model, members, blocks, near_tie))
+        failures |= _faults(masks, decided)
         _report(plan.scored, decided, raw, target_probs)
         outcomes.update(decided)
         outcomes.update(
             {index: replace(decided[index], prompt=prompts[index]) for index in prompts if index in decided}
         )
-    for index in is_bad:
-        outcomes[index] = UnavailableError("the target gave no finite logits")
+    failures |= {index: UnavailableError("the target gave no finite logits") for index in is_bad}
+    for index, failure in failures.items():
+        outcomes[index] = failure
         model.cache.truncate(judgings[index].sequence, lengths[index])
     num_tokens = sum(len(reading.token_ids) for reading in plan.readings)
     return StepOutcome([outcomes[index] for index in range(len(judgings))], batches, num_tokens)
+
+
+def _masks(scored: list[_Scored]) -> tuple[dict[int, BlockMasks], dict[int, DraftwireError]]:
+    """Returns the masks of those whose text is to take a form, and what fails those whose form cannot be followed."""
+    masks: dict[int, BlockMasks] = {}
+    failures: dict[int, DraftwireError] = {}
+    for one in scored:
+        try:
+            own = one.judging.masks()
+        except InvalidRequestError as error:
+            failures[one.index] = error
+        else:
+            if own is not None:
+                masks[one.index] = own
+    return masks, failures
+
+
+def _faults(masks: dict[int, BlockMasks], decided: dict[int, Judgement]) -> dict[int, DraftwireError]:
+    """Returns what fails those whose extra token was drawn where their form cannot be followed: plain decoding, which
+    comes there with the same probability, fails there too.
+    """
+    return {
+        index: own.fault
+        for index, own in masks.items()
+        if own.fault is not None and index in decided and decided[index].num_accepted >= own.num_places
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from draftwire.automaton import Automaton
 from draftwire.errors import (
     DraftwireError,
     GroupLostError,
@@ -21,9 +22,10 @@ from draftwire.rounds import Calibration, DraftBlock, DraftSessionSpec, SendDraf
 from draftwire.services.admission import Room
 from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.drafter.engine import DraftEngine
+from draftwire.services.drafter.metrics import DrafterMetrics
 from draftwire.services.drafter.scheduler import DraftSession, Scheduler, Step
+from draftwire.services.forms import Forms
 from draftwire.services.leases import Leases, SessionFailed, SessionKey
-from draftwire.services.metrics import DrafterMetrics
 from draftwire.services.models import Drafter, drafter_of, load_drafter
 from draftwire.services.outbox import Outbox
 from draftwire.services.prefill import PrefillPacer
@@ -78,6 +80,7 @@ class DrafterCore:
         self._connect = connect
         self._scheduler: Scheduler
         self._engine: DraftEngine
+        self._forms: Forms
         self._torch = TorchThread()
         self.group = GroupGuard(config.wanted_group, self._torch, place, followers)
         self._leases = Leases[SessionFailed]()
@@ -114,6 +117,7 @@ class DrafterCore:
         drafter = await self._torch.run(self._load_drafter)
         self.card = drafter.card
         self._engine = DraftEngine(drafter.strategy)
+        self._forms = Forms(await asyncio.to_thread(self.card.form_compiler))
         self._scheduler = Scheduler(
             context_length=self.description.context_length,
             max_draft_tokens=settings.max_draft_tokens,
@@ -170,12 +174,13 @@ class DrafterCore:
             ModelMismatchError: the verifier's vocabulary is another one.
             UnavailableError: the verifier was not reached in time.
             InvalidRequestError: ids or parameters are out of range.
-            NoRoomError: too many sessions are open, or the prompt leaves no room to draft in.
+            NoRoomError: too many sessions are open or forms are read, or the prompt leaves no room to draft in.
         """
+        automaton = await self._automaton(spec)
         self._leases.require(lease_id)
         if not _ADDRESS.fullmatch(spec.verifier_address):
             raise InvalidRequestError("verifier_address must be host:port, at most 256 letters, digits and signs")
-        session = self._scheduler.open(spec, lease_id)
+        session = self._scheduler.open(spec, lease_id, automaton)
         opened = self._opening[session.key] = asyncio.get_running_loop().create_future()
         opened.add_done_callback(_retrieve)
         self._work.set()
@@ -191,6 +196,19 @@ class DrafterCore:
         finally:
             if self._opening.get(session.key) is opened:
                 del self._opening[session.key]
+
+    async def _automaton(self, spec: DraftSessionSpec) -> Automaton | None:
+        """Returns what follows the form of a session's text; None if there is none.
+
+        None also if this model cannot follow it: then drafts break it here and there, and are rejected.
+        """
+        if spec.sampling.structured_output is None:
+            return None
+        try:
+            return await self._forms.compile(spec.sampling.structured_output)
+        except InvalidRequestError as error:
+            log.warning("drafter.form_refused", session_id=spec.session_id, reason=str(error))
+            return None
 
     def close_session(self, session_id: int, epoch: int) -> None:
         """Ends a session, if it is open, and frees its sequence."""
@@ -295,6 +313,7 @@ class DrafterCore:
 
     def _lose(self, address: str) -> None:
         """Fails the sessions of a verifier that was lost, at once: nobody waits for their blocks in vain."""
+        self._links.pop(address, None)
         for key in [session.key for session in self._scheduler.sessions.values()]:
             if self._scheduler.sessions[key].spec.verifier_address == address:
                 self._fail(key, UnavailableError(f"verifier at {address} was lost"))

@@ -4,9 +4,10 @@ import time
 
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
 from draftwire.errors import DraftwireError
-from draftwire.randomness import KEY_BYTES, DrawKey
+from draftwire.keys import KEY_BYTES
+from draftwire.parameters import SamplingParams
+from draftwire.randomness import DrawKey
 from draftwire.rounds import DraftBlock, DraftTimings
-from draftwire.sampling import SamplingParams
 from draftwire.services.drafter.scheduler import Outcome, Step, StepItem, StepResult
 from draftwire.services.leases import SessionKey
 from draftwire.verification import rule_named
@@ -83,6 +84,7 @@ class DraftEngine:
             needs_probs=rule.needs_draft_probs,
             prompt_len=spec.prompt_len,
             stop_token_ids=spec.stop_token_ids,
+            automaton=session.automaton,
             is_cut=lambda: session.cut_at == (calibration.fence.round, calibration.attempt),
         )
         return Drafting(sequence, request, item.max_read)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from draftwire.automaton import Automaton
 from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
 from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, SendDrafted
 from draftwire.services.admission import ClosedEarly, Room
@@ -35,6 +36,8 @@ class DraftSession:
     """Whether its prompt is still being read."""
     has_shown_permit: bool = False
     """Whether a block was sent, the first of which carries the permit."""
+    automaton: Automaton | None = None
+    """Follows the form of its text. Used on the torch thread only."""
     cut_at: tuple[int, int] | None = None
     """Round and attempt of the block that is to end after the token that is being drawn. Set on the event loop, and
     read on the torch thread while it draws."""
@@ -125,8 +128,13 @@ class Scheduler:
     closed_early: ClosedEarly = field(default_factory=ClosedEarly)
     _ready: list[DraftSession] = field(default_factory=list)
 
-    def open(self, spec: DraftSessionSpec, lease_id: int) -> DraftSession:
+    def open(self, spec: DraftSessionSpec, lease_id: int, automaton: Automaton | None = None) -> DraftSession:
         """Admits a session and schedules the reading of its prompt.
+
+        Args:
+            spec: the session.
+            lease_id: whose it is.
+            automaton: follows the form of its text, if there is one that this model can follow.
 
         Raises:
             InvalidRequestError: ids or parameters are out of range.
@@ -156,7 +164,9 @@ class Scheduler:
             )
         self.room.reserve(key, spec.max_len)
         committed = CommittedTokens(spec.token_ids)
-        session = DraftSession(spec, lease_id, committed, num_unread=len(committed), num_told=len(committed))
+        session = DraftSession(
+            spec, lease_id, committed, num_unread=len(committed), num_told=len(committed), automaton=automaton
+        )
         self.sessions[key] = session
         self._ready.append(session)
         return session

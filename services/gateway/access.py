@@ -41,30 +41,37 @@ class Caller:
         return self.entry.name if self.entry is not None else ""
 
     @contextmanager
-    def request(self) -> Iterator["Caller"]:
-        """Counts one request for as long as it runs.
+    def request(self, num_choices: int = 1) -> Iterator["Caller"]:
+        """Counts one request for as long as it runs, each of its choices.
 
         Raises:
+            InvalidRequestError: it has more choices than the caller may ever have at once.
             NoRoomError: the caller has used up a limit; says when to try again.
         """
-        self._refuse_if_over()
-        self._num_running += 1
+        self._refuse_if_over(num_choices)
+        self._num_running += num_choices
         try:
             yield self
         finally:
-            self._num_running -= 1
+            self._num_running -= num_choices
 
     def charge(self, num_tokens: int) -> None:
         """Takes generated tokens out of the bucket, below empty if need be: a running request is never cut."""
         self._refill()
         self._tokens_used += num_tokens
 
-    def _refuse_if_over(self) -> None:
+    def _refuse_if_over(self, num_choices: int) -> None:
         if self.entry is None:
             return
         most_running, rate = self.entry.max_sessions, self.entry.max_tokens_per_minute
-        if most_running is not None and self._num_running >= most_running:
-            message = f"{most_running} requests of {self.name} are running, which is the limit; retry in a second"
+        if most_running is not None and num_choices > most_running:
+            raise InvalidRequestError(
+                f"num_choices: {num_choices} choices in all; {self.name} may have {most_running} at once"
+            )
+        if most_running is not None and self._num_running + num_choices > most_running:
+            message = (
+                f"{self._num_running} requests of {self.name} are running, of {most_running} at most; retry in a second"
+            )
             raise NoRoomError(message, BUSY_RETRY_S)
         self._refill()
         if rate is not None and self._tokens_used > rate - 1:

@@ -1,17 +1,23 @@
 """The gateway without its edge: which peers serve a request, and the running requests."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 from transformers import PreTrainedTokenizerBase
 
+from draftwire.automaton import FormCompiler
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.logprobs import PromptPart
 from draftwire.models.description import ModelDescription
-from draftwire.models.loading import load_tokenizer
+from draftwire.models.tokenizer import load_tokenizer
+from draftwire.rules import facts_of
+from draftwire.services.forms import Forms
+from draftwire.services.gateway.chat import ChatTemplate
+from draftwire.services.gateway.choices import ChoiceEvent, PromptEcho, SideBySide
 from draftwire.services.gateway.config import GatewayConfig
-from draftwire.services.gateway.loop import Delta, Finish, GenerationLoop
+from draftwire.services.gateway.conversation import Conversation
+from draftwire.services.gateway.loop import Finish, GenerationLoop
+from draftwire.services.gateway.metrics import GatewayMetrics
 from draftwire.services.gateway.ports import Peers
 from draftwire.services.gateway.request import (
     Generation,
@@ -19,12 +25,13 @@ from draftwire.services.gateway.request import (
     SpeculationDefaults,
     complete_request,
 )
-from draftwire.services.gateway.text import TextStream
-from draftwire.services.metrics import GatewayMetrics
-from draftwire.verification import rule_named
+from draftwire.services.gateway.text import TextStream, decoded
 
 MAX_PROMPT_CHARACTERS = 4_000_000
 """Longer prompts are refused before they are tokenised."""
+
+MAX_IDS_ON_LOOP = 100_000
+"""Of a request. More would hold up the event loop, and with it all others."""
 
 
 class GatewayCore:
@@ -37,15 +44,18 @@ class GatewayCore:
             InvalidRequestError: the default rule is unknown or lossy.
         """
         name = config.rejection_sample_method
-        if not rule_named(name).is_lossless:
+        if not facts_of(name).is_lossless:
             raise InvalidRequestError(f"{name} is lossy: requests may ask for it, but it cannot be the default")
         self.config = config
         self._peers = peers
         self.metrics = GatewayMetrics()
         self.num_requests = 0
+        """Those that run or are prepared; of a request with several choices each counts."""
         self.description: ModelDescription
         """The target model."""
         self._tokenizer: PreTrainedTokenizerBase
+        self._chat_template: ChatTemplate
+        self._forms: Forms
 
     @property
     def defaults(self) -> SpeculationDefaults:
@@ -58,6 +68,27 @@ class GatewayCore:
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
         """Takes the target model and its tokenizer."""
         self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
+        self._chat_template = ChatTemplate(self._tokenizer, description.name)
+        self._forms = Forms(FormCompiler(self._tokenizer, description.vocab_size, description.stop_token_ids))
+
+    @contextmanager
+    def admit(self, num_choices: int) -> Iterator[None]:
+        """Counts the choices of a request, from before its prompts are read until it has ended.
+
+        Raises:
+            InvalidRequestError: they are more than may ever run at once.
+            NoRoomError: too many requests run already.
+        """
+        most = self.config.max_requests
+        if num_choices > most:
+            raise InvalidRequestError(f"num_choices: {num_choices} choices in all; at most {most} may run at once")
+        if self.num_requests + num_choices > most:
+            raise NoRoomError(f"{self.num_requests} requests are running, of {most} at most; retry in a second")
+        self.num_requests += num_choices
+        try:
+            yield
+        finally:
+            self.num_requests -= num_choices
 
     async def tokenize(self, text: str) -> list[int]:
         """Returns the ids of a prompt, with whatever the target's tokenizer puts in front.
@@ -67,60 +98,87 @@ class GatewayCore:
         """
         if not text:
             raise InvalidRequestError("the prompt is empty")
-        if len(text) > MAX_PROMPT_CHARACTERS:
-            raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
+        _check_length(len(text))
         encoding = await asyncio.to_thread(self._tokenizer, text)
         return list(encoding["input_ids"])
 
-    async def render_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    async def render_chat(self, conversation: Conversation) -> list[int]:
         """Returns the ids of a conversation, rendered by the target's chat template, ready for the answer.
 
         Raises:
-            InvalidRequestError: the target has no chat template, or it refuses the messages.
+            InvalidRequestError: the target has no chat template, it refuses the conversation or leaves something out,
+                or the conversation is far beyond any context.
+            NoRoomError: too many conversations are rendered.
         """
-        if not messages:
-            raise InvalidRequestError("the prompt is empty")
-        if not self._tokenizer.chat_template:
-            raise InvalidRequestError(f"{self.description.name} has no chat template; send a text prompt")
-        try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise what they like
-            raise InvalidRequestError(f"the chat template refuses the messages: {type(error).__name__}") from error
+        _check_length(conversation.num_characters)
+        text = await self._chat_template.render(conversation)
+        _check_length(len(text))
         encoding = await asyncio.to_thread(self._tokenizer, text, add_special_tokens=False)
         return list(encoding["input_ids"])
 
-    def complete(self, requested: RequestedGeneration) -> Generation:
-        """Checks a request and fills in the defaults; see `complete_request`."""
+    async def complete(self, requested: RequestedGeneration) -> list[Generation]:
+        """Checks a request and fills in the defaults; see `complete_request`. A large one is checked on a thread."""
+        if requested.num_ids > MAX_IDS_ON_LOOP:
+            return await asyncio.to_thread(complete_request, requested, self.description, self.defaults)
         return complete_request(requested, self.description, self.defaults)
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Delta | PromptPart | Finish]:
-        """Carries out a request.
+    async def check_form(self, generations: Sequence[Generation]) -> None:
+        """Refuses a form of the text that cannot be followed, before anything is opened.
 
         Raises:
-            NoRoomError: too many requests run already.
+            InvalidRequestError: see `Forms.compile`.
+            NoRoomError: too many forms are read.
+        """
+        form = generations[0].sampling.structured_output if generations else None
+        if form is not None:
+            for generated_ids in {generation.generated_ids for generation in generations}:
+                await self._forms.compile(form, generated_ids)
+
+    async def generate(self, generations: Sequence[Generation]) -> AsyncGenerator[ChoiceEvent]:
+        """Carries out the choices of one request: first the prompts that are to be sent back, then all else.
+
+        To be called within `admit`.
+
+        Raises:
+            NoRoomError: no verifier has room.
             UnavailableError: no verifier can be reached.
         """
-        if self.num_requests >= self.config.max_requests:
-            raise NoRoomError(f"{self.config.max_requests} requests are running, which is the limit; retry in a second")
-        text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop)
-        if generation.generated_ids:  # may be many
-            await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
-        loop = GenerationLoop(generation, self._peers, text, self.config.loop)
-        self.num_requests += 1
-        result = "failed"
+        loops: list[GenerationLoop] = []
+
+        async def make_loop(generation: Generation) -> GenerationLoop:
+            text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop)
+            if generation.generated_ids:  # may be many
+                await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
+            loops.append(GenerationLoop(generation, self._peers, text, self.config.loop))
+            return loops[-1]
+
+        num_unfinished, result = len(generations), "failed"
         try:
-            async with aclosing(loop.run()) as events:
+            for generation in generations:
+                if generation.echo:
+                    yield ChoiceEvent(generation, await self._echo(generation.prompt_ids))
+            async with aclosing(SideBySide(generations, make_loop).run()) as events:
                 async for event in events:
-                    if isinstance(event, Finish):
-                        result = event.reason.value
+                    if isinstance(event.event, Finish):
+                        num_unfinished -= 1
+                        self.metrics.requests.labels(event.event.reason.value).inc()
                     yield event
         except (asyncio.CancelledError, GeneratorExit):
             result = "cancelled"
             raise
         finally:
-            self.num_requests -= 1
-            self.metrics.drafters_lost.inc(loop.statistics.num_drafters_lost)
-            self.metrics.verifiers_lost.inc(loop.statistics.num_verifiers_lost)
-            self.metrics.requests.labels(result).inc()
-            if generation.is_lossy:
-                self.metrics.lossy_requests.labels(generation.rule).inc()
+            if num_unfinished:
+                self.metrics.requests.labels(result).inc(num_unfinished)
+            self.metrics.drafters_lost.inc(sum(loop.statistics.num_drafters_lost for loop in loops))
+            self.metrics.verifiers_lost.inc(sum(loop.statistics.num_verifiers_lost for loop in loops))
+            for generation in generations:
+                if generation.is_lossy:
+                    self.metrics.lossy_requests.labels(generation.rule).inc()
+
+    async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
+        return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))
+
+
+def _check_length(num_characters: int) -> None:
+    if num_characters > MAX_PROMPT_CHARACTERS:
+        raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")

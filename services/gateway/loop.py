@@ -16,7 +16,7 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -30,9 +30,9 @@ from draftwire.errors import (
     ProtocolViolationError,
     UnavailableError,
 )
+from draftwire.keys import KEY_BYTES, Role, derive_key
 from draftwire.logprobs import PromptPart, TokenLogprob
 from draftwire.models.description import ModelDescription
-from draftwire.randomness import KEY_BYTES, Role, derive_key
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
@@ -45,6 +45,7 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
+from draftwire.rules import facts_of
 from draftwire.services.gateway.config import LoopSettings
 from draftwire.services.gateway.ports import (
     BlocksRefused,
@@ -60,7 +61,6 @@ from draftwire.services.gateway.prompt import PromptReport
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.text import TextStream
-from draftwire.verification import rule_named
 
 log = structlog.get_logger()
 
@@ -134,6 +134,8 @@ class GenerationLoop:
         self._peers = peers
         self._text = text
         self._settings = settings
+        # Peers never wait here, but there is a bound to what they say unasked: the verdicts of a block and a plain run,
+        # and of a prompt that is reported, MAX_LOGPROBS + 1 entries for each of its tokens.
         self._queue: asyncio.Queue[Said] = asyncio.Queue()
         self._committed = CommittedTokens([*generation.prompt_ids, *generation.generated_ids])
         self._num_generated = len(generation.generated_ids)
@@ -144,6 +146,7 @@ class GenerationLoop:
         # most as many rounds as tokens.
         self._round = len(generation.generated_ids)
         self._target: TargetPort | None = None
+        self._preferred_verifier = ""
         self._epoch = -1
         self._lost_by: list[str] = []
         self._futile_moves = 0
@@ -160,19 +163,41 @@ class GenerationLoop:
         self._is_hurried = False
         self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
 
-    async def run(self) -> AsyncGenerator[Delta | PromptPart | Finish]:
+    @property
+    def verifier_address(self) -> str:
+        """Where the session is open; empty if it is not."""
+        return "" if self._target is None else self._target.address
+
+    async def run(
+        self,
+        *,
+        arrived_at: float | None = None,
+        verifier: str = "",
+        waits_for_room: bool = False,
+        on_open: Callable[[], None] = lambda: None,
+    ) -> AsyncGenerator[Delta | PromptPart | Finish]:
         """Yields what is reported of the prompt, then deltas as their tokens are committed, then one finish.
+
+        Args:
+            arrived_at: when the request came, by `time.perf_counter`; without it, now.
+            verifier: address of the one that holds the prompt already, and is tried first.
+            waits_for_room: whether full verifiers are tried for `failover_timeout_s`.
+            on_open: called when the session is open for the first time, long before the first token may come; not if
+                all was generated before.
 
         Raises:
             InvalidRequestError: the verifier refused the session.
-            NoRoomError: no verifier has room for it.
+            NoRoomError: no verifier has room for it. Nothing was yielded.
             CompletionInterruptedError: no verifier is left.
         """
-        started = time.perf_counter()
+        started = time.perf_counter() if arrived_at is None else arrived_at
+        self._preferred_verifier = verifier
         reason = self._reason_before()
         try:
             if reason is None:
-                await self._open_target(FIRST_WAIT_SECONDS, waits_for_room=False)
+                wait_s = self._settings.failover_timeout_s if waits_for_room else FIRST_WAIT_SECONDS
+                await self._open_target(wait_s, waits_for_room=waits_for_room)
+                on_open()
             while reason is None:
                 verdict = await self._next_verdict()
                 if isinstance(verdict, PromptPart):
@@ -215,7 +240,7 @@ class GenerationLoop:
         while True:
             refusals: list[DraftwireError] = []
             # Those that lost the session come last: one that hangs has few sessions, and so would be chosen again.
-            for target in sorted(self._peers.targets(), key=lambda target: self._lost_by.count(target.address)):
+            for target in sorted(self._peers.targets(), key=self._rank):
                 self._epoch += 1  # also after a refusal, which may have come too late to be one
                 self._tried = set()
                 has_drafter = self._next_drafter(target) is not None
@@ -243,6 +268,10 @@ class GenerationLoop:
             # Many sessions may have been lost at once: they must not all come back at once, again and again.
             await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), max(0.0, deadline - clock())))
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
+
+    def _rank(self, target: TargetPort) -> tuple[int, bool]:
+        """Returns how well a verifier suits, the least the best."""
+        return self._lost_by.count(target.address), target.address != self._preferred_verifier
 
     async def _move(self, error: Exception) -> None:
         """Opens the session elsewhere.
@@ -382,6 +411,8 @@ class GenerationLoop:
             self._text.finish()  # may complete a stop string
         if stops or self._text.stopped:
             return FinishReason.STOP
+        if self._prompt.is_missing:  # which a verifier tells along with a token, also where none is to be shown
+            return None
         return FinishReason.LENGTH if len(generated) == self._generation.max_tokens else None
 
     # Rounds
@@ -492,7 +523,7 @@ class GenerationLoop:
 
     def _key(self, role: Role) -> bytes:
         """Returns the key of a role; under a coupled rule both sides draw with the same."""
-        is_coupled = rule_named(self._generation.rule).is_coupled
+        is_coupled = facts_of(self._generation.rule).is_coupled
         return derive_key(self._generation.seed, Role.COUPLING if is_coupled else role)
 
     def _target_spec(self, has_drafter: bool) -> TargetSessionSpec:
@@ -502,14 +533,14 @@ class GenerationLoop:
             session_id=self._session_id,
             epoch=self._epoch,
             first_round=self._round,
-            choice=0,
+            choice=generation.choice,
             token_ids=list(self._committed.ids),
             prompt_len=len(generation.prompt_ids),
             sampling=generation.sampling,
             rule=generation.rule,
             verifying_key=self._key(Role.VERIFYING),
             max_draft_tokens=generation.num_speculative_tokens,
-            plain_rounds=min(rounds, generation.max_tokens - self._num_generated),
+            plain_rounds=max(1, min(rounds, generation.max_tokens - self._num_generated)),
             stop_token_ids=generation.stop_token_ids,
             max_len=generation.max_len,
             cache_salt=generation.cache_salt,
@@ -524,7 +555,7 @@ class GenerationLoop:
         return DraftSessionSpec(
             session_id=self._session_id,
             epoch=self._epoch,
-            choice=0,
+            choice=generation.choice,
             token_ids=list(self._committed.ids),
             prompt_len=len(generation.prompt_ids),
             sampling=generation.sampling,

@@ -1,12 +1,13 @@
 """The verifiers and drafters of one gateway, and which of them serves what."""
 
 import asyncio
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from draftwire.errors import ModelMismatchError, UnavailableError
 from draftwire.models.description import ModelDescription, can_take_over
 from draftwire.services.gateway.ports import TargetPort
+from draftwire.services.gateway.roster import Roster
 from draftwire.services.gateway.wire import DrafterLink, SessionLink, VerifierLink
 from draftwire.services.rpc.channels import check_prompt_fits
 from draftwire.services.rpc.peers import ModelPeer, check_vocabularies
@@ -20,33 +21,56 @@ class Pool:
     The first verifier that answers decides which model the gateway serves, for as long as it lives.
     """
 
-    def __init__(self, verifiers: Sequence[VerifierLink], drafters: Sequence[DrafterLink], largest_bytes: int) -> None:
-        """Takes links that are not open yet; `largest_bytes` is the largest message that may be sent."""
+    def __init__(
+        self,
+        verifiers: Roster[VerifierLink],
+        drafters: Roster[DrafterLink],
+        largest_bytes: int,
+        near_drafter_sessions: int,
+    ) -> None:
+        """Prepares; what `maintain` returns does the work.
+
+        Args:
+            verifiers: follows where they are.
+            drafters: the same of drafters.
+            largest_bytes: the largest message that may be sent.
+            near_drafter_sessions: how many sessions more a drafter near the verifier may have than one that is not.
+        """
         self.verifiers = verifiers
         self.drafters = drafters
         self._largest_bytes = largest_bytes
+        self._near_drafter_sessions = near_drafter_sessions
         self.description: ModelDescription
-        """The target model; there from `open` on."""
-        self._reference: VerifierLink
+        """The target model; there once `meet` has returned."""
+        self._reference: SessionLink[Any, Any] | None = None
+        self._met = asyncio.Event()
 
     @property
-    def connected_drafters(self) -> list[DrafterLink]:
+    def connected_drafters(self) -> Sequence[DrafterLink]:
         """Those that sessions can be opened on now."""
-        return [drafter for drafter in self.drafters if drafter.connected]
+        return self.drafters.connected
 
     def targets(self) -> Sequence[TargetPort]:
         """See `Peers.targets`."""
-        connected = [verifier for verifier in self.verifiers if verifier.connected]
-        return sorted(connected, key=lambda verifier: (verifier.is_resting, verifier.num_sessions))
+        return sorted(self.verifiers.connected, key=lambda verifier: (verifier.is_resting, verifier.num_sessions))
 
     def drafter_for(self, target: TargetPort, but: Collection[int]) -> DrafterLink | None:
-        """See `Peers.drafter_for`."""
+        """See `Peers.drafter_for`. One in another zone than the verifier counts as if it had some sessions more."""
         usable = [
             drafter
-            for drafter in self.connected_drafters
+            for drafter in self.drafters.connected
             if drafter.instance_id not in but and target.takes_blocks_of(drafter.instance_id)
         ]
-        return min(usable, key=lambda drafter: (drafter.is_resting, drafter.num_sessions), default=None)
+
+        def load(drafter: DrafterLink) -> tuple[bool, int, bool]:
+            is_far = None not in (drafter.zone, target.zone) and drafter.zone != target.zone
+            return drafter.is_resting, drafter.num_sessions + is_far * self._near_drafter_sessions, is_far
+
+        return min(usable, key=load, default=None)
+
+    def maintain(self) -> list[Coroutine[Any, Any, None]]:
+        """Returns what finds the peers and keeps the links to them open, to be run for ever."""
+        return [self.verifiers.run(self._check), self.drafters.run(self._check)]
 
     async def meet(self, timeout_s: float) -> ModelPeer:
         """Waits for the first verifier to answer, and returns it as a model server.
@@ -54,57 +78,44 @@ class Pool:
         Raises:
             UnavailableError: none did in time.
             ModelMismatchError: none speaks this version of the protocol.
+            InvalidRequestError: a prompt as long as the context would not fit into a message.
         """
-        asked = {asyncio.create_task(_describe(link.peer)): link for link in self.verifiers}
-        waiting = set(asked)
-        faults: list[BaseException] = []
-        try:
-            async with asyncio.timeout(timeout_s):
-                while waiting:
-                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
-                        fault = task.exception()
-                        if fault is None:
-                            self.description, self._reference = task.result(), asked[task]
-                            return self._reference.peer
-                        faults.append(fault)
-        except TimeoutError:
-            raise UnavailableError(f"no verifier at {_names(self.verifiers)} came up within {timeout_s:g} s") from None
-        finally:
-            for task in asked:
-                task.cancel()
-        raise faults[0]
-
-    def maintain(self) -> list[Coroutine[Any, Any, None]]:
-        """Returns what keeps the links open, to be run for ever."""
-        links: list[SessionLink[Any, Any]] = [*self.verifiers, *self.drafters]
-        return [link.maintain(self._check) for link in links]
+        await self._wait(self.verifiers, timeout_s, self._met.is_set)
+        assert self._reference is not None, "the first verifier was met"
+        return self._reference.peer
 
     async def wait_connected(self, timeout_s: float) -> None:
-        """Waits for one verifier and, if there are to be drafters, for one of them.
+        """Waits for one verifier and, if drafters are known, for one of them.
 
         Raises:
             ModelMismatchError: those that are there serve other models than are wanted.
             InvalidRequestError: a prompt as long as the context would not fit into a message.
             UnavailableError: none came up in time.
         """
-        for kind, links in (("verifier", self.verifiers), ("drafter", self.drafters)):
-            deadline = asyncio.get_running_loop().time() + timeout_s
-            while links and not any(link.connected for link in links):
-                faults = [link.fault for link in links]
-                if all(faults) and faults[0] is not None:
-                    raise faults[0]
-                if asyncio.get_running_loop().time() > deadline:
-                    raise UnavailableError(f"no {kind} at {_names(links)} came up within {timeout_s:g} s")
-                await asyncio.sleep(POLL_SECONDS)
+        await self._wait(self.verifiers, timeout_s, lambda: bool(self.verifiers.connected))
+        drafters = self.drafters
+        await self._wait(drafters, timeout_s, lambda: bool(drafters.connected) or not drafters.links)
+
+    async def _wait(
+        self, roster: Roster[VerifierLink] | Roster[DrafterLink], timeout_s: float, is_done: Callable[[], bool]
+    ) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not is_done():
+            if roster.fault is not None:
+                raise roster.fault
+            if asyncio.get_running_loop().time() > deadline:
+                raise UnavailableError(f"no {roster.role} at {roster.where} came up within {timeout_s:g} s")
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _check(self, link: SessionLink[Any, Any], model: ModelDescription) -> None:
         """Raises why a service cannot be used."""
         check_prompt_fits(model, self._largest_bytes)
         if isinstance(link, DrafterLink):
-            if model.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
-                await check_vocabularies(self._reference.peer, link.peer)  # names the first differing token
-                raise ModelMismatchError(f"the vocabulary of {link.address} is not that of {self.description.name}")
+            await self._met.wait()
+            await self._check_drafter(link, model)
+        elif self._reference is None:
+            self.description, self._reference = model, link
+            self._met.set()
         elif not can_take_over(self.description, model):
             raise ModelMismatchError(
                 f"{link.address} serves {model.name} ({model.dtype}), which is not the model that this gateway serves,"
@@ -112,15 +123,10 @@ class Pool:
                 " be the same"
             )
 
-
-async def _describe(peer: ModelPeer) -> ModelDescription:
-    """Asks for the model until it is loaded."""
-    while True:
-        try:
-            return await peer.describe()
-        except UnavailableError:
-            await asyncio.sleep(POLL_SECONDS)
-
-
-def _names(links: Sequence[SessionLink[Any, Any]]) -> str:
-    return ", ".join(link.address for link in links)
+    async def _check_drafter(self, link: DrafterLink, model: ModelDescription) -> None:
+        if model.vocabulary_fingerprint == self.description.vocabulary_fingerprint:
+            return
+        links = self.verifiers.links
+        for verifier in [*self.verifiers.connected, *(known for known in links if known is self._reference)][:1]:
+            await check_vocabularies(verifier.peer, link.peer)  # names the first differing token
+        raise ModelMismatchError(f"the vocabulary of {link.address} is not that of {self.description.name}")

@@ -66,6 +66,10 @@ class TargetPort(Protocol):
     def address(self) -> str:
         """Where drafters reach it."""
 
+    @property
+    def zone(self) -> str | None:
+        """Where it stands, if that is known."""
+
     def takes_blocks_of(self, drafter_id: int) -> bool:
         """Whether a drafter is not in quarantine there, as far as is known."""
 

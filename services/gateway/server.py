@@ -3,7 +3,7 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -11,22 +11,41 @@ import grpc
 
 from draftwire.errors import InvalidRequestError
 from draftwire.logprobs import PromptPart
+from draftwire.rules import RULE_FACTS
 from draftwire.services.gateway.access import Access
+from draftwire.services.gateway.choices import ChoiceEvent, PromptEcho
 from draftwire.services.gateway.config import GatewayConfig
-from draftwire.services.gateway.core import GatewayCore
+from draftwire.services.gateway.conversation import (
+    MAX_CHAT_MESSAGES,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    ChatTurn,
+    Conversation,
+    Tool,
+    ToolCall,
+)
+from draftwire.services.gateway.core import MAX_IDS_ON_LOOP, GatewayCore
 from draftwire.services.gateway.loop import Delta, Finish, FinishReason
 from draftwire.services.gateway.pool import Pool
-from draftwire.services.gateway.request import MAX_STOP_STRINGS, Generation, RequestedGeneration
+from draftwire.services.gateway.request import (
+    MAX_CHOICES,
+    MAX_STOP_STRINGS,
+    GeneratedChoice,
+    Generation,
+    RequestedGeneration,
+    check_num_choices,
+)
+from draftwire.services.gateway.roster import Roster
+from draftwire.services.gateway.sources import sources_of
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.wire import DrafterLink, VerifierLink
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.tls import Dialler, server_credentials, watch_tls
+from draftwire.services.rpc.unknown_fields import refuse_unknown_fields
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
-from draftwire.verification import RULES
 
-MAX_CHAT_MESSAGES = 4096
-"""Turns of a conversation, at most."""
+AnyPrompt = gateway_pb2.GenerateRequest | gateway_pb2.Prompt
 
 _REASONS = {
     FinishReason.STOP: gateway_pb2.FINISH_REASON_STOP,
@@ -48,10 +67,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         context: grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse],
     ) -> None:
         """See the proto."""
-        with self._access.authenticate(_authorization(context)).request() as caller:
-            generation = self._core.complete(await self._requested(request))
-            async with aclosing(self._responses(generation)) as responses:
-                async for response in responses:
+        caller = self._access.authenticate(_authorization(context))
+        self._check_sizes(request)
+        refuse_unknown_fields(request)
+        num_choices = _num_choices(request)
+        num_finished = sum(came.is_finished for came in request.generated_choices)  # impossible ones are refused below
+        with caller.request(num_choices), self._core.admit(max(0, num_choices - num_finished)):
+            generations = await self._core.complete(await self._requested(request))
+            await self._core.check_form(generations)
+            async with aclosing(self._core.generate(generations)) as events:
+                async for event in events:
+                    response = _event_to_proto(event)
                     caller.charge(len(response.delta.token_ids))
                     await context.write(response)
 
@@ -62,6 +88,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> gateway_pb2.GetServerResponse:
         """See the proto."""
         self._access.authenticate(_authorization(context))
+        refuse_unknown_fields(request)
         core = self._core
         drafters = self._pool.connected_drafters
         default = core.defaults.rule
@@ -70,61 +97,119 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             drafter=messages.model_to_proto(drafters[0].description) if drafters else None,
             num_speculative_tokens=core.defaults.num_speculative_tokens,
             max_speculative_tokens=core.defaults.max_speculative_tokens,
-            rejection_sample_methods=[default, *(name for name in RULES if name != default)],
-            lossy_rejection_sample_methods=[name for name, rule in RULES.items() if not rule.is_lossless],
+            rejection_sample_methods=[default, *(name for name in RULE_FACTS if name != default)],
+            lossy_rejection_sample_methods=[name for name, rule in RULE_FACTS.items() if not rule.is_lossless],
         )
 
     def _check_sizes(self, request: gateway_pb2.GenerateRequest) -> None:
         """Refuses what is far too much before anything is made of it."""
         description = self._core.description
+        _refuse_over("prompts", len(request.prompts.prompts), MAX_CHOICES)
+        _refuse_over("generated_choices", len(request.generated_choices), MAX_CHOICES)
+        prompts: Sequence[AnyPrompt] = [request, *request.prompts.prompts]
+        num_generated = max((len(came.token_ids) for came in request.generated_choices), default=0)
         for name, size, most in (
-            ("messages", len(request.chat.messages), MAX_CHAT_MESSAGES),
             ("stop", len(request.stop), MAX_STOP_STRINGS),
             ("stop_token_ids", len(request.stop_token_ids), description.vocab_size),
-            ("token_ids", len(request.token_ids.ids), description.context_length),
-            ("generated_token_ids", len(request.generated_token_ids), description.context_length),
+            ("token_ids", max(len(prompt.token_ids.ids) for prompt in prompts), description.context_length),
+            ("generated_choices", num_generated, description.context_length),
         ):
-            if size > most:
-                raise InvalidRequestError(f"{name} takes at most {most}, not {size}")
+            _refuse_over(name, size, most)
 
     async def _requested(self, request: gateway_pb2.GenerateRequest) -> RequestedGeneration:
-        self._check_sizes(request)
-        prompt_ids = await self._prompt_ids(request)
-        if request.HasField("num_choices") and request.num_choices != 1:
-            raise InvalidRequestError("num_choices other than 1 is not supported")
         return RequestedGeneration(
-            prompt_ids=prompt_ids,
+            prompts=[await self._prompt_ids(prompt) for prompt in _prompts(request)],
+            num_choices=request.num_choices if request.HasField("num_choices") else None,
             sampling=messages.sampling_from_proto(request.sampling),
             max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
             stop=tuple(request.stop),
             stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
             seed=request.seed if request.HasField("seed") else None,
             num_speculative_tokens=(
                 request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
             ),
             rule=request.rejection_sample_method if request.HasField("rejection_sample_method") else None,
             cache_salt=request.cache_salt,
-            generated_ids=tuple(request.generated_token_ids),
+            generated_choices=tuple(
+                [
+                    GeneratedChoice(came.choice, tuple(await _id_list(came.token_ids)), came.is_finished)
+                    for came in request.generated_choices
+                ]
+            ),
             logprobs=request.logprobs if request.HasField("logprobs") else None,
             prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
             logprobs_mode=request.logprobs_mode if request.HasField("logprobs_mode") else None,
+            echo=request.echo,
         )
 
-    async def _prompt_ids(self, request: gateway_pb2.GenerateRequest) -> list[int]:
-        match request.WhichOneof("prompt"):
+    async def _prompt_ids(self, prompt: AnyPrompt) -> list[int]:
+        match prompt.WhichOneof("prompt"):
             case "text":
-                return await self._core.tokenize(request.text)
+                return await self._core.tokenize(prompt.text)
             case "token_ids":
-                return list(request.token_ids.ids)
+                return await _id_list(prompt.token_ids.ids)
             case "chat":
-                turns = [{"role": turn.role, "content": turn.content} for turn in request.chat.messages]
-                return await self._core.render_chat(turns)
+                return await self._core.render_chat(_conversation(prompt.chat))
         raise InvalidRequestError("a prompt is needed: text, token_ids or chat")
 
-    async def _responses(self, generation: Generation) -> AsyncGenerator[gateway_pb2.GenerateResponse]:
-        async with aclosing(self._core.generate(generation)) as events:
-            async for event in events:
-                yield _event_to_proto(event, generation)
+
+async def _id_list(token_ids: Sequence[int]) -> list[int]:
+    """Returns ids as a list, and lets others run where there are many: a request may have many such lists."""
+    if len(token_ids) > MAX_IDS_ON_LOOP // MAX_CHOICES:
+        return await asyncio.to_thread(list, token_ids)
+    return list(token_ids)
+
+
+def _refuse_over(name: str, size: int, most: int) -> None:
+    if size > most:
+        raise InvalidRequestError(f"{name} takes at most {most}, not {size}")
+
+
+def _prompts(request: gateway_pb2.GenerateRequest) -> Sequence[AnyPrompt]:
+    return request.prompts.prompts if request.WhichOneof("prompt") == "prompts" else [request]
+
+
+def _num_choices(request: gateway_pb2.GenerateRequest) -> int:
+    """Returns how many completions are asked for, of all prompts together.
+
+    Raises:
+        InvalidRequestError: none, or too many.
+    """
+    num_prompts = len(_prompts(request))
+    return num_prompts * check_num_choices(
+        num_prompts, request.num_choices if request.HasField("num_choices") else None
+    )
+
+
+def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
+    """Decodes a conversation.
+
+    Raises:
+        InvalidRequestError: it is empty or too large.
+    """
+    for name, size, most in (  # before anything is made of them
+        ("messages", len(chat.messages), MAX_CHAT_MESSAGES),
+        ("tool_calls", sum(len(message.tool_calls) for message in chat.messages), MAX_TOOL_CALLS),
+        ("tools", len(chat.tools), MAX_TOOLS),
+    ):
+        if size > most:
+            raise InvalidRequestError(f"{name} takes at most {most}, not {size}")
+    return Conversation(
+        turns=tuple(
+            ChatTurn(
+                role=message.role,
+                content=message.content,
+                name=message.name,
+                tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls),
+                tool_call_id=message.tool_call_id,
+            )
+            for message in chat.messages
+        ),
+        tools=tuple(Tool(tool.name, tool.description, tool.parameters) for tool in chat.tools),
+        template_arguments=chat.template_arguments,
+        continues_last=chat.continue_final_message,
+    )
 
 
 def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
@@ -133,10 +218,12 @@ def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
     return values[0] if len(values) == 1 else None
 
 
-def _event_to_proto(event: Delta | PromptPart | Finish, generation: Generation) -> gateway_pb2.GenerateResponse:
-    match event:
+def _event_to_proto(said: ChoiceEvent) -> gateway_pb2.GenerateResponse:
+    choice = said.generation.choice
+    match said.event:
         case Delta(token_ids, text, tokens):
             delta = gateway_pb2.GenerateDelta(
+                choice=choice,
                 token_ids=token_ids,
                 text=text,
                 logprobs=[token.logprob for token in tokens],
@@ -145,18 +232,23 @@ def _event_to_proto(event: Delta | PromptPart | Finish, generation: Generation) 
             return gateway_pb2.GenerateResponse(delta=delta)
         case PromptPart(first_position, tokens):
             prompt = gateway_pb2.PromptLogprobs(
+                choice=choice,
                 first_position=first_position,
                 token_ids=[token.token_id for token in tokens],
                 logprobs=[token.logprob for token in tokens],
                 top_logprobs=messages.top_to_proto(tokens),
             )
             return gateway_pb2.GenerateResponse(prompt_logprobs=prompt)
-        case Finish():
-            return gateway_pb2.GenerateResponse(finish=_finish_to_proto(event, generation))
+        case PromptEcho(token_ids, text):
+            echo = gateway_pb2.PromptEcho(choice=choice, token_ids=token_ids, text=text)
+            return gateway_pb2.GenerateResponse(prompt_echo=echo)
+        case Finish() as finish:
+            return gateway_pb2.GenerateResponse(finish=_finish_to_proto(finish, said.generation))
 
 
 def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.GenerateFinish:
     return gateway_pb2.GenerateFinish(
+        choice=generation.choice,
         reason=_REASONS[finish.reason],
         statistics=_statistics_to_proto(finish.statistics),
         seed=generation.seed,
@@ -201,16 +293,18 @@ async def _serve(config: GatewayConfig) -> int:
     tls = watch_tls(config.tls)
     access = Access(config.tokens_file)
     limits = (Dialler(config.connections, config.tls, tls), config.startup_timeout_s)
-    verifiers = [VerifierLink(address, *limits) for address in config.verifiers]
-    drafters = [DrafterLink(address, *limits) for address in config.drafters]
-    pool = Pool(verifiers, drafters, config.connections.max_message_bytes)
+    sources = await sources_of(config)
+    verifiers = Roster("verifier", sources.verifiers, lambda address: VerifierLink(address, *limits))
+    drafters = Roster("drafter", sources.drafters, lambda address: DrafterLink(address, *limits))
+    pool = Pool(verifiers, drafters, config.connections.max_message_bytes, config.discovery.near_drafter_sessions)
     core = GatewayCore(config, pool)
+    core.metrics.watch((verifiers, drafters))
     streams: list[asyncio.Task[None]] = []
 
     async def start() -> None:
+        streams.extend(asyncio.create_task(stream) for stream in pool.maintain())
         reference = await pool.meet(config.startup_timeout_s)
         core.serve_model(pool.description, await reference.tokenizer_files())
-        streams.extend(asyncio.create_task(stream) for stream in pool.maintain())
         await pool.wait_connected(config.startup_timeout_s)
 
     async def run() -> None:

@@ -11,6 +11,11 @@ PROMPT_TOKENS = range(4, 17)
 fewest that do not begin inside a character."""
 
 
+def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    """Returns the text of ids, special tokens left out."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
 class IncrementalDetokenizer:
     """Decodes a growing list of ids; the pieces joined are the decoding of the whole."""
 
@@ -44,7 +49,7 @@ class IncrementalDetokenizer:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return decoded(self._tokenizer, ids)
 
 
 class StopStrings:

@@ -25,7 +25,7 @@ class TokenEntry:
     sha256: str
     """Digest of the token, hexadecimal. The token itself is not kept."""
     max_sessions: int | None = None
-    """Requests that may run at once."""
+    """Requests that may run at once, each choice counted."""
     max_tokens_per_minute: int | None = None
     """Generated tokens, on average over a minute."""
 

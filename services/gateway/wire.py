@@ -54,6 +54,10 @@ class SessionLink(ABC, Generic[Command, Event]):
             timeout_s: how long the service may take to answer a call, or to come up at the start.
         """
         self.address = address
+        self.zone: str | None = None
+        """Where the service stands, if that is known. Set by the roster."""
+        self.has_left = asyncio.Event()
+        """Set by the roster while the service is to get no new sessions."""
         self.description: ModelDescription
         self._timeout_s = timeout_s
         self._control = RenewedChannel(dialler, address, bulk=False)
@@ -73,6 +77,11 @@ class SessionLink(ABC, Generic[Command, Event]):
         return self._lease_id is not None
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether the service is to get no new sessions; those that it has go on."""
+        return self.has_left.is_set()
+
+    @property
     def num_sessions(self) -> int:
         """Sessions that this gateway has open there."""
         return len(self._inboxes)
@@ -87,7 +96,7 @@ class SessionLink(ABC, Generic[Command, Event]):
         """The service as a model server."""
         return ModelPeer(self._bulk.get(), self._timeout_s)
 
-    async def maintain(self, check: Callable[[SessionLink[Any, Any], ModelDescription], Awaitable[None]]) -> None:
+    async def maintain(self, check: Check) -> None:
         """Keeps the stream open, for ever.
 
         Args:
@@ -136,10 +145,15 @@ class SessionLink(ABC, Generic[Command, Event]):
         error = error_of_number(failure.status_code, failure.message)
         self._deliver((failure.session_id, failure.epoch), self._lost(error))
 
-    async def _get_to_know(self, check: Callable[[SessionLink[Any, Any], ModelDescription], Awaitable[None]]) -> None:
+    async def disconnect(self) -> None:
+        """Closes the connections of a link that is not maintained any more."""
+        await self._control.close()
+        await self._bulk.close()
+
+    async def _get_to_know(self, check: Check) -> None:
         """Learns which model is served, which may be another one than before."""
-        description = await self.peer.describe()
         try:
+            description = await self.peer.describe()
             await check(self, description)
         except (ModelMismatchError, InvalidRequestError) as error:
             self.fault = error
@@ -191,6 +205,10 @@ class SessionLink(ABC, Generic[Command, Event]):
 
     @abstractmethod
     def _lost(self, error: Exception) -> SessionEvent: ...
+
+
+Check = Callable[[SessionLink[Any, Any], ModelDescription], Awaitable[None]]
+"""Raises why a service with some model cannot be used."""
 
 
 class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEvent]):

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from draftwire.client.forms import form_to_proto
 from draftwire.encoding import Claim, DraftDistributions, decode
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
+from draftwire.keys import KEY_BYTES
 from draftwire.logprobs import (
     NO_LOGPROBS,
     LogprobsMode,
@@ -15,8 +17,8 @@ from draftwire.logprobs import (
     unpack_top,
 )
 from draftwire.models.description import ModelDescription
+from draftwire.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, SamplingParams
 from draftwire.quantization import Encoding
-from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
     MAX_SALT_LENGTH,
     Calibration,
@@ -33,8 +35,8 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, SamplingParams
 from draftwire.services.rpc.status import status_of
+from draftwire.structured_output import MAX_CHOICES, Form, StructuredOutput
 from draftwire.v1 import drafter_pb2, model_pb2, session_pb2, verifier_pb2
 
 _ENCODINGS = {
@@ -83,6 +85,7 @@ def sampling_to_proto(params: SamplingParams) -> session_pb2.SamplingParameters:
         logit_bias=dict(params.logit_bias),
         allowed_token_ids=sorted(params.allowed_token_ids or ()),
         min_tokens=params.min_tokens,
+        structured_output=form_to_proto(params.structured_output),
     )
 
 
@@ -107,7 +110,22 @@ def sampling_from_proto(message: session_pb2.SamplingParameters) -> SamplingPara
         logit_bias=tuple(sorted(message.logit_bias.items())),
         allowed_token_ids=frozenset(message.allowed_token_ids) or None,
         min_tokens=message.min_tokens,
+        structured_output=_structured_from_proto(message),
     )
+
+
+def _structured_from_proto(message: session_pb2.SamplingParameters) -> StructuredOutput | None:
+    if not message.HasField("structured_output"):
+        return None
+    name = message.structured_output.WhichOneof("form")
+    if name is None:
+        raise InvalidRequestError("structured_output has no form")
+    value = getattr(message.structured_output, name)
+    if name != Form.CHOICES.value:
+        return StructuredOutput(Form(name), (value,))
+    if len(value.texts) > MAX_CHOICES:  # before anything is made of them
+        raise InvalidRequestError(f"structured_output: choices takes at most {MAX_CHOICES} texts")
+    return StructuredOutput(Form.CHOICES, tuple(value.texts))
 
 
 def block_to_proto(block: DraftBlock) -> session_pb2.DraftBlock:

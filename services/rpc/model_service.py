@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import grpc
 
-from draftwire.models.loading import ModelCard, tokenizer_files
+from draftwire.models.loading import ModelCard
+from draftwire.models.tokenizer import tokenizer_files
 from draftwire.services.rpc import messages
 from draftwire.v1 import model_pb2, model_pb2_grpc
 

@@ -150,6 +150,10 @@ class RenewedChannel:
             self._material, self._channel = material, self._open()
         return self._channel
 
+    async def close(self) -> None:
+        """Closes it, and ends the calls that are still under way. Older ones close when theirs have ended."""
+        await self._channel.close()
+
 
 def _check_identity(cert: Path, key: Path) -> None:
     """Checks that a certificate and a key are ones, and each other's."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import structlog
 
 from draftwire.audit import AuditSums, FirstUses
+from draftwire.automaton import Automaton
 from draftwire.errors import (
     BlockViolationError,
     DraftwireError,
@@ -20,8 +21,8 @@ from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.models.loading import ModelCard
 from draftwire.rounds import FenceVerdict, PlainRun, PromptRead, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.services.admission import Room
+from draftwire.services.forms import Forms
 from draftwire.services.leases import Leases, SessionFailed, SessionKey
-from draftwire.services.metrics import VerifierMetrics
 from draftwire.services.models import Target, limited, load_target
 from draftwire.services.outbox import Outbox
 from draftwire.services.prefill import PrefillPacer
@@ -33,6 +34,7 @@ from draftwire.services.torch_thread import TorchThread
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.drafters import Drafter, Drafters
 from draftwire.services.verifier.engine import TargetEngine
+from draftwire.services.verifier.metrics import VerifierMetrics
 from draftwire.services.verifier.progress import LoadProgress
 from draftwire.services.verifier.scheduler import Scheduler, Step, StepResult, TargetSession
 
@@ -77,6 +79,7 @@ class VerifierCore:
         self.card: ModelCard
         self._scheduler: Scheduler
         self._engine: TargetEngine
+        self._forms: Forms
         self._torch = TorchThread()
         self.group = GroupGuard(config.wanted_group, self._torch, place, followers)
         self._leases = Leases[TargetEvent]()
@@ -110,6 +113,7 @@ class VerifierCore:
         target = await self._torch.run(self._load_target)
         self.card = target.card
         self._engine = TargetEngine(target.model, target.card.description.context_length)
+        self._forms = Forms(await asyncio.to_thread(self.card.form_compiler))
         self._scheduler = Scheduler(
             context_length=self.description.context_length,
             vocab_size=self.description.vocab_size,
@@ -120,6 +124,7 @@ class VerifierCore:
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
             self._scheduler.pacer.learn(num_tokens, 0, seconds)
         self.metrics.watch(self._scheduler)
+        self.metrics.watch_waits(self._scheduler)
 
     def _load_target(self) -> Target:
         if self.group.place.size == 1:
@@ -162,8 +167,24 @@ class VerifierCore:
         self._scheduler.dropped["other_lease"] += 1
         return False
 
-    def open_session(self, spec: TargetSessionSpec, lease_id: int) -> None:
+    async def automaton_of(self, spec: TargetSessionSpec) -> Automaton | None:
+        """Returns what follows the form of a session's text, from where the text is; None if it has no form.
+
+        Raises:
+            InvalidRequestError: the form cannot be followed, or the text does not have it.
+            NoRoomError: too many forms are read.
+        """
+        if spec.sampling.structured_output is None:
+            return None
+        return await self._forms.compile(spec.sampling.structured_output, spec.token_ids[spec.prompt_len :])
+
+    def open_session(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> None:
         """Opens a session; its verdicts go to the lease's outbox.
+
+        Args:
+            spec: the session.
+            lease_id: whose it is.
+            automaton: of `automaton_of`.
 
         Raises:
             ProtocolViolationError: unknown lease.
@@ -171,7 +192,7 @@ class VerifierCore:
             NoRoomError: too many sessions are open.
         """
         self._leases.require(lease_id)
-        session = self._scheduler.open(spec, lease_id)
+        session = self._scheduler.open(spec, lease_id, automaton)
         session.is_audited = self._first_uses.claim(spec.verifying_key, spec.choice)
         self._work.set()
 

@@ -5,10 +5,11 @@ import time
 from draftwire.audit import AuditSums, audit_sums
 from draftwire.distributions import rows_of
 from draftwire.errors import BlockViolationError
+from draftwire.keys import KEY_BYTES
 from draftwire.models.cached_model import SequenceModel
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.randomness import KEY_BYTES, DrawKey
-from draftwire.sampling import SamplingParams
+from draftwire.parameters import SamplingParams
+from draftwire.randomness import DrawKey
 from draftwire.services.leases import SessionKey
 from draftwire.services.verifier.scheduler import Step, StepItem, StepResult
 from draftwire.verification import rule_named
@@ -88,6 +89,7 @@ class TargetEngine:
             stop_token_ids=spec.stop_token_ids,
             max_read=item.max_read,
             logprobs=spec.logprobs,
+            automaton=session.automaton,
         )
 
 

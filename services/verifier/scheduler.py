@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from draftwire.audit import AuditSums
+from draftwire.automaton import Automaton
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
 from draftwire.rounds import (
     CommittedTokens,
@@ -58,8 +59,12 @@ class TargetSession:
     """Of the permit that it showed; -1 as long as nobody has shown one."""
     is_audited: bool = True
     """Whether its draft tokens count in the audit: not if they are drawn with the numbers of an earlier session."""
+    automaton: Automaton | None = None
+    """Follows the form of its text. Used on the torch thread only."""
     block: ReceivedBlock | None = None
     """The block that waits for the current round."""
+    waits_since: float | None = None
+    """When it began to wait for its drafter's next block, by the scheduler's clock; None if it does not."""
     queued: bool = False
     """Waits for a step or is in one."""
     queued_at: float = 0.0
@@ -148,10 +153,18 @@ class Scheduler:
     prefix_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens of opened sessions ("queried") and how many of them did not have to be read ("reused")."""
     closed_early: ClosedEarly = field(default_factory=ClosedEarly)
+    draft_wait_s: float = 0.0
+    """From verdicts to the blocks that followed them, summed over all sessions. Rounds that nobody drafted for are left
+    out."""
     _ready: list[TargetSession] = field(default_factory=list)
 
-    def open(self, spec: TargetSessionSpec, lease_id: int) -> TargetSession:
+    def open(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> TargetSession:
         """Admits a session.
+
+        Args:
+            spec: the session.
+            lease_id: whose it is.
+            automaton: follows the form of its text, if that has one.
 
         Raises:
             InvalidRequestError: ids or parameters are out of range.
@@ -159,13 +172,22 @@ class Scheduler:
             NoRoomError: too many sessions are open, or the KV cache has no room for this one.
         """
         self._check(spec)
+        assert (automaton is None) is (spec.sampling.structured_output is None), "a form is followed"
         key = (spec.session_id, spec.epoch)
         if key in self.sessions:
             raise InvalidRequestError("session is open already")
         self.closed_early.refuse(key)
         self.room.reserve(key, spec.max_len)
         committed = CommittedTokens(spec.token_ids)
-        session = TargetSession(spec, lease_id, committed, spec.first_round, spec.plain_rounds, len(committed))
+        session = TargetSession(
+            spec,
+            lease_id,
+            committed,
+            spec.first_round,
+            spec.plain_rounds,
+            len(committed),
+            automaton=automaton,
+        )
         self.sessions[key] = session
         if session.plain_rounds_left:
             self._enqueue(session)
@@ -235,6 +257,9 @@ class Scheduler:
                 Violation.NO_DISTRIBUTIONS, f"rule {session.spec.rule} needs the distributions that were drawn from"
             )
         session.block = block
+        if session.waits_since is not None:
+            self.draft_wait_s += self.clock() - session.waits_since
+            session.waits_since = None
         self._enqueue(session)
 
     def run_plain(self, run: PlainRun) -> FenceVerdict:
@@ -249,7 +274,7 @@ class Scheduler:
                 raise InvalidRequestError("a plain run has at least one round")
             if len(session.committed) >= session.spec.max_len:
                 raise InvalidRequestError("plain run beyond the session's max_len")
-            session.plain_rounds_left = run.num_rounds
+            session.plain_rounds_left, session.waits_since = run.num_rounds, None
             self._enqueue(session)
         return verdict
 
@@ -328,6 +353,8 @@ class Scheduler:
             session.plain_rounds_left = 0 if stopped or full else session.plain_rounds_left - 1
         if session.plain_rounds_left:
             self._enqueue(session)
+        else:
+            session.waits_since = self.clock()
         num_draft_tokens = len(block.token_ids) if block else 0
         return Verdict(
             fence=fence,

@@ -63,7 +63,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         ],
     ) -> verifier_pb2.OpenTargetSessionResponse:
         """See the proto."""
-        self._core.open_session(messages.target_spec_from_proto(request), request.lease_id)
+        spec = messages.target_spec_from_proto(request)
+        self._core.open_session(spec, request.lease_id, await self._core.automaton_of(spec))
         return verifier_pb2.OpenTargetSessionResponse()
 
     async def PushDraftBlocks(

@@ -13,6 +13,7 @@ from draftwire.encoding import DenseProbs, DraftDistributions, Supports, encode_
 from draftwire.errors import BlockViolationError, InvalidRequestError, NoRoomError, Violation
 from draftwire.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.models.description import PROTOCOL_VERSION, ModelDescription
+from draftwire.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
 from draftwire.quantization import Encoding
 from draftwire.rounds import (
     Calibration,
@@ -29,8 +30,9 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
-from draftwire.services.gateway.loop import Delta
+from draftwire.services.gateway.choices import ChoiceEvent, PromptEcho
+from draftwire.services.gateway.loop import Delta, Finish, FinishReason
+from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.server import _event_to_proto as gateway_event_to_proto
 from draftwire.services.gateway.server import _statistics_to_proto
 from draftwire.services.gateway.statistics import Statistics
@@ -38,6 +40,7 @@ from draftwire.services.rpc import messages
 from draftwire.services.rpc.status import error_of_number
 from draftwire.services.verifier.core import BlockRefused
 from draftwire.services.verifier.server import _event_to_proto
+from draftwire.structured_output import StructuredOutput
 from draftwire.v1 import drafter_pb2, gateway_pb2, model_pb2, session_pb2, verifier_pb2
 
 UNHURRIED = settings(deadline=None)  # the machine may be busy
@@ -319,8 +322,9 @@ MODEL = ModelDescription(
     stop_token_ids=(8, 9),
     weights_fingerprint=b"\x03\x04",
 )
+SECOND_CHOICE = Generation([1], SamplingParams(), 4, (), frozenset(), 5, 4, "token", choice=1)
 GOLDEN_MODEL = bytes.fromhex(
-    "08 07"  # 1: protocol_version
+    "08 08"  # 1: protocol_version
     "12 01 6d"  # 2: name
     "1a 01 72"  # 3: revision
     "22 07 666c6f61743332"  # 4: dtype
@@ -370,13 +374,44 @@ def test_sampling_parameters_survive_the_wire_to_the_bit(params: SamplingParams)
     assert messages.sampling_from_proto(sent(messages.sampling_to_proto(params))) == params
 
 
+FORMS = [
+    StructuredOutput.json({"type": "object"}),
+    StructuredOutput.regex("[0-9]+é"),
+    StructuredOutput.choice(["b", "a", "\n"]),
+    StructuredOutput.grammar('start: "a"'),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.form.value)
+def test_forms_survive_the_wire_in_order(form: StructuredOutput) -> None:
+    params = SamplingParams(structured_output=form)
+    assert messages.sampling_from_proto(sent(messages.sampling_to_proto(params))) == params
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        session_pb2.StructuredOutput(),
+        session_pb2.StructuredOutput(regex=""),
+        session_pb2.StructuredOutput(choices=session_pb2.StructuredOutputChoices()),
+        session_pb2.StructuredOutput(choices=session_pb2.StructuredOutputChoices(texts=["a", ""])),
+        session_pb2.StructuredOutput(choices=session_pb2.StructuredOutputChoices(texts=["a", "a"])),
+        session_pb2.StructuredOutput(choices=session_pb2.StructuredOutputChoices(texts=map(str, range(1_025)))),
+        session_pb2.StructuredOutput(json_schema=" " * 65_537),
+    ],
+)
+def test_forms_that_are_empty_repeated_or_too_large_are_refused(message: session_pb2.StructuredOutput) -> None:
+    with pytest.raises(InvalidRequestError, match="structured_output"):
+        messages.sampling_from_proto(session_pb2.SamplingParameters(structured_output=message))
+
+
 def test_absent_sampling_parameters_get_their_defaults() -> None:
     assert messages.sampling_from_proto(session_pb2.SamplingParameters()) == SamplingParams()
 
 
 def test_sampling_parameters_are_sent_even_where_they_are_zero() -> None:
     message = sent(messages.sampling_to_proto(SamplingParams(temperature=0.0, top_k=0, top_p=1.0)))
-    names = [name for name in PARAMETERS if name not in ("logit_bias", "allowed_token_ids")]
+    names = [name for name in PARAMETERS if name not in ("logit_bias", "allowed_token_ids", "structured_output")]
     assert all(message.HasField(name) for name in names)
 
 
@@ -540,17 +575,25 @@ def test_log_probabilities_have_their_golden_bytes() -> None:
     top = bytes.fromhex("72 26") + GOLDEN_TOP  # 14: top_logprobs, 38 bytes
     assert message.SerializeToString(deterministic=True).endswith(own + top)
     assert messages.verdict_from_proto(sent(message)) == verdict
-    delta = gateway_event_to_proto(Delta([300, 300], "", REPORTED), None).delta
+    delta = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, Delta([300, 300], "", REPORTED))).delta
     own, top = bytes.fromhex("22 08 000080bf 00000000"), bytes.fromhex("2a 26") + GOLDEN_TOP
-    assert delta.SerializeToString(deterministic=True) == bytes.fromhex("12 04 ac02ac02") + own + top
-    prompt = gateway_event_to_proto(PromptPart(300, REPORTED), None)
-    start = bytes.fromhex("1a 3b 10 ac02 1a 04 ac02ac02")  # 3: prompt_logprobs, 2: first_position, 3: token_ids
+    assert delta.SerializeToString(deterministic=True) == bytes.fromhex("08 01 12 04 ac02ac02") + own + top
+    prompt = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, PromptPart(300, REPORTED)))
+    start = bytes.fromhex("1a 3d 08 01 10 ac02 1a 04 ac02ac02")  # 3: prompt_logprobs: choice, position, ids
     assert prompt.SerializeToString(deterministic=True) == start + own + top
     read = PromptRead(FENCE.session_id, 1, PromptPart(300, REPORTED))
     event = _event_to_proto(read)
     start = bytes.fromhex("2a 46 09 8877665544332211 10 01 18 ac02 22 04 ac02ac02")  # 5: prompt_read, 1 to 4 of it
     own, top = bytes.fromhex("2a 08 000080bf 00000000"), bytes.fromhex("32 26") + GOLDEN_TOP
     assert event.SerializeToString(deterministic=True) == start + own + top
+
+
+def test_echo_and_end_of_a_choice_have_their_golden_bytes() -> None:
+    echo = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, PromptEcho([7, 300], "ab")))
+    expected = "220b" + "0801" + "120307ac02" + "1a026162"  # 4: prompt_echo: choice, packed ids, text
+    assert echo.SerializeToString(deterministic=True).hex() == expected
+    finish = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, Finish(FinishReason.LENGTH, Statistics(), "")))
+    assert (finish.finish.choice, finish.finish.seed, finish.finish.rejection_sample_method) == (1, 5, "token")
 
 
 def test_wish_for_log_probabilities_has_its_golden_bytes() -> None:
@@ -737,8 +780,10 @@ def test_description_of_a_model_has_its_golden_bytes() -> None:
 
 def test_text_that_is_continued_has_its_golden_bytes() -> None:
     """Of a request that is sent again because it was interrupted."""
-    request = gateway_pb2.GenerateRequest(generated_token_ids=[7, 300])
-    assert request.SerializeToString(deterministic=True).hex() == "7a03" + "07ac02", "15: generated_token_ids, packed"
+    came = gateway_pb2.GeneratedChoice(choice=3, token_ids=[7, 300], is_finished=True)
+    request = gateway_pb2.GenerateRequest(generated_choices=[came])
+    expected = "b20109" + "0803" + "120307ac02" + "1801"  # 22: choice, packed ids, whether it is finished
+    assert request.SerializeToString(deterministic=True).hex() == expected
 
 
 def test_every_number_of_the_statistics_reaches_the_user() -> None:
@@ -817,9 +862,9 @@ def test_refusal_says_which_drafter_is_in_quarantine_or_that_none_is(drafter_id:
     assert refused.quarantined_drafter_id == (drafter_id or 0)
 
 
-def test_protocol_version_is_that_of_log_probabilities() -> None:
-    """A verifier of version 6 would leave them out."""
-    assert PROTOCOL_VERSION == 7
+def test_protocol_version_is_that_of_structured_outputs() -> None:
+    """A verifier of version 7 would leave their form out of account."""
+    assert PROTOCOL_VERSION == 8
 
 
 @pytest.mark.parametrize("length", [0, 15, 17, 32])

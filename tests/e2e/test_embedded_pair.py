@@ -173,6 +173,16 @@ def test_generate_streams_text_and_prints_one_line_of_statistics(stack: LocalSta
     assert re.fullmatch(STATISTICS + r" · seed \d+", result.stderr.strip())
 
 
+def test_generate_prints_several_completions_one_after_the_other(stack: LocalStack) -> None:
+    options = ["-n", "3", "--ignore-eos", "--max-tokens", "12", "--seed", "5", "--address", stack.address]
+    result = run("generate", "import os", *options)
+    assert result.returncode == 0, result.stderr
+    texts = re.split(r"^choice \d:\n", result.stdout, flags=re.MULTILINE)[1:]
+    assert len(texts) == len(set(texts)) == 3
+    assert all(text.startswith("import os") for text in texts)
+    assert len(re.findall(r"^12 tokens", result.stderr, flags=re.MULTILINE)) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -180,7 +190,7 @@ def test_generate_streams_text_and_prints_one_line_of_statistics(stack: LocalSta
         (["generate", "x", "--temperature", "-1"], "temperature must be in"),
         (["generate", "x", "--temperature", "nan"], "temperature must be in"),
         (["generate", "x", "--top-p", "0"], "top_p must be in"),
-        (["generate", "x", "--max-tokens", "0"], "max_tokens must be in"),
+        (["generate", "x", "--num-choices", "0"], "num_choices must be in"),
         (["generate", "x", "--max-tokens", "99999"], "max_tokens must be in"),
         (["generate", "x", "--rejection-sample-method", "magic"], "known: block, token"),
     ],

@@ -30,10 +30,11 @@ def client(stack: LocalStack) -> Iterator[Client]:
         yield connected
 
 
-def read_metric(stack: LocalStack, service: str, name: str) -> float:
-    """Reads one number from a service's `/metrics`."""
-    url = f"http://127.0.0.1:{stack.services[service].metrics_port}/metrics"
+def read_metric(stack: LocalStack, service: str, name: str, labels: str = "", host: str = "127.0.0.1") -> float:
+    """Reads one number from a service's `/metrics`: the only one of that name, or the one with these labels."""
+    url = f"http://{host}:{stack.services[service].metrics_port}/metrics"
     text = urllib.request.urlopen(url, timeout=10).read().decode()
-    match = re.search(rf"^draftwire:{name}(?:_total)?(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+    wanted = re.escape(labels) or "[^}]*"
+    match = re.search(rf"^draftwire:{name}(?:_total)?(?:{{{wanted}}})? (\S+)$", text, re.MULTILINE)
     assert match is not None, f"{service} exports no {name}"
     return float(match.group(1))

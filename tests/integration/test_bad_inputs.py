@@ -14,8 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from test_services import greedy_ids, wait_until
 
 from benchmarks.law import stack_options
-from draftwire.client import Client
-from draftwire.client.sync import Completion
+from draftwire.client import Client, Completion
 from draftwire.services.local_stack import LocalStack
 from tests.bad_inputs import CASES, MAX_MESSAGE_BYTES, PROMPT, Case, Stage, page
 

@@ -8,7 +8,6 @@ from tiny_models import save_tiny_model
 
 from benchmarks.law import (
     CONTEXT_LENGTH,
-    JUDGED,
     LOSSLESS,
     VOCAB_SIZE,
     compare,
@@ -16,13 +15,13 @@ from benchmarks.law import (
     exact_law,
     stack_options,
 )
-from draftwire.sampling import SamplingParams
+from draftwire.parameters import SamplingParams
 from draftwire.services.local_stack import LocalStack
 
 ALPHA = 1e-6
 """Probability of a false alarm of each test. Seeds are fixed, but block borders depend on timing."""
 SLOW = Path(__file__).parents[1] / "slow"
-"""Its `sitecustomize` makes a verifier's steps so slow that a deep drafter takes part in most rounds."""
+"""Its `sitecustomize` makes a verifier's steps so slow that a slow drafter takes part in most rounds."""
 
 
 @pytest.fixture(scope="module")
@@ -52,74 +51,56 @@ def test_sampled_outputs_follow_the_law_of_the_target(
     assert result.p_value > ALPHA, result
 
 
-PROCESSED = {
-    "truncated": SamplingParams(temperature=0.8, top_k=2, top_p=0.9),
-    "min_p": SamplingParams(temperature=1.5, min_p=0.4),
-    "penalized": SamplingParams(repetition_penalty=1.4, presence_penalty=0.8, frequency_penalty=-0.6),
-    "biased": SamplingParams(logit_bias=((0, -1.5), (2, 1.0))),
-    "masked": SamplingParams(allowed_token_ids=(0, 2)),
-}
-
-
-@pytest.mark.parametrize("name", PROCESSED)
-@pytest.mark.parametrize("rule", LOSSLESS)
-def test_processed_distributions_follow_the_law_of_the_target(
-    stack: LocalStack, pair: tuple[Path, Path], name: str, rule: str
-) -> None:
-    """Beside requests of all other kinds, most of them processed otherwise. False alarm: 1e-6, by chi-square."""
-    law = exact_law(pair[0], PROCESSED[name])
-    completions = list(draw_completions(stack.address, rule, PROCESSED[name], range(600)))
-    result = compare(rule, completions, law)
-    assert result.p_value > ALPHA, result
-    assert all(law[tuple(c.token_ids[-JUDGED:])] > 0.0 for c in completions), "nothing impossible was emitted"
-
-
 @pytest.mark.parametrize("decoders", [("transformers", "transformers"), ("lean", "transformers")])
 def test_the_law_is_the_same_on_either_decoder(
-    pair: tuple[Path, Path], law: dict[tuple[int, ...], float], decoders: tuple[str, str]
+    pair: tuple[Path, Path],
+    law: dict[tuple[int, ...], float],
+    decoders: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tests above run on the lean one on both sides. False alarm: 1e-6, by chi-square."""
+    monkeypatch.setenv("PYTHONPATH", str(SLOW))
     options = stack_options(*pair)
     for service, decoder in zip(("verifier", "drafter"), decoders, strict=True):
         options[service]["decoder"] = decoder
     with LocalStack(options) as running:
-        completions = list(draw_completions(running.address, "block", SamplingParams(), range(500), 8))
-    result = compare("block", completions, law, 8)
+        completions = list(draw_completions(running.address, "block", SamplingParams(), range(400), 32))
+    result = compare("block", completions, law, 32)
     assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
     assert result.p_value > ALPHA, result
 
 
-LAYERS: dict[str, dict[str, object]] = {
-    "pairs": {"layer_parallel_size": 2},
-    "groups of three": {"layer_parallel_size": 3},
-    "all layers at once": {"layer_groups": "0-5"},
-    "groups of four, without calibration": {"layer_parallel_size": 4, "bonus_calibration": False},
-    "groups of four on two ranks": {"layer_parallel_size": 4, "layer_parallel_ranks": 2},
+LAYERS: dict[str, tuple[str, dict[str, object]]] = {
+    "pairs": ("block", {"layer_parallel_size": 2}),
+    "groups of three": ("token", {"layer_parallel_size": 3}),
+    "all layers at once": ("coupled", {"layer_groups": "0-5"}),
+    "groups of four, without calibration": ("block", {"layer_parallel_size": 4, "bonus_calibration": False}),
+    "groups of four on two ranks": ("token", {"layer_parallel_size": 4, "layer_parallel_ranks": 2}),
 }
 
 
-@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize(("rule", "layers"), LAYERS.values(), ids=LAYERS)
 def test_the_law_is_the_same_however_approximately_is_drafted(
     pair: tuple[Path, Path],
     deep_drafter: Path,
     law: dict[tuple[int, ...], float],
+    rule: str,
     layers: dict[str, object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a drafter of six layers, of which some run at the same time. False alarm: 3e-6, by chi-square."""
+    """With a drafter of six layers, of which some run at the same time. False alarm: 1e-6, by chi-square."""
     monkeypatch.setenv("PYTHONPATH", str(SLOW))
     options = stack_options(pair[0], deep_drafter)
     options["drafter"] |= layers
     with LocalStack(options) as running:
-        for rule in LOSSLESS:
-            completions = list(draw_completions(running.address, rule, SamplingParams(), range(300), 24))
-            result = compare(rule, completions, law, 24)
-            print(result)
-            assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
-            assert 0.15 < result.acceptance_rate < 0.8, "some draft tokens were rejected and some accepted"
-            assert all(not completion.drafter_error for completion in completions)
-            assert result.p_value > ALPHA, result
+        completions = list(draw_completions(running.address, rule, SamplingParams(), range(400), 32))
+        result = compare(rule, completions, law, 32)
+        print(result)
+        assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
+        assert 0.15 < result.acceptance_rate < 0.8, "some draft tokens were rejected and some accepted"
+        assert all(not completion.drafter_error for completion in completions)
+        assert result.p_value > ALPHA, result
         for name in ("calibration_seconds", "draft_pass_seconds"):
-            assert read_metric(running, "drafter", f"{name}_count") > 300
+            assert read_metric(running, "drafter", f"{name}_count") > 10, "how many depends on how many share a step"
         first, second = (f'spec_decode_num_draft_tokens_per_pos_total{{position="{place}"}}' for place in (0, 1))
         assert read_metric(running, "verifier", first) >= read_metric(running, "verifier", second) > 0

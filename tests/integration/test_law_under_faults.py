@@ -29,8 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.law import BLOCK_LENGTH, LENGTH, LOSSLESS, PROMPT, SMALLEST_CELL, VOCAB_SIZE
 from benchmarks.relay import Relay
-from draftwire.client import Client
-from draftwire.client.sync import Completion
+from draftwire.client import Client, Completion
 from draftwire.errors import UnavailableError
 from draftwire.services.local_stack import LocalStack
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
@@ -277,7 +276,7 @@ def test_law_holds_when_completions_are_resumed_under_the_same_seed(rig: Rig, la
             while len(token_ids) < 3:
                 token_ids += next(first).delta.token_ids
             first.cancel()
-            request.generated_token_ids.extend(token_ids[:3])
+            request.generated_choices.add(token_ids=token_ids[:3])
             rest = [token for part in generate(request, timeout=60.0) for token in part.delta.token_ids]
             return [*token_ids[:3], *rest]
 

@@ -12,8 +12,7 @@ import pytest
 from conftest import read_metric
 
 from benchmarks.law import VOCAB_SIZE
-from draftwire.client import Client
-from draftwire.client.sync import Completion
+from draftwire.client import Client, Completion
 from draftwire.services.local_stack import LocalStack
 from tests.breakable_group import (
     COMMON,

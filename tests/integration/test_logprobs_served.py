@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.law import stack_options
 from draftwire.client import Client, Completion, TokenLogprob
 from draftwire.errors import InvalidRequestError
-from draftwire.sampling import PARAMETERS, SamplingParams, Span, probabilities_of_spans
+from draftwire.parameters import PARAMETERS, SamplingParams
+from draftwire.sampling import Span, probabilities_of_spans
 from draftwire.services.local_stack import LocalStack
 from draftwire.verification import RULES
 from tests.tiny_models import save_tiny_model

@@ -25,12 +25,14 @@ from draftwire.distributions import draw, race, rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.encoding import Claim, DraftDistributions, decode, decode_one
 from draftwire.errors import BlockViolationError, NoRoomError, Violation
+from draftwire.keys import Role, derive_key
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey, Role, derive_key, exponentials
+from draftwire.randomness import DrawKey, exponentials
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
@@ -45,7 +47,7 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import SMALLEST, SamplingParams, Span, probabilities_of_spans
+from draftwire.sampling import SMALLEST, Span, probabilities_of_spans
 from draftwire.services.admission import Room
 from draftwire.services.drafter import scheduler as drafting
 from draftwire.services.drafter.engine import DraftEngine

@@ -210,6 +210,20 @@ def test_command_line_takes_certificates_and_token_from_its_environment(rig: Rig
 # Services
 
 
+@pytest.mark.parametrize("service", SERVICES)
+def test_health_command_needs_nothing_but_what_the_service_is_configured_by(rig: Rig, service: str) -> None:
+    files = {f"tls_{part}": rig.folder / service / f"{part}.pem" for part in ("cert", "key", "ca")}
+    own = {"port": rig.stack.services[service].port, **files}
+    environment = {f"DRAFTWIRE_{service}_{name}".upper(): str(value) for name, value in own.items()}
+
+    def health(**others: str) -> int:
+        command = [sys.executable, "-m", "draftwire.cli", "health", service]
+        return subprocess.run(command, env={**os.environ, **environment, **others}, timeout=60, check=False).returncode
+
+    assert health(DRAFTWIRE_TLS_TARGET_NAME=NAME) == 0
+    assert health(DRAFTWIRE_TLS_TARGET_NAME="someone.else") == 1
+
+
 @pytest.mark.parametrize("service", ["verifier", "drafter"])
 async def test_service_takes_calls_of_its_peers_alone(rig: Rig, service: str, tmp_path: Path) -> None:
     """The way that a gateway asks each of them, and a drafter a verifier, for its model."""

@@ -19,7 +19,7 @@ from benchmarks.law import compare, draw_completions, exact_law
 from benchmarks.relay import free_port
 from draftwire.client import Client
 from draftwire.errors import UnavailableError
-from draftwire.sampling import SamplingParams
+from draftwire.parameters import SamplingParams
 from draftwire.services.local_stack import LocalStack
 from tests.breakable_group import (
     COMMON,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from draftwire.errors import UnavailableError
 from draftwire.logprobs import PromptPart, TokenLogprob
 from draftwire.models.description import ModelDescription
+from draftwire.parameters import SamplingParams
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
@@ -28,7 +29,6 @@ from draftwire.rounds import (
     Verdict,
     judge_fence,
 )
-from draftwire.sampling import SamplingParams
 from draftwire.services.gateway.config import LoopSettings
 from draftwire.services.gateway.loop import Delta, Finish, FinishReason, GenerationLoop
 from draftwire.services.gateway.pace import DrafterPace

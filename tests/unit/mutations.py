@@ -8,7 +8,8 @@ from torch import Tensor
 from draftwire.checking.blocks import sparse_rows
 from draftwire.checking.whole_round import Ran, Round
 from draftwire.distributions import DraftRows, SparseRows, draw, race
-from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
+from draftwire.parameters import SamplingParams
+from draftwire.sampling import Span, probabilities_of_spans
 from draftwire.verification import BlockBatch, GreedyBlockRule, LawRule, Noise, Outcome, StopLaw, TokenRule
 from draftwire.verification.block import BlockRule, block_weights, largest_success
 

@@ -131,6 +131,19 @@ def test_requests_beyond_the_limit_are_refused_until_one_ends(clock: Clock) -> N
             pass
 
 
+def test_every_choice_of_a_request_counts(clock: Clock) -> None:
+    caller = limited(clock, max_sessions=4)
+    with pytest.raises(InvalidRequestError, match="num_choices"), caller.request(5):
+        pass
+    with caller.request(3):
+        with pytest.raises(NoRoomError), caller.request(2):
+            pass
+        with caller.request(1), pytest.raises(NoRoomError), caller.request():
+            pass
+    with caller.request(4):
+        pass
+
+
 def test_request_that_fails_ends_too(clock: Clock) -> None:
     caller = limited(clock, max_sessions=1)
     for _ in range(3):

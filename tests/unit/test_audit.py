@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from draftwire.audit import Alarm, AuditSums, DrafterAudit, FirstUses, Statistic, audit_sums
 from draftwire.distributions import DenseRows, DraftRows, SparseRows, no_rows
-from draftwire.randomness import Role, derive_key
+from draftwire.keys import Role, derive_key
 from draftwire.verification import BlockBatch
 
 torch.set_num_threads(1)

@@ -21,7 +21,7 @@ from draftwire.checking.theory import EXPECTATIONS
 from draftwire.cli.__main__ import app
 from draftwire.distributions import race
 from draftwire.errors import InvalidRequestError
-from draftwire.sampling import SamplingParams
+from draftwire.parameters import SamplingParams
 from draftwire.verification import RULES
 
 SEEN = 1e-6

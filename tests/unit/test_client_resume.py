@@ -6,10 +6,11 @@ from typing import Any
 
 import grpc
 import pytest
+from gateway_fakes import make_generation
 
 from draftwire.client import patience
 from draftwire.client.patience import NOT_BEGUN_SECONDS, Patience
-from draftwire.client.sync import CompletionStream
+from draftwire.client.stream import CompletionStream
 from draftwire.errors import (
     RETRY_KEY,
     DraftwireError,
@@ -19,6 +20,7 @@ from draftwire.errors import (
     UnavailableError,
 )
 from draftwire.logprobs import PromptPart, TokenLogprob
+from draftwire.services.gateway.choices import ChoiceEvent
 from draftwire.services.gateway.loop import Delta
 from draftwire.services.gateway.server import _event_to_proto
 from draftwire.v1 import gateway_pb2
@@ -73,12 +75,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def delta(*token_ids: int) -> gateway_pb2.GenerateResponse:
+def delta(*token_ids: int, choice: int = 0) -> gateway_pb2.GenerateResponse:
     text = "".join(chr(ord("a") + token) for token in token_ids)
-    return gateway_pb2.GenerateResponse(delta=gateway_pb2.GenerateDelta(token_ids=token_ids, text=text))
+    message = gateway_pb2.GenerateDelta(choice=choice, token_ids=token_ids, text=text)
+    return gateway_pb2.GenerateResponse(delta=message)
 
 
-FINISH = gateway_pb2.GenerateResponse(finish=gateway_pb2.GenerateFinish(reason=gateway_pb2.FINISH_REASON_LENGTH))
+def finish_of(choice: int, num_prompt_tokens: int = 0) -> gateway_pb2.GenerateResponse:
+    message = gateway_pb2.GenerateFinish(choice=choice, reason=gateway_pb2.FINISH_REASON_LENGTH)
+    message.statistics.num_prompt_tokens = num_prompt_tokens
+    return gateway_pb2.GenerateResponse(finish=message)
+
+
+def echo(choice: int, *token_ids: int) -> gateway_pb2.GenerateResponse:
+    message = gateway_pb2.PromptEcho(choice=choice, token_ids=token_ids, text=f"prompt {choice}: ")
+    return gateway_pb2.GenerateResponse(prompt_echo=message)
+
+
+FINISH = finish_of(0)
 LOST = Failure(Code.UNAVAILABLE)
 
 Step = gateway_pb2.GenerateResponse | Failure
@@ -120,6 +134,11 @@ def stream_of(
     return CompletionStream(gateways.start, request, Patience(num_gateways, resume_s, deadline))
 
 
+def came_before(request: gateway_pb2.GenerateRequest) -> dict[int, list[int] | None]:
+    """What a request says that came of each choice; None of one that is finished."""
+    return {one.choice: None if one.is_finished else list(one.token_ids) for one in request.generated_choices}
+
+
 def read(stream: CompletionStream) -> list[int]:
     return [token for piece in stream for token in piece.token_ids]
 
@@ -134,13 +153,32 @@ def test_completion_goes_on_from_the_tokens_that_came_and_asks_for_the_same_othe
     gateways = Gateways([delta(0, 1), delta(2), LOST], [delta(3), LOST], [delta(4, 5), FINISH])
     stream = stream_of(gateways, clock)
     assert read(stream) == [0, 1, 2, 3, 4, 5]
-    assert [list(request.generated_token_ids) for request in gateways.requests] == [[], [0, 1, 2], [0, 1, 2, 3]]
+    assert [came_before(request) for request in gateways.requests] == [{}, {0: [0, 1, 2]}, {0: [0, 1, 2, 3]}]
     for request in gateways.requests:
-        del request.generated_token_ids[:]
+        del request.generated_choices[:]
         assert request == gateways.requests[0]
     assert stream.completion is not None
     assert (stream.completion.text, stream.completion.num_resumed) == ("abcdef", 2)
     assert stream.completion.token_ids == [0, 1, 2, 3, 4, 5]
+
+
+def test_stream_that_is_left_before_its_end_is_cancelled(clock: Clock) -> None:
+    gateways = Gateways([delta(0), delta(1), FINISH])
+    for _ in stream_of(gateways, clock):
+        break
+    assert gateways.cancelled == 1
+
+
+def test_stream_that_breaks_the_protocol_is_cancelled(clock: Clock) -> None:
+    gateways = Gateways([delta(0), delta(0, choice=7), FINISH])
+    refused(stream_of(gateways, clock), ProtocolViolationError)
+    assert gateways.cancelled == 1
+
+
+def test_stream_that_is_read_whole_is_not_cancelled(clock: Clock) -> None:
+    gateways = Gateways([delta(0), FINISH])
+    assert read(stream_of(gateways, clock)) == [0]
+    assert gateways.cancelled == 0
 
 
 @pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.CANCELLED, Code.UNKNOWN, Code.INTERNAL])
@@ -225,7 +263,7 @@ def test_new_completion_is_tried_for_a_while_where_there_are_several_gateways(cl
     gateways = Gateways([LOST])
     refused(stream_of(gateways, clock, num_gateways=2), UnavailableError)
     assert NOT_BEGUN_SECONDS - 2.1 < clock.now - started_at <= NOT_BEGUN_SECONDS + 0.1
-    assert all(not request.generated_token_ids for request in gateways.requests)
+    assert all(not request.generated_choices for request in gateways.requests)
 
 
 def test_full_gateways_are_asked_once_each_for_a_new_completion(clock: Clock) -> None:
@@ -246,27 +284,24 @@ def said_of(token: int) -> TokenLogprob:
 
 
 def reported(*token_ids: int) -> gateway_pb2.GenerateResponse:
-    return _event_to_proto(Delta(list(token_ids), "", [said_of(token) for token in token_ids]), None)
+    event = Delta(list(token_ids), "", [said_of(token) for token in token_ids])
+    return _event_to_proto(ChoiceEvent(make_generation(), event))
 
 
-def prompt_part(first_position: int, *token_ids: int) -> gateway_pb2.GenerateResponse:
-    return _event_to_proto(PromptPart(first_position, [said_of(token) for token in token_ids]), None)
+def prompt_part(first_position: int, *token_ids: int, choice: int = 0) -> gateway_pb2.GenerateResponse:
+    part = PromptPart(first_position, [said_of(token) for token in token_ids])
+    return _event_to_proto(ChoiceEvent(make_generation(choice=choice), part))
 
 
-def finish(num_prompt_tokens: int) -> gateway_pb2.GenerateResponse:
-    response = gateway_pb2.GenerateResponse()
-    response.CopyFrom(FINISH)
-    response.finish.statistics.num_prompt_tokens = num_prompt_tokens
-    return response
-
-
-def asking(gateways: Gateways, clock: Clock, **wanted: int) -> CompletionStream:
-    request = gateway_pb2.GenerateRequest(text="prompt", max_tokens=9, seed=5, **wanted)
+def asking(gateways: Gateways, clock: Clock, **wanted: Any) -> CompletionStream:
+    request = gateway_pb2.GenerateRequest(**({"text": "prompt", "max_tokens": 9, "seed": 5} | wanted))
     return CompletionStream(gateways.start, request, Patience(2, RESUME_S, None))
 
 
 def test_resumed_completion_keeps_its_log_probabilities(clock: Clock) -> None:
-    gateways = Gateways([prompt_part(1, 30, 31), reported(0, 1), LOST], [reported(2), LOST], [reported(3), finish(3)])
+    gateways = Gateways(
+        [prompt_part(1, 30, 31), reported(0, 1), LOST], [reported(2), LOST], [reported(3), finish_of(0, 3)]
+    )
     stream = asking(gateways, clock, logprobs=2, prompt_logprobs=2)
     pieces = list(stream)
     for piece in pieces[1:]:
@@ -283,7 +318,7 @@ def test_resumed_completion_keeps_its_log_probabilities(clock: Clock) -> None:
 def test_prompt_that_comes_again_because_no_token_came_is_told_once(clock: Clock) -> None:
     parts = [prompt_part(1, 30, 31), prompt_part(3, 32)]
     gateways = Gateways(
-        [parts[0], LOST], [*parts, LOST], [prompt_part(1, 30), prompt_part(2, 31, 32), reported(0), finish(4)]
+        [parts[0], LOST], [*parts, LOST], [prompt_part(1, 30), prompt_part(2, 31, 32), reported(0), finish_of(0, 4)]
     )
     stream = asking(gateways, clock, logprobs=0, prompt_logprobs=2)
     told = [piece.prompt_logprobs for piece in stream if piece.prompt_logprobs is not None]
@@ -294,9 +329,9 @@ def test_prompt_that_comes_again_because_no_token_came_is_told_once(clock: Clock
 
 def test_gateway_that_leaves_out_what_was_asked_for_is_not_believed(clock: Clock) -> None:
     refused(asking(Gateways([delta(0), FINISH]), clock, logprobs=0), ProtocolViolationError)
-    refused(asking(Gateways([prompt_part(2, 31), finish(3)]), clock, prompt_logprobs=0), ProtocolViolationError)
-    refused(asking(Gateways([prompt_part(1, 30), finish(3)]), clock, prompt_logprobs=0), ProtocolViolationError)
-    refused(asking(Gateways([delta(0), finish(3)]), clock, prompt_logprobs=0), ProtocolViolationError)
+    refused(asking(Gateways([prompt_part(2, 31), finish_of(0, 3)]), clock, prompt_logprobs=0), ProtocolViolationError)
+    refused(asking(Gateways([prompt_part(1, 30), finish_of(0, 3)]), clock, prompt_logprobs=0), ProtocolViolationError)
+    refused(asking(Gateways([delta(0), finish_of(0, 3)]), clock, prompt_logprobs=0), ProtocolViolationError)
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.5])
@@ -336,3 +371,96 @@ def test_statistics_have_the_names_of_other_servers_too(clock: Clock) -> None:
     assert (completion.num_spec_steps, completion.num_draft_tokens, completion.num_accepted_draft_tokens) == (4, 12, 6)
     assert (completion.mean_acceptance_length, completion.draft_acceptance_rate) == (2.5, 0.5)
     assert completion.acceptance_histogram == [1, 1, 1, 1]
+
+
+# Several choices
+
+PROMPTS = gateway_pb2.PromptList(prompts=[gateway_pb2.Prompt(text="p"), gateway_pb2.Prompt(text="q")])
+
+
+def test_unfinished_choices_are_resumed_in_one_request_and_finished_ones_are_not_asked_for_again(clock: Clock) -> None:
+    gateways = Gateways(
+        [delta(0, choice=0), delta(5, choice=1), finish_of(1), delta(7, choice=3), LOST],
+        [delta(8, choice=3), delta(1, choice=0), finish_of(0), LOST],
+        [finish_of(3), delta(6, choice=2), finish_of(2)],
+    )
+    stream = asking(gateways, clock, num_choices=4)
+    assert [(piece.choice, piece.token_ids) for piece in stream] == [
+        (0, [0]), (1, [5]), (3, [7]), (3, [8]), (0, [1]), (2, [6])
+    ]  # fmt: skip
+    assert [came_before(request) for request in gateways.requests] == [
+        {},
+        {0: [0], 1: None, 3: [7]},
+        {0: None, 1: None, 3: [7, 8]},
+    ]
+    assert [completion.token_ids for completion in stream.completions] == [[0, 1], [5], [6], [7, 8]]
+    assert [completion.choice for completion in stream.completions] == [0, 1, 2, 3]
+    assert [completion.num_resumed for completion in stream.completions] == [1, 0, 0, 2]
+    assert [completion.text for completion in stream.completions] == ["ab", "f", "g", "hi"]
+
+
+def test_stream_that_breaks_behind_its_last_finish_is_complete(clock: Clock) -> None:
+    gateways = Gateways([finish_of(1), delta(1), finish_of(0), LOST])
+    stream = asking(gateways, clock, num_choices=2)
+    assert read(stream) == [1]
+    assert (len(gateways.requests), len(stream.completions)) == (1, 2)
+
+
+def test_echo_begins_every_text_of_its_prompt_once(clock: Clock) -> None:
+    """The second call sends the second prompt again, of which nothing had come."""
+    gateways = Gateways(
+        [echo(0, 9, 9), echo(2, 8), delta(0, choice=0), delta(1, choice=1), LOST],
+        [echo(2, 8), finish_of(0), delta(2, choice=2), finish_of(3), finish_of(2), finish_of(1)],
+    )
+    stream = asking(gateways, clock, text=None, prompts=PROMPTS, num_choices=2, echo=True)
+    pieces = list(stream)
+    assert [(piece.choice, piece.text, piece.prompt_token_ids) for piece in pieces[:4]] == [
+        (0, "prompt 0: ", [9, 9]), (1, "prompt 0: ", [9, 9]), (2, "prompt 2: ", [8]), (3, "prompt 2: ", [8])
+    ]  # fmt: skip
+    assert all(piece.prompt_token_ids is None for piece in pieces[4:])
+    texts = ["prompt 0: a", "prompt 0: b", "prompt 2: c", "prompt 2: "]
+    assert [completion.text for completion in stream.completions] == texts
+    assert ["".join(piece.text for piece in pieces if piece.choice == choice) for choice in range(4)] == texts
+    assert [completion.token_ids for completion in stream.completions] == [[0], [1], [2], []]
+    assert [completion.prompt_token_ids for completion in stream.completions] == [[9, 9]] * 2 + [[8]] * 2
+    assert [completion.prompt_text for completion in stream.completions] == ["prompt 0: "] * 2 + ["prompt 2: "] * 2
+
+
+def test_completions_of_a_prompt_share_what_is_said_of_it(clock: Clock) -> None:
+    gateways = Gateways(
+        [
+            prompt_part(1, 40, choice=2),
+            prompt_part(1, 30, 31),
+            *(finish_of(choice, 3) for choice in (1, 0)),
+            *(finish_of(choice, 2) for choice in (3, 2)),
+        ]
+    )
+    stream = asking(gateways, clock, text=None, prompts=PROMPTS, num_choices=2, prompt_logprobs=2)
+    assert [piece.choice for piece in stream] == [2, 0]
+    said = [[said_of(30), said_of(31)]] * 2 + [[said_of(40)]] * 2
+    assert [completion.prompt_logprobs for completion in stream.completions] == said
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [delta(0, choice=2)],
+        [finish_of(2)],
+        [echo(2, 1)],
+        [prompt_part(1, 3, choice=2)],
+        [finish_of(1), delta(0, choice=1)],
+        [finish_of(1), finish_of(1)],
+    ],
+)
+def test_choice_that_was_not_asked_for_or_is_finished_is_not_believed(clock: Clock, script: list[Step]) -> None:
+    refused(asking(Gateways([*script, finish_of(0), finish_of(1)]), clock, num_choices=2), ProtocolViolationError)
+
+
+def test_gateway_that_keeps_the_prompt_for_itself_is_not_believed(clock: Clock) -> None:
+    refused(asking(Gateways([delta(0), FINISH]), clock, echo=True), ProtocolViolationError)
+
+
+def test_request_for_more_choices_than_there_can_be_costs_nothing_here(clock: Clock) -> None:
+    gateways = Gateways([Failure(Code.INVALID_ARGUMENT)])
+    refused(asking(gateways, clock, num_choices=2**32 - 1), InvalidRequestError)
+    refused(asking(gateways, clock, num_choices=0), InvalidRequestError)

@@ -13,13 +13,15 @@ from draftwire.distributions import no_rows, race, rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftStep
 from draftwire.encoding import Claim, DraftDistributions, decode_one
+from draftwire.keys import Role, derive_key
 from draftwire.local_loop import LocalRun, Round, speculate
 from draftwire.models.cached_model import CachedModel, Reading, SequenceModel, appended
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import KvCache
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding
-from draftwire.randomness import DrawKey, Role, derive_key, exponentials
-from draftwire.sampling import SamplingParams, Span, probabilities, probabilities_of_spans
+from draftwire.randomness import DrawKey, exponentials
+from draftwire.sampling import Span, probabilities, probabilities_of_spans
 from draftwire.verification import RULES, BlockBatch, FixedNoise, KeyedNoise, Outcome, coupled, verify
 from draftwire.verification.target import NEAR_TIE
 

@@ -26,8 +26,8 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.encoding import Claim, decode
 from draftwire.models.cached_model import Reading, appended
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
+from draftwire.parameters import SamplingParams
 from draftwire.randomness import DrawKey
-from draftwire.sampling import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import FixedNoise, verify

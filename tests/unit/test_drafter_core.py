@@ -2,15 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
 from draftwire.errors import GroupLostError, UnavailableError
+from draftwire.keys import KEY_BYTES
 from draftwire.models.loading import ModelCard
-from draftwire.randomness import KEY_BYTES
+from draftwire.parameters import SamplingParams
 from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, Permit, SendDrafted
-from draftwire.sampling import SamplingParams
 from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.drafter.core import BlockLink, DrafterCore
 from draftwire.services.leases import SessionFailed
@@ -21,6 +22,7 @@ from tests.unit.test_ranks import FakeFollowers, FakeParallelModel, guarded
 
 PROMPT = [1, 2, 3, 4]
 PERMIT = Permit(2, bytes(KEY_BYTES))
+PLAIN = SamplingParams()
 
 
 @dataclass
@@ -51,14 +53,34 @@ class Rig:
     failures: list[SessionFailed]
     running: asyncio.Task[None]
 
-    async def open(self, session_id: int, address: str = "a:1", prompt: list[int] = PROMPT) -> None:
+    @classmethod
+    @asynccontextmanager
+    async def running_of(
+        cls, core: DrafterCore, links: dict[str, list[FakeLink]], lease_id: int, failures: list[SessionFailed]
+    ) -> AsyncIterator["Rig"]:
+        """Runs a core that was started, and stops it at the end."""
+        running = asyncio.create_task(core.run())
+        try:
+            yield cls(core, links, lease_id, failures, running)
+        finally:
+            running.cancel()
+            await core._torch.run(lambda: None)  # the running step ends while there is a loop to tell of it
+            core.stop()
+
+    async def open(
+        self,
+        session_id: int,
+        address: str = "a:1",
+        prompt: list[int] = PROMPT,
+        sampling: SamplingParams = PLAIN,
+    ) -> None:
         spec = DraftSessionSpec(
             session_id=session_id,
             epoch=0,
             choice=0,
             token_ids=prompt,
             prompt_len=len(prompt),
-            sampling=SamplingParams(),
+            sampling=sampling,
             rule="block",
             drafting_key=bytes(KEY_BYTES),
             stop_token_ids=frozenset(),
@@ -88,11 +110,8 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     core = DrafterCore(DrafterConfig(ModelSettings(script)), connect)
     await core.start()
     lease_id, outbox = core.open_lease()
-    rig = Rig(core, links, lease_id, outbox._items, asyncio.create_task(core.run()))
-    yield rig
-    rig.running.cancel()
-    await core._torch.run(lambda: None)  # the running step ends while there is a loop to tell of it
-    core.stop()
+    async with Rig.running_of(core, links, lease_id, outbox._items) as rig:
+        yield rig
 
 
 async def until(condition: Callable[[], object]) -> None:

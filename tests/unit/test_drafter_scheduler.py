@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from draftwire.encoding import DraftDistributions
 from draftwire.errors import InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
+from draftwire.keys import KEY_BYTES
 from draftwire.models.kv_cache import blocks_for
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding
-from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, Permit, SendDrafted
-from draftwire.sampling import SamplingParams
 from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.drafter.scheduler import Completed, DraftSession, Scheduler, Step, StepItem, StepResult
 from draftwire.services.prefill import ChunkCost, PrefillPacer

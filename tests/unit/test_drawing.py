@@ -22,9 +22,10 @@ from draftwire.encoding import (
     decode_one,
 )
 from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.keys import Role, derive_key
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey, Role, derive_key, exponentials
-from draftwire.sampling import SamplingParams
+from draftwire.randomness import DrawKey, exponentials
 
 torch.set_num_threads(1)
 

@@ -17,12 +17,13 @@ from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.encoding import Claim, decode, decode_one, encode_dense
 from draftwire.errors import BlockViolationError
+from draftwire.keys import KEY_BYTES
 from draftwire.models import scripted as scripted_models
 from draftwire.models.cached_model import Reading
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.scripted import Script, ScriptedTarget, expected_tokens
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding
-from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
@@ -36,7 +37,6 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import SamplingParams
 from draftwire.services.admission import Room
 from draftwire.services.drafter import scheduler as drafting
 from draftwire.services.drafter.engine import DraftEngine

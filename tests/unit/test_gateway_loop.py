@@ -33,8 +33,9 @@ from draftwire.errors import (
     NoRoomError,
     UnavailableError,
 )
+from draftwire.keys import Role, derive_key
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding
-from draftwire.randomness import Role, derive_key
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
@@ -46,7 +47,6 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import SamplingParams
 from draftwire.services.admission import Room
 from draftwire.services.gateway.config import LoopSettings
 from draftwire.services.gateway.loop import Delta, FinishReason

@@ -13,12 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.keys import Role, derive_key
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey, Role, derive_key
-from draftwire.sampling import SamplingParams, probabilities
+from draftwire.randomness import DrawKey
+from draftwire.sampling import probabilities
 from draftwire.verification import RULES, BlockBatch, FixedNoise, GreedyBlockRule, KeyedNoise, Outcome, verify
 from draftwire.verification.greedy_block import LARGEST_RATIO, Modifications, advance, modify
 

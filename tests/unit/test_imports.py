@@ -21,7 +21,9 @@ MAY_IMPORT_GRPC = (
 )
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "draftwire.v1")
 
-SERVICE_DEPENDENCIES = frozenset({"torch", "transformers", "tokenizers", "numpy", "structlog", "prometheus_client"})
+SERVICE_DEPENDENCIES = frozenset(
+    {"torch", "transformers", "tokenizers", "numpy", "structlog", "prometheus_client", "jinja2"}
+)
 """Packages that `pip install draftwire` alone does not bring. grpc itself looks for grpc_health and the like."""
 
 
@@ -142,3 +144,25 @@ def test_client_and_command_line_need_neither_torch_nor_transformers_nor_any_ser
     loaded = set(python(code))
     assert "grpc" in loaded
     assert loaded & SERVICE_DEPENDENCIES == set()
+
+
+def test_gateway_runs_without_torch() -> None:
+    """Its image has none. A tokenizer travels as it does between verifier and gateway."""
+    code = """
+import importlib.abc, importlib.util, json, sys
+
+class Without(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Without())
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name.startswith("torch") else find_spec(name, *rest)
+import draftwire.services.gateway.server
+from draftwire.models.tokenizer import load_tokenizer, tokenizer_files
+from transformers import AutoTokenizer
+tokenizer = load_tokenizer(tokenizer_files(AutoTokenizer.from_pretrained("models/target")))
+print(json.dumps([tokenizer.decode(tokenizer("def f(x):")["input_ids"]), "torch" in sys.modules]))
+"""
+    assert python(code) == ["def f(x):", False]

@@ -22,9 +22,10 @@ from draftwire.errors import UnavailableError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey, exponentials
-from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
+from draftwire.sampling import Span, probabilities_of_spans
 from draftwire.verification import RULES
 
 torch.set_num_threads(1)

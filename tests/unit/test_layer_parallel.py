@@ -15,6 +15,7 @@ from draftwire.drafting.language_model import LanguageModelDrafter, LanguageMode
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.encoding import Claim, decode_one
 from draftwire.errors import InvalidRequestError
+from draftwire.keys import KEY_BYTES
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence, slots_of
 from draftwire.models.layer_groups import (
@@ -28,9 +29,9 @@ from draftwire.models.layer_groups import (
 from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import KEY_BYTES, DrawKey
-from draftwire.sampling import SamplingParams
+from draftwire.randomness import DrawKey
 from draftwire.services.drafter.config import LayerParallelSettings
 from draftwire.services.models import load_drafter
 from draftwire.services.settings import EngineSettings, ModelSettings

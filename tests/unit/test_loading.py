@@ -26,7 +26,8 @@ from transformers import (
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import TransformersDecoder, decoder_of
-from draftwire.models.loading import LoadedModel, load_model, load_tokenizer, tokenizer_files
+from draftwire.models.loading import LoadedModel, load_model
+from draftwire.models.tokenizer import load_tokenizer, tokenizer_files
 
 torch.set_num_threads(1)
 

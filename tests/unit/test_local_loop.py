@@ -17,12 +17,14 @@ from draftwire.distributions import DenseRows, SparseRows, quantize, race
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.encoding import TOTAL_WEIGHT
 from draftwire.errors import InvalidRequestError
+from draftwire.keys import Role, derive_key
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey, Role, derive_key, exponentials
-from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
+from draftwire.randomness import DrawKey, exponentials
+from draftwire.sampling import Span, probabilities_of_spans
 from draftwire.verification import RULES, GreedyBlockRule, LawRule
 from draftwire.verification.target import Judging, judge
 

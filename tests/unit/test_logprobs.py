@@ -27,6 +27,7 @@ from draftwire.logprobs import (
 )
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding
 from draftwire.randomness import DrawKey
 from draftwire.rounds import (
@@ -39,7 +40,6 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import SamplingParams
 from draftwire.services.admission import Room
 from draftwire.services.prefill import PrefillPacer
 from draftwire.services.rpc import messages

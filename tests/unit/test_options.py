@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from draftwire.errors import InvalidRequestError
 from draftwire.services.drafter.config import DrafterConfig
-from draftwire.services.gateway.config import GatewayConfig, LoopSettings
+from draftwire.services.gateway.config import DiscoverySettings, GatewayConfig, LoopSettings
 from draftwire.services.options import (
     PREFIX,
     SERVICES,
@@ -38,6 +38,8 @@ from draftwire.services.verifier.config import VerifierConfig
 
 CERT, KEY, CA = Path("cert.pem"), Path("key.pem"), Path("ca.pem")
 DIALLERS = (DrafterConfig, GatewayConfig)
+
+IN_KUBERNETES = {"discovery": "kubernetes", "verifier_service": "verifier"}
 
 ALL_SETTINGS = [
     pytest.param(service, setting, id=f"{service}-{setting.name}")
@@ -84,7 +86,7 @@ def test_no_two_settings_of_a_service_share_a_name(service: str) -> None:
     [
         (DrafterConfig, (ModelSettings, ServerSettings, EngineSettings, ConnectionSettings, TlsSettings)),
         (VerifierConfig, (ModelSettings, ServerSettings, EngineSettings, ConnectionSettings, TlsSettings)),
-        (GatewayConfig, (ServerSettings, LoopSettings, ConnectionSettings, TlsSettings)),
+        (GatewayConfig, (ServerSettings, DiscoverySettings, LoopSettings, ConnectionSettings, TlsSettings)),
     ],
 )
 def test_settings_of_nested_classes_are_settings(config_class: type, nested: tuple[type, ...]) -> None:
@@ -183,6 +185,10 @@ def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, caps
         *((config, {"keepalive_time_s": 1.0, "keepalive_timeout_s": 2.5}) for config in SERVICES.values()),
         *((config, {"flow_control_window_bytes": 2**16}) for config in SERVICES.values()),
         (GatewayConfig, {"max_message_bytes": 2**20, "log_format": "json", "verifier": "[::1]:1"}),
+        (GatewayConfig, {"verifier": "dns:///verifiers:1,dns:///more:2", "drafter": "dns:///drafters:1"}),
+        (GatewayConfig, {"discovery": "kubernetes", "verifier_service": "v"}),
+        (GatewayConfig, {**IN_KUBERNETES, "drafter_service": "d-1", "namespace": "n" * 63, "near_drafter_sessions": 0}),
+        (GatewayConfig, {**IN_KUBERNETES, "tls_cert": CERT, "tls_key": KEY, "tls_ca": CA}),
     ],
 )
 def test_every_value_arrives_where_it_belongs(config_class: type, changes: dict[str, Any]) -> None:
@@ -261,6 +267,13 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
         (GatewayConfig, "verifier", ""),
         (GatewayConfig, "drafter", "localhost"),
         (GatewayConfig, "drafter", "localhost:99999"),
+        (GatewayConfig, "drafter", ""),
+        (GatewayConfig, "drafter", "dns:///"),
+        (GatewayConfig, "drafter", "dns:///name"),
+        (GatewayConfig, "verifier", "dns:///name:1,other:2"),
+        (GatewayConfig, "discovery", "consul"),
+        (GatewayConfig, "discovery", "kubernetes"),
+        (GatewayConfig, "near_drafter_sessions", -1),
         (GatewayConfig, "num_speculative_tokens", -1),
         (GatewayConfig, "num_speculative_tokens", 17),
         (GatewayConfig, "max_speculative_tokens", 3),
@@ -292,6 +305,28 @@ def test_layers_that_cannot_run_together_as_asked_are_refused(changes: dict[str,
         build(DrafterConfig, values_of(DrafterConfig, **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({**IN_KUBERNETES, "verifier": "127.0.0.1:50052"}, "verifier and discovery kubernetes both say"),
+        ({**IN_KUBERNETES, "drafter": "none"}, "drafter and discovery kubernetes both say"),
+        ({"verifier_service": "v"}, "verifier_service is for discovery kubernetes"),
+        ({"drafter_service": "d"}, "drafter_service is for discovery kubernetes"),
+        ({"namespace": "n"}, "namespace is for discovery kubernetes"),
+        ({"discovery": "kubernetes", "drafter_service": "d"}, "needs verifier_service"),
+        ({**IN_KUBERNETES, "verifier_service": "a,b=c"}, "'a,b=c' is not a name in Kubernetes"),
+        ({**IN_KUBERNETES, "verifier_service": "v.ns"}, "is not a name"),
+        ({**IN_KUBERNETES, "drafter_service": "Drafter"}, "is not a name"),
+        ({**IN_KUBERNETES, "drafter_service": "-d"}, "is not a name"),
+        ({**IN_KUBERNETES, "namespace": "n" * 64}, "is not a name"),
+        ({**IN_KUBERNETES, "namespace": "../x"}, "is not a name"),
+    ],
+)
+def test_contradictions_about_where_services_are_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        build(GatewayConfig, values_of(GatewayConfig, **changes))
+
+
 IDENTITY = {"tls_cert": CERT, "tls_key": KEY}
 
 
@@ -302,6 +337,8 @@ IDENTITY = {"tls_cert": CERT, "tls_key": KEY}
         (VerifierConfig, {**IDENTITY, "tls_ca": CA, "tls_target_name": "x"}, "tls_target_name"),
         (GatewayConfig, {**IDENTITY, "verifier": "10.0.0.1:1"}, "10.0.0.1 would be called without TLS"),
         (GatewayConfig, {**IDENTITY, "drafter": "10.0.0.2:1"}, "10.0.0.2 would be called without TLS"),
+        (GatewayConfig, {**IDENTITY, "drafter": "dns:///drafters:1"}, "drafters would be called without TLS"),
+        (GatewayConfig, {**IDENTITY, **IN_KUBERNETES}, "a pod would be called without TLS"),
         (DrafterConfig, {**IDENTITY, "host": "0.0.0.0"}, "without TLS: set tls_ca"),
     ],
 )

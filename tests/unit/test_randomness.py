@@ -13,17 +13,8 @@ from scipy.stats import chisquare, kstest
 from torch import Tensor
 
 from draftwire import randomness
-from draftwire.randomness import (
-    KEY_BYTES,
-    MAX_SEED,
-    DrawKey,
-    Role,
-    derive_key,
-    exponentials,
-    new_seed,
-    philox,
-    uniforms,
-)
+from draftwire.keys import KEY_BYTES, MAX_SEED, Role, derive_key, new_seed
+from draftwire.randomness import DrawKey, exponentials, philox, uniforms
 
 torch.set_num_threads(1)
 

@@ -7,18 +7,22 @@ from typing import Any
 import pytest
 
 from draftwire.errors import InvalidRequestError
+from draftwire.keys import MAX_SEED
 from draftwire.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
 from draftwire.models.description import ModelDescription
-from draftwire.randomness import MAX_SEED
-from draftwire.sampling import SamplingParams
+from draftwire.parameters import SamplingParams
 from draftwire.services.gateway.request import (
+    MAX_CHOICES,
     MAX_SALT_LENGTH,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    GeneratedChoice,
+    Generation,
     RequestedGeneration,
     SpeculationDefaults,
     complete_request,
 )
+from draftwire.structured_output import Form, StructuredOutput
 
 TARGET = ModelDescription(
     name="target",
@@ -30,18 +34,31 @@ TARGET = ModelDescription(
     stop_token_ids=(0, 7),
 )
 DEFAULTS = SpeculationDefaults(num_speculative_tokens=3, max_speculative_tokens=8, rule="token")
-MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
+MINIMAL = RequestedGeneration(prompts=[[1, 2, 3]], sampling=SamplingParams())
+FORM = StructuredOutput(Form.REGEX, ("a*",))
+
+
+def complete(**changes: Any) -> list[Generation]:
+    return complete_request(replace(MINIMAL, **changes), TARGET, DEFAULTS)
+
+
+def only(**changes: Any) -> Generation:
+    (generation,) = complete(**changes)
+    return generation
+
+
+def came(*token_ids: int, choice: int = 0, is_finished: bool = False) -> GeneratedChoice:
+    return GeneratedChoice(choice, token_ids, is_finished)
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"prompt_ids": []}, "prompt"),
-        ({"prompt_ids": [1] * 10}, "the prompt has"),
-        ({"prompt_ids": [1] * 11}, "the prompt has"),
-        ({"prompt_ids": [1, 50]}, "prompt"),
-        ({"prompt_ids": [-1, 1]}, "prompt"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"prompts": [[]]}, "prompt"),
+        ({"prompts": [[1] * 10]}, "the prompt has"),
+        ({"prompts": [[1] * 11]}, "the prompt has"),
+        ({"prompts": [[1, 50]]}, "prompt"),
+        ({"prompts": [[-1, 1]]}, "prompt"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 8}, "max_tokens"),
         ({"stop": tuple(f"s{i}" for i in range(MAX_STOP_STRINGS + 1))}, "stop"),
@@ -49,7 +66,7 @@ MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
         ({"stop": ("x" * (MAX_STOP_LENGTH + 1),)}, "stop"),
         ({"stop_token_ids": (1, 50)}, "stop_token_ids"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
-        ({"generated_ids": (1, 7, 2)}, "generated_token_ids"),
+        ({"generated_choices": (came(1, 7, 2),)}, "generated_choices"),
         ({"seed": -1}, "seed"),
         ({"seed": MAX_SEED + 1}, "seed"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
@@ -67,26 +84,45 @@ MINIMAL = RequestedGeneration(prompt_ids=[1, 2, 3], sampling=SamplingParams())
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"prompt_logprobs": 21, "generated_ids": (1,)}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21, "generated_choices": (came(1),)}, "prompt_logprobs"),
         ({"logprobs_mode": "raw_logits", "logprobs": 1}, "logprobs_mode"),
         ({"logprobs_mode": ""}, "logprobs_mode"),
         ({"logprobs_mode": "raw"}, "logprobs_mode says nothing without"),
-        ({"generated_ids": (1, 50)}, "generated_token_ids"),
-        ({"generated_ids": (-1,)}, "generated_token_ids"),
-        ({"generated_ids": (1,) * 8}, "generated_token_ids"),
-        ({"generated_ids": (1, 2, 3), "max_tokens": 2}, "generated_token_ids has 3 ids"),
+        ({"generated_choices": (came(1, 50),)}, "generated_choices"),
+        ({"generated_choices": (came(-1),)}, "generated_choices"),
+        ({"generated_choices": (came(*[1] * 8),)}, "generated_choices"),
+        ({"generated_choices": (came(1, 2, 3),), "max_tokens": 2}, "generated_choices has 3 ids"),
+        ({"generated_choices": (came(1), came(1))}, "generated_choices names a choice twice"),
+        ({"generated_choices": (came(1, choice=2),), "num_choices": 2}, "generated_choices: a choice must be in 0..1"),
+        ({"generated_choices": (came(50, is_finished=True),)}, "generated_choices"),
+        ({"generated_choices": (came(1, 7, 2, is_finished=True),)}, "generated_choices"),
+        ({"generated_choices": (came(1, 50, choice=3),), "num_choices": 4}, "generated_choices"),
+        ({"num_choices": 0}, "num_choices"),
+        ({"num_choices": MAX_CHOICES + 1}, "num_choices"),
+        ({"num_choices": 2**32 - 1}, "num_choices"),
+        ({"prompts": [[1]] * 2, "num_choices": MAX_CHOICES // 2 + 1}, "num_choices"),
+        ({"prompts": []}, "prompts is empty"),
+        ({"prompts": [[1]] * (MAX_CHOICES + 1)}, "prompts takes at most"),
+        ({"prompts": [[1], [2], []]}, "prompt 2 is empty"),
+        ({"prompts": [[1], [50]]}, "prompt 1"),
+        ({"prompts": [[1], [1] * 8], "max_tokens": 3}, "tokens of prompt 1 leave"),
+        ({"prompts": [[1], [1] * 8], "sampling": SamplingParams(min_tokens=3)}, "min_tokens"),
+        ({"max_tokens": 0, "sampling": SamplingParams(min_tokens=1)}, "min_tokens"),
+        ({"max_tokens": 0, "num_speculative_tokens": 9}, "num_speculative_tokens"),
+        ({"ignore_eos": True, "sampling": SamplingParams(structured_output=FORM)}, "ignore_eos"),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequestError, match=rf"\b{named}\b"):
-        complete_request(replace(MINIMAL, **changes), TARGET, DEFAULTS)
+        complete(**changes)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"prompt_ids": [1] * 9},
-        {"prompt_ids": [0, 49]},
+        {"prompts": [[1] * 9]},
+        {"prompts": [[0, 49]]},
+        {"max_tokens": 0},
         {"max_tokens": 1},
         {"max_tokens": 7},
         {"stop": tuple(f"s{i}" for i in range(MAX_STOP_STRINGS))},
@@ -103,15 +139,19 @@ def test_value_out_of_range_is_refused_by_name(changes: dict[str, Any], named: s
     ],
 )
 def test_value_at_the_edge_of_its_range_is_kept(changes: dict[str, Any]) -> None:
-    generation = complete_request(replace(MINIMAL, **changes), TARGET, DEFAULTS)
+    generation = only(**changes)
     for name, value in changes.items():
-        kept = getattr(generation, name)
-        assert kept >= frozenset(value) if name == "stop_token_ids" else kept == value
+        if name == "prompts":
+            assert [generation.prompt_ids] == value
+        elif name == "stop_token_ids":
+            assert generation.stop_token_ids >= frozenset(value)
+        else:
+            assert getattr(generation, name) == value
 
 
 def test_defaults_are_filled_in() -> None:
     sampling = SamplingParams(temperature=0.5, top_k=4, top_p=0.9)
-    generation = complete_request(replace(MINIMAL, sampling=sampling), TARGET, DEFAULTS)
+    generation = only(sampling=sampling)
     assert generation.prompt_ids == [1, 2, 3]
     assert generation.sampling == sampling
     assert generation.max_tokens == 7  # all that the prompt leaves of the context
@@ -126,26 +166,26 @@ def test_defaults_are_filled_in() -> None:
 def test_max_len_is_prompt_and_budget_together_and_never_beyond_the_context(
     max_tokens: int | None, max_len: int
 ) -> None:
-    assert complete_request(replace(MINIMAL, max_tokens=max_tokens), TARGET, DEFAULTS).max_len == max_len
+    assert only(max_tokens=max_tokens).max_len == max_len
 
 
 def test_zero_speculative_tokens_is_not_taken_for_absent() -> None:
-    assert complete_request(replace(MINIMAL, num_speculative_tokens=0), TARGET, DEFAULTS).num_speculative_tokens == 0
+    assert only(num_speculative_tokens=0).num_speculative_tokens == 0
 
 
 def test_seed_zero_is_not_taken_for_absent() -> None:
-    assert complete_request(replace(MINIMAL, seed=0), TARGET, DEFAULTS).seed == 0
+    assert only(seed=0).seed == 0
 
 
 def test_requests_without_a_seed_get_different_ones() -> None:
     """Ten 64-bit seeds collide with a probability of 2e-18."""
-    seeds = {complete_request(MINIMAL, TARGET, DEFAULTS).seed for _ in range(10)}
+    seeds = {only().seed for _ in range(10)}
     assert len(seeds) == 10
     assert all(0 <= seed <= MAX_SEED for seed in seeds)
 
 
 def test_stop_token_ids_of_request_and_model_are_joined() -> None:
-    generation = complete_request(replace(MINIMAL, stop_token_ids=(7, 9)), TARGET, DEFAULTS)
+    generation = only(stop_token_ids=(7, 9))
     assert generation.stop_token_ids == {0, 7, 9}
 
 
@@ -184,23 +224,68 @@ def test_only_temperature_zero_and_top_k_one_are_greedy(params: SamplingParams, 
     assert params.greedy is greedy
 
 
-@pytest.mark.parametrize("generated_ids", [(), (1, 2), (49, 0), (5,) * 7])
-def test_generated_ids_count_in_max_tokens_and_not_in_the_prompt(generated_ids: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("token_ids", [(), (1, 2), (49, 0), (5,) * 7])
+def test_generated_ids_count_in_max_tokens_and_not_in_the_prompt(token_ids: tuple[int, ...]) -> None:
     """So a completion is resumed with everything as in the first request, and still has as much room as it had."""
-    generation = complete_request(replace(MINIMAL, generated_ids=generated_ids), TARGET, DEFAULTS)
-    assert generation.generated_ids == generated_ids
+    generation = only(generated_choices=(came(*token_ids),))
+    assert generation.generated_ids == token_ids
     assert (generation.max_tokens, generation.max_len) == (7, 10)
     assert generation.prompt_ids == [1, 2, 3]
 
 
 def test_log_probabilities_are_not_reported_unless_asked_for_and_raw_unless_said_otherwise() -> None:
-    assert complete_request(MINIMAL, TARGET, DEFAULTS).logprobs == NO_LOGPROBS
-    wanted = complete_request(replace(MINIMAL, logprobs=0, prompt_logprobs=20), TARGET, DEFAULTS).logprobs
+    assert only().logprobs == NO_LOGPROBS
+    wanted = only(logprobs=0, prompt_logprobs=20).logprobs
     assert wanted == LogprobsRequest(0, 20, LogprobsMode.RAW)
-    mode = complete_request(replace(MINIMAL, logprobs=20, logprobs_mode="processed"), TARGET, DEFAULTS).logprobs
+    mode = only(logprobs=20, logprobs_mode="processed").logprobs
     assert mode == LogprobsRequest(20, None, LogprobsMode.PROCESSED)
 
 
-def test_prompt_of_a_resumed_completion_is_not_reported_again() -> None:
-    request = replace(MINIMAL, generated_ids=(1,), logprobs=1, prompt_logprobs=2)
-    assert complete_request(request, TARGET, DEFAULTS).logprobs == LogprobsRequest(1)
+def test_choices_are_counted_on_over_the_prompts_and_share_all_but_their_number() -> None:
+    generations = complete(prompts=[[1], [2, 3]], num_choices=3)
+    assert [generation.choice for generation in generations] == list(range(6))
+    assert [generation.prompt_ids for generation in generations] == [[1]] * 3 + [[2, 3]] * 3
+    assert [generation.prompt_index for generation in generations] == [0] * 3 + [1] * 3
+    assert len({generation.seed for generation in generations}) == 1
+    assert [generation.max_tokens for generation in generations] == [9] * 3 + [8] * 3
+    assert len(complete(prompts=[[1]] * 2, num_choices=MAX_CHOICES // 2)) == MAX_CHOICES
+    assert len(complete(prompts=[[1]] * MAX_CHOICES)) == MAX_CHOICES
+
+
+def test_prompt_is_told_under_its_first_choice_alone() -> None:
+    generations = complete(prompts=[[1], [2]], num_choices=2, prompt_logprobs=3, logprobs=1, echo=True)
+    assert [generation.echo for generation in generations] == [True, False] * 2
+    assert [generation.logprobs.prompt_logprobs for generation in generations] == [3, None] * 2
+    assert {generation.logprobs.logprobs for generation in generations} == {1}
+
+
+def test_prompt_of_which_the_first_choice_has_begun_is_not_told_again() -> None:
+    before = (came(1, choice=0), came(choice=2, is_finished=True), came(4, choice=5), came(choice=6))
+    generations = complete(
+        prompts=[[1], [2], [3], [4]], num_choices=2, prompt_logprobs=3, echo=True, generated_choices=before
+    )
+    assert [generation.choice for generation in generations] == [0, 1, 3, 4, 5, 6, 7]
+    assert [generation.choice for generation in generations if generation.echo] == [4, 6]
+    assert [generation.choice for generation in generations if generation.logprobs.prompt_logprobs == 3] == [4, 6]
+    assert {generation.choice: generation.generated_ids for generation in generations if generation.generated_ids} == {
+        0: (1,),
+        5: (4,),
+    }
+
+
+def test_request_of_which_all_is_finished_asks_for_nothing() -> None:
+    assert complete(num_choices=2, generated_choices=tuple(came(choice=one, is_finished=True) for one in (1, 0))) == []
+
+
+def test_stop_tokens_of_the_model_are_ignored_if_wished_and_those_of_the_request_are_not() -> None:
+    assert only(ignore_eos=True).stop_token_ids == frozenset()
+    assert only(ignore_eos=True, stop_token_ids=(7, 9)).stop_token_ids == {7, 9}
+    assert only(ignore_eos=True, generated_choices=(came(7, 0, 1),)).generated_ids == (7, 0, 1)
+    least = SamplingParams(allowed_token_ids=(0, 7), min_tokens=1)
+    assert only(ignore_eos=True, sampling=least).sampling == least, "no possible token is a stop token"
+
+
+def test_nothing_is_drafted_for_a_request_of_no_tokens() -> None:
+    generation = only(max_tokens=0)
+    assert (generation.max_tokens, generation.num_speculative_tokens) == (0, 0)
+    assert generation.max_len == 4, "what a verifier emits along with what it tells of the prompt"

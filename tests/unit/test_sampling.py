@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,16 +24,8 @@ from transformers import (
 )
 
 from draftwire.errors import InvalidRequestError
-from draftwire.sampling import (
-    MAX_BIASED_TOKENS,
-    PARAMETERS,
-    TOP_P_CANDIDATES,
-    SamplingParams,
-    Span,
-    is_distribution,
-    probabilities,
-    probabilities_of_spans,
-)
+from draftwire.parameters import MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
+from draftwire.sampling import TOP_P_CANDIDATES, Span, is_distribution, probabilities, probabilities_of_spans
 
 torch.set_num_threads(1)
 
@@ -232,7 +225,8 @@ def test_every_parameter_has_an_effect_of_its_own() -> None:
     values = [0.7, 3, 0.5, 0.4, 3.0, 0.5, 0.5, BIAS, (1, 2, 3), 9]
     logits = 0.3 * random_logits(1, 50, seed=1, dtype=torch.float64)
     plain = of_spans(logits, [Span(SamplingParams(), 1, TEXT, 5, STOPS)])
-    for name, value in zip(PARAMETERS, values, strict=True):
+    names = [name for name in PARAMETERS if name != "structured_output"]  # which acts through a span's masks
+    for name, value in zip(names, values, strict=True):
         changed = of_spans(logits, [Span(SamplingParams(**{name: value}), 1, TEXT, 5, STOPS)])
         assert (changed - plain).abs().max() > 1e-3, name
 
@@ -874,3 +868,24 @@ def test_params_say_which_of_them_are_greedy_truncate_and_penalize() -> None:
     for name, value in (("repetition_penalty", 1.1), ("presence_penalty", -0.1), ("frequency_penalty", 0.1)):
         assert traits(**{name: value}) == (False, False, True)
     assert traits(min_tokens=1) == none
+
+
+def test_a_forms_masks_take_tokens_away_row_by_row_before_penalties_and_hide_no_nan() -> None:
+    """For vocabularies smaller and larger than the masks, whose tokens beyond are not possible."""
+    masks = np.packbits(
+        np.array([[1, 0, 1, 1, 0, 0, 0, 1], [0, 1, 0, 1, 0, 0, 0, 0]], dtype=bool), axis=1, bitorder="little"
+    )
+    for vocab_size in (5, 8, 11):
+        logits = torch.linspace(-1.0, 2.0, 3 * vocab_size, dtype=torch.float64).reshape(3, vocab_size)
+        params = SamplingParams(0.7, repetition_penalty=1.5, logit_bias=((1, 3.0),))
+        spans = [Span(params, 2, [0, 3, 3], 1, masks=masks), Span(params, 1, [0, 3, 3], 1)]
+        probs = probabilities_of_spans(logits.clone(), spans)
+        free = probabilities_of_spans(logits.clone(), [Span(params, 2, [0, 3, 3], 1), Span(params, 1, [0, 3, 3], 1)])
+        for row, possible in enumerate(([0, 2, 3, 7], [1, 3])):
+            kept = [token for token in possible if token < vocab_size]
+            expected = torch.zeros(vocab_size, dtype=torch.float64)
+            expected[kept] = free[row, kept] / free[row, kept].sum()
+            assert (probs[row] - expected).abs().max() < 1e-12
+        assert torch.equal(probs[2], free[2])
+        logits[0, 1] = math.nan
+        assert is_distribution(probabilities_of_spans(logits, spans)).tolist() == [False, True, True]

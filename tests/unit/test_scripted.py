@@ -18,9 +18,9 @@ from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, Round, speculate
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.scripted import PREFIX, Script, ScriptedTarget, expected_tokens, is_scripted
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Quantization
 from draftwire.randomness import DrawKey
-from draftwire.sampling import SamplingParams
 from draftwire.services.drafter.config import LayerParallelSettings
 from draftwire.services.models import load_drafter, load_target
 from draftwire.services.settings import EngineSettings, ModelSettings

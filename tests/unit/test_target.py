@@ -18,9 +18,10 @@ from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey
-from draftwire.sampling import SamplingParams, Span, probabilities_of_spans
+from draftwire.sampling import Span, probabilities_of_spans
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, verify
 from draftwire.verification.target import NEAR_TIE, Decided, Judgement, Judging, StillReading, judge
 

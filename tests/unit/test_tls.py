@@ -328,6 +328,17 @@ async def test_call_on_an_old_channel_goes_on_and_the_channel_is_closed_after_it
         await renewed.get().close()
 
 
+async def test_closing_ends_the_calls_on_the_channel(settings: TlsSettings) -> None:
+    async with serving(settings) as address:
+        renewed = RenewedChannel(Dialler(CONNECTIONS, settings, watch_tls(settings)), address, bulk=False)
+        watching = health_pb2_grpc.HealthStub(renewed.get()).Watch(health_pb2.HealthCheckRequest(service="later"))
+        assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        async with asyncio.timeout(DEADLINE_S):
+            await renewed.close()
+            assert await watching.code() is grpc.StatusCode.CANCELLED
+        assert renewed.get().get_state() is grpc.ChannelConnectivity.SHUTDOWN
+
+
 async def test_service_shows_its_new_certificate_after_the_old_one_expired(
     tmp_path: Path, settings: TlsSettings, ca: trustme.CA
 ) -> None:

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwire.distributions import DenseRows, DraftRows, SparseRows
 from draftwire.errors import InvalidRequestError
+from draftwire.parameters import SamplingParams
 from draftwire.randomness import DrawKey
-from draftwire.sampling import SamplingParams, probabilities
+from draftwire.rules import RULE_FACTS, RuleFacts
+from draftwire.sampling import probabilities
 from draftwire.verification import (
     RULES,
     BlockBatch,
@@ -743,3 +745,8 @@ def test_tests_from_float32_rows_over_50000_tokens_are_those_from_float64_to_1e_
             assert (h_of(single) - h_of(double))[is_made].abs().max() < 1e-5
             num_compared += int(is_made.sum())
     assert num_compared > 10
+
+
+def test_what_is_known_of_rules_without_torch_is_what_they_say_themselves() -> None:
+    said = [RuleFacts(rule.name, rule.is_lossless, rule.needs_draft_probs, rule.is_coupled) for rule in RULES.values()]
+    assert said == list(RULE_FACTS.values())

@@ -9,10 +9,10 @@ import pytest
 from draftwire.audit import AuditSums
 from draftwire.encoding import Claim, DraftDistributions, decode
 from draftwire.errors import Violation
+from draftwire.keys import KEY_BYTES
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding
-from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import CommittedTokens, Fence, Permit, ReceivedBlock, TargetSessionSpec
-from draftwire.sampling import SamplingParams
 from draftwire.services.metrics import PREFIX
 from draftwire.services.outbox import Outbox
 from draftwire.services.settings import ModelSettings

@@ -21,9 +21,10 @@ from draftwire.errors import (
     UnavailableError,
     Violation,
 )
+from draftwire.keys import KEY_BYTES
 from draftwire.models.kv_cache import blocks_for
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding
-from draftwire.randomness import KEY_BYTES
 from draftwire.rounds import (
     CommittedTokens,
     DraftTimings,
@@ -36,7 +37,6 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import SamplingParams
 from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.prefill import PrefillPacer
 from draftwire.services.verifier.scheduler import Completed, Scheduler, Step, StepItem, StepResult, TargetSession
@@ -568,6 +568,23 @@ def test_verdict_of_a_plain_round_says_what_was_decided() -> None:
         verify_us=7,
         queue_us=250_000,
     )
+
+
+def test_waiting_for_drafts_is_counted_from_verdict_to_block_and_not_where_nobody_drafts() -> None:
+    now = [1.0]
+    scheduler = make_scheduler(clock=lambda: now[0])
+    session = scheduler.open(make_spec(), lease_id=0)
+    offer(scheduler, make_block(first_fence(), [10]))
+    complete(scheduler, next_step(scheduler), [20])
+    assert scheduler.draft_wait_s == 0.0, "the first block waits for nobody's verdict"
+    now[0] = 1.5
+    offer(scheduler, make_block(session.fence, [10]))
+    assert scheduler.draft_wait_s == pytest.approx(0.5)
+    complete(scheduler, next_step(scheduler), [21])
+    now[0] = 3.0
+    scheduler.run_plain(PlainRun(session.fence, 1))
+    complete(scheduler, next_step(scheduler), [22])
+    assert scheduler.draft_wait_s == pytest.approx(0.5)
 
 
 def test_time_in_the_queue_is_counted_from_each_rounds_own_start() -> None:

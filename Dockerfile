@@ -1,0 +1,108 @@
+# Images of the three services, one target each: gateway, verifier, drafter. docs/containers.md says how to build them.
+ARG BASE_IMAGE=python:3.11-slim
+
+# What all stages share. The user's number is fixed, so that volumes and security policies can name it.
+FROM ${BASE_IMAGE} AS base
+RUN groupadd --gid 10001 draftwire \
+ && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin draftwire \
+ && install -d -o draftwire -g draftwire /cache
+ENV PATH=/opt/draftwire/bin:$PATH
+
+# Packages come from wheels/, from the index that pip is told of, or from both. pip prefers a wheel of torch that is made
+# for one kind of device, so the CPU wheel alone in wheels/ chooses the CPU build.
+FROM base AS builder
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_NO_INDEX
+# Bytecode is made at the end and never checked against its source, for nothing can be written later. Left out are tests,
+# some of which are for newer Pythons, and the hundreds of model families, of which a service loads one.
+ENV COMPILE="python -m compileall -q -j 0 --invalidation-mode unchecked-hash" \
+    NOT_COMPILED="/tests/|/torch/testing/_internal/|/transformers/models/(?!auto/)" \
+    INSTALL="pip --python /opt/draftwire/bin/python install --no-compile" \
+    PIP_CONSTRAINT=/src/constraints.txt PIP_FIND_LINKS=/wheels PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /src
+RUN python -m venv --without-pip /opt/draftwire && touch README.md
+COPY constraints.txt pyproject.toml ./
+COPY draftwire/__init__.py draftwire/
+
+# What a service depends on, without our own code: a layer that only another dependency changes.
+# Four tenths of it would be of no use to a gateway: models that need torch, downloads from a hub, and the sources and
+# docstrings of the Kubernetes client, which are generated.
+FROM builder AS gateway-dependencies
+RUN --mount=type=bind,source=wheels,target=/wheels \
+    $INSTALL '.[gateway,kubernetes]' \
+ && pip --python /opt/draftwire/bin/python uninstall -y draftwire hf_xet \
+ && cd /opt/draftwire/lib/python*/site-packages \
+ && find transformers/models -path '*/auto' -prune -o \
+      -regex '.*/\(modeling\|modular\|convert\|image_processing\|video_processing\)_.*\.py' -exec rm {} + \
+ && $COMPILE -b -o 2 kubernetes \
+ && find kubernetes -name '*.py' -delete \
+ && $COMPILE -x "$NOT_COMPILED" /opt/draftwire/lib
+
+FROM builder AS model-dependencies
+ARG TORCH_BUILD=cpu
+RUN --mount=type=bind,source=wheels,target=/wheels \
+    $INSTALL '.[services]' \
+ && pip --python /opt/draftwire/bin/python uninstall -y draftwire \
+ && build=$(/opt/draftwire/bin/python -B -c 'import torch; print("cuda" if torch.version.cuda else "cpu")') \
+ && { test "$build" = "$TORCH_BUILD" || { echo "this is the $build build of torch, not $TORCH_BUILD" >&2; exit 1; }; } \
+ && $COMPILE -x "$NOT_COMPILED" /opt/draftwire/lib
+
+# Our own code, to be laid over what it depends on, and the embedded pair, readable by all wherever it was checked out.
+FROM builder AS package
+COPY LICENSE README.md ./
+COPY draftwire draftwire
+COPY services services
+RUN --mount=type=bind,source=wheels,target=/wheels \
+    $INSTALL --no-deps --prefix /package . \
+ && $COMPILE /package/lib
+COPY models /models
+RUN chmod -R u=rwX,go=rX /models /package
+
+# What runs: files that are root's, bytecode at hand, and a home under /tmp for whatever wants to write.
+FROM base AS runtime
+ENV HOME=/tmp HF_HOME=/tmp/huggingface OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    TOKENIZERS_PARALLELISM=false
+WORKDIR /tmp
+USER 10001:10001
+STOPSIGNAL SIGTERM
+ARG BASE_IMAGE
+ARG VERSION=0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.licenses=Apache-2.0 \
+      org.opencontainers.image.base.name=${BASE_IMAGE} \
+      org.opencontainers.image.version=${VERSION} \
+      org.opencontainers.image.revision=${REVISION}
+
+FROM runtime AS gateway
+LABEL org.opencontainers.image.title=draftwire-gateway \
+      org.opencontainers.image.description="Joins drafters and verifiers into streams of text"
+COPY --from=gateway-dependencies /opt/draftwire /opt/draftwire
+COPY --from=package /package /opt/draftwire
+ENV DRAFTWIRE_GATEWAY_HOST=0.0.0.0 DRAFTWIRE_GATEWAY_METRICS_PORT=9051 DRAFTWIRE_GATEWAY_LOG_FORMAT=json
+EXPOSE 50051 9051
+HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --retries=3 CMD ["draftwire", "health", "gateway"]
+ENTRYPOINT ["draftwire", "serve", "gateway"]
+
+FROM runtime AS model-runtime
+COPY --from=model-dependencies /opt/draftwire /opt/draftwire
+COPY --from=package /package /opt/draftwire
+
+FROM model-runtime AS verifier
+LABEL org.opencontainers.image.title=draftwire-verifier \
+      org.opencontainers.image.description="Runs the target model and judges draft blocks"
+COPY --from=package /models/target /models/target
+ENV DRAFTWIRE_VERIFIER_HOST=0.0.0.0 DRAFTWIRE_VERIFIER_LOG_FORMAT=json DRAFTWIRE_VERIFIER_MODEL=/models/target
+EXPOSE 50052 9052
+HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --retries=3 CMD ["draftwire", "health", "verifier"]
+ENTRYPOINT ["draftwire", "serve", "verifier"]
+
+FROM model-runtime AS drafter
+LABEL org.opencontainers.image.title=draftwire-drafter \
+      org.opencontainers.image.description="Runs the draft model and sends blocks to verifiers"
+COPY --from=package /models/drafter /models/drafter
+ENV DRAFTWIRE_DRAFTER_HOST=0.0.0.0 DRAFTWIRE_DRAFTER_LOG_FORMAT=json DRAFTWIRE_DRAFTER_MODEL=/models/drafter
+EXPOSE 50053 9053
+HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --retries=3 CMD ["draftwire", "health", "drafter"]
+ENTRYPOINT ["draftwire", "serve", "drafter"]

@@ -1,0 +1,230 @@
+"""What a form costs, and whether texts have it: JSON of several schemas beside free text and beside plain decoding.
+
+    python -m benchmarks.structured_output --output benchmarks/results/structured_output.json
+
+Every schema is asked for `--outputs` times through the three services, on the embedded pair, at temperature 1, in turn
+with the same prompt without a form and with the form in plain decoding; so noise of the machine meets all three. Each
+text is read back and held against its schema by hand-written checks, not by the library that made the masks. Times of
+masks are taken in this process, along the same texts, place by place.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported; its threads share two cores
+
+from rich.progress import track
+from transformers import AutoTokenizer
+
+from benchmarks.report import write_report
+from draftwire.automaton import FormCompiler
+from draftwire.cli.up import stack_options
+from draftwire.client import Client, Completion, StructuredOutput
+from draftwire.services.local_stack import LocalStack
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def _is_text(value: object, most: int) -> bool:
+    return isinstance(value, str) and len(value) <= most
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is asked for."""
+
+    prompt: str
+    schema: dict[str, Any]
+    is_valid: Callable[[Any], bool]
+    """Whether a value that was read back is valid against the schema; written by hand."""
+
+
+COORDINATE = {"type": "integer", "minimum": -99, "maximum": 99}
+POINT = _object(x=COORDINATE, y=COORDINATE)
+ROW = {"type": "array", "items": {"type": ["boolean", "null"]}, "minItems": 2, "maxItems": 3}
+TASKS = {
+    "pet": Task(
+        "A pet:\n",
+        _object(
+            name={"type": "string", "maxLength": 16},
+            kind={"enum": ["dog", "cat", "bird"]},
+            age={"type": "integer", "minimum": 0, "maximum": 40},
+            vaccinated={"type": "boolean"},
+        ),
+        lambda value: (
+            list(value) == ["name", "kind", "age", "vaccinated"]
+            and _is_text(value["name"], 16)
+            and value["kind"] in ("dog", "cat", "bird")
+            and _is_int(value["age"], 0, 40)
+            and type(value["vaccinated"]) is bool
+        ),
+    ),
+    "points": Task(
+        "Points:\n",
+        _object(points={"type": "array", "items": POINT, "minItems": 1, "maxItems": 4}),
+        lambda value: (
+            list(value) == ["points"]
+            and 1 <= len(value["points"]) <= 4
+            and all(list(p) == ["x", "y"] and all(_is_int(one, -99, 99) for one in p.values()) for p in value["points"])
+        ),
+    ),
+    "table": Task(
+        "A table:\n",
+        {"type": "array", "items": ROW, "minItems": 1, "maxItems": 4},
+        lambda value: (
+            1 <= len(value) <= 4
+            and all(2 <= len(row) <= 3 and all(cell in (True, False, None) for cell in row) for row in value)
+        ),
+    ),
+    "order": Task(
+        "An order:\n",
+        _object(
+            id={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"},
+            state={"enum": ["open", "paid", "sent", None]},
+            lines={
+                "type": "array",
+                "maxItems": 3,
+                "items": _object(
+                    item={"type": "string", "minLength": 1, "maxLength": 12},
+                    count={"type": "integer", "minimum": 1, "maximum": 9},
+                    marks={"type": "array", "items": {"enum": ["new", "gift"]}, "maxItems": 2},
+                ),
+            },
+        ),
+        lambda value: (
+            list(value) == ["id", "state", "lines"]
+            and len(value["id"]) == 7
+            and value["id"][:2].isupper()
+            and value["id"][2] == "-"
+            and value["id"][3:].isdecimal()
+            and value["state"] in ("open", "paid", "sent", None)
+            and len(value["lines"]) <= 3
+            and all(
+                list(line) == ["item", "count", "marks"]
+                and _is_text(line["item"], 12)
+                and line["item"]
+                and _is_int(line["count"], 1, 9)
+                and len(line["marks"]) <= 2
+                and all(mark in ("new", "gift") for mark in line["marks"])
+                for line in value["lines"]
+            )
+        ),
+    ),
+}
+
+
+@dataclass(slots=True)
+class Ways:
+    """What came of each way of asking, in order."""
+
+    constrained: list[Completion] = field(default_factory=list)
+    plain: list[Completion] = field(default_factory=list)
+    """With the form, without draft tokens."""
+    free: list[Completion] = field(default_factory=list)
+    """Without the form, as many tokens."""
+
+
+def is_valid(completion: Completion, task: Task) -> bool:
+    """Whether a text is JSON that is valid against its task's schema, and ended by itself."""
+    try:
+        return completion.finish_reason == "stop" and bool(task.is_valid(json.loads(completion.text)))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return False
+
+
+def ask(client: Client, task: Task, outputs: int, block_length: int) -> Ways:
+    """Asks for one task in all ways."""
+    ways, form = Ways(), StructuredOutput.json(task.schema)
+    for seed in track(range(outputs), task.prompt.strip()):
+        common = {"temperature": 1.0, "seed": seed}
+        one = client.generate(task.prompt, structured_output=form, num_speculative_tokens=block_length, **common)
+        ways.constrained.append(one)
+        ways.plain.append(client.generate(task.prompt, structured_output=form, num_speculative_tokens=0, **common))
+        length = max(1, len(one.token_ids))
+        ways.free.append(client.generate(task.prompt, max_tokens=length, num_speculative_tokens=block_length, **common))
+    return ways
+
+
+def summary(completions: Sequence[Completion]) -> dict[str, float]:
+    """Returns acceptance rate, block efficiency, and the median of tokens per second."""
+    accepted = sum(one.statistics.num_accepted_tokens for one in completions)
+    drafted = sum(one.statistics.num_draft_tokens for one in completions)
+    emitted = sum(one.statistics.num_emitted_tokens for one in completions)
+    rounds = sum(one.statistics.num_rounds for one in completions)
+    return {
+        "acceptance_rate": accepted / max(1, drafted),
+        "block_efficiency": emitted / rounds,
+        "median_tokens_per_second": statistics.median(one.tokens_per_second for one in completions),
+        "median_tokens": statistics.median(len(one.token_ids) for one in completions),
+    }
+
+
+def mask_times(compiler: FormCompiler, task: Task, completions: Sequence[Completion]) -> list[float]:
+    """Returns what each place of the texts costs, microseconds."""
+    times: list[float] = []
+    for completion in completions:
+        automaton = compiler.compile(StructuredOutput.json(task.schema))
+        for end in range(len(completion.token_ids)):
+            started = time.perf_counter()
+            automaton.masks(completion.token_ids[:end])
+            times.append((time.perf_counter() - started) * 1e6)
+    return times
+
+
+def main() -> None:
+    """Asks, checks, prints a line for each task and way, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--outputs", type=int, default=50, help="texts of each schema")
+    parser.add_argument("--block-length", type=int, default=4)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    report: dict[str, object] = {}
+    options = stack_options(None, None, arguments.block_length)
+    folder = str(options["verifier"]["model"])
+    with LocalStack(options) as stack, Client(stack.address) as client:
+        description = client.server().target
+        compiler = FormCompiler(
+            AutoTokenizer.from_pretrained(folder), description.vocab_size, description.stop_token_ids
+        )
+        for name, task in TASKS.items():
+            ways = ask(client, task, arguments.outputs, arguments.block_length)
+            times = mask_times(compiler, task, ways.constrained)
+            constrained, plain = summary(ways.constrained), summary(ways.plain)
+            free = summary(ways.free)
+            rate = "median_tokens_per_second"
+            report[name] = {
+                "valid": sum(is_valid(one, task) for one in ways.constrained),
+                "valid_plain": sum(is_valid(one, task) for one in ways.plain),
+                "outputs": arguments.outputs,
+                "constrained": constrained,
+                "constrained_plain": plain,
+                "unconstrained": free,
+                "speed_up_over_plain": constrained[rate] / plain[rate],
+                "speed_beside_unconstrained": constrained[rate] / free[rate],
+                "mask_us_median": statistics.median(times),
+                "mask_us_99th": statistics.quantiles(times, n=100)[-1],
+            }
+            print(name, json.dumps(report[name], indent=1))
+    write_report(arguments, report)
+
+
+if __name__ == "__main__":
+    main()

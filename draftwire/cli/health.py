@@ -1,0 +1,72 @@
+"""`draftwire health`: whether a service is well, for whoever starts and restarts containers."""
+
+import os
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from draftwire.cli.tls_options import TlsCa, TlsCert, TlsKey, TlsTargetName
+from draftwire.client.health import check_health
+from draftwire.client.security import Security
+from draftwire.errors import InvalidRequestError
+from draftwire.services.options import SERVICES, settings_of, variable
+
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
+"""Hosts that stand for all addresses of this machine, and one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnService:
+    """The service that the environment configures, as seen from the same machine."""
+
+    address: str
+    security: Security
+
+    @classmethod
+    def of(cls, service: str, tls_target_name: str | None) -> "OwnService":
+        """Reads the service's variables.
+
+        It is called with its own certificate. It is believed by `tls_ca`, or by nothing but that very certificate
+        where it has no issuer to ask callers for.
+        """
+        own = {
+            setting.name: os.environ.get(variable(service, setting.name), setting.default)
+            for setting in settings_of(SERVICES[service])
+        }
+        host = EVERYWHERE.get(own["host"], own["host"])
+        address = f"[{host}]:{own['port']}" if ":" in host and not host.startswith("[") else f"{host}:{own['port']}"
+        if own["tls_cert"] is None:
+            return cls(address, Security())
+        ca, name = own["tls_ca"] or own["tls_cert"], tls_target_name or own["tls_target_name"]
+        return cls(address, Security(ca, own["tls_cert"], own["tls_key"], name))
+
+
+def health(
+    service: Annotated[str, typer.Argument(help="gateway, verifier or drafter.")] = "gateway",
+    address: Annotated[
+        str | None,
+        typer.Option(help="host:port. Without it, the service that this environment configures, on this machine."),
+    ] = None,
+    live: Annotated[bool, typer.Option("--live", help="Ask whether the process lives, not whether it serves.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that an answer may take.")] = 5.0,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_target_name: TlsTargetName = None,
+) -> None:
+    """Ask a service whether it serves; the exit status is 0 if it does, else 1.
+
+    Without --address, port and certificates come from the service's own variables, such as DRAFTWIRE_VERIFIER_PORT.
+    A probe inside of its container needs --tls-target-name at most, where the certificate does not name the address.
+    """
+    if service not in SERVICES:
+        raise InvalidRequestError(f"unknown service {service!r}; known: {', '.join(sorted(SERVICES))}")
+    if address is None and tls_ca is None and tls_cert is None and tls_key is None:
+        own = OwnService.of(service, tls_target_name)
+        address, security = own.address, own.security
+    else:
+        address = address or OwnService.of(service, None).address
+        security = Security(tls_ca, tls_cert, tls_key, tls_target_name)
+    check_health(address, "" if live else f"draftwire.v1.{service.capitalize()}Service", security, timeout)
+    typer.echo(f"{address} is serving")

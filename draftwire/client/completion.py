@@ -1,0 +1,236 @@
+"""What comes of a request: the pieces of completions and, put together, the completions."""
+
+from dataclasses import dataclass
+
+from draftwire.errors import InvalidRequestError, ProtocolViolationError
+from draftwire.logprobs import PackedTop, TokenLogprob, unpack_top
+from draftwire.v1 import gateway_pb2
+
+_FINISH_REASONS = {gateway_pb2.FINISH_REASON_STOP: "stop", gateway_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens and text that became final, a prompt that is echoed, or log-probabilities of more of the prompt."""
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of the tokens; None unless asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """Of the prompt's next tokens, the first one left out; in pieces of their own, before all others."""
+    choice: int = 0
+    """Which completion; of a piece with `prompt_logprobs` the first one of the prompt."""
+    prompt_token_ids: list[int] | None = None
+    """The prompt, whose text the piece holds; None unless it is echoed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished completion, or the end of a streamed one."""
+
+    text: str
+    """With `echo`, it begins with the prompt's."""
+    token_ids: list[int]
+    """Those that were generated."""
+    finish_reason: str
+    """"stop" or "length"."""
+    seed: int
+    """The seed that was used."""
+    rejection_sample_method: str
+    """The verification rule that was used."""
+    is_lossy: bool
+    """Whether that rule changes the distribution of the text."""
+    drafter_error: str
+    """Why the completion went on without a drafter; empty if it did not have to."""
+    statistics: gateway_pb2.GenerationStatistics
+    """Of the last part, if the completion was interrupted."""
+    num_resumed: int = 0
+    """How often it was interrupted when it had begun, and resumed."""
+    logprobs: list[TokenLogprob] | None = None
+    """One for each of the tokens; None unless asked for."""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """One for each token of the prompt but the first; None unless asked for."""
+    choice: int = 0
+    """Which one of the request's completions, counted over all its prompts."""
+    prompt_text: str | None = None
+    """The prompt's, as its ids say it; None unless echoed."""
+    prompt_token_ids: list[int] | None = None
+    """The prompt's; None unless echoed."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens over the time from the request's arrival to its last token, at the gateway."""
+        return self.statistics.num_generated_tokens / max(self.statistics.duration_us, 1) * 1e6
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens emitted per forward pass of the target."""
+        return self.statistics.num_emitted_tokens / max(self.statistics.num_rounds, 1)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted draft tokens over draft tokens; 0 where none were drafted."""
+        return self.statistics.num_accepted_tokens / max(self.statistics.num_draft_tokens, 1)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """The same, by its name in other servers."""
+        return self.acceptance_rate
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted in a round that judged a draft block, on average; 0 if there was none."""
+        return self.statistics.mean_acceptance_length
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """Rounds that judged a draft block, by how many of its tokens were accepted: 0, 1, 2, ..."""
+        return list(self.statistics.acceptance_histogram)
+
+    @property
+    def num_spec_steps(self) -> int:
+        """Rounds that judged a draft block."""
+        return self.statistics.num_drafts
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Draft tokens judged."""
+        return self.statistics.num_draft_tokens
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        """Draft tokens accepted."""
+        return self.statistics.num_accepted_tokens
+
+
+class CollectedPrompt:
+    """What has come of a prompt, over all calls, and its completions."""
+
+    def __init__(self, request: gateway_pb2.GenerateRequest, choices: range) -> None:
+        """Has nothing yet. `choices` are those of the prompt."""
+        self.is_echoed = request.echo
+        self.text: str | None = None
+        self.token_ids: list[int] | None = None
+        self.logprobs: list[TokenLogprob] | None = [] if request.HasField("prompt_logprobs") else None
+        self.completions = [CollectedCompletion(request, choice, self) for choice in choices]
+
+    def take_echo(self, message: gateway_pb2.PromptEcho) -> list[Piece]:
+        """Takes the prompt; returns a piece for each of its completions, none if it has come before."""
+        if self.text is not None or not self.is_echoed:
+            return []
+        self.text, self.token_ids = message.text, list(message.token_ids)
+        return [completion.begin(self.text, self.token_ids) for completion in self.completions]
+
+    def take_logprobs(self, message: gateway_pb2.PromptLogprobs) -> Piece | None:
+        """Adds more of the prompt; None if all of it has come before, because the call is not the first.
+
+        Raises:
+            ProtocolViolationError: tokens are missing.
+        """
+        if self.logprobs is None:
+            return None
+        num_known = len(self.logprobs) + 1 - message.first_position
+        if num_known < 0:
+            raise ProtocolViolationError("the gateway leaves out log-probabilities of the prompt")
+        new = _tokens(message)[num_known:]
+        self.logprobs += new
+        if not new:
+            return None
+        first = self.completions[0]
+        return Piece([], "", [] if first.logprobs is not None else None, new, first.choice)
+
+    def check_whole(self, num_tokens: int) -> None:
+        """Makes sure that all has come that was asked for of a prompt of so many tokens.
+
+        Raises:
+            ProtocolViolationError: it has not.
+        """
+        if self.logprobs is not None and len(self.logprobs) != max(0, num_tokens - 1):
+            raise ProtocolViolationError("the gateway leaves out log-probabilities of the prompt")
+        if self.is_echoed and self.text is None:
+            raise ProtocolViolationError("the gateway does not send the prompt back")
+
+
+class CollectedCompletion:
+    """What has come of a completion, over all calls."""
+
+    def __init__(self, request: gateway_pb2.GenerateRequest, choice: int, prompt: CollectedPrompt) -> None:
+        """Has nothing yet."""
+        self.choice = choice
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = [] if request.HasField("logprobs") else None
+        self.completion: Completion | None = None
+        """There when it is finished."""
+        self._prompt = prompt
+        self._text: list[str] = []
+        self._num_resumed = 0
+
+    def begin(self, prompt_text: str, prompt_token_ids: list[int]) -> Piece:
+        """Puts the prompt in front."""
+        self._text.append(prompt_text)
+        logprobs: list[TokenLogprob] | None = [] if self.logprobs is not None else None
+        return Piece([], prompt_text, logprobs, choice=self.choice, prompt_token_ids=prompt_token_ids)
+
+    def take(self, delta: gateway_pb2.GenerateDelta) -> Piece:
+        """Adds more tokens or text.
+
+        Raises:
+            ProtocolViolationError: log-probabilities are missing.
+        """
+        tokens = _tokens(delta)
+        if self.logprobs is not None:
+            if len(tokens) != len(delta.token_ids):
+                raise ProtocolViolationError("the gateway leaves out log-probabilities: it may be of an older version")
+            self.logprobs += tokens
+        self._text.append(delta.text)
+        self.token_ids += delta.token_ids
+        logprobs = tokens if self.logprobs is not None else None
+        return Piece(list(delta.token_ids), delta.text, logprobs, choice=self.choice)
+
+    def resume(self) -> gateway_pb2.GeneratedChoice | None:
+        """Returns what to send along when all is asked for again; None if nothing has come."""
+        if self.completion is not None:
+            return gateway_pb2.GeneratedChoice(choice=self.choice, is_finished=True)
+        if not self.token_ids:
+            return None
+        self._num_resumed += 1
+        return gateway_pb2.GeneratedChoice(choice=self.choice, token_ids=self.token_ids)
+
+    def finish(self, finish: gateway_pb2.GenerateFinish) -> None:
+        """Takes the end.
+
+        Raises:
+            ProtocolViolationError: something is missing of the prompt.
+        """
+        self._prompt.check_whole(finish.statistics.num_prompt_tokens)
+        self.completion = Completion(
+            text="".join(self._text),
+            token_ids=self.token_ids,
+            finish_reason=_FINISH_REASONS[finish.reason],
+            seed=finish.seed,
+            rejection_sample_method=finish.rejection_sample_method,
+            is_lossy=finish.is_lossy,
+            drafter_error=finish.drafter_error,
+            statistics=finish.statistics,
+            num_resumed=self._num_resumed,
+            logprobs=self.logprobs,
+            prompt_logprobs=self._prompt.logprobs,
+            choice=self.choice,
+            prompt_text=self._prompt.text,
+            prompt_token_ids=self._prompt.token_ids,
+        )
+
+
+def _tokens(message: gateway_pb2.GenerateDelta | gateway_pb2.PromptLogprobs) -> list[TokenLogprob]:
+    """Returns what a message says of its tokens, if anything.
+
+    Raises:
+        ProtocolViolationError: the numbers do not fit the tokens, or are none.
+    """
+    top = message.top_logprobs
+    packed = PackedTop(top.num_top, top.token_ids, top.logprobs) if message.HasField("top_logprobs") else None
+    try:
+        return unpack_top(message.token_ids, message.logprobs, packed)
+    except InvalidRequestError as error:
+        raise ProtocolViolationError(f"the gateway sends no log-probabilities: {error}") from error

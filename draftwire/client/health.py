@@ -1,0 +1,32 @@
+"""Asks a service of any kind whether it is well, by `grpc.health.v1`."""
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from draftwire.client.security import Security
+from draftwire.errors import UnavailableError
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def check_health(address: str, grpc_name: str, security: Security, timeout_s: float) -> None:
+    """Returns if a service serves.
+
+    Args:
+        address: host:port.
+        grpc_name: full name of a gRPC service, for whether it takes calls; empty for whether the process is alive.
+        security: certificates.
+        timeout_s: how long connecting and answering may take.
+
+    Raises:
+        InvalidRequestError: a file cannot be read.
+        UnavailableError: it does not serve, or does not answer; the message says which.
+    """
+    request = health_pb2.HealthCheckRequest(service=grpc_name)
+    with security.open_channel(address, ()) as channel:
+        try:
+            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s).status
+        except grpc.RpcError as error:
+            raise UnavailableError(f"{address} does not answer: {error.details()}") from error
+    if status != _SERVING:
+        raise UnavailableError(f"{address} says {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}")

@@ -1,0 +1,28 @@
+"""Tokenizers as files, for services that have no model: no torch here."""
+
+import tempfile
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """Returns the files that `load_tokenizer` needs, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
+
+
+def load_tokenizer(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
+    """Builds a tokenizer from what `tokenizer_files` returned.
+
+    Raises:
+        ValueError: a file's name is not a plain name.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            if Path(name).name != name:
+                raise ValueError(f"tokenizer file {name!r} is not a plain file name")
+            (Path(folder) / name).write_bytes(content)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        return tokenizer

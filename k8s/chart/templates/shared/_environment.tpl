@@ -1,0 +1,101 @@
+{{/* Options of a service travel as environment variables: services.options has the rule for their names. Numbers are
+written as JSON, because Helm would write a large one as 6.7e+07. */}}
+{{- define "draftwire.environment" -}}
+{{- $root := .root -}}
+{{- $values := index $root.Values .service -}}
+{{- $options := dict
+  "host" "0.0.0.0"
+  "port" (include "draftwire.port" .)
+  "log_format" $root.Values.logFormat
+  "drain_seconds" $values.drainSeconds
+-}}
+{{- if or (ne .service "gateway") $root.Values.monitoring.enabled -}}
+{{- $_ := set $options "metrics_port" (include "draftwire.metricsPort" .) -}}
+{{- end -}}
+{{- with $root.Values.tls -}}
+{{- if .enabled -}}
+{{- $_ := set $options "tls_cert" "/etc/draftwire/tls/tls.crt" -}}
+{{- $_ := set $options "tls_key" "/etc/draftwire/tls/tls.key" -}}
+{{- $_ := set $options "tls_ca" "/etc/draftwire/tls/ca.crt" -}}
+{{- if ne $.service "verifier" -}}{{/* which calls nobody */}}
+{{- $_ := set $options "tls_target_name" .targetName -}}
+{{- end -}}
+{{- if eq $.service "gateway" -}}
+{{- $_ := set $options "tls_require_client_cert" .requireClientCert -}}
+{{- end -}}
+{{- else -}}
+{{- $_ := set $options "allow_plaintext" true -}}
+{{- end -}}
+{{- end -}}
+{{- if eq .service "gateway" -}}
+{{- with $root.Values -}}
+{{- $_ := set $options "startup_timeout_s" (max .verifier.startupSeconds .drafter.startupSeconds) -}}
+{{- if .tokens.secret -}}
+{{- $_ := set $options "tokens_file" (printf "/etc/draftwire/tokens/%s" .tokens.key) -}}
+{{- end -}}
+{{- end -}}
+{{- else -}}
+{{- $ranks := 1 -}}
+{{- if eq .service "verifier" -}}
+{{- $ranks = $values.tensorParallel.size -}}
+{{- $_ := set $options "tensor_parallel_size" $ranks -}}
+{{- else -}}
+{{- $ranks = $values.layerParallel.ranks -}}
+{{- $_ := set $options "layer_parallel_ranks" $ranks -}}
+{{- $_ := set $options "layer_parallel_size" $values.layerParallel.size -}}
+{{- end -}}
+{{- $cuda := gt (int $ranks) 1 | ternary "cuda" "cuda:0" -}}{{/* several take a GPU each */}}
+{{- $_ := set $options "device" (eq $values.device "cuda" | ternary $cuda $values.device) -}}
+{{- $missing := printf "%s.model: a folder under /models, or a name on the hub" .service -}}
+{{- $_ := set $options "model" (required $missing $values.model) -}}
+{{- $_ := set $options "max_added_latency_ms" $root.Values.maxAddedLatencyMs -}}
+{{- end -}}
+{{- range $name, $value := mergeOverwrite $options $values.options }}
+- name: DRAFTWIRE_{{ upper $.service }}_{{ upper $name }}
+  value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}
+{{- end }}
+{{- if eq .service "gateway" }}
+{{- include "draftwire.peers" $root }}
+{{- else }}
+# For what libraries keep in the home folder, which cannot be written to.
+- name: HOME
+  value: /tmp
+{{- with $root.Values.models.hub }}
+{{- if .enabled }}
+- name: HF_HOME
+  value: /hub
+{{- with .tokenSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $root.Values.models.hub.tokenKey }}}}
+{{- end }}
+{{- else }}
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- end }}
+{{- end }}
+{{- end }}
+{{- with $values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Where the gateway finds the others. Their Services are headless, so a name leads to all pods that are ready. */}}
+{{- define "draftwire.peers" -}}
+{{- $verifier := include "draftwire.name" (dict "root" . "service" "verifier") -}}
+{{- $drafter := include "draftwire.name" (dict "root" . "service" "drafter") -}}
+{{- if eq .Values.discovery "kubernetes" }}
+- name: DRAFTWIRE_GATEWAY_DISCOVERY
+  value: kubernetes
+- name: DRAFTWIRE_GATEWAY_VERIFIER_SERVICE
+  value: {{ $verifier }}
+{{- if .Values.drafter.enabled }}
+- name: DRAFTWIRE_GATEWAY_DRAFTER_SERVICE
+  value: {{ $drafter }}
+{{- end }}
+{{- else }}
+- name: DRAFTWIRE_GATEWAY_VERIFIER
+  value: dns:///{{ $verifier }}:50052
+- name: DRAFTWIRE_GATEWAY_DRAFTER
+  value: {{ .Values.drafter.enabled | ternary (printf "dns:///%s:50053" $drafter) "none" }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,82 @@
+{{/* Rules of NetworkPolicies; each begins with a new line, or is empty. A rule without peers would let everybody
+through, so where a list of peers is empty the rule is left out. */}}
+
+{{- define "draftwire.rules" -}}
+{{- if trim . -}}
+{{ nindent 4 (trim .) }}
+{{- else }} []
+{{- end -}}
+{{- end }}
+
+{{/* (dict "root" $ "service" "gateway"): the pods of a service, as a peer. */}}
+{{- define "draftwire.peer" -}}
+podSelector:
+  matchLabels:
+    {{- include "draftwire.selector" . | nindent 4 }}
+{{- end }}
+
+{{- define "draftwire.policyHead" -}}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  {{- include "draftwire.metadata" . | nindent 2 }}
+spec:
+  policyTypes: [Ingress, Egress]
+  {{- include "draftwire.peer" . | nindent 2 }}
+{{- end }}
+
+{{/* (dict "side" "to" "peers" list "ports" list) */}}
+{{- define "draftwire.rule" -}}
+{{- with .peers }}
+- {{ $.side }}:
+    {{- toYaml . | nindent 4 }}
+  ports:
+    {{- range $.ports }}
+    - {protocol: TCP, port: {{ . | int }}}
+    {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "draftwire.fromServices" }}
+- from:
+    {{- range .callers }}
+    - {{ include "draftwire.peer" (dict "root" $.root "service" .) | nindent 6 | trim }}
+    {{- end }}
+  ports:
+    - {protocol: TCP, port: {{ include "draftwire.port" . }}}
+{{- end }}
+
+{{- define "draftwire.toService" }}
+- to:
+    - {{ include "draftwire.peer" . | nindent 6 | trim }}
+  ports:
+    - {protocol: TCP, port: {{ include "draftwire.port" . }}}
+{{- end }}
+
+{{- define "draftwire.fromScrapers" -}}
+{{- if .root.Values.monitoring.enabled }}
+{{- include "draftwire.rule" (dict "side" "from" "peers" .root.Values.networkPolicy.scrapers "ports" (list (include "draftwire.metricsPort" .))) }}
+{{- end }}
+{{- end }}
+
+{{/* What every pod may call: names, and a collector of traces. */}}
+{{- define "draftwire.toCommon" -}}
+{{- with .root.Values.networkPolicy }}
+{{- with .dns }}
+- to:
+    {{- toYaml . | nindent 4 }}
+  ports:
+    - {protocol: UDP, port: 53}
+    - {protocol: TCP, port: 53}
+{{- end }}
+{{- include "draftwire.rule" (dict "side" "to" "peers" .traces.to "ports" .traces.ports) }}
+{{- end }}
+{{- end }}
+
+{{- define "draftwire.toHub" -}}
+{{- if .root.Values.models.hub.enabled }}
+{{- with .root.Values.networkPolicy.hub }}
+{{- include "draftwire.rule" (dict "side" "to" "peers" .to "ports" .ports) }}
+{{- end }}
+{{- end }}
+{{- end }}

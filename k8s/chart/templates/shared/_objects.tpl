@@ -1,0 +1,80 @@
+{{/* Objects that all services have alike; each takes (dict "root" $ "service" "verifier"). */}}
+
+{{/* "objectName" where it is not the service's. */}}
+{{- define "draftwire.metadata" -}}
+name: {{ .objectName | default (include "draftwire.name" .) }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "draftwire.labels" . | nindent 2 }}
+{{- end }}
+
+{{- define "draftwire.serviceAccount" -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  {{- include "draftwire.metadata" . | nindent 2 }}
+automountServiceAccountToken: false
+{{- end }}
+
+{{/* A pod that never gets ready must not keep a node from being drained. */}}
+{{- define "draftwire.disruptionBudget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "draftwire.metadata" . | nindent 2 }}
+spec:
+  maxUnavailable: 1
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels:
+      {{- include "draftwire.selector" . | nindent 6 }}
+{{- end }}
+
+{{- define "draftwire.servicePorts" -}}
+- {name: grpc, port: {{ include "draftwire.port" . }}, targetPort: grpc}
+{{- if .root.Values.monitoring.enabled }}
+- {name: metrics, port: {{ include "draftwire.metricsPort" . }}, targetPort: metrics}
+{{- end }}
+{{- end }}
+
+{{/* Headless: gateways choose the verifier and the drafter of each session themselves, and drafters call the verifier
+that they are told. */}}
+{{- define "draftwire.headlessService" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  {{- include "draftwire.metadata" . | nindent 2 }}
+spec:
+  clusterIP: None
+  selector:
+    {{- include "draftwire.selector" . | nindent 4 }}
+    {{- with .selector }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  ports:
+    {{- include "draftwire.servicePorts" . | nindent 4 }}
+{{- end }}
+
+{{/* gRPC takes RSA, and ECDSA on P-256 or P-384; no Ed25519. Every service both shows a certificate to callers and, but
+for the verifier, to those that it calls. */}}
+{{- define "draftwire.certificate" -}}
+{{- with .root.Values.tls -}}
+apiVersion: cert-manager.io/v1
+kind: Certificate
+metadata:
+  {{- include "draftwire.metadata" $ | nindent 2 }}
+spec:
+  secretName: {{ include "draftwire.tlsSecret" $ }}
+  commonName: {{ $.service }}
+  dnsNames:
+    {{- prepend ($.names | default list) .targetName | uniq | toYaml | nindent 4 }}
+  usages: [digital signature, server auth, client auth]
+  privateKey: {algorithm: ECDSA, size: 256, rotationPolicy: Always}
+  duration: {{ .certManager.duration }}
+  renewBefore: {{ .certManager.renewBefore }}
+  issuerRef:
+    group: cert-manager.io
+    kind: {{ .certManager.issuer.kind }}
+    name: {{ .certManager.issuer.name }}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,86 @@
+"""A conversation that a chat template is to render, as its user says it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from draftwire.errors import InvalidRequestError
+
+MAX_CHAT_MESSAGES = 4096
+"""Turns of a conversation, at most."""
+MAX_TOOLS = 1024
+"""Tools of a conversation, at most."""
+MAX_TOOL_CALLS = 4096
+"""Calls in all messages of a conversation, at most."""
+MAX_TOOL_CHARACTERS = 1_000_000
+"""Of all tools together: templates write them indented, several times as long as they come."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool that an assistant's message calls."""
+
+    id: str
+    """Empty is not said."""
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """One message of a conversation; what is empty is not said."""
+
+    role: str
+    content: str
+    name: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may ask for."""
+
+    name: str
+    description: str = ""
+    """Empty is not said."""
+    parameters: str = ""
+    """JSON schema, a JSON object; empty is not said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A prompt that a chat template renders.
+
+    Raises:
+        InvalidRequestError: it is empty or too large.
+    """
+
+    turns: tuple[ChatTurn, ...]
+    tools: tuple[Tool, ...] = ()
+    template_arguments: str = ""
+    """A JSON object of further variables of the template; empty is none."""
+    continues_last: bool = False
+    """Whether the model goes on with the last message instead of answering it."""
+
+    def __post_init__(self) -> None:
+        if not self.turns:
+            raise InvalidRequestError("the prompt is empty")
+        if sum(map(len, self._tool_texts())) > MAX_TOOL_CHARACTERS:
+            raise InvalidRequestError(f"tools and template_arguments take at most {MAX_TOOL_CHARACTERS} characters")
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of everything that is said."""
+        return sum(map(len, self._tool_texts())) + sum(map(len, self._turn_texts()))
+
+    def _tool_texts(self) -> Iterator[str]:
+        yield self.template_arguments
+        for tool in self.tools:
+            yield from (tool.name, tool.description, tool.parameters)
+
+    def _turn_texts(self) -> Iterator[str]:
+        for turn in self.turns:
+            yield from (turn.role, turn.content, turn.name, turn.tool_call_id)
+            for call in turn.tool_calls:
+                yield from (call.id, call.name, call.arguments)

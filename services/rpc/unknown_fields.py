@@ -1,0 +1,35 @@
+"""What a newer client sends and this server does not know. Users' requests with it are refused: nothing is ignored."""
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from draftwire.errors import InvalidRequestError
+
+MAX_MESSAGES = 65_536
+"""Messages within one request, at most: looking at them takes time on the event loop."""
+
+
+def refuse_unknown_fields(request: Message) -> None:
+    """Looks through a request and all messages in it. Entries of maps come without what is unknown of them.
+
+    Raises:
+        InvalidRequestError: one has a field that this version does not know, or there are too many.
+    """
+    waiting = [request]
+    num_messages = 1
+    while waiting:
+        message = waiting.pop()
+        unknown = UnknownFieldSet(message)
+        if len(unknown):
+            raise InvalidRequestError(
+                f"field {unknown[0].field_number} of {message.DESCRIPTOR.name} is unknown: the server may be older "
+                "than the client"
+            )
+        for field, value in message.ListFields():
+            if field.message_type is None or field.message_type.GetOptions().map_entry:
+                continue
+            inner = value if field.is_repeated else [value]
+            num_messages += len(inner)
+            if num_messages > MAX_MESSAGES:
+                raise InvalidRequestError(f"a request holds at most {MAX_MESSAGES} messages")
+            waiting.extend(inner)

@@ -1,0 +1,149 @@
+"""The chart as a whole: every set of values makes manifests that Kubernetes takes."""
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from chart import CHART, VALUES, Manifest, configure, render, run_helm, template
+
+from draftwire import __version__
+
+OLDEST, NEWEST = "1.30", "1.37"
+"""The oldest version that Chart.yaml allows, and the newest whose schemas are known here."""
+
+CUSTOM = {
+    "Certificate": "cert-manager.io/v1",
+    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
+    "PrometheusRule": "monitoring.coreos.com/v1",
+    "ScaledObject": "keda.sh/v1alpha1",
+    "ServiceMonitor": "monitoring.coreos.com/v1",
+}
+"""Kinds that are none of Kubernetes' own. Other tests look at what is in them."""
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_helm_finds_no_fault(values: str) -> None:
+    done = run_helm("lint", "--strict", str(CHART), f"--values={CHART.parent / 'values' / values}.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[WARNING]" not in done.stdout
+
+
+def test_helm_finds_no_fault_in_the_defaults() -> None:
+    done = run_helm("lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+@pytest.mark.parametrize("values", VALUES)
+def test_every_manifest_is_as_kubernetes_defines_it(values: str, version: str) -> None:
+    manifests = render(values).manifests
+    assert len(manifests) > 10
+    for manifest in manifests:
+        if manifest["kind"] in CUSTOM:
+            assert manifest["apiVersion"] == CUSTOM[manifest["kind"]]
+        else:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_pods_of_groups_are_as_kubernetes_defines_them(version: str) -> None:
+    (group,) = render("multi-node-tp").all("LeaderWorkerSet")
+    templates = group["spec"]["leaderWorkerTemplate"]
+    for name in ("leaderTemplate", "workerTemplate"):
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": templates[name]}
+        kubernetes_validate.validate(pod, version, strict=True)
+
+
+def test_chart_is_for_the_version_of_the_package() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == chart["version"] == __version__
+    assert chart["kubeVersion"] == f">={OLDEST}.0-0"
+
+
+def test_all_objects_are_in_the_namespace_of_the_release() -> None:
+    for values in VALUES:
+        for manifest in render(values).manifests:
+            assert manifest["metadata"]["namespace"] == "llm", manifest["kind"]
+
+
+def test_names_fit_however_long_the_release_is_called() -> None:
+    done = template("multi-node-tp", "verifier.replicas=10", release="r" * 53)
+    assert done.returncode == 0, done.stderr
+    for manifest in yaml.safe_load_all(done.stdout):
+        assert len(manifest["metadata"]["name"]) + len("-9-15") <= 63, manifest["metadata"]["name"]
+
+
+def test_selectors_find_their_own_pods_and_no_others() -> None:
+    rendered = render("tp8")
+    labels = {service: rendered.workload(service)["spec"]["template"]["metadata"]["labels"] for service in PORTS}
+    for service in PORTS:
+        selector = rendered.workload(service)["spec"]["selector"]["matchLabels"]
+        assert rendered.one("PodDisruptionBudget", service)["spec"]["selector"]["matchLabels"] == selector
+        assert rendered.one("Service", service)["spec"]["selector"] == selector
+        assert [name for name in PORTS if selector.items() <= labels[name].items()] == [service]
+
+
+PORTS = {"gateway": (50051, 9051), "verifier": (50052, 9052), "drafter": (50053, 9053)}
+
+
+@pytest.mark.parametrize(("service", "ports"), PORTS.items())
+def test_services_lead_to_the_ports_that_pods_listen_on(service: str, ports: tuple[int, int]) -> None:
+    rendered = render("tp8")
+    of_service = {port["name"]: port for port in rendered.one("Service", service)["spec"]["ports"]}
+    of_pod = {port["name"]: port["containerPort"] for port in rendered.container(service)["ports"]}
+    assert of_pod == {"grpc": ports[0], "metrics": ports[1]}
+    for name, port in of_service.items():
+        assert (port["port"], port["targetPort"]) == (of_pod[name], name)
+    options = rendered.environment(service)
+    prefix = f"DRAFTWIRE_{service.upper()}_"
+    assert (options[prefix + "PORT"], options[prefix + "METRICS_PORT"]) == (str(ports[0]), str(ports[1]))
+    assert options[prefix + "HOST"] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("service", ["verifier", "drafter"])
+def test_services_whose_clients_balance_have_no_address_of_their_own(service: str) -> None:
+    spec = render("tp8").one("Service", service)["spec"]
+    assert spec["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in spec  # who still loads is not called
+
+
+def test_gateways_service_is_as_values_say() -> None:
+    assert render("tp8").one("Service", "gateway")["spec"]["type"] == "ClusterIP"
+    assert render("mtls").one("Service", "gateway")["spec"]["type"] == "LoadBalancer"
+    annotated = render("tp8", 'gateway.service.annotations={"a.b/c":"d"}').one("Service", "gateway")
+    assert annotated["metadata"]["annotations"] == {"a.b/c": "d"}
+
+
+@pytest.mark.parametrize("service", PORTS)
+def test_nodes_can_be_drained_one_pod_at_a_time_and_of_pods_that_never_get_ready(service: str) -> None:
+    spec = render("tp8").one("PodDisruptionBudget", service)["spec"]
+    assert (spec["maxUnavailable"], spec["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+
+
+@pytest.mark.parametrize(("values", "said"), [("mtls", None), ("hpa-off", "none")])
+def test_without_drafters_nothing_of_theirs_is_left(
+    values: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered = render(values, "drafter.enabled=false")
+    components = {manifest["metadata"]["labels"]["app.kubernetes.io/component"] for manifest in rendered.manifests}
+    assert components - {"monitoring"} == {"gateway", "verifier", "test"}
+    environment = rendered.environment("gateway")
+    assert environment.get("DRAFTWIRE_GATEWAY_DRAFTER") == said
+    assert "DRAFTWIRE_GATEWAY_DRAFTER_SERVICE" not in environment
+    configure("gateway", environment, monkeypatch)
+
+
+def test_images_are_those_of_the_values() -> None:
+    settings = ("image.registry=example.com/team", 'image.tag="1.2"', 'image.pullSecrets=["one"]')
+    images = {pod["containers"][0]["image"] for pod in specs(*settings)}
+    assert images == {f"example.com/team/draftwire-{service}:1.2" for service in PORTS}
+    assert all(pod["imagePullSecrets"] == [{"name": "one"}] for pod in specs(*settings))
+    assert {pod["containers"][0]["image"] for pod in specs()} == {
+        f"draftwire-{service}:{__version__}" for service in PORTS
+    }
+
+
+def specs(*settings: str) -> list[Manifest]:
+    pods: list[dict[str, Any]] = render("tp8", *settings).pods()
+    return [pod["spec"] for pod in pods]

@@ -1,0 +1,303 @@
+"""The masks of a form say exactly which tokens can go on, whatever was asked before."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from draftwire.automaton import Automaton, FormCompiler
+from draftwire.errors import InvalidRequestError
+from draftwire.structured_output import Form, StructuredOutput
+
+EMBEDDED = Path(__file__).parents[2] / "models" / "target"
+STOP = 0
+PET = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["dog", "cat", "d"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,4}$"}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "age", "tags"],
+    "additionalProperties": False,
+}
+EXPRESSION = """
+start: sum
+sum: product (("+" | "-") product)*
+product: atom ("*" atom)*
+atom: NUMBER | NAME | "(" sum ")"
+NUMBER: /[0-9]{1,3}/
+NAME: /[a-z]{1,4}/
+"""
+FORMS = {
+    "schema": StructuredOutput.json(PET),
+    "any JSON": StructuredOutput.json("{}"),
+    "regex": StructuredOutput.regex(r"(one|two|three|on)( and (one|two))*\.?"),
+    "choices": StructuredOutput.choice(["yes", "yes, but", "no", "nothing", 'a "b"\n\\ c', "\t<é>/"]),
+    "grammar": StructuredOutput.grammar(EXPRESSION),
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> FormCompiler:
+    return FormCompiler(AutoTokenizer.from_pretrained(EMBEDDED), 4096, [STOP])
+
+
+def tiny_compiler(tokens: list[str], vocab_size: int, stops: list[int]) -> FormCompiler:
+    """Returns one for a tokenizer that cuts nothing into bytes."""
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return FormCompiler(PreTrainedTokenizerFast(tokenizer_object=tokenizer), vocab_size, stops)
+
+
+def ids_of(mask: NDArray[np.uint8]) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+
+
+def texts_of(automaton: Automaton, tokens: list[str], stops: list[int]) -> set[str]:
+    """Returns all texts that the masks lead to."""
+    texts: set[str] = set()
+    growing: list[list[int]] = [[]]
+    while growing:
+        ids = growing.pop()
+        for token in ids_of(automaton.masks(ids)[0]):
+            if token in stops:
+                texts.add("".join(tokens[one] for one in ids))
+            else:
+                growing.append([*ids, token])
+    return texts
+
+
+def random_text(automaton: Automaton, generator: random.Random, length: int) -> list[int]:
+    """Returns a text of the form, or a beginning of one."""
+    ids: list[int] = []
+    while len(ids) < length and STOP not in ids:
+        ids.append(generator.choice(ids_of(automaton.masks(ids)[0])))
+    return ids
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_masks_along_a_draft_are_those_of_committing_it_token_by_token(compiler: FormCompiler, name: str) -> None:
+    """Drafts go on as the form allows, break it, or go beyond its end; the same automaton goes back and forth."""
+    generator = random.Random(1)
+    automaton, num_broken, num_ended = compiler.compile(FORMS[name]), 0, 0
+    for _ in range(30):
+        text = random_text(compiler.compile(FORMS[name]), generator, 24)
+        start = generator.randrange(len(text))
+        draft = text[start : start + generator.randint(1, 6)]
+        if generator.random() < 0.4:
+            draft[generator.randrange(len(draft))] = generator.randrange(4096)
+        if generator.random() < 0.3:
+            draft.append(generator.choice([STOP, 77]))
+        committed = [token for token in text[:start] if token != STOP]
+        masks = automaton.masks(committed, draft)
+        assert masks.shape == (len(draft) + 1, 512)
+        is_over = False
+        for place, mask in enumerate(masks):
+            if is_over:
+                assert mask.min() == 255, "every token is allowed where nothing can be meant"
+                continue
+            alone = compiler.compile(FORMS[name], [*committed, *draft[:place]]).masks([*committed, *draft[:place]])
+            assert ids_of(alone[0]) == ids_of(mask)
+            assert (automaton.last_mask(committed, draft[:place]) == alone).all()
+            if place < len(draft):
+                is_broken, is_ended = draft[place] not in ids_of(mask), draft[place] == STOP
+                num_broken, num_ended = num_broken + is_broken, num_ended + is_ended
+                is_over = is_broken or is_ended
+    assert num_broken > 3
+    assert num_ended > 0 or name == "any JSON"
+
+
+def test_going_back_forgets_what_was_followed(compiler: FormCompiler) -> None:
+    automaton = compiler.compile(StructuredOutput.regex("ab(cd|ef)"))
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED)
+    a, b, c, e = (tokenizer.convert_tokens_to_ids(letter) for letter in "abce")
+    first = automaton.masks([a, b])
+    assert automaton.masks([a, b, c]).tolist() != first.tolist()
+    assert automaton.masks([a, b]).tolist() == first.tolist()
+    assert automaton.masks([a, b, e]).tolist() != automaton.masks([a, b, c]).tolist()
+    assert automaton.masks([]).tolist() == compiler.compile(StructuredOutput.regex("ab(cd|ef)")).masks([]).tolist()
+
+
+TOKENS = ["a", "b", "ab", "c", "<one>", "<two>"]
+
+
+def test_all_stop_tokens_end_a_text_and_nothing_before_its_end() -> None:
+    stops = [4, 5]
+    automaton = tiny_compiler(TOKENS, 6, stops).compile(StructuredOutput.regex("[ab]{2}c?"))
+    assert ids_of(automaton.masks([0])[0]) == [0, 1]
+    assert ids_of(automaton.masks([2])[0]) == [3, *stops]
+    assert ids_of(automaton.masks([2, 3])[0]) == stops
+    assert texts_of(automaton, TOKENS, stops) == {x + y + z for x in "ab" for y in "ab" for z in ("", "c")}
+    for stop in stops:
+        assert automaton.masks([2, 3, stop]).min() == 255
+        assert ids_of(automaton.masks([2])[0]) == [3, *stops]
+        with pytest.raises(InvalidRequestError, match="do not have this form"):
+            automaton.masks([0, stop])
+
+
+@pytest.mark.parametrize("vocab_size", [5, 6, 9, 40])
+def test_ids_beyond_the_tokenizer_or_the_model_are_never_allowed(vocab_size: int) -> None:
+    automaton = tiny_compiler([*TOKENS[:4], "<e>", "d"], vocab_size, [4]).compile(StructuredOutput.regex("[a-z]+"))
+    masks = automaton.masks([0], [0, 0])
+    assert masks.shape == (3, 8 if vocab_size > 32 else 4)
+    for mask in masks:
+        assert ids_of(mask) == [0, 1, 2, 3, 4, *([5] if vocab_size > 5 else [])]
+    for beyond in (vocab_size, 39, 1000):
+        assert automaton.masks([0], [beyond])[1].min() == 255
+        assert ids_of(automaton.masks([0])[0]) == ids_of(masks[0])
+
+
+@pytest.mark.parametrize(
+    ("form", "texts"),
+    [
+        (StructuredOutput.choice(["a", "ab", "abc", "cab"]), {"a", "ab", "abc", "cab"}),
+        (StructuredOutput.grammar('start: x "c"? \nx: "a" | "b" x'), None),
+        (StructuredOutput.regex("^(ab|b)$"), {"ab", "b"}),
+    ],
+)
+def test_the_texts_of_a_form_are_all_reached_and_no_others(form: StructuredOutput, texts: set[str] | None) -> None:
+    automaton = tiny_compiler(TOKENS, 6, [4]).compile(form)
+    if texts is None:
+        assert ids_of(automaton.masks([1, 1, 0])[0]) == [3, 4]
+        assert ids_of(automaton.masks([1])[0]) == [0, 1]
+    else:
+        assert texts_of(automaton, TOKENS, [4]) == texts
+
+
+def accepts(compiler: FormCompiler, form: StructuredOutput, text: str) -> bool:
+    """Whether a text has the form, and may end."""
+    ids = AutoTokenizer.from_pretrained(EMBEDDED).encode(text)
+    try:
+        return STOP in ids_of(compiler.compile(form, ids).masks(ids)[0])
+    except InvalidRequestError:
+        return False
+
+
+@pytest.mark.parametrize("text", ['{"a":[1,2]}', '{"a": [1, 2]}', '{\n  "a": [\n    1,\n\t\t2\r\n  ]\n}'])
+def test_ordinary_layouts_of_json_are_allowed(compiler: FormCompiler, text: str) -> None:
+    assert accepts(compiler, StructuredOutput.json({"properties": {"a": {"type": "array"}}}), text)
+
+
+@pytest.mark.parametrize("text", ['{"a":  1}', '{\n\n"a":1}', "{\n" + 33 * " " + '"a":1}', ' {"a":1}', '{"a":1}\n'])
+def test_endless_whitespace_in_json_is_not_allowed(compiler: FormCompiler, text: str) -> None:
+    assert not accepts(compiler, StructuredOutput.json({"type": "object"}), text)
+
+
+def test_a_schema_sets_its_own_whitespace(compiler: FormCompiler) -> None:
+    tight = StructuredOutput.json({"type": "object", "x-guidance": {"whitespace_flexible": False}})
+    assert accepts(compiler, tight, '{"a":1}')
+    assert not accepts(compiler, tight, '{"a": 1}')
+    wide = StructuredOutput.json({"type": "object", "x-guidance": {"whitespace_pattern": " {3}"}})
+    assert accepts(compiler, wide, '{"a":   1}')
+
+
+BAD_FORMS = {
+    "broken JSON": ('{"a":', Form.JSON_SCHEMA, "is not JSON"),
+    "no schema": ("3", Form.JSON_SCHEMA, "not a JSON object"),
+    "false": ("false", Form.JSON_SCHEMA, "not a JSON object"),
+    "depth": ('{"items":' * 5_000 + "{}" + "}" * 5_000, Form.JSON_SCHEMA, "too deeply"),
+    "a keyword that is not supported": ('{"type":"array","uniqueItems":true}', Form.JSON_SCHEMA, "uniqueItems"),
+    "one deep inside": ('{"properties":{"a":{"anyOf":[{"not":{}}]}}}', Form.JSON_SCHEMA, "'not'"),
+    "a misspelt keyword": ('{"type":"object","requierd":["a"]}', Form.JSON_SCHEMA, "requierd"),
+    "several that fit at once": ('{"oneOf":[{"type":"integer"},{"type":"number"}]}', Form.JSON_SCHEMA, "oneOf"),
+    "a format that is not known": ('{"type":"string","format":"poem"}', Form.JSON_SCHEMA, "format"),
+    "lenience": ('{"type":"object","x-guidance":{"lenient":true}}', Form.JSON_SCHEMA, "lenient"),
+    "approximation": ('{"x-guidance":{"coerce_one_of":true}}', Form.JSON_SCHEMA, "coerce_one_of"),
+    "inner options": ('{"items":{"x-guidance":{"whitespace_flexible":true}}}', Form.JSON_SCHEMA, "x-guidance"),
+    "a reference to elsewhere": ('{"$ref":"http://example.com/s"}', Form.JSON_SCHEMA, "not present"),
+    "no value at all": ('{"enum":[]}', Form.JSON_SCHEMA, "anyOf is empty"),
+    "endless nesting": ('{"$ref":"#"}', Form.JSON_SCHEMA, "no token"),
+    "broken regex": ("(secret", Form.REGEX, "unclosed group"),
+    "look-ahead": ("(?=secret)", Form.REGEX, "look-around"),
+    "word border": ("secret\\b", Form.REGEX, "lookarounds"),
+    "a back reference": ("(secret)\\1", Form.REGEX, "backreferences"),
+    "no text": ("a[a&&b]", Form.REGEX, "no token"),
+    "too large": ("(a{1000}){1000}", Form.REGEX, "cost|too many"),
+    "no start": ('secret: "a"', Form.GRAMMAR, "start"),
+    "an unknown rule": ("start: secret", Form.GRAMMAR, "unknown name"),
+    "an attribute": ("start[max_tokens=3]: /a*/", Form.GRAMMAR, "max_tokens"),
+    "a special token": ("start: <|endoftext|>", Form.GRAMMAR, "endoftext"),
+    "JSON in a grammar": ('start: %json {"not": {}}', Form.GRAMMAR, "%json"),
+    "the library's notation": ('{"grammars":[]}', Form.GRAMMAR, "rules are expected"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FORMS)
+def test_bad_forms_are_refused_with_a_short_reason(compiler: FormCompiler, name: str) -> None:
+    text, form, reason = BAD_FORMS[name]
+    with pytest.raises(InvalidRequestError, match=reason) as raised:
+        compiler.compile(StructuredOutput(form, (text,)))
+    message = str(raised.value)
+    assert message.startswith("structured_output")
+    assert "\n" not in message
+    assert len(message) < 250
+    assert form is not Form.REGEX or "secret" not in message, "what the user wrote is not quoted"
+
+
+def test_keywords_that_say_nothing_of_the_value_are_allowed(compiler: FormCompiler) -> None:
+    schema = {"title": "T", "description": "d", "examples": [1], "default": 3, "x-mine": {"not": {}}, "type": "integer"}
+    assert accepts(compiler, StructuredOutput.json(schema), "12")
+    named = {"type": "object", "properties": {"not": {"type": "integer"}, "uniqueItems": {"type": "null"}}}
+    assert accepts(compiler, StructuredOutput.json(named), '{"not":1,"uniqueItems":null}')
+
+
+def test_a_form_of_which_the_model_lacks_the_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no token"):
+        tiny_compiler(TOKENS, 6, [4]).compile(StructuredOutput.regex("x"))
+    automaton = tiny_compiler(TOKENS, 6, [4]).compile(StructuredOutput.regex("ax|b"))
+    with pytest.raises(InvalidRequestError, match="no token"):
+        automaton.masks([0])
+
+
+def test_models_without_stop_tokens_and_tokenizers_that_cannot_be_read_refuse_forms() -> None:
+    with pytest.raises(InvalidRequestError, match="no stop token"):
+        tiny_compiler(TOKENS, 6, []).compile(FORMS["regex"])
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    with pytest.raises(InvalidRequestError, match="tokenizer"):
+        FormCompiler(PreTrainedTokenizerFast(tokenizer_object=words), 2, [1]).compile(FORMS["regex"])
+
+
+def test_generated_tokens_that_do_not_fit_are_refused(compiler: FormCompiler) -> None:
+    with pytest.raises(InvalidRequestError, match="do not have this form"):
+        compiler.compile(FORMS["choices"], [77])
+
+
+def test_a_form_that_becomes_too_costly_ends_alone(compiler: FormCompiler) -> None:
+    """The rules are so ambiguous that a text costs the more the longer it is."""
+    automaton = compiler.compile(StructuredOutput.grammar('start: s\ns: s s | s s s | "a"'))
+    letter = AutoTokenizer.from_pretrained(EMBEDDED).convert_tokens_to_ids("a")
+    with pytest.raises(InvalidRequestError, match=r"costs too much|max is"):
+        automaton.masks([letter] * 300)
+
+
+def test_draft_that_leads_where_the_form_costs_too_much_is_no_fault_before_that_place(compiler: FormCompiler) -> None:
+    automaton = compiler.compile(StructuredOutput.grammar('start: s\ns: "a" s s | "a" | '))
+    letter = next(token for token in ids_of(automaton.masks(())[0]) if token != STOP)
+    for length in range(400):
+        masks = automaton.along([letter] * length, [letter, letter])
+        assert letter in ids_of(masks.rows[0])
+        if masks.fault is not None:
+            break
+        assert all(len(ids_of(row)) < 100 for row in masks.rows)
+    assert masks.num_places == 2, "the last place alone cannot be followed"
+    assert masks.rows[2].min() == 255
+    assert len(ids_of(automaton.masks([letter] * length)[0])) < 100, "it is of use after that"
+    with pytest.raises(InvalidRequestError, match="structured_output"):
+        automaton.along([letter] * (length + 2), [letter])
+
+
+@pytest.mark.parametrize(("draft", "num_places", "has_fault"), [([1], 1, True), ([2], 2, False), ([1, 2], 1, True)])
+def test_draft_that_leads_where_no_token_is_possible_is_a_fault_from_there_on(
+    draft: list[int], num_places: int, has_fault: bool
+) -> None:
+    automaton = tiny_compiler(["<stop>", "a", "b"], 3, [0]).compile(StructuredOutput.regex("ax|b"))
+    for _ in range(2):
+        masks = automaton.along((), draft)
+        assert (masks.num_places, masks.fault is not None) == (num_places if has_fault else len(draft) + 1, has_fault)
+        assert ids_of(masks.rows[0]) == [1, 2]

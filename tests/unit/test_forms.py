@@ -1,0 +1,85 @@
+"""Forms are read on threads of their own, and only so many and so long."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+
+from draftwire.automaton import Automaton, FormCompiler
+from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.services import forms
+from draftwire.services.forms import Forms
+from draftwire.structured_output import StructuredOutput
+
+FORM = StructuredOutput.regex("a")
+
+
+class StuckCompiler:
+    """Reads a form when it is let go."""
+
+    def __init__(self) -> None:
+        self.is_free = threading.Event()
+
+    def compile(self, wanted: StructuredOutput, generated_ids: Sequence[int] = ()) -> Automaton:
+        assert self.is_free.wait(20.0)
+        return cast(Automaton, (wanted, generated_ids))
+
+
+@pytest.fixture
+def stuck() -> Iterator[StuckCompiler]:
+    compiler = StuckCompiler()
+    yield compiler
+    compiler.is_free.set()
+
+
+def forms_of(compiler: StuckCompiler) -> Forms:
+    return Forms(cast(FormCompiler, compiler))
+
+
+async def test_forms_that_take_long_hold_up_nothing_else_that_runs_on_threads(stuck: StuckCompiler) -> None:
+    reader = forms_of(stuck)
+    reading = [asyncio.create_task(reader.compile(FORM, [number])) for number in range(100)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "prompt"), 5.0) == "prompt"
+    stuck.is_free.set()
+    results: list[Any] = await asyncio.gather(*reading)
+    assert results == [(FORM, [number]) for number in range(100)]
+
+
+async def test_forms_that_wait_for_others_are_told_to_come_back(
+    stuck: StuckCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "COMPILE_SECONDS", 0.2)
+    reader = forms_of(stuck)
+    waiting = [reader.compile(FORM) for _ in range(forms.COMPILE_THREADS + 2)]
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    kinds = [type(result) for result in results]
+    assert kinds == [InvalidRequestError] * forms.COMPILE_THREADS + [NoRoomError] * 2
+
+
+async def test_form_that_was_begun_late_is_told_to_come_back(
+    stuck: StuckCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(forms, "COMPILE_THREADS", 1)
+    reader, first_is_free = forms_of(stuck), threading.Event()
+    reader._threads.submit(first_is_free.wait, 20.0)
+    late = asyncio.create_task(reader.compile(FORM))
+    await asyncio.sleep(0.5)
+    first_is_free.set()  # the form is begun now, and does not end in what is left of its time
+    with pytest.raises(NoRoomError, match="other forms"):
+        await late
+
+
+async def test_too_many_waiting_forms_are_refused_at_once(
+    stuck: StuckCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forms, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(forms, "MAX_WAITING", 3)
+    reader = forms_of(stuck)
+    results = await asyncio.gather(*(reader.compile(FORM) for _ in range(4)), return_exceptions=True)
+    assert [isinstance(result, NoRoomError) and "limit" in str(result) for result in results] == [False] * 3 + [True]
+    stuck.is_free.set()
+    assert await reader.compile(FORM), "those that have gone do not count"

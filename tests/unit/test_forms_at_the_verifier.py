@@ -1,0 +1,74 @@
+"""What follows the form of a session's text at a verifier: its own, and from where the text is."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import save_spelling_model
+
+from draftwire.errors import InvalidRequestError
+from draftwire.keys import KEY_BYTES
+from draftwire.parameters import SamplingParams
+from draftwire.rounds import TargetSessionSpec
+from draftwire.services.settings import ModelSettings
+from draftwire.services.verifier.config import VerifierConfig
+from draftwire.services.verifier.core import VerifierCore
+from draftwire.structured_output import StructuredOutput
+
+PROMPT = [3, 3]
+A, B, _, C, STOP = range(5)
+
+
+@pytest.fixture
+async def core(tmp_path: Path) -> AsyncIterator[VerifierCore]:
+    folder = save_spelling_model(tmp_path, ["a", "b", "ab", "c", "<e>"], STOP, seed=1, context_length=64)
+    core = VerifierCore(VerifierConfig(ModelSettings(str(folder), threads=1)))
+    await core.start()
+    yield core
+    core.stop()
+
+
+def spec_of(expression: str, generated_ids: list[int], choice: int = 0) -> TargetSessionSpec:
+    return TargetSessionSpec(
+        session_id=1 + choice,
+        epoch=0,
+        first_round=0,
+        choice=choice,
+        token_ids=PROMPT + generated_ids,
+        prompt_len=len(PROMPT),
+        sampling=SamplingParams(structured_output=StructuredOutput.regex(expression)),
+        rule="block",
+        verifying_key=bytes(KEY_BYTES),
+        max_draft_tokens=3,
+        plain_rounds=0,
+        stop_token_ids=frozenset({STOP}),
+        max_len=20,
+        permit_key=bytes(KEY_BYTES),
+    )
+
+
+def ids_of(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+
+
+async def test_a_text_that_is_moved_is_followed_from_where_it_is(core: VerifierCore) -> None:
+    automaton = await core.automaton_of(spec_of("(abc){2}", [A, B, C, A]))
+    assert automaton is not None
+    masks = automaton.masks([A, B, C, A], [B, C])
+    assert [ids_of(mask) for mask in masks] == [[B], [C], [STOP]]
+
+
+async def test_a_text_that_is_moved_without_its_form_is_refused(core: VerifierCore) -> None:
+    with pytest.raises(InvalidRequestError, match="do not have this form"):
+        await core.automaton_of(spec_of("(abc){2}", [A, B, A]))
+
+
+async def test_choices_of_one_request_do_not_share_what_follows_them(core: VerifierCore) -> None:
+    """One that comes to where no token is possible ends alone."""
+    first, second = [await core.automaton_of(spec_of("ax|bc", [], choice)) for choice in range(2)]
+    assert first is not None
+    assert second is not None
+    with pytest.raises(InvalidRequestError, match="no token"):
+        first.masks([A])
+    assert ids_of(second.masks([B])[0]) == [C]

@@ -1,0 +1,537 @@
+"""Several choices of one request: side by side, each for itself, and together when one fails."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gateway_fakes import (
+    PROMPT,
+    STOP_TOKEN,
+    STORY,
+    FakeDrafter,
+    FakePeers,
+    FakeTarget,
+    Fate,
+    LetterTokenizer,
+    describe,
+    make_generation,
+    now,
+    run,
+    text_of,
+)
+
+from draftwire.errors import CompletionInterruptedError, InvalidRequestError, NoRoomError, UnavailableError
+from draftwire.logprobs import LogprobsRequest, PromptPart
+from draftwire.rounds import TargetSessionSpec
+from draftwire.services.gateway import choices as choices_module
+from draftwire.services.gateway import loop as loop_module
+from draftwire.services.gateway.choices import MAX_UNREAD_EVENTS, ChoiceEvent, PromptEcho
+from draftwire.services.gateway.config import GatewayConfig, LoopSettings
+from draftwire.services.gateway.core import GatewayCore
+from draftwire.services.gateway.loop import Delta, Finish, FinishReason
+from draftwire.services.gateway.ports import Inbox, TargetPort
+from draftwire.services.gateway.request import Generation
+
+PLAIN = LoopSettings(plain_run_rounds=4)
+
+
+def make_core(targets: Any, drafters: Sequence[FakeDrafter] = (), **config: Any) -> GatewayCore:
+    peers = targets if isinstance(targets, FakePeers) else FakePeers([targets], drafters)
+    core = GatewayCore(GatewayConfig(**({"loop": PLAIN} | config)), peers)
+    core.description, core._tokenizer = describe("target"), LetterTokenizer()  # type: ignore[assignment]
+    return core
+
+
+def make_choices(count: int, *, prompts: int = 1, **changes: Any) -> list[Generation]:
+    return [
+        make_generation(choice=choice, prompt_index=choice // count, **changes) for choice in range(count * prompts)
+    ]
+
+
+@dataclass
+class Came:
+    """What came of one choice."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    prompt: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+
+async def admitted(core: GatewayCore, choices: Sequence[Generation]) -> dict[int, Came]:
+    with core.admit(len(choices)):
+        return await collect(core.generate(choices))
+
+
+async def collect(events: AsyncGenerator[ChoiceEvent]) -> dict[int, Came]:
+    found: dict[int, Came] = {}
+    async with aclosing(events):
+        async for said in events:
+            came = found.setdefault(said.generation.choice, Came())
+            assert came.finish is None, "nothing comes after a finish"
+            match said.event:
+                case Delta(token_ids, text):
+                    came.ids += token_ids
+                    came.text += text
+                case PromptPart(tokens=tokens):
+                    came.prompt += [token.token_id for token in tokens]
+                case Finish() as finish:
+                    came.finish = finish
+    return found
+
+
+def all_is_closed(*targets: FakeTarget) -> bool:
+    return not any(session.is_open for target in targets for session in target.sessions)
+
+
+def count_of(core: GatewayCore, result: str) -> float:
+    return core.metrics.registry.get_sample_value("draftwire:requests_total", {"result": result}) or 0.0
+
+
+# Side by side
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_every_choice_is_generated_whole_as_a_session_of_its_own(count: int) -> None:
+    target = FakeTarget(accepts=[2] * 400)
+    drafter = FakeDrafter(target)
+    core = make_core(target, [drafter])
+    found = run(collect(core.generate(make_choices(count))))
+    assert sorted(found) == list(range(count))
+    for came in found.values():
+        assert (came.ids, came.text) == (STORY[:20], text_of(STORY[:20]))
+        assert came.finish is not None
+        assert came.finish.reason is FinishReason.LENGTH
+        assert came.finish.statistics.num_generated_tokens == 20
+    specs = [target.attempts, [session.spec for session in drafter.sessions]]
+    for of_peer in specs:
+        assert sorted(spec.choice for spec in of_peer) == list(range(count)), "random numbers are keyed by it"
+    assert len({spec.verifying_key for spec in target.attempts}) == 1
+    assert len({spec.session_id for spec in target.attempts}) == count
+    assert target.violations == drafter.violations == []
+    assert all_is_closed(target)
+    assert (core.num_requests, count_of(core, "length")) == (0, count)
+
+
+def openings(target: FakeTarget) -> list[tuple[int, int]]:
+    """Notes, for each opening, its choice and how many verdicts came before."""
+    noted: list[tuple[int, int]] = []
+    target.on_opening = lambda spec: noted.append((spec.choice, len(target.verdicts)))  # type: ignore[func-returns-value]
+    return noted
+
+
+def test_others_start_when_the_first_choice_of_their_prompt_has_begun() -> None:
+    target = FakeTarget()
+    noted = openings(target)
+    target.delay_s = lambda count: 100.0 if count == 0 else 1.0
+    found = run(collect(make_core(target).generate(make_choices(3, prompts=2))))
+    assert [came.ids for came in found.values()] == [STORY[:20]] * 6
+    assert noted[:2] == [(0, 0), (3, 0)], "of each prompt one starts at once"
+    assert sorted(choice for choice, _ in noted[2:]) == [1, 2, 4, 5]
+    assert all(1 <= num_verdicts <= 8 for _, num_verdicts in noted[2:]), "not before its first verdict, and soon after"
+
+
+def test_first_choice_that_is_left_reads_the_prompt_where_others_were_finished_before() -> None:
+    target = FakeTarget()
+    noted = openings(target)
+    left = [one for one in make_choices(4) if one.choice in (1, 3)]
+    found = run(collect(make_core(target).generate(left)))
+    assert sorted(found) == [1, 3]
+    assert noted[0] == (1, 0)
+    assert noted[1][0] == 3
+    assert noted[1][1] >= 1
+
+
+def test_choice_that_was_complete_before_leaves_the_prompt_to_the_next() -> None:
+    """All its tokens came before the interruption, its finish did not."""
+    target = FakeTarget()
+    noted = openings(target)
+    target.delay_s = lambda count: 0.2 if count == 0 else 0.0
+    first, *others = make_choices(4)
+    complete = replace(first, generated_ids=tuple(STORY[:20]))
+    found = asyncio.run(collect(make_core(target).generate([complete, *others])))  # texts are skipped on a thread
+    assert [found[choice].ids for choice in range(4)] == [[], *[STORY[:20]] * 3]
+    assert noted[0] == (1, 0)
+    assert sorted(choice for choice, _ in noted[1:]) == [2, 3]
+    assert all(num_verdicts >= 1 for _, num_verdicts in noted[1:]), "the prompt is read once"
+
+
+def test_request_of_which_all_was_finished_before_has_nothing_to_tell() -> None:
+    assert run(collect(make_core(FakeTarget()).generate([]))) == {}
+
+
+class TurningPeers(FakePeers):
+    """Prefers another verifier each time."""
+
+    def targets(self) -> Sequence[TargetPort]:
+        self.all_targets = [*self.all_targets[1:], self.all_targets[0]]
+        return super().targets()
+
+
+def test_all_choices_of_a_prompt_go_to_the_verifier_that_holds_it_while_it_has_room() -> None:
+    targets = [FakeTarget(address=f"target:{number}") for number in range(3)]
+    found = run(collect(make_core(TurningPeers(targets)).generate(make_choices(5))))
+    assert len(found) == 5
+    (holder,) = [target for target in targets if target.attempts]
+    assert len(holder.attempts) == 5
+    others = [FakeTarget(address=f"target:{number}") for number in range(3)]
+    for target in others:
+        limit(target, 2)
+        target.delay_s = lambda count: 1.0
+    assert len(run(collect(make_core(TurningPeers(others)).generate(make_choices(5))))) == 5
+    assert sorted(len(target.sessions) for target in others) == [1, 2, 2]
+
+
+def test_resumed_choices_go_on_each_behind_its_own_tokens() -> None:
+    target = FakeTarget()
+    generations = [
+        make_generation(choice=choice, generated_ids=tuple(STORY[:length])) for choice, length in enumerate([3, 0, 20])
+    ]
+    found = asyncio.run(collect(make_core(target).generate(generations)))  # texts are skipped on a thread
+    assert [found[choice].ids for choice in range(3)] == [STORY[3:20], STORY[:20], []]
+    assert {spec.choice: spec.first_round for spec in target.attempts} == {0: 3, 1: 0}
+
+
+def test_time_of_every_choice_counts_from_the_arrival_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (choices_module, loop_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=now))
+    target = FakeTarget()
+    target.delay_s = lambda count: 100.0 if count == 0 else 1.0
+    found = run(collect(make_core(target).generate(make_choices(2))))
+    finishes = [found[choice].finish for choice in range(2)]
+    times = [finish.statistics.time_to_first_token_us for finish in finishes if finish is not None]
+    assert times[0] == 100_000_000
+    assert times[1] > 100_000_000
+
+
+# Echoes and prompts
+
+
+def test_prompts_come_back_before_all_else_under_their_first_choices() -> None:
+    async def events() -> list[ChoiceEvent]:
+        generations = [make_generation(choice=choice, prompt_index=choice, echo=choice != 1) for choice in range(3)]
+        return [said async for said in make_core(FakeTarget()).generate(generations)]
+
+    told = asyncio.run(events())  # texts are made on a thread
+    assert [(said.generation.choice, said.event) for said in told[:2]] == [
+        (choice, PromptEcho(PROMPT, text_of(PROMPT))) for choice in (0, 2)
+    ]
+    assert not any(isinstance(said.event, PromptEcho) for said in told[2:])
+
+
+def test_prompt_is_reported_once_and_before_all_tokens_of_its_choices() -> None:
+    target = FakeTarget()
+    noted = openings(target)
+    first, *others = make_choices(3)
+    asking = make_generation(logprobs=LogprobsRequest(prompt_logprobs=1))
+    assert first.choice == asking.choice
+    found = run(collect(make_core(target).generate([asking, *others])))
+    assert [found[choice].prompt for choice in range(3)] == [PROMPT[1:], [], []]
+    assert [spec.logprobs.prompt_logprobs for spec in target.attempts] == [1, None, None]
+    assert all(num_verdicts >= 1 for _, num_verdicts in noted[1:]), "a part of the prompt is not all of it"
+
+
+def test_choices_of_no_tokens_need_no_verifier() -> None:
+    found = run(collect(make_core(FakePeers([])).generate(make_choices(2, max_tokens=0))))
+    for came in found.values():
+        assert (came.ids, came.text) == ([], "")
+        assert came.finish is not None
+        assert came.finish.reason is FinishReason.LENGTH
+
+
+def test_prompt_is_reported_also_where_no_token_is_asked_for() -> None:
+    """A verifier says nothing of a prompt without a token, which is dropped."""
+    target = FakeTarget()
+    asking = make_generation(logprobs=LogprobsRequest(2, prompt_logprobs=1), max_tokens=0, num_speculative_tokens=0)
+    drafter = FakeDrafter(target)
+    found = run(collect(make_core(target, [drafter]).generate([asking])))
+    came = found[0]
+    assert (came.prompt, came.ids, came.text) == (PROMPT[1:], [], "")
+    assert came.finish is not None
+    assert came.finish.reason is FinishReason.LENGTH
+    numbers = came.finish.statistics
+    assert (numbers.num_generated_tokens, numbers.num_rounds, numbers.num_emitted_tokens) == (0, 1, 1)
+    assert (target.spec.plain_rounds, target.spec.max_len, drafter.opened) == (1, len(PROMPT) + 1, 0)
+    assert all_is_closed(target)
+
+
+# Failure
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_when_one_fails_all_end_and_its_own_error_is_raised(failing: int) -> None:
+    target = FakeTarget()
+    target.delay_s = lambda count: 1.0
+    target.on_opening = lambda spec: InvalidRequestError("no") if spec.choice == failing else None
+    core = make_core(target)
+    with pytest.raises(InvalidRequestError, match="no"):
+        run(collect(core.generate(make_choices(3, max_tokens=100))))
+    assert len(target.verdicts) < 50
+    assert all_is_closed(target)
+    assert (core.num_requests, count_of(core, "failed")) == (0, 3)
+
+
+def test_interruption_says_how_many_tokens_the_choice_had_that_failed() -> None:
+    target = FakeTarget()
+
+    def fate() -> Fate:
+        if len(target.verdicts) < 30:
+            return Fate.TOLD
+        target.connected = False
+        return Fate.LOST_UNTOLD
+
+    target.next_fate = fate
+
+    async def tokens_and_error() -> tuple[dict[int, int], CompletionInterruptedError]:
+        counts: dict[int, int] = {}
+        try:
+            async for said in make_core(target).generate(make_choices(3, max_tokens=100)):
+                if isinstance(said.event, Delta):
+                    counts[said.generation.choice] = counts.get(said.generation.choice, 0) + len(said.event.token_ids)
+        except CompletionInterruptedError as error:
+            return counts, error
+        raise AssertionError("all is lost")
+
+    counts, error = run(tokens_and_error())
+    assert error.num_generated_tokens in counts.values()
+    assert sum(counts.values()) >= 28, "what came before is told"
+
+
+def test_what_came_before_a_failure_is_told_first() -> None:
+    target = FakeTarget()
+    target.on_opening = lambda spec: InvalidRequestError("no") if spec.choice == 1 else None
+
+    told: list[ChoiceEvent] = []
+
+    async def read_slowly() -> None:
+        async for said in make_core(target).generate(make_choices(2, max_tokens=100)):
+            told.append(said)
+            await asyncio.sleep(10.0)
+
+    with pytest.raises(InvalidRequestError):
+        run(read_slowly())
+    assert len(told) > 1, "all that waited to be read"
+
+
+# Cancellation and slow readers
+
+
+@pytest.mark.parametrize("num_events", [1, 3, 40])
+def test_request_that_is_cancelled_leaves_nothing(num_events: int) -> None:
+    target = FakeTarget()
+    target.delay_s = lambda count: 1.0
+    drafter = FakeDrafter(target)
+    core = make_core(target, [drafter])
+
+    async def cancel() -> None:
+        async with aclosing(core.generate(make_choices(4, max_tokens=100))) as events:
+            for _ in range(num_events):
+                await anext(events)
+        assert all_is_closed(target)
+        assert len(asyncio.all_tasks()) == 1
+
+    run(cancel())
+    assert all(not session.is_open for session in drafter.sessions)
+    assert (core.num_requests, count_of(core, "cancelled")) == (0, 4)
+
+
+def test_cancelling_the_task_that_reads_ends_all_choices() -> None:
+    target = FakeTarget()
+    target.delay_s = lambda count: 1.0
+
+    async def cancel() -> None:
+        task = asyncio.create_task(collect(make_core(target).generate(make_choices(4, max_tokens=100))))
+        await asyncio.sleep(10.0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert all_is_closed(target)
+        assert len(asyncio.all_tasks()) == 1
+
+    run(cancel())
+    assert len(target.sessions) == 4
+
+
+def test_slow_reader_holds_up_its_own_choices_and_no_other_request() -> None:
+    count, rounds = 8, PLAIN.plain_run_rounds
+    slow, other = FakeTarget(), FakeTarget(address="target:2")
+
+    async def read_slowly() -> tuple[int, dict[int, Came]]:
+        core = make_core(slow)
+        events = core.generate(make_choices(count, max_tokens=150))
+        await anext(events)
+        await asyncio.sleep(1_000.0)
+        num_verdicts = len(slow.verdicts)
+        beside = await collect(make_core(other).generate(make_choices(2)))
+        assert [came.ids for came in beside.values()] == [STORY[:20]] * 2
+        return num_verdicts, await collect(events)
+
+    num_verdicts, found = run(read_slowly())
+    # What waits to be read, one event in each hand, and what was asked for before that came in.
+    assert num_verdicts <= 1 + MAX_UNREAD_EVENTS + count * (1 + 2 * rounds)
+    assert sorted(len(came.ids) for came in found.values()) == [149, *[150] * (count - 1)]
+
+
+# Room
+
+
+def limit(target: FakeTarget, num_sessions: int) -> None:
+    admitted: list[TargetSessionSpec] = []
+
+    def refusal(spec: TargetSessionSpec) -> Exception | None:
+        if len(admitted) - sum(not session.is_open for session in target.sessions) >= num_sessions:
+            return NoRoomError("full")
+        admitted.append(spec)
+        return None
+
+    target.on_opening = refusal
+
+
+def test_choices_wait_for_the_room_that_others_of_the_request_have() -> None:
+    """Far longer than another verifier would be sought."""
+    target = FakeTarget()
+    limit(target, 2)
+    target.delay_s = lambda count: 10.0
+    found = run(collect(make_core(target).generate(make_choices(3, prompts=2))))
+    assert [came.ids for came in found.values()] == [STORY[:20]] * 6
+    assert max(len(spec.token_ids) for spec in target.attempts) == len(PROMPT)
+
+
+def test_choice_makes_room_for_others_also_if_its_first_token_takes_long() -> None:
+    """Longer than another verifier would be sought: the prompt is long."""
+    target = FakeTarget()
+    limit(target, 1)
+    target.delay_s = lambda count: 40.0 if count == 0 else 1.0
+    found = run(collect(make_core(target).generate(make_choices(1, prompts=2))))
+    assert [came.ids for came in found.values()] == [STORY[:20]] * 2
+
+
+def test_room_that_comes_just_after_it_was_asked_for_is_asked_for_again() -> None:
+    """A verifier hears a little later that a session has ended."""
+    target = FakeTarget()
+    target.delay_s = lambda count: 2.0
+    target.on_opening = lambda spec: NoRoomError("full") if spec.choice and now() < 38.5 else None
+    settings = replace(PLAIN, failover_timeout_s=0.0)
+
+    async def refuse_late(spec: TargetSessionSpec, inbox: Inbox) -> None:
+        if 38.5 < now() < 40.0:
+            await asyncio.sleep(2.0)
+            raise NoRoomError("full")
+        await opening(spec, inbox)
+
+    opening, target.open = target.open, refuse_late  # type: ignore[method-assign]
+    found = run(collect(make_core(target, loop=settings).generate(make_choices(2))))
+    assert [came.ids for came in found.values()] == [STORY[:20]] * 2
+
+
+def test_resumed_first_choice_is_not_overtaken_by_a_fresh_one_of_another_prompt() -> None:
+    """Its text is skipped on a thread before it can open."""
+    target = FakeTarget()
+    noted = openings(target)
+    noting = target.on_opening
+    limit(target, 1)
+    limiting = target.on_opening
+    target.on_opening = lambda spec: noting(spec) or limiting(spec)
+    first, other = make_choices(1, prompts=2)
+    resumed = replace(first, generated_ids=tuple(STORY[:3]))
+    found = asyncio.run(collect(make_core(target).generate([resumed, other])))
+    assert [found[choice].ids for choice in range(2)] == [STORY[3:20], STORY[:20]]
+    assert noted[0][0] == 0
+
+
+def test_first_choice_is_refused_at_once_where_there_is_no_room() -> None:
+    target = FakeTarget()
+    limit(target, 0)
+
+    async def seconds() -> float:
+        with pytest.raises(NoRoomError):
+            await collect(make_core(target).generate(make_choices(3, prompts=2)))
+        return now()
+
+    assert run(seconds()) == 0.0
+    assert all_is_closed(target)
+
+
+@pytest.mark.parametrize("failover_timeout_s", [0.0, 30.0])
+def test_room_that_does_not_come_is_given_up_when_nothing_of_the_request_runs(failover_timeout_s: float) -> None:
+    target = FakeTarget()
+    target.delay_s = lambda count: 2.0
+
+    def refusal(spec: TargetSessionSpec) -> Exception | None:
+        assert len(target.attempts) < 80, "with pauses in between"
+        return NoRoomError("full") if spec.choice else None
+
+    target.on_opening = refusal
+
+    async def seconds() -> float:
+        settings = LoopSettings(failover_timeout_s=failover_timeout_s)
+        with pytest.raises(NoRoomError):
+            await collect(make_core(target, loop=settings).generate(make_choices(2)))
+        return now()
+
+    assert 20 * 2.0 <= run(seconds()) < 20 * 2.0 + 2 * failover_timeout_s + 5.0
+
+
+def test_verifier_that_is_lost_before_others_start_is_waited_for() -> None:
+    target = FakeTarget()
+    target.delay_s = lambda count: 1.0
+    opened_at: list[float] = []
+
+    def refusal(spec: TargetSessionSpec) -> Exception | None:
+        opened_at.append(now())
+        return UnavailableError("not now") if spec.choice and now() < 12.0 else None
+
+    target.on_opening = refusal
+    found = run(collect(make_core(target).generate(make_choices(2))))
+    assert [came.ids for came in found.values()] == [STORY[:20]] * 2
+    assert max(opened_at) >= 12.0
+
+
+# Admission
+
+
+def test_every_choice_counts_and_nothing_starts_where_they_do_not_fit() -> None:
+    target = FakeTarget()
+    target.delay_s = lambda count: 1.0
+    core = make_core(target, max_requests=4)
+
+    async def ask() -> None:
+        with pytest.raises(InvalidRequestError, match="num_choices"):
+            await admitted(core, make_choices(5))
+        running = asyncio.create_task(admitted(core, make_choices(3)))
+        await asyncio.sleep(5.0)
+        assert core.num_requests == 3
+        with pytest.raises(NoRoomError):
+            await admitted(core, make_choices(2))
+        assert {spec.choice for spec in target.attempts} == {0, 1, 2}
+        assert len(target.attempts) == 3
+        assert len(await admitted(core, make_choices(1))) == 1
+        await running
+        assert core.num_requests == 0
+        assert len(await admitted(core, make_choices(4))) == 4
+
+    run(ask())
+
+
+def test_request_counts_from_before_it_is_prepared_until_it_ends_however_it_ends() -> None:
+    core = make_core(FakeTarget(), max_requests=3)
+    with core.admit(2):
+        assert core.num_requests == 2
+        with pytest.raises(NoRoomError), core.admit(2):
+            raise AssertionError("is not prepared")
+        with pytest.raises(ValueError, match="no ids"), core.admit(1):
+            raise ValueError("no ids")
+        assert core.num_requests == 2
+    assert core.num_requests == 0
+
+
+def test_results_are_counted_for_each_choice() -> None:
+    target = FakeTarget([*STORY[:5], STOP_TOKEN])
+    core = make_core(target)
+    generations = [make_generation(choice=choice, max_tokens=[3, 20, 20][choice]) for choice in range(3)]
+    run(collect(core.generate(generations)))
+    assert (count_of(core, "length"), count_of(core, "stop"), count_of(core, "failed")) == (1, 2, 0)

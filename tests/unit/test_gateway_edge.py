@@ -1,0 +1,93 @@
+"""The gateway's edge: what is refused before anything is made of a request."""
+
+import threading
+from typing import Any
+
+import pytest
+from gateway_fakes import FakePeers, describe
+
+from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.services.gateway import core as core_module
+from draftwire.services.gateway.access import Access
+from draftwire.services.gateway.config import GatewayConfig
+from draftwire.services.gateway.core import GatewayCore
+from draftwire.services.gateway.server import GatewayServicer
+from draftwire.v1 import gateway_pb2
+
+CONTEXT_LENGTH = 50
+
+
+class Context:
+    """As much of a call's context as is looked at before the first response."""
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+
+class CountingTokenizer:
+    """Refuses all texts, and counts them and the requests that run meanwhile."""
+
+    def __init__(self, core: GatewayCore) -> None:
+        self.num_requests: list[int] = []
+        self._core = core
+
+    def __call__(self, text: str) -> Any:
+        self.num_requests.append(self._core.num_requests)
+        raise InvalidRequestError(f"no ids of {text}")
+
+
+def make_core(**config: Any) -> tuple[GatewayCore, CountingTokenizer]:
+    core = GatewayCore(GatewayConfig(**config), FakePeers([]))
+    tokenizer = CountingTokenizer(core)
+    core.description, core._tokenizer = describe("target", CONTEXT_LENGTH), tokenizer  # type: ignore[assignment]
+    return core, tokenizer
+
+
+async def generate(core: GatewayCore, request: gateway_pb2.GenerateRequest) -> None:
+    servicer = GatewayServicer(core, None, Access(None))  # type: ignore[arg-type]
+    await servicer.Generate(request, Context())  # type: ignore[arg-type]
+
+
+async def test_full_gateway_reads_no_prompt() -> None:
+    core, tokenizer = make_core(max_requests=4)
+    with core.admit(1), pytest.raises(NoRoomError):
+        await generate(core, gateway_pb2.GenerateRequest(text="abc", num_choices=4))
+    assert tokenizer.num_requests == []
+    with core.admit(1), pytest.raises(InvalidRequestError, match="no ids of abc"):
+        await generate(core, gateway_pb2.GenerateRequest(text="abc", num_choices=3))
+    assert tokenizer.num_requests == [4], "it counts while it is prepared"
+    assert core.num_requests == 0
+
+
+@pytest.mark.parametrize("where", ["prompts", "generated_choices"])
+async def test_largest_requests_are_checked_beside_the_event_loop(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ids there are in all, in lists of which each is none too long."""
+    core, _ = make_core()
+    core.description = describe("target", 10_000)
+    threads: list[bool] = []
+
+    def refusal(*_: Any) -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        raise InvalidRequestError("looked at")
+
+    monkeypatch.setattr(core_module, "complete_request", refusal)
+    for num_lists in (10, 11):
+        ids = [gateway_pb2.TokenIds(ids=range(10_000 - (num_lists == 10))) for _ in range(num_lists)]
+        prompts = [gateway_pb2.Prompt(token_ids=one) for one in ids]
+        request = gateway_pb2.GenerateRequest(prompts=gateway_pb2.PromptList(prompts=prompts))
+        if where == "generated_choices":
+            request = gateway_pb2.GenerateRequest(token_ids=gateway_pb2.TokenIds(ids=[1]), num_choices=num_lists)
+            for choice, one in enumerate(ids):
+                request.generated_choices.add(choice=choice, token_ids=one.ids)
+        with pytest.raises(InvalidRequestError, match="looked at"):
+            await generate(core, request)
+    assert threads == [True, False]
+
+
+async def test_choices_that_are_finished_need_no_room() -> None:
+    core, tokenizer = make_core(max_requests=2)
+    finished = [gateway_pb2.GeneratedChoice(choice=choice, is_finished=True) for choice in range(2)]
+    request = gateway_pb2.GenerateRequest(text="abc", num_choices=3, generated_choices=finished)
+    with core.admit(1), pytest.raises(InvalidRequestError, match="no ids of abc"):
+        await generate(core, request)
+    assert tokenizer.num_requests == [2]

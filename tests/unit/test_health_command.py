@@ -1,0 +1,143 @@
+"""`draftwire health` against servers that are well, are not, or are not there."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import trustme
+from certificates import NAME, write_identity
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
+
+from draftwire.cli.__main__ import app
+from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableError
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Server:
+    """Answers questions for health on a port of its own."""
+
+    def __init__(self, credentials: grpc.ServerCredentials | None = None) -> None:
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        self.health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        address = "127.0.0.1:0"
+        is_secure = credentials is not None
+        self.port = (
+            self._server.add_secure_port(address, credentials) if is_secure else self._server.add_insecure_port(address)
+        )
+        self._server.start()
+
+    def set(self, name: str, status: int) -> None:
+        self.health.set(name, status)
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.stop()
+
+
+def ask(*arguments: str, **environment: str) -> str:
+    """Returns what the command says; an error is raised, as `main` gets it."""
+    variables = {f"DRAFTWIRE_{name}": value for name, value in environment.items()}
+    result = CliRunner(env=variables).invoke(app, ["health", *arguments])
+    if isinstance(result.exception, DraftwireError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize("service", ["gateway", "verifier", "drafter"])
+def test_service_is_found_by_its_own_variables(server: Server, service: str) -> None:
+    server.set(f"draftwire.v1.{service.capitalize()}Service", SERVING)
+    own = {f"{service.upper()}_PORT": str(server.port), f"{service.upper()}_HOST": "0.0.0.0"}
+    assert ask(service, **own) == f"127.0.0.1:{server.port} is serving"
+
+
+def test_address_goes_before_the_variables(server: Server) -> None:
+    server.set("draftwire.v1.VerifierService", SERVING)
+    assert "is serving" in ask("verifier", "--address", f"127.0.0.1:{server.port}", VERIFIER_PORT="1")
+
+
+def test_readiness_is_the_services_and_liveness_the_processs(server: Server) -> None:
+    address = f"127.0.0.1:{server.port}"
+    server.set("draftwire.v1.VerifierService", NOT_SERVING)
+    with pytest.raises(UnavailableError, match=f"{address} says NOT_SERVING"):
+        ask("verifier", "--address", address)
+    assert "is serving" in ask("verifier", "--address", address, "--live")
+    server.set("", NOT_SERVING)
+    with pytest.raises(UnavailableError, match="NOT_SERVING"):
+        ask("verifier", "--address", address, "--live")
+
+
+def test_service_of_another_kind_is_not_well(server: Server) -> None:
+    server.set("draftwire.v1.DrafterService", SERVING)
+    with pytest.raises(UnavailableError, match="does not answer"):
+        ask("verifier", "--address", f"127.0.0.1:{server.port}")
+
+
+def test_wrong_questions_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="unknown service 'vertifier'; known: drafter, gateway, verifier"):
+        ask("vertifier")
+    with pytest.raises(InvalidRequestError, match="tls_cert and tls_key come together"):
+        ask("verifier", "--tls-cert", "cert.pem")
+
+
+def secure(files: dict[str, Path], *, asks_callers: bool) -> Server:
+    pair = (files["tls_key"].read_bytes(), files["tls_cert"].read_bytes())
+    ca = files["tls_ca"].read_bytes()
+    server = Server(grpc.ssl_server_credentials([pair], ca if asks_callers else None, asks_callers))
+    server.set("draftwire.v1.VerifierService", SERVING)
+    return server
+
+
+@pytest.mark.parametrize("given", [("cert", "key", "ca"), ("cert", "key")])
+def test_service_with_certificates_is_asked_over_tls_with_its_own(tmp_path: Path, given: tuple[str, ...]) -> None:
+    """With `tls_ca` callers show a certificate; without, nothing but the service's own says whom to believe."""
+    files = write_identity(tmp_path / "own", trustme.CA())
+    server = secure(files, asks_callers="ca" in given)
+    own = {f"VERIFIER_TLS_{part.upper()}": str(files[f"tls_{part}"]) for part in given}
+    own["VERIFIER_PORT"] = str(server.port)
+    try:
+        assert "is serving" in ask("verifier", **own, TLS_TARGET_NAME=NAME)
+        assert "is serving" in ask("verifier", "--tls-target-name", NAME, **own)
+        with pytest.raises(UnavailableError, match="does not answer"):
+            ask("verifier", **own, TLS_TARGET_NAME="someone.else")
+        with pytest.raises(UnavailableError, match="does not answer"):
+            ask("verifier", VERIFIER_PORT=own["VERIFIER_PORT"])
+        others = write_identity(tmp_path / "other", trustme.CA())
+        own |= {f"VERIFIER_TLS_{part.upper()}": str(others[f"tls_{part}"]) for part in given}
+        with pytest.raises(UnavailableError, match="does not answer"):
+            ask("verifier", **own, TLS_TARGET_NAME=NAME)
+    finally:
+        server.stop()
+
+
+def test_options_say_whom_to_believe_elsewhere(tmp_path: Path) -> None:
+    files = write_identity(tmp_path / "own", trustme.CA())
+    server = secure(files, asks_callers=True)
+    options = [f"--{name.replace('_', '-')}={path}" for name, path in files.items()]
+    try:
+        assert "is serving" in ask(
+            "verifier", f"--address=127.0.0.1:{server.port}", *options, f"--tls-target-name={NAME}"
+        )
+    finally:
+        server.stop()
+
+
+def test_command_fails_with_one_line_where_nothing_answers() -> None:
+    command = [sys.executable, "-m", "draftwire.cli", "health", "verifier", "--address=127.0.0.1:1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: 127.0.0.1:1 does not answer: ")
+    assert result.stderr.count("\n") == 1
