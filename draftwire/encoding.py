@@ -4,6 +4,7 @@ The default is sparse: a few token ids with integer weights that sum to 65,536. 
 so what it draws from and what the verifier reads are the same numbers, to the bit. Numpy only: no tensor is touched.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import gt
@@ -80,6 +81,19 @@ class DenseProbs:
 
 Decoded = Supports | DenseProbs
 """The distributions of a block that passed all checks, a row for each draft token."""
+
+
+def log_probs(decoded: Decoded, token_ids: Sequence[int]) -> list[float]:
+    """Returns the log-probability of one token in each of the first rows, nats; -inf where it is impossible."""
+    values = []
+    for row, token in enumerate(token_ids):
+        if isinstance(decoded, Supports):
+            weight = int(decoded.weights[row][decoded.token_ids[row] == token].max(initial=0))
+            prob = weight / TOTAL_WEIGHT
+        else:
+            prob = float(decoded.probs[row, token]) if token < decoded.probs.shape[1] else 0.0
+        values.append(min(0.0, math.log(prob)) if prob > 0.0 else -math.inf)
+    return values
 
 
 def encode_dense(encoding: Encoding, rows: NDArray[np.floating]) -> DraftDistributions:

@@ -12,6 +12,7 @@ from draftwire.errors import BlockViolationError
 from draftwire.keys import KEY_BYTES
 from draftwire.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.parameters import SamplingParams
+from draftwire.token_source import TokenSource
 
 MAX_SALT_LENGTH = 256
 """Characters of a `cache_salt`, at most."""
@@ -127,14 +128,6 @@ class ReceivedBlock:
     permit: Permit | None = None
 
 
-class ExtraToken(Enum):
-    """Where the last token of a verdict came from."""
-
-    PLAIN = "plain"
-    RECOVERED = "recovered"
-    BONUS = "bonus"
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the verifier decided about one round."""
@@ -145,7 +138,8 @@ class Verdict:
     """The tokens that the round commits: accepted draft tokens, then the extra one."""
     num_draft_tokens: int
     num_accepted_tokens: int
-    extra: ExtraToken
+    extra: TokenSource
+    """Where the last of the tokens came from; never ACCEPTED."""
     plain_rounds_left: int
     """Plain rounds that the verifier will still decode by itself."""
     verify_us: int = 0
@@ -157,6 +151,14 @@ class Verdict:
     """Tokens that the target did not have to read, because another session had, over the whole session."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One for each of the tokens, if the session asks for them."""
+    draft_logprobs: list[float] = field(default_factory=list)
+    """What the drafter gave each of the tokens, nats, if the session asks for it: -inf of what it could not have drawn,
+    NaN where nothing was drawn in the same place, or nothing is known of what from."""
+
+    @property
+    def sources(self) -> list[TokenSource]:
+        """Where each of the tokens came from."""
+        return [*[TokenSource.ACCEPTED] * self.num_accepted_tokens, self.extra]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,10 @@ class TargetSessionSpec:
     """Makes the permits of the drafters whose blocks the session takes; empty takes none."""
     logprobs: LogprobsRequest = NO_LOGPROBS
     """What the verifier reports of tokens."""
+    reports_draft_logprobs: bool = False
+    """Whether it also reports what the drafter gave them."""
+    traceparent: str = ""
+    """The span of the request, in the form of W3C Trace Context; empty if nothing is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,3 +252,5 @@ class DraftSessionSpec:
     """Most tokens that committed and drafted ones will ever be together."""
     permit: Permit
     cache_salt: str = ""
+    traceparent: str = ""
+    """As in `TargetSessionSpec`."""

@@ -5,5 +5,6 @@ from draftwire.client.stream import CompletionStream
 from draftwire.client.sync import Client
 from draftwire.logprobs import TokenLogprob
 from draftwire.structured_output import StructuredOutput
+from draftwire.token_source import TokenSource
 
-__all__ = ["Client", "Completion", "CompletionStream", "Piece", "StructuredOutput", "TokenLogprob"]
+__all__ = ["Client", "Completion", "CompletionStream", "Piece", "StructuredOutput", "TokenLogprob", "TokenSource"]

@@ -1,11 +1,19 @@
 """What comes of a request: the pieces of completions and, put together, the completions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
 from draftwire.logprobs import PackedTop, TokenLogprob, unpack_top
+from draftwire.token_source import TokenSource
 from draftwire.v1 import gateway_pb2
 
+_SOURCES = {
+    gateway_pb2.TOKEN_SOURCE_ACCEPTED: TokenSource.ACCEPTED,
+    gateway_pb2.TOKEN_SOURCE_RECOVERED: TokenSource.RECOVERED,
+    gateway_pb2.TOKEN_SOURCE_BONUS: TokenSource.BONUS,
+    gateway_pb2.TOKEN_SOURCE_PLAIN: TokenSource.PLAIN,
+}
 _FINISH_REASONS = {gateway_pb2.FINISH_REASON_STOP: "stop", gateway_pb2.FINISH_REASON_LENGTH: "length"}
 
 
@@ -23,6 +31,15 @@ class Piece:
     """Which completion; of a piece with `prompt_logprobs` the first one of the prompt."""
     prompt_token_ids: list[int] | None = None
     """The prompt, whose text the piece holds; None unless it is echoed."""
+    sources: list[TokenSource] = field(default_factory=list)
+    """Where each of the tokens came from. Those of a piece are those of one round, as far as it is shown."""
+    num_draft_tokens: int = 0
+    """Draft tokens that the round judged."""
+    token_texts: list[str] | None = None
+    """What part of the text each of the tokens made certain; None unless asked for with `token_details`."""
+    draft_logprobs: list[float] | None = None
+    """The log-probability that the drafter gave each of the tokens, in the distribution that it drew a draft token from
+    in the same place: -inf of one that it could not have drawn, NaN where there is none. None unless asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +68,12 @@ class Completion:
     """One for each of the tokens; None unless asked for."""
     prompt_logprobs: list[TokenLogprob] | None = None
     """One for each token of the prompt but the first; None unless asked for."""
+    sources: list[TokenSource] = field(default_factory=list)
+    """Where each of the tokens came from."""
+    token_texts: list[str] | None = None
+    """As in `Piece`."""
+    draft_logprobs: list[float] | None = None
+    """As in `Piece`."""
     choice: int = 0
     """Which one of the request's completions, counted over all its prompts."""
     prompt_text: str | None = None
@@ -162,6 +185,9 @@ class CollectedCompletion:
         self.logprobs: list[TokenLogprob] | None = [] if request.HasField("logprobs") else None
         self.completion: Completion | None = None
         """There when it is finished."""
+        self.sources: list[TokenSource] = []
+        self.token_texts: list[str] | None = [] if request.token_details else None
+        self.draft_logprobs: list[float] | None = [] if request.token_details else None
         self._prompt = prompt
         self._text: list[str] = []
         self._num_resumed = 0
@@ -185,8 +211,32 @@ class CollectedCompletion:
             self.logprobs += tokens
         self._text.append(delta.text)
         self.token_ids += delta.token_ids
-        logprobs = tokens if self.logprobs is not None else None
-        return Piece(list(delta.token_ids), delta.text, logprobs, choice=self.choice)
+        sources = _sources(delta)
+        self.sources += sources
+        texts, draft_logprobs = self._take_details(delta)
+        return Piece(
+            list(delta.token_ids),
+            delta.text,
+            tokens if self.logprobs is not None else None,
+            choice=self.choice,
+            sources=sources,
+            num_draft_tokens=delta.num_draft_tokens,
+            token_texts=texts,
+            draft_logprobs=draft_logprobs,
+        )
+
+    def _take_details(self, delta: gateway_pb2.GenerateDelta) -> tuple[list[str] | None, list[float] | None]:
+        """Returns what is told of each token, if it was asked for: what text it has, and what the drafter gave it."""
+        if self.token_texts is None or self.draft_logprobs is None:
+            return None, None
+        has_all = len(delta.text_lengths) == len(delta.draft_logprobs) == len(delta.token_ids)
+        if not has_all or sum(delta.text_lengths) != len(delta.text):
+            raise ProtocolViolationError("the gateway leaves out details of tokens")
+        ends = list(accumulate(delta.text_lengths))
+        texts = [delta.text[end - length : end] for end, length in zip(ends, delta.text_lengths, strict=True)]
+        self.token_texts += texts
+        self.draft_logprobs += delta.draft_logprobs
+        return texts, list(delta.draft_logprobs)
 
     def resume(self) -> gateway_pb2.GeneratedChoice | None:
         """Returns what to send along when all is asked for again; None if nothing has come."""
@@ -215,11 +265,26 @@ class CollectedCompletion:
             statistics=finish.statistics,
             num_resumed=self._num_resumed,
             logprobs=self.logprobs,
+            sources=self.sources,
+            token_texts=self.token_texts,
+            draft_logprobs=self.draft_logprobs,
             prompt_logprobs=self._prompt.logprobs,
             choice=self.choice,
             prompt_text=self._prompt.text,
             prompt_token_ids=self._prompt.token_ids,
         )
+
+
+def _sources(delta: gateway_pb2.GenerateDelta) -> list[TokenSource]:
+    """Returns where the tokens of a delta came from.
+
+    Raises:
+        ProtocolViolationError: that is not said, or makes no sense.
+    """
+    known = [_SOURCES[source] for source in delta.token_sources if source in _SOURCES]
+    if len(known) != len(delta.token_ids):
+        raise ProtocolViolationError("the gateway does not say where tokens came from: it may be of an older version")
+    return known
 
 
 def _tokens(message: gateway_pb2.GenerateDelta | gateway_pb2.PromptLogprobs) -> list[TokenLogprob]:

@@ -124,6 +124,7 @@ class Client:
         prompt_logprobs: int | None = None,
         logprobs_mode: str | None = None,
         echo: bool = False,
+        token_details: bool = False,
         cache_salt: str = "",
         timeout_s: float | None = None,
         wait_for_server_s: float | None = None,
@@ -161,6 +162,7 @@ class Client:
             prompt_logprobs: the same for each token of the prompt but the first.
             logprobs_mode: "raw", before any processing, or "processed", of what tokens are drawn from.
             echo: begins each text with its prompt's.
+            token_details: tells of each token what text it has and what the drafter gave it.
             cache_salt: what the server computes for this prompt is shared with requests of the same salt only.
             timeout_s: deadline for the whole completion.
             wait_for_server_s: how long the server may take to come up before the request is sent.
@@ -202,6 +204,7 @@ class Client:
                 logprobs_mode=logprobs_mode,
                 num_choices=num_choices,
                 echo=echo,
+                token_details=token_details,
                 ignore_eos=ignore_eos,
                 **prompt_fields(prompt, tools, template_arguments, continue_final_message),
             )

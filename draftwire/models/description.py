@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from draftwire.errors import ModelMismatchError
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Meaning of the messages in `protos/draftwire/v1`. Raised with every change that an older peer would misread."""
 
 

@@ -41,6 +41,7 @@ class OpenDraftSessionRequest(_message.Message):
     REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PERMIT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -69,6 +70,8 @@ class OpenDraftSessionRequest(_message.Message):
     """What was computed is shared only between sessions of the same salt. At most 256 characters."""
     rejection_sample_method: _builtins.str
     """How the verifier will judge the blocks. Under "coupled" and "typical" token ids are sent without distributions."""
+    traceparent: _builtins.str
+    """As in OpenTargetSessionRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All ids that are committed now."""
@@ -104,10 +107,11 @@ class OpenDraftSessionRequest(_message.Message):
         rejection_sample_method: _builtins.str = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         permit: _session_pb2.DraftPermit | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "permit", b"permit", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "permit", b"permit", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "traceparent", b"traceparent", "verifier_address", b"verifier_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

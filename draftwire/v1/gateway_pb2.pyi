@@ -21,6 +21,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _TokenSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TokenSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOKEN_SOURCE_UNSPECIFIED: _TokenSource.ValueType  # 0
+    """Refused on receipt."""
+    TOKEN_SOURCE_ACCEPTED: _TokenSource.ValueType  # 1
+    """A draft token that the rule kept."""
+    TOKEN_SOURCE_RECOVERED: _TokenSource.ValueType  # 2
+    """Drawn by the target in place of a draft token that the rule did not keep."""
+    TOKEN_SOURCE_BONUS: _TokenSource.ValueType  # 3
+    """Drawn by the target after a block that was accepted as a whole."""
+    TOKEN_SOURCE_PLAIN: _TokenSource.ValueType  # 4
+    """Drawn by the target where nothing was drafted."""
+
+class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
+    """Where a token came from."""
+
+TOKEN_SOURCE_UNSPECIFIED: TokenSource.ValueType  # 0
+"""Refused on receipt."""
+TOKEN_SOURCE_ACCEPTED: TokenSource.ValueType  # 1
+"""A draft token that the rule kept."""
+TOKEN_SOURCE_RECOVERED: TokenSource.ValueType  # 2
+"""Drawn by the target in place of a draft token that the rule did not keep."""
+TOKEN_SOURCE_BONUS: TokenSource.ValueType  # 3
+"""Drawn by the target after a block that was accepted as a whole."""
+TOKEN_SOURCE_PLAIN: TokenSource.ValueType  # 4
+"""Drawn by the target where nothing was drafted."""
+Global___TokenSource: _TypeAlias = TokenSource  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -332,6 +364,7 @@ class GenerateRequest(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     GENERATED_CHOICES_FIELD_NUMBER: _builtins.int
+    TOKEN_DETAILS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
     max_tokens: _builtins.int
@@ -374,6 +407,10 @@ class GenerateRequest(_message.Message):
     ignore_eos: _builtins.bool
     """The model's own stop tokens end nothing and are tokens like others; `stop_token_ids` and `stop` still end the text.
     Not beside structured_output, whose end they are.
+    """
+    token_details: _builtins.bool
+    """Reports of each token what part of the text it made certain and what the drafter gave it: `text_lengths` and
+    `draft_logprobs` of the deltas. Costs the gateway some time for each token.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -428,10 +465,11 @@ class GenerateRequest(_message.Message):
         echo: _builtins.bool = ...,
         ignore_eos: _builtins.bool = ...,
         generated_choices: _abc.Iterable[Global___GeneratedChoice] | None = ...,
+        token_details: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "echo", b"echo", "generated_choices", b"generated_choices", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "echo", b"echo", "generated_choices", b"generated_choices", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_details", b"token_details", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -474,7 +512,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateDelta(_message.Message):
-    """Tokens and text that became final."""
+    """Tokens and text that became final: those of one round, as far as they are part of the completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -483,10 +521,16 @@ class GenerateDelta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKEN_SOURCES_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Which completion."""
     text: _builtins.str
     """Text that became certain. May lag behind the ids: text that could still be cut off is held back."""
+    num_draft_tokens: _builtins.int
+    """Draft tokens that the round judged; 0 in a plain round. Some of those that it accepted may lie behind the end."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids committed since the last delta."""
@@ -501,6 +545,24 @@ class GenerateDelta(_message.Message):
     def top_logprobs(self) -> _session_pb2.TopLogprobs:
         """The likeliest tokens in the place of each of `token_ids`. Absent unless asked for."""
 
+    @_builtins.property
+    def token_sources(self) -> _containers.RepeatedScalarFieldContainer[Global___TokenSource.ValueType]:
+        """Where each of `token_ids` came from."""
+
+    @_builtins.property
+    def draft_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The log-probability that the drafter gave each of `token_ids` in the distribution that it drew a draft token from in
+        the same place, nats; -infinity of one that it could not have drawn, NaN where there is no such distribution: of bonus
+        and plain tokens, and under rules that judge ids alone. Empty unless asked for with token_details.
+        """
+
+    @_builtins.property
+    def text_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many characters (Unicode code points) of `text` became certain with each of `token_ids`; what is left over at the
+        end of the completion counts with its last token. They sum to the length of `text`. Empty unless asked for with
+        token_details.
+        """
+
     def __init__(
         self,
         *,
@@ -509,10 +571,14 @@ class GenerateDelta(_message.Message):
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         top_logprobs: _session_pb2.TopLogprobs | None = ...,
+        token_sources: _abc.Iterable[Global___TokenSource.ValueType] | None = ...,
+        num_draft_tokens: _builtins.int = ...,
+        draft_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        text_lengths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "draft_logprobs", b"draft_logprobs", "logprobs", b"logprobs", "num_draft_tokens", b"num_draft_tokens", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids", "token_sources", b"token_sources", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -823,7 +889,7 @@ class GetServerResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TARGET_FIELD_NUMBER: _builtins.int
-    DRAFTER_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTION_SAMPLE_METHODS_FIELD_NUMBER: _builtins.int
@@ -837,8 +903,8 @@ class GetServerResponse(_message.Message):
         """The verifier's model."""
 
     @_builtins.property
-    def drafter(self) -> _model_pb2.ModelDescription:
-        """The drafter's model; absent while there is none."""
+    def drafters(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelDescription]:
+        """Models of the drafters that are connected, each once."""
 
     @_builtins.property
     def rejection_sample_methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -852,15 +918,15 @@ class GetServerResponse(_message.Message):
         self,
         *,
         target: _model_pb2.ModelDescription | None = ...,
-        drafter: _model_pb2.ModelDescription | None = ...,
+        drafters: _abc.Iterable[_model_pb2.ModelDescription] | None = ...,
         num_speculative_tokens: _builtins.int = ...,
         max_speculative_tokens: _builtins.int = ...,
         rejection_sample_methods: _abc.Iterable[_builtins.str] | None = ...,
         lossy_rejection_sample_methods: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "lossy_rejection_sample_methods", b"lossy_rejection_sample_methods", "max_speculative_tokens", b"max_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens", "rejection_sample_methods", b"rejection_sample_methods", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafters", b"drafters", "lossy_rejection_sample_methods", b"lossy_rejection_sample_methods", "max_speculative_tokens", b"max_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens", "rejection_sample_methods", b"rejection_sample_methods", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -508,6 +508,7 @@ class Verdict(_message.Message):
     NUM_NEAR_TIES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -548,6 +549,13 @@ class Verdict(_message.Message):
     def top_logprobs(self) -> Global___TopLogprobs:
         """The likeliest tokens in the place of each of `token_ids`. Absent unless the session asks for it."""
 
+    @_builtins.property
+    def draft_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The log-probability that the drafter gave each of `token_ids` in the distribution that it drew a draft token from in
+        the same place, nats; -infinity of one that it could not have drawn, NaN where there is no such distribution: after
+        the last draft token, in a plain round, under a rule that judges ids alone. Empty unless the session asks for it.
+        """
+
     def __init__(
         self,
         *,
@@ -565,10 +573,11 @@ class Verdict(_message.Message):
         num_near_ties: _builtins.int = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         top_logprobs: Global___TopLogprobs | None = ...,
+        draft_logprobs: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

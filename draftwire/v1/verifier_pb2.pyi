@@ -45,6 +45,8 @@ class OpenTargetSessionRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
+    DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -85,6 +87,10 @@ class OpenTargetSessionRequest(_message.Message):
     """
     logprobs_mode: _builtins.str
     """The distribution that is reported, "raw" or "processed"; see GenerateRequest. Empty: raw."""
+    draft_logprobs: _builtins.bool
+    """Reports what the drafter gave the tokens of each verdict."""
+    traceparent: _builtins.str
+    """The span of the request, as the header of that name in W3C Trace Context, version 00. Empty: nothing is traced."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed ids: the prompt and, in a session that is moved, what was generated before."""
@@ -119,10 +125,12 @@ class OpenTargetSessionRequest(_message.Message):
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         logprobs_mode: _builtins.str = ...,
+        draft_logprobs: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "choice", b"choice", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "choice", b"choice", "draft_logprobs", b"draft_logprobs", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "traceparent", b"traceparent", "verifying_key", b"verifying_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

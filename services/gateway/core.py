@@ -146,7 +146,7 @@ class GatewayCore:
         loops: list[GenerationLoop] = []
 
         async def make_loop(generation: Generation) -> GenerationLoop:
-            text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop)
+            text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop, generation.token_details)
             if generation.generated_ids:  # may be many
                 await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
             loops.append(GenerationLoop(generation, self._peers, text, self.config.loop))

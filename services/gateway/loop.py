@@ -61,6 +61,7 @@ from draftwire.services.gateway.prompt import PromptReport
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.text import TextStream
+from draftwire.token_source import TokenSource
 
 log = structlog.get_logger()
 
@@ -84,12 +85,20 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens and text that became final."""
+    """Tokens and text of a round that became final."""
 
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """One for each of the tokens, if they are asked for."""
+    sources: list[TokenSource] = field(default_factory=list)
+    """Where each of the tokens came from."""
+    num_draft_tokens: int = 0
+    """Draft tokens that the round judged."""
+    draft_logprobs: list[float] = field(default_factory=list)
+    """What the drafter gave each of the tokens, if it is asked for; see `Verdict.draft_logprobs`."""
+    text_lengths: list[int] = field(default_factory=list)
+    """Characters of the text that became certain with each of the tokens, if they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +218,14 @@ class GenerationLoop:
                     self._ask_for_round()
                     asks = False
                     await asyncio.sleep(0)  # lets the request leave before we turn to the text
-                text, reason = self._show(token_ids, reason)
+                text, lengths, reason = self._show(token_ids, reason)
                 if asks and reason is None:
                     self._ask_for_round()
                 elapsed_us = int((time.perf_counter() - started) * 1e6)
                 self.statistics.time_to_first_token_us = self.statistics.time_to_first_token_us or elapsed_us
                 self.statistics.duration_us = elapsed_us
                 if token_ids or text:
-                    yield Delta(token_ids, text, verdict.logprobs[: len(token_ids)])
+                    yield self._delta(verdict, token_ids, text, lengths)
             yield Finish(reason, self.statistics, self._drafter_error)
         finally:
             self._drop_drafter()
@@ -336,7 +345,9 @@ class GenerationLoop:
     def _reports(self, verdict: Verdict) -> bool:
         """Whether a verdict, and what came before it, says all that is to be reported."""
         is_wanted = self._generation.logprobs.logprobs is not None
-        return not self._prompt.is_missing and len(verdict.logprobs) == len(verdict.token_ids) * is_wanted
+        has_draft = len(verdict.draft_logprobs) == len(verdict.token_ids) * self._generation.token_details
+        has_all = len(verdict.logprobs) == len(verdict.token_ids) * is_wanted
+        return not self._prompt.is_missing and has_all and has_draft
 
     async def _take_prompt(self, part: PromptPart) -> PromptPart | None:
         """Returns what is new in a part of the prompt, if anything is."""
@@ -382,13 +393,29 @@ class GenerationLoop:
             return shown, FinishReason.STOP
         return shown, FinishReason.LENGTH if self._num_generated == self._generation.max_tokens else None
 
-    def _show(self, token_ids: list[int], reason: FinishReason | None) -> tuple[str, FinishReason | None]:
-        """Returns the text that a round's tokens make certain, and why the generation ends, if it does.
+    def _delta(self, verdict: Verdict, token_ids: list[int], text: str, lengths: list[int]) -> Delta:
+        """Returns what is told of a round, of whose tokens the first may be part of the completion alone."""
+        num_tokens = len(token_ids)
+        lengths = lengths + [0] * (num_tokens - len(lengths)) if self._generation.token_details else []
+        if lengths:  # what was held back until the end became certain with the last token
+            lengths[-1] += len(text) - sum(lengths)
+        return Delta(
+            token_ids,
+            text,
+            verdict.logprobs[:num_tokens],
+            verdict.sources[:num_tokens],
+            verdict.num_draft_tokens,
+            verdict.draft_logprobs[:num_tokens],
+            lengths,
+        )
+
+    def _show(self, token_ids: list[int], reason: FinishReason | None) -> tuple[str, list[int], FinishReason | None]:
+        """Returns the text that a round's tokens make certain, what of it each does, and why all ends, if so.
 
         Tokens after one that completes a stop string are taken out of `token_ids`.
         """
         visible = token_ids[:-1] if reason is FinishReason.STOP else token_ids  # a stop token has no text
-        text, num_used = self._text.push(visible)
+        text, num_used, lengths = self._text.push(visible)
         if self._text.stopped:
             self._count(num_used - len(token_ids))
             del token_ids[num_used:]
@@ -397,7 +424,7 @@ class GenerationLoop:
             text += self._text.finish()
             if self._text.stopped:  # the held-back rest completed a stop string
                 reason = FinishReason.STOP
-        return text, reason
+        return text, lengths, reason
 
     def _count(self, num_tokens: int) -> None:
         self._num_generated += num_tokens
@@ -548,6 +575,7 @@ class GenerationLoop:
             logprobs=generation.logprobs
             if self._prompt.is_missing
             else replace(generation.logprobs, prompt_logprobs=None),
+            reports_draft_logprobs=generation.token_details,
         )
 
     def _draft_spec(self, drafter: ModelDescription, target: TargetPort) -> DraftSessionSpec:

@@ -58,6 +58,7 @@ class RequestedGeneration:
     prompt_logprobs: int | None = None
     logprobs_mode: str | None = None
     echo: bool = False
+    token_details: bool = False
 
     @property
     def num_ids(self) -> int:
@@ -90,6 +91,8 @@ class Generation:
     """Which prompt of the request."""
     echo: bool = False
     """Whether the prompt is sent back, which the first choice of each alone asks for."""
+    token_details: bool = False
+    """Whether it is told of each token what part of the text it made certain, and what the drafter gave it."""
 
     @property
     def is_lossy(self) -> bool:
@@ -132,6 +135,7 @@ def complete_request(
         rule=facts_of(request.rule if request.rule is not None else defaults.rule).name,
         cache_salt=request.cache_salt,
         logprobs=_wanted_logprobs(request),
+        token_details=request.token_details,
     )
     before = _checked_by_choice(request, len(request.prompts) * num_choices)
     generations: list[Generation] = []

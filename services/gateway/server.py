@@ -43,6 +43,7 @@ from draftwire.services.rpc import messages
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.tls import Dialler, server_credentials, watch_tls
 from draftwire.services.rpc.unknown_fields import refuse_unknown_fields
+from draftwire.token_source import TokenSource
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 
 AnyPrompt = gateway_pb2.GenerateRequest | gateway_pb2.Prompt
@@ -50,6 +51,12 @@ AnyPrompt = gateway_pb2.GenerateRequest | gateway_pb2.Prompt
 _REASONS = {
     FinishReason.STOP: gateway_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: gateway_pb2.FINISH_REASON_LENGTH,
+}
+_SOURCES = {
+    TokenSource.ACCEPTED: gateway_pb2.TOKEN_SOURCE_ACCEPTED,
+    TokenSource.RECOVERED: gateway_pb2.TOKEN_SOURCE_RECOVERED,
+    TokenSource.BONUS: gateway_pb2.TOKEN_SOURCE_BONUS,
+    TokenSource.PLAIN: gateway_pb2.TOKEN_SOURCE_PLAIN,
 }
 
 
@@ -90,11 +97,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._access.authenticate(_authorization(context))
         refuse_unknown_fields(request)
         core = self._core
-        drafters = self._pool.connected_drafters
+        drafters = {drafter.description.name: drafter.description for drafter in self._pool.connected_drafters}
         default = core.defaults.rule
         return gateway_pb2.GetServerResponse(
             target=messages.model_to_proto(core.description),
-            drafter=messages.model_to_proto(drafters[0].description) if drafters else None,
+            drafters=[messages.model_to_proto(description) for _, description in sorted(drafters.items())],
             num_speculative_tokens=core.defaults.num_speculative_tokens,
             max_speculative_tokens=core.defaults.max_speculative_tokens,
             rejection_sample_methods=[default, *(name for name in RULE_FACTS if name != default)],
@@ -141,6 +148,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
             logprobs_mode=request.logprobs_mode if request.HasField("logprobs_mode") else None,
             echo=request.echo,
+            token_details=request.token_details,
         )
 
     async def _prompt_ids(self, prompt: AnyPrompt) -> list[int]:
@@ -221,15 +229,19 @@ def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
 def _event_to_proto(said: ChoiceEvent) -> gateway_pb2.GenerateResponse:
     choice = said.generation.choice
     match said.event:
-        case Delta(token_ids, text, tokens):
-            delta = gateway_pb2.GenerateDelta(
+        case Delta() as delta:
+            message = gateway_pb2.GenerateDelta(
                 choice=choice,
-                token_ids=token_ids,
-                text=text,
-                logprobs=[token.logprob for token in tokens],
-                top_logprobs=messages.top_to_proto(tokens),
+                token_ids=delta.token_ids,
+                text=delta.text,
+                logprobs=[token.logprob for token in delta.logprobs],
+                top_logprobs=messages.top_to_proto(delta.logprobs),
+                token_sources=[_SOURCES[source] for source in delta.sources],
+                num_draft_tokens=delta.num_draft_tokens,
+                draft_logprobs=delta.draft_logprobs,
+                text_lengths=delta.text_lengths,
             )
-            return gateway_pb2.GenerateResponse(delta=delta)
+            return gateway_pb2.GenerateResponse(delta=message)
         case PromptPart(first_position, tokens):
             prompt = gateway_pb2.PromptLogprobs(
                 choice=choice,

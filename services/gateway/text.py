@@ -1,5 +1,7 @@
 """Tokens to text, such that nothing is ever shown that would have to be taken back."""
 
+from typing import NamedTuple
+
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
@@ -92,13 +94,37 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
+class Shown(NamedTuple):
+    """What tokens made certain of a text."""
+
+    text: str
+    num_tokens: int
+    """How many of the tokens belong to it: those after one that completes a stop string do not."""
+    lengths: list[int]
+    """Characters that became certain with each of them; empty unless they are told apart."""
+
+
 class TextStream:
     """The text of one completion, from its committed tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], stops: tuple[str, ...]) -> None:
-        """Starts after a prompt."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_ids: list[int],
+        stops: tuple[str, ...],
+        tells_tokens_apart: bool = False,
+    ) -> None:
+        """Starts after a prompt.
+
+        Args:
+            tokenizer: the target's.
+            prompt_ids: the prompt.
+            stops: what the text ends before.
+            tells_tokens_apart: whether it is told what each token made certain, which takes a decoding of each.
+        """
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
         self._stops = StopStrings(stops)
+        self._tells_tokens_apart = tells_tokens_apart
 
     @property
     def stopped(self) -> bool:
@@ -116,20 +142,16 @@ class TextStream:
         if visible:
             self.push(visible)
 
-    def push(self, token_ids: list[int]) -> tuple[str, int]:
-        """Adds tokens up to the one that completes a stop string.
-
-        Returns:
-            The text that is certain to stay, and how many of the tokens were added.
-        """
-        if not self.may_stop:
-            return self._detokenizer.push(token_ids), len(token_ids)
+    def push(self, token_ids: list[int]) -> Shown:
+        """Adds tokens up to the one that completes a stop string, and returns the text that is certain to stay."""
+        if not self.may_stop and not self._tells_tokens_apart:
+            return Shown(self._detokenizer.push(token_ids), len(token_ids), [])
         pieces: list[str] = []
         for token in token_ids:
             pieces.append(self._stops.push(self._detokenizer.push([token])))
             if self.stopped:
                 break
-        return "".join(pieces), len(pieces)
+        return Shown("".join(pieces), len(pieces), list(map(len, pieces)) if self._tells_tokens_apart else [])
 
     def finish(self) -> str:
         """Returns the rest, when no more tokens come."""

@@ -25,7 +25,6 @@ from draftwire.rounds import (
     DraftBlock,
     DraftSessionSpec,
     DraftTimings,
-    ExtraToken,
     Fence,
     Permit,
     PlainRun,
@@ -37,6 +36,7 @@ from draftwire.rounds import (
 )
 from draftwire.services.rpc.status import status_of
 from draftwire.structured_output import MAX_CHOICES, Form, StructuredOutput
+from draftwire.token_source import TokenSource
 from draftwire.v1 import drafter_pb2, model_pb2, session_pb2, verifier_pb2
 
 _ENCODINGS = {
@@ -49,9 +49,9 @@ _ENCODINGS = {
 _ENCODING_NUMBERS = {value: key for key, value in _ENCODINGS.items()}
 
 _EXTRAS = {
-    session_pb2.EXTRA_TOKEN_KIND_PLAIN: ExtraToken.PLAIN,
-    session_pb2.EXTRA_TOKEN_KIND_RECOVERED: ExtraToken.RECOVERED,
-    session_pb2.EXTRA_TOKEN_KIND_BONUS: ExtraToken.BONUS,
+    session_pb2.EXTRA_TOKEN_KIND_PLAIN: TokenSource.PLAIN,
+    session_pb2.EXTRA_TOKEN_KIND_RECOVERED: TokenSource.RECOVERED,
+    session_pb2.EXTRA_TOKEN_KIND_BONUS: TokenSource.BONUS,
 }
 _EXTRA_NUMBERS = {value: key for key, value in _EXTRAS.items()}
 
@@ -222,6 +222,7 @@ def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
         num_near_ties=verdict.num_near_ties,
         logprobs=[token.logprob for token in verdict.logprobs],
         top_logprobs=top_to_proto(verdict.logprobs),
+        draft_logprobs=verdict.draft_logprobs,
     )
 
 
@@ -246,7 +247,17 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
         num_cached_tokens=message.num_cached_tokens,
         num_near_ties=message.num_near_ties,
         logprobs=tokens_from_proto(message),
+        draft_logprobs=_checked_draft_logprobs(message),
     )
+
+
+def _checked_draft_logprobs(message: session_pb2.Verdict) -> list[float]:
+    values = list(message.draft_logprobs)
+    if values and len(values) != len(message.token_ids):
+        raise InvalidRequestError(f"{len(values)} log-probabilities of drafters, of {len(message.token_ids)} tokens")
+    if any(value > 0.0 for value in values):
+        raise InvalidRequestError("a log-probability of a drafter is a number of at most 0, or NaN")
+    return values
 
 
 def top_to_proto(tokens: Sequence[TokenLogprob]) -> session_pb2.TopLogprobs | None:
@@ -344,6 +355,8 @@ def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2
         logprobs=spec.logprobs.logprobs,
         prompt_logprobs=spec.logprobs.prompt_logprobs,
         logprobs_mode=spec.logprobs.mode.value if spec.logprobs != NO_LOGPROBS else "",
+        draft_logprobs=spec.reports_draft_logprobs,
+        traceparent=spec.traceparent,
     )
 
 
@@ -374,6 +387,8 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
             prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
             mode=LogprobsMode.named(message.logprobs_mode) if message.logprobs_mode else LogprobsMode.RAW,
         ),
+        reports_draft_logprobs=message.draft_logprobs,
+        traceparent=message.traceparent,
     )
 
 
@@ -396,6 +411,7 @@ def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.Op
         max_len=spec.max_len,
         cache_salt=spec.cache_salt,
         permit=permit_to_proto(spec.permit),
+        traceparent=spec.traceparent,
     )
 
 
@@ -421,6 +437,7 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
         max_len=message.max_len,
         cache_salt=_checked_salt(message.cache_salt),
         permit=_checked_permit(permit_from_proto(message.permit)),
+        traceparent=message.traceparent,
     )
 
 

@@ -4,6 +4,7 @@ Whatever is ready when a step begins goes into it: draft blocks, plain rounds, a
 running sessions can bear.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,10 +12,10 @@ from dataclasses import dataclass, field
 
 from draftwire.audit import AuditSums
 from draftwire.automaton import Automaton
+from draftwire.encoding import log_probs
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
 from draftwire.rounds import (
     CommittedTokens,
-    ExtraToken,
     Fence,
     FenceVerdict,
     PlainRun,
@@ -27,6 +28,7 @@ from draftwire.rounds import (
 from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.leases import SessionKey
 from draftwire.services.prefill import PrefillPacer, share
+from draftwire.token_source import TokenSource
 from draftwire.verification import rule_named
 from draftwire.verification.target import Judgement, Outcome, StillReading
 
@@ -368,6 +370,7 @@ class Scheduler:
             num_near_ties=judgement.num_near_ties,
             num_cached_tokens=session.num_reused or 0,
             logprobs=judgement.logprobs,
+            draft_logprobs=_draft_logprobs(block, judgement.token_ids) if session.spec.reports_draft_logprobs else [],
             **({"timings": block.timings} if block else {}),
         )
 
@@ -418,7 +421,16 @@ class Scheduler:
             )
 
 
-def _extra_kind(num_draft_tokens: int, num_accepted: int) -> ExtraToken:
+def _extra_kind(num_draft_tokens: int, num_accepted: int) -> TokenSource:
     if num_draft_tokens == 0:
-        return ExtraToken.PLAIN
-    return ExtraToken.BONUS if num_accepted == num_draft_tokens else ExtraToken.RECOVERED
+        return TokenSource.PLAIN
+    return TokenSource.BONUS if num_accepted == num_draft_tokens else TokenSource.RECOVERED
+
+
+def _draft_logprobs(block: ReceivedBlock | None, token_ids: Sequence[int]) -> list[float]:
+    """Returns what a drafter gave each token of a verdict; NaN behind its block, and where it did not say."""
+    given: list[float] = []
+    if block is not None and block.has_distributions:
+        assert not isinstance(block.draft, BlockViolationError), "such a block is refused"
+        given = log_probs(block.draft, token_ids[: len(block.token_ids)])
+    return given + [math.nan] * (len(token_ids) - len(given))

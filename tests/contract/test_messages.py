@@ -20,7 +20,6 @@ from draftwire.rounds import (
     DraftBlock,
     DraftSessionSpec,
     DraftTimings,
-    ExtraToken,
     Fence,
     Permit,
     PlainRun,
@@ -41,6 +40,7 @@ from draftwire.services.rpc.status import error_of_number
 from draftwire.services.verifier.core import BlockRefused
 from draftwire.services.verifier.server import _event_to_proto
 from draftwire.structured_output import StructuredOutput
+from draftwire.token_source import TokenSource
 from draftwire.v1 import drafter_pb2, gateway_pb2, model_pb2, session_pb2, verifier_pb2
 
 UNHURRIED = settings(deadline=None)  # the machine may be busy
@@ -201,7 +201,7 @@ VERDICT = Verdict(
     token_ids=[7, 300, 4],
     num_draft_tokens=4,
     num_accepted_tokens=2,
-    extra=ExtraToken.RECOVERED,
+    extra=TokenSource.RECOVERED,
     plain_rounds_left=6,
     verify_us=1,
     queue_us=128,
@@ -324,7 +324,7 @@ MODEL = ModelDescription(
 )
 SECOND_CHOICE = Generation([1], SamplingParams(), 4, (), frozenset(), 5, 4, "token", choice=1)
 GOLDEN_MODEL = bytes.fromhex(
-    "08 08"  # 1: protocol_version
+    "08 09"  # 1: protocol_version
     "12 01 6d"  # 2: name
     "1a 01 72"  # 3: revision
     "22 07 666c6f61743332"  # 4: dtype
@@ -541,7 +541,7 @@ def test_refused_block_says_no_tokens_but_whose_it_is() -> None:
         token_ids=IDS,
         num_draft_tokens=UINT32,
         num_accepted_tokens=UINT32,
-        extra=st.sampled_from(ExtraToken),
+        extra=st.sampled_from(sorted(set(TokenSource) - {TokenSource.ACCEPTED}, key=str)),
         plain_rounds_left=UINT32,
         verify_us=UINT32,
         queue_us=UINT32,
@@ -558,7 +558,7 @@ def test_verdict_survives_the_wire(verdict: Verdict) -> None:
 @given(st.lists(TOKEN_LOGPROBS, max_size=5))
 @UNHURRIED
 def test_log_probabilities_of_a_verdict_survive_the_wire(tokens: list[TokenLogprob]) -> None:
-    verdict = Verdict(FENCE, [token.token_id for token in tokens], 0, 0, ExtraToken.PLAIN, 0, logprobs=tokens)
+    verdict = Verdict(FENCE, [token.token_id for token in tokens], 0, 0, TokenSource.PLAIN, 0, logprobs=tokens)
     assert messages.verdict_from_proto(sent(messages.verdict_to_proto(verdict))) == verdict
 
 
@@ -645,8 +645,8 @@ def test_wish_for_log_probabilities_that_is_out_of_range_is_refused_by_name(
         messages.target_spec_from_proto(message)
 
 
-@pytest.mark.parametrize("extra", ExtraToken)
-def test_every_kind_of_extra_token_has_a_number_on_the_wire(extra: ExtraToken) -> None:
+@pytest.mark.parametrize("extra", sorted(set(TokenSource) - {TokenSource.ACCEPTED}, key=str))
+def test_every_kind_of_extra_token_has_a_number_on_the_wire(extra: TokenSource) -> None:
     verdict = Verdict(FENCE, [1], 0, 0, extra, 0)
     assert messages.verdict_from_proto(sent(messages.verdict_to_proto(verdict))).extra is extra
 
@@ -864,7 +864,7 @@ def test_refusal_says_which_drafter_is_in_quarantine_or_that_none_is(drafter_id:
 
 def test_protocol_version_is_that_of_structured_outputs() -> None:
     """A verifier of version 7 would leave their form out of account."""
-    assert PROTOCOL_VERSION == 8
+    assert PROTOCOL_VERSION == 9
 
 
 @pytest.mark.parametrize("length", [0, 15, 17, 32])

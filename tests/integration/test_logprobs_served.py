@@ -23,6 +23,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.parameters import PARAMETERS, SamplingParams
 from draftwire.sampling import Span, probabilities_of_spans
 from draftwire.services.local_stack import LocalStack
+from draftwire.token_source import TokenSource
 from draftwire.verification import RULES
 from tests.tiny_models import save_tiny_model
 
@@ -244,3 +245,43 @@ def test_statistics_say_how_many_tokens_rounds_accepted(client: Client) -> None:
 def test_wish_out_of_range_is_refused_by_name(client: Client, options: Options, name: str) -> None:
     with pytest.raises(InvalidRequestError, match=name):
         client.generate([1], max_tokens=2, **options)
+
+
+def test_token_details_say_what_each_token_came_from_and_what_the_drafter_gave_it(client: Client) -> None:
+    """Under `token`, what is drawn in place of a rejected token is what the target has more of than the drafter."""
+    num_certain = 0
+    options: Options = {"max_tokens": 60, "token_details": True, "logprobs": 0, "logprobs_mode": "processed"}
+    for seed in range(8):
+        stream = client.stream([1, 2, 3], seed=seed, rejection_sample_method="token", **options)
+        rounds = [piece for piece in stream if piece.token_ids]
+        completion = stream.completion
+        assert completion is not None
+        assert completion.token_texts is not None
+        assert completion.draft_logprobs is not None
+        assert completion.logprobs is not None
+        assert "".join(completion.token_texts) == completion.text
+        assert [source for piece in rounds for source in piece.sources] == completion.sources
+        for piece in rounds:
+            assert piece.draft_logprobs is not None
+            *accepted, last = piece.sources
+            assert all(source is TokenSource.ACCEPTED for source in accepted)
+            assert (last is TokenSource.PLAIN) == (piece.num_draft_tokens == 0)
+            for source, value in zip(piece.sources, piece.draft_logprobs, strict=True):
+                is_known = source in (TokenSource.ACCEPTED, TokenSource.RECOVERED)
+                assert math.isnan(value) is not is_known
+        for source, token, draft in zip(
+            completion.sources, completion.logprobs, completion.draft_logprobs, strict=True
+        ):
+            if source is TokenSource.RECOVERED:  # drawn from what the target has more of
+                assert draft < token.logprob + TOLERANCE
+            num_certain += source is TokenSource.ACCEPTED and -math.inf < draft <= 0.0
+        statistics = completion.statistics
+        assert sum(piece.num_draft_tokens for piece in rounds) == statistics.num_draft_tokens
+        assert completion.sources.count(TokenSource.ACCEPTED) <= statistics.num_accepted_tokens
+    assert num_certain > 50
+    coupled = client.generate([1], rejection_sample_method="coupled", **options)
+    assert coupled.draft_logprobs is not None
+    assert all(map(math.isnan, coupled.draft_logprobs))
+    bare = client.generate([1], max_tokens=20)
+    assert (bare.token_texts, bare.draft_logprobs) == (None, None)
+    assert len(bare.sources) == len(bare.token_ids) == 20

@@ -254,7 +254,7 @@ def test_killed_drafter_costs_speed_only(own_stack: LocalStack, pair: tuple[Path
             ids += piece.token_ids
         assert ids == greedy_ids(pair[0], PROMPT, 55)
         assert stream.completion is not None
-        wait_until(lambda: not client.server().HasField("drafter"))
+        wait_until(lambda: not client.server().drafters)
         after = client.generate(PROMPT, temperature=0.0, max_tokens=55)
         assert after.token_ids == ids
         assert after.statistics.num_drafts == 0

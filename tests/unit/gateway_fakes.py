@@ -18,7 +18,6 @@ from draftwire.rounds import (
     CommittedTokens,
     DraftSessionSpec,
     DraftTimings,
-    ExtraToken,
     Fence,
     FenceVerdict,
     Permit,
@@ -35,6 +34,7 @@ from draftwire.services.gateway.pace import DrafterPace
 from draftwire.services.gateway.ports import DrafterPort, Inbox, SessionEvent, TargetLost, TargetPort
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.text import TextStream
+from draftwire.token_source import TokenSource
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 STOP_TOKEN = len(LETTERS)
@@ -301,9 +301,9 @@ class FakeTarget:
         accepted = min(self.accepts.popleft() if self.accepts else 0, num_draft_tokens) if num_draft_tokens else 0
         start = len(session.committed) - self.prompt_len
         tokens = self.story[start : start + accepted + 1]
-        extra = ExtraToken.BONUS if accepted == num_draft_tokens else ExtraToken.RECOVERED
+        extra = TokenSource.BONUS if accepted == num_draft_tokens else TokenSource.RECOVERED
         if num_draft_tokens == 0:
-            extra = ExtraToken.PLAIN
+            extra = TokenSource.PLAIN
             stops = tokens[-1] in session.spec.stop_token_ids
             session.plain_rounds_left = 0 if stops else session.plain_rounds_left - 1
         count = len(self.verdicts) + 1
@@ -323,6 +323,7 @@ class FakeTarget:
             logprobs=[said_of(place, token, num_top or 0) for place, token in enumerate(tokens, length)]
             if reports
             else [],
+            draft_logprobs=[-float(token) for token in tokens] if session.spec.reports_draft_logprobs else [],
         )
 
     def _meet_fate(self, session: TargetSession, verdict: Verdict, fate: Fate) -> None:

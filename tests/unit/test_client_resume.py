@@ -23,6 +23,7 @@ from draftwire.logprobs import PromptPart, TokenLogprob
 from draftwire.services.gateway.choices import ChoiceEvent
 from draftwire.services.gateway.loop import Delta
 from draftwire.services.gateway.server import _event_to_proto
+from draftwire.token_source import TokenSource
 from draftwire.v1 import gateway_pb2
 
 Code = grpc.StatusCode
@@ -77,7 +78,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def delta(*token_ids: int, choice: int = 0) -> gateway_pb2.GenerateResponse:
     text = "".join(chr(ord("a") + token) for token in token_ids)
-    message = gateway_pb2.GenerateDelta(choice=choice, token_ids=token_ids, text=text)
+    sources = [gateway_pb2.TOKEN_SOURCE_PLAIN] * len(token_ids)
+    message = gateway_pb2.GenerateDelta(choice=choice, token_ids=token_ids, text=text, token_sources=sources)
     return gateway_pb2.GenerateResponse(delta=message)
 
 
@@ -284,7 +286,8 @@ def said_of(token: int) -> TokenLogprob:
 
 
 def reported(*token_ids: int) -> gateway_pb2.GenerateResponse:
-    event = Delta(list(token_ids), "", [said_of(token) for token in token_ids])
+    sources = [TokenSource.PLAIN] * len(token_ids)
+    event = Delta(list(token_ids), "", [said_of(token) for token in token_ids], sources)
     return _event_to_proto(ChoiceEvent(make_generation(), event))
 
 

@@ -39,7 +39,6 @@ from draftwire.quantization import Encoding
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
-    ExtraToken,
     Fence,
     Permit,
     PlainRun,
@@ -53,6 +52,7 @@ from draftwire.services.gateway.loop import Delta, FinishReason
 from draftwire.services.gateway.ports import BlocksRefused, DrafterLost, Inbox, TargetLost
 from draftwire.services.prefill import PrefillPacer
 from draftwire.services.verifier.scheduler import Completed, Scheduler, Step, StepResult
+from draftwire.token_source import TokenSource
 from draftwire.verification.target import Judgement, Outcome
 
 TEST_SECONDS = 10.0  # a loop that hangs fails, long before pytest's own limit
@@ -665,7 +665,7 @@ async def test_verdict_that_is_not_of_the_current_round_is_ignored(
     target, drafter = pair(accepts=[2] * 10)
 
     def disturb(count: int) -> None:
-        wrong = Verdict(misplace(target.fence), [51, 50, 49], 2, 2, ExtraToken.BONUS, plain_rounds_left=0)
+        wrong = Verdict(misplace(target.fence), [51, 50, 49], 2, 2, TokenSource.BONUS, plain_rounds_left=0)
         target.tell(wrong)
 
     target.after_verdict = disturb

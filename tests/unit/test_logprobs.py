@@ -32,7 +32,6 @@ from draftwire.quantization import Encoding
 from draftwire.randomness import DrawKey
 from draftwire.rounds import (
     CommittedTokens,
-    ExtraToken,
     Fence,
     Permit,
     PromptRead,
@@ -45,6 +44,7 @@ from draftwire.services.prefill import PrefillPacer
 from draftwire.services.rpc import messages
 from draftwire.services.verifier.engine import TargetEngine
 from draftwire.services.verifier.scheduler import REPORTED_CHUNK, Scheduler
+from draftwire.token_source import TokenSource
 from draftwire.v1 import session_pb2
 from draftwire.verification import RULES, target
 from draftwire.verification import logprobs as reading
@@ -140,7 +140,7 @@ def check_all(tokens: list[TokenLogprob], start: int, text: Sequence[int], num_t
 def through_the_wire(tokens: list[TokenLogprob]) -> list[TokenLogprob]:
     """Returns what a gateway receives of a verdict."""
     fence = Fence(1, 0, 0, 1, 1)
-    verdict = Verdict(fence, [token.token_id for token in tokens], 0, 0, ExtraToken.PLAIN, 0, logprobs=tokens)
+    verdict = Verdict(fence, [token.token_id for token in tokens], 0, 0, TokenSource.PLAIN, 0, logprobs=tokens)
     sent = messages.verdict_to_proto(verdict).SerializeToString()
     return messages.verdict_from_proto(session_pb2.Verdict.FromString(sent)).logprobs
 

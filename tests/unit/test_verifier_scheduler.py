@@ -28,7 +28,6 @@ from draftwire.quantization import Encoding
 from draftwire.rounds import (
     CommittedTokens,
     DraftTimings,
-    ExtraToken,
     Fence,
     FenceVerdict,
     Permit,
@@ -40,6 +39,7 @@ from draftwire.rounds import (
 from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.prefill import PrefillPacer
 from draftwire.services.verifier.scheduler import Completed, Scheduler, Step, StepItem, StepResult, TargetSession
+from draftwire.token_source import TokenSource
 from draftwire.verification.target import Judgement, Outcome, StillReading
 
 CONTEXT_LENGTH = 12
@@ -527,13 +527,13 @@ def test_completing_commits_the_tokens_so_that_the_next_fence_matches() -> None:
 @pytest.mark.parametrize(
     ("draft", "decided", "extra"),
     [
-        ([10, 11, 12], [20], ExtraToken.RECOVERED),
-        ([10, 11, 12], [10, 11, 20], ExtraToken.RECOVERED),
-        ([10, 11, 12], [10, 11, 12, 20], ExtraToken.BONUS),
-        ([10], [10, 20], ExtraToken.BONUS),
+        ([10, 11, 12], [20], TokenSource.RECOVERED),
+        ([10, 11, 12], [10, 11, 20], TokenSource.RECOVERED),
+        ([10, 11, 12], [10, 11, 12, 20], TokenSource.BONUS),
+        ([10], [10, 20], TokenSource.BONUS),
     ],
 )
-def test_verdict_of_a_block_says_what_was_decided(draft: list[int], decided: list[int], extra: ExtraToken) -> None:
+def test_verdict_of_a_block_says_what_was_decided(draft: list[int], decided: list[int], extra: TokenSource) -> None:
     now = [10.0]
     scheduler = make_scheduler(clock=lambda: now[0])
     scheduler.open(make_spec(), lease_id=0)
@@ -563,7 +563,7 @@ def test_verdict_of_a_plain_round_says_what_was_decided() -> None:
         token_ids=[20],
         num_draft_tokens=0,
         num_accepted_tokens=0,
-        extra=ExtraToken.PLAIN,
+        extra=TokenSource.PLAIN,
         plain_rounds_left=2,
         verify_us=7,
         queue_us=250_000,
@@ -778,7 +778,7 @@ def test_round_of_a_refused_block_stays_open_for_a_plain_run(violation: Violatio
         offer(scheduler, make_bad(session.fence))
     assert scheduler.run_plain(PlainRun(session.fence, 1)) is FenceVerdict.CURRENT
     (verdict,) = run_plain_steps(scheduler, [20, 21])
-    assert verdict.extra is ExtraToken.PLAIN
+    assert verdict.extra is TokenSource.PLAIN
 
 
 @every_violation
