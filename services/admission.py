@@ -21,9 +21,19 @@ class Room:
         return blocks_for(self.kv_cache_tokens) - sum(self._blocks.values())
 
     @property
+    def size(self) -> int:
+        """Tokens that the KV cache has room for, in whole blocks."""
+        return blocks_for(self.kv_cache_tokens) * BLOCK_SIZE
+
+    @property
+    def num_reserved(self) -> int:
+        """Tokens of it that sessions have reserved, in whole blocks. Any thread may ask."""
+        return sum(list(self._blocks.values())) * BLOCK_SIZE
+
+    @property
     def usage(self) -> float:
         """Share of the KV cache that is reserved, 0 to 1."""
-        return sum(self._blocks.values()) / blocks_for(self.kv_cache_tokens)
+        return self.num_reserved / self.size
 
     def reserve(self, key: SessionKey, num_tokens: int) -> None:
         """Reserves room for a session of at most `num_tokens` tokens.

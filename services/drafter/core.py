@@ -126,7 +126,7 @@ class DrafterCore:
         )
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
             self._scheduler.pacer.learn(num_tokens, 0, seconds)
-        self.metrics.watch(self._scheduler)
+        self.metrics.watch(self._scheduler, self.description.name)
 
     def _load_drafter(self) -> Drafter:
         config, quantization = self.config, self.config.drafts.quantization
@@ -180,7 +180,8 @@ class DrafterCore:
         self._leases.require(lease_id)
         if not _ADDRESS.fullmatch(spec.verifier_address):
             raise InvalidRequestError("verifier_address must be host:port, at most 256 letters, digits and signs")
-        session = self._scheduler.open(spec, lease_id, automaton)
+        with self.metrics.counting_refusals():
+            session = self._scheduler.open(spec, lease_id, automaton)
         opened = self._opening[session.key] = asyncio.get_running_loop().create_future()
         opened.add_done_callback(_retrieve)
         self._work.set()
@@ -261,7 +262,7 @@ class DrafterCore:
                 if self._scheduler.sessions.get(item.session.key) is item.session:  # not closed meanwhile
                     self._fail(item.session.key, failure)
             return
-        self.metrics.steps.inc()
+        self.metrics.count_step(len(step.items), result.calibration_s + result.draft_s)
         self.metrics.time(result, step.reads_prompts)
         for completed in self._scheduler.complete(step, result):
             if completed.is_opened:

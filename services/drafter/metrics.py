@@ -32,12 +32,15 @@ class DrafterMetrics(EngineMetrics):
         super().__init__()
         self.blocks_sent = self.counter("blocks_sent", "Draft blocks sent to verifiers.")
         self.draft_tokens = self.counter("draft_tokens_sent", "Draft tokens sent to verifiers.")
-        self.calibration_s = self.histogram(
+        self.draft_bytes = self.counter(
+            "draft_bytes_sent", "Bytes of the messages with draft blocks, heads of HTTP/2 frames included."
+        )
+        self.calibration_s = self.tally(
             "calibration_seconds",
             "Reading what was committed since the last block, for all sessions of a step; exact unless bonus "
             "calibration is off. Steps that read prompts are left out. On a GPU, the time of sending the work.",
         )
-        self.draft_pass_s = self.histogram(
+        self.draft_pass_s = self.tally(
             "draft_pass_seconds",
             "What drafting took in a step, over its forward passes for drafted tokens: with each, the drawing of a "
             "token, and once the first draw and the encoding of blocks. On a GPU also what is left of calibration.",

@@ -112,7 +112,10 @@ async def _serve(config: DrafterConfig, place: Place, followers: Followers) -> i
 
     async def connect(address: str, card: ModelCard, on_lost: Callable[[], None]) -> BlockLink:
         introduction = Introduction(card, core.instance_id)
-        return await GrpcBlockLink.connect(address, introduction, dialler, config.connect_timeout_s, on_lost)
+        count_bytes = core.metrics.draft_bytes.inc
+        return await GrpcBlockLink.connect(
+            address, introduction, dialler, config.connect_timeout_s, on_lost, count_bytes
+        )
 
     core = DrafterCore(config, connect, place, followers)
 

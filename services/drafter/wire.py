@@ -15,7 +15,7 @@ from draftwire.models.loading import ModelCard
 from draftwire.rounds import DraftBlock
 from draftwire.services.outbox import Outbox
 from draftwire.services.rpc import messages
-from draftwire.services.rpc.channels import require_room
+from draftwire.services.rpc.channels import FRAME_BYTES, require_room
 from draftwire.services.rpc.peers import ModelPeer
 from draftwire.services.rpc.status import error_of
 from draftwire.services.rpc.tls import Dialler
@@ -36,11 +36,16 @@ class GrpcBlockLink:
     """One long-lived stream to one verifier, for the blocks of all sessions."""
 
     def __init__(
-        self, address: str, channel: grpc.aio.Channel, max_message_bytes: int, on_lost: Callable[[], None]
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        max_message_bytes: int,
+        on_lost: Callable[[], None],
+        on_sent: Callable[[int], None],
     ) -> None:
         """Use `connect`."""
         self.address = address
-        self._on_lost = on_lost
+        self._on_lost, self._on_sent = on_lost, on_sent
         self._max_message_bytes = max_message_bytes
         self.broken = False
         self._channel = channel
@@ -55,6 +60,7 @@ class GrpcBlockLink:
         dialler: Dialler,
         timeout_s: float,
         on_lost: Callable[[], None],
+        on_sent: Callable[[int], None],
     ) -> GrpcBlockLink:
         """Opens the stream and waits for the verifier's welcome.
 
@@ -64,13 +70,14 @@ class GrpcBlockLink:
             dialler: opens the connection.
             timeout_s: how long to wait for the welcome.
             on_lost: called once if the stream ends afterwards, whoever ends it.
+            on_sent: called with the bytes of each message with blocks.
 
         Raises:
             ModelMismatchError: the verifier's vocabulary differs; names the first differing token.
             UnavailableError: no welcome in time.
         """
         channel = dialler.open(address, bulk=True)
-        link = cls(address, channel, dialler.connections.max_message_bytes, on_lost)
+        link = cls(address, channel, dialler.connections.max_message_bytes, on_lost, on_sent)
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         card = introduction.card
         hello = verifier_pb2.DrafterHello(
@@ -105,9 +112,11 @@ class GrpcBlockLink:
         yield verifier_pb2.PushDraftBlocksRequest(hello=hello)
         while blocks := await self._outbox.take_all():
             for part in in_parts(blocks, self._max_message_bytes // 2):
-                yield verifier_pb2.PushDraftBlocksRequest(
+                request = verifier_pb2.PushDraftBlocksRequest(
                     blocks=verifier_pb2.DraftBlocks(blocks=[messages.block_to_proto(block) for block in part])
                 )
+                self._on_sent(request.ByteSize() + FRAME_BYTES)
+                yield request
 
     async def _watch(
         self, call: grpc.aio.StreamStreamCall[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse]

@@ -16,7 +16,8 @@ from draftwire.services.gateway.chat import ChatTemplate
 from draftwire.services.gateway.choices import ChoiceEvent, PromptEcho, SideBySide
 from draftwire.services.gateway.config import GatewayConfig
 from draftwire.services.gateway.conversation import Conversation
-from draftwire.services.gateway.loop import Finish, GenerationLoop
+from draftwire.services.gateway.latencies import Latencies
+from draftwire.services.gateway.loop import Delta, Finish, GenerationLoop
 from draftwire.services.gateway.metrics import GatewayMetrics
 from draftwire.services.gateway.ports import Peers
 from draftwire.services.gateway.request import (
@@ -51,6 +52,7 @@ class GatewayCore:
         self.metrics = GatewayMetrics()
         self.num_requests = 0
         """Those that run or are prepared; of a request with several choices each counts."""
+        self.metrics.num_running.set_function(lambda: self.num_requests)
         self.description: ModelDescription
         """The target model."""
         self._tokenizer: PreTrainedTokenizerBase
@@ -69,6 +71,7 @@ class GatewayCore:
         """Takes the target model and its tokenizer."""
         self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
         self._chat_template = ChatTemplate(self._tokenizer, description.name)
+        self.metrics.of_model.model_name = description.name
         self._forms = Forms(FormCompiler(self._tokenizer, description.vocab_size, description.stop_token_ids))
 
     @contextmanager
@@ -83,6 +86,7 @@ class GatewayCore:
         if num_choices > most:
             raise InvalidRequestError(f"num_choices: {num_choices} choices in all; at most {most} may run at once")
         if self.num_requests + num_choices > most:
+            self.metrics.requests_refused.labels("gateway").inc(num_choices)
             raise NoRoomError(f"{self.num_requests} requests are running, of {most} at most; retry in a second")
         self.num_requests += num_choices
         try:
@@ -154,16 +158,26 @@ class GatewayCore:
             return loops[-1]
 
         num_unfinished, result = len(generations), "failed"
+        latencies = Latencies(self.metrics)
+        self.metrics.prompt_tokens.inc(sum({each.prompt_index: len(each.prompt_ids) for each in generations}.values()))
         try:
             for generation in generations:
                 if generation.echo:
                     yield ChoiceEvent(generation, await self._echo(generation.prompt_ids))
             async with aclosing(SideBySide(generations, make_loop).run()) as events:
                 async for event in events:
-                    if isinstance(event.event, Finish):
-                        num_unfinished -= 1
-                        self.metrics.requests.labels(event.event.reason.value).inc()
+                    match event.event:
+                        case Delta(token_ids=token_ids):
+                            self.metrics.tokens.inc(len(token_ids))
+                            latencies.count_tokens(event.generation.choice, len(token_ids))
+                        case Finish(reason=reason):
+                            num_unfinished -= 1
+                            self.metrics.requests.labels(reason.value).inc()
+                            latencies.count_end()
                     yield event
+        except NoRoomError:
+            self.metrics.requests_refused.labels("verifier").inc(num_unfinished)
+            raise
         except (asyncio.CancelledError, GeneratorExit):
             result = "cancelled"
             raise

@@ -4,10 +4,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from prometheus_client import Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from draftwire.services.gateway.round_times import RoundTimes
-from draftwire.services.metrics import PREFIX, ServiceMetrics
+from draftwire.services.gateway.round_times import RoundTimes, WhyPlain
+from draftwire.services.metrics import LONG_SECONDS, PREFIX, ServiceMetrics
+
+RESULTS = ("stop", "length", "cancelled", "failed")
+"""How a choice of a request ends."""
+PARTS = ("lost", "prefill", "draft", "wire", "queue", "verify", "gateway")
+"""Of a round; see `RoundTimes`. The drafter's calibration and its drawing are one part here."""
 
 
 class Synced(Protocol):
@@ -43,6 +50,9 @@ class GatewayMetrics(ServiceMetrics):
     def __init__(self) -> None:
         super().__init__()
         self.requests = self.counter("requests", "Choices of requests ended, by result.", ("result",))
+        self.requests_refused = self.counter(
+            "requests_refused", "Choices of requests for which there was no room, by who had none.", ("by",)
+        )
         self.lossy_requests = self.counter(
             "lossy_requests",
             "Choices of requests ended that asked for a rule that changes the distribution.",
@@ -50,20 +60,83 @@ class GatewayMetrics(ServiceMetrics):
         )
         self.drafters_lost = self.counter("drafters_lost", "Times that a session went on without its drafter.")
         self.verifiers_lost = self.counter("verifiers_lost", "Times that a session lost its verifier.")
-        self.rounds = self.counter("rounds", "Rounds committed, and why those without a draft are.", ("kind", "reason"))
+        for result in RESULTS:
+            self.requests.labels(result)  # there from the start: what grows from 0 is seen to grow
+        for who in ("gateway", "verifier"):
+            self.requests_refused.labels(who)
+        self._count_rounds()
+        self._count_waiting()
+
+    def _count_rounds(self) -> None:
+        self.rounds = self.counter(
+            "rounds",
+            "Rounds committed: speculative ones, and plain ones by why nothing was drafted.",
+            ("kind", "reason"),
+        )
+        self.round_tokens = self.counter("round_tokens", "Tokens committed by rounds: over rounds, block efficiency.")
+        self.round_s = self.histogram(
+            "round_seconds",
+            "Parts of each round, and in part prefill the whole of a session's first round at a verifier. A round is "
+            "counted once in each part that it has.",
+            labels=("part",),
+        )
+        self._parts = {part: self.round_s.labels(part) for part in PARTS}
+        self._by_kind = {why: self.rounds.labels(*_kind(why)) for why in (None, *WhyPlain)}
+
+    def _count_waiting(self) -> None:
+        self.prompt_tokens = self.counter("prompt_tokens", "Tokens of the prompts of requests.", of_model=True)
+        self.tokens = self.counter("generation_tokens", "Tokens of completions, as users get them.", of_model=True)
+        self.time_to_first_token_s = self.tally(
+            "time_to_first_token_seconds",
+            "From when a request was taken on, its prompt tokenised, until the first token of each choice.",
+            LONG_SECONDS,
+            of_model=True,
+        )
+        self.inter_token_latency_s = self.tally(
+            "inter_token_latency_seconds",
+            "Time between two rounds' tokens, shared equally among the later's: a value for each token after the first "
+            "round's.",
+            of_model=True,
+        )
+        self.e2e_request_latency_s = self.tally(
+            "e2e_request_latency_seconds",
+            "From when a request was taken on until each choice was complete; of those cut short, nothing.",
+            LONG_SECONDS,
+            of_model=True,
+        )
+        self.num_running = Gauge(
+            PREFIX + "num_requests_running",
+            "Choices of requests that run or are prepared.",
+            registry=self.of_model.registry,
+        )
 
     def observe_round(self, times: RoundTimes) -> None:
         """Counts a committed round; see `RoundObserver`."""
-        why = times.why_plain
-        kind, reason = ("speculative", "") if why is None else ("plain", why.value)
-        self.rounds.labels(kind, reason).inc()
+        self._by_kind[times.why_plain].inc()
+        self.round_tokens.inc(times.num_tokens)
+        parts = self._parts
+        if times.lost_s:
+            parts["lost"].observe(times.lost_s)
+        if times.is_first:
+            parts["prefill"].observe(times.prefill_s)
+        else:
+            if times.num_draft_tokens:
+                parts["draft"].observe(times.calibration_s + times.draft_s)
+            parts["wire"].observe(times.wire_s)
+            parts["queue"].observe(times.queue_s)
+            parts["verify"].observe(times.verify_s)
+        parts["gateway"].observe(times.gateway_s)
 
     def watch(self, peers: Iterable[PeersOfOneRole]) -> None:
         """Exports what is known of the other services."""
         self.registry.register(_PeerWatcher(tuple(peers)))
 
 
-class _PeerWatcher:
+def _kind(why: WhyPlain | None) -> tuple[str, str]:
+    return ("speculative", "") if why is None else ("plain", why.value)
+
+
+class _PeerWatcher(Collector):
     """Counts verifiers and drafters whenever `/metrics` is read."""
 
     def __init__(self, peers: Sequence[PeersOfOneRole]) -> None:

@@ -21,6 +21,9 @@ CONTROL_MESSAGE_BYTES = 4 * 2**20
 ENVELOPE_BYTES = 2**16
 """Room for what a message holds besides the bulk that it was sent for: fences, parameters, token ids of a block."""
 
+FRAME_BYTES = 14
+"""What gRPC and HTTP/2 put before a message that fits into one frame."""
+
 BYTES_PER_ID = 5
 """Most bytes that a token id takes in a message."""
 

@@ -123,7 +123,7 @@ class VerifierCore:
         )
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
             self._scheduler.pacer.learn(num_tokens, 0, seconds)
-        self.metrics.watch(self._scheduler)
+        self.metrics.watch(self._scheduler, self.description.name)
         self.metrics.watch_waits(self._scheduler)
 
     def _load_target(self) -> Target:
@@ -192,7 +192,8 @@ class VerifierCore:
             NoRoomError: too many sessions are open.
         """
         self._leases.require(lease_id)
-        session = self._scheduler.open(spec, lease_id, automaton)
+        with self.metrics.counting_refusals():
+            session = self._scheduler.open(spec, lease_id, automaton)
         session.is_audited = self._first_uses.claim(spec.verifying_key, spec.choice)
         self._work.set()
 
@@ -317,14 +318,14 @@ class VerifierCore:
                 if self._scheduler.sessions.get(item.session.key) is item.session:  # not closed meanwhile
                     self._fail(item.session.key, failure)
             return
-        self.metrics.steps.inc()
+        self.metrics.count_step(len(step.items), result.verify_us / 1e6)
         for session, event in self._scheduler.complete(step, result):
             if isinstance(event, DraftwireError):
                 self._fail(session.key, event)
                 continue
             self._leases.send(session.lease_id, event)
             if isinstance(event, Verdict):
-                self.metrics.count(event)
+                self.metrics.count(event, is_first=event.fence.round == session.spec.first_round)
         self._audit(step, result)
 
     def _fail_all(self, error: GroupLostError) -> int:

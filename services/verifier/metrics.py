@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from draftwire.audit import AuditSums, DrafterAudit
 from draftwire.rounds import Verdict
 from draftwire.services.metrics import PREFIX, EngineMetrics
+from draftwire.services.verifier.idle import IdleWatch
 
 
 class Drafted(Protocol):
@@ -17,6 +19,10 @@ class Drafted(Protocol):
     @property
     def draft_wait_s(self) -> float:
         """From verdicts to the blocks that followed them, summed over all sessions, seconds."""
+
+    @property
+    def idle(self) -> IdleWatch:
+        """For how long the engine did nothing because all waited."""
 
 
 class Audited(Protocol):
@@ -46,6 +52,7 @@ class VerifierMetrics(EngineMetrics):
         self.draft_bytes = self.counter(
             "spec_decode_num_draft_bytes",
             "Bytes of the messages with draft blocks, heads of HTTP/2 frames included.",
+            of_model=True,
         )
         bytes_per_token = Gauge(
             PREFIX + "draft_bytes_per_emitted_token",
@@ -55,17 +62,29 @@ class VerifierMetrics(EngineMetrics):
         bytes_per_token.set_function(lambda: self._num_draft_bytes / max(1, self._num_tokens))
         self.registry.register(_AuditWatcher(drafters))
         self.target_passes = self.counter("target_passes", "Rounds decided: forward passes of the target per session.")
-        self.tokens = self.counter("generation_tokens", "Tokens committed by rounds.")
-        self.drafts = self.counter("spec_decode_num_drafts", "Rounds that judged a draft block.")
-        self.draft_tokens = self.counter("spec_decode_num_draft_tokens", "Draft tokens judged.")
-        self.accepted = self.counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self.tokens = self.counter("generation_tokens", "Tokens committed by rounds.", of_model=True)
+        self.drafts = self.counter("spec_decode_num_drafts", "Rounds that judged a draft block.", of_model=True)
+        self.draft_tokens = self.counter("spec_decode_num_draft_tokens", "Draft tokens judged.", of_model=True)
+        self.accepted = self.counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", of_model=True)
+        self._queue_s = self.tally(
+            "queue_seconds",
+            "Waiting of blocks and plain rounds for a step; first rounds, which wait for their prompts, are left out.",
+        )
         self.near_ties = self.counter("near_ties", "Tokens that rounding could have changed, under the rule coupled.")
         self.drafted_per_position = self.counter(
-            "spec_decode_num_draft_tokens_per_pos", "Draft tokens judged, by position in the block.", ("position",)
+            "spec_decode_num_draft_tokens_per_pos",
+            "Draft tokens judged, by position in the block.",
+            ("position",),
+            of_model=True,
         )
         self.accepted_per_position = self.counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the block.", ("position",)
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the block.",
+            ("position",),
+            of_model=True,
         )
+        self._per_position: list[tuple[Counter, Counter]] = []
+        """Judged and accepted; found once for each position, and not in each round."""
 
     def watch_waits(self, scheduler: Drafted) -> None:
         """Exports how long sessions wait for drafts."""
@@ -76,8 +95,10 @@ class VerifierMetrics(EngineMetrics):
         self._num_draft_bytes += count
         self.draft_bytes.inc(count)
 
-    def count(self, verdict: Verdict) -> None:
-        """Counts one decided round."""
+    def count(self, verdict: Verdict, *, is_first: bool = False) -> None:
+        """Counts one decided round; the first of a session is the one that its prompt was read for."""
+        if not is_first:
+            self._queue_s.observe(verdict.queue_us / 1e6)
         self.target_passes.inc()
         self._num_tokens += len(verdict.token_ids)
         self.tokens.inc(len(verdict.token_ids))
@@ -86,13 +107,16 @@ class VerifierMetrics(EngineMetrics):
             self.drafts.inc()
             self.draft_tokens.inc(verdict.num_draft_tokens)
             self.accepted.inc(verdict.num_accepted_tokens)
-            for position in range(verdict.num_draft_tokens):
-                self.drafted_per_position.labels(position).inc()
-            for position in range(verdict.num_accepted_tokens):
-                self.accepted_per_position.labels(position).inc()
+            for position in range(len(self._per_position), verdict.num_draft_tokens):
+                judged, accepted = self.drafted_per_position, self.accepted_per_position
+                self._per_position.append((judged.labels(position), accepted.labels(position)))
+            for position, (judged, accepted) in enumerate(self._per_position[: verdict.num_draft_tokens]):
+                judged.inc()
+                if position < verdict.num_accepted_tokens:
+                    accepted.inc()
 
 
-class _WaitWatcher:
+class _WaitWatcher(Collector):
     """Reads how long sessions waited for drafts whenever `/metrics` is read."""
 
     def __init__(self, scheduler: Drafted) -> None:
@@ -105,9 +129,14 @@ class _WaitWatcher:
             "From verdicts to the blocks that followed them, over all sessions: its rate is how many wait for drafts.",
             self._scheduler.draft_wait_s,
         )
+        yield CounterMetricFamily(
+            PREFIX + "engine_waiting_for_drafts_seconds",
+            "Time without a step in which a session waited for its drafter, or for the gateway after a verdict.",
+            self._scheduler.idle.waited_s,
+        )
 
 
-class _AuditWatcher:
+class _AuditWatcher(Collector):
     """Reads the audit's own numbers whenever `/metrics` is read."""
 
     def __init__(self, drafters: Iterable[Audited]) -> None:

@@ -28,6 +28,7 @@ from draftwire.rounds import (
 from draftwire.services.admission import ClosedEarly, Room
 from draftwire.services.leases import SessionKey
 from draftwire.services.prefill import PrefillPacer, share
+from draftwire.services.verifier.idle import IdleWatch
 from draftwire.token_source import TokenSource
 from draftwire.verification import rule_named
 from draftwire.verification.target import Judgement, Outcome, StillReading
@@ -158,6 +159,8 @@ class Scheduler:
     draft_wait_s: float = 0.0
     """From verdicts to the blocks that followed them, summed over all sessions. Rounds that nobody drafted for are left
     out."""
+    idle: IdleWatch = field(default_factory=IdleWatch)
+    """For how long no step was run because sessions waited."""
     _ready: list[TargetSession] = field(default_factory=list)
 
     def open(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> TargetSession:
@@ -261,7 +264,7 @@ class Scheduler:
         session.block = block
         if session.waits_since is not None:
             self.draft_wait_s += self.clock() - session.waits_since
-            session.waits_since = None
+            self._end_wait(session)
         self._enqueue(session)
 
     def run_plain(self, run: PlainRun) -> FenceVerdict:
@@ -276,7 +279,8 @@ class Scheduler:
                 raise InvalidRequestError("a plain run has at least one round")
             if len(session.committed) >= session.spec.max_len:
                 raise InvalidRequestError("plain run beyond the session's max_len")
-            session.plain_rounds_left, session.waits_since = run.num_rounds, None
+            session.plain_rounds_left = run.num_rounds
+            self._end_wait(session)
             self._enqueue(session)
         return verdict
 
@@ -287,6 +291,7 @@ class Scheduler:
             self.closed_early.add((session_id, epoch))
         else:
             self.room.release(session.key)
+            self._end_wait(session)
             if session in self._ready:
                 self._ready.remove(session)
         return session
@@ -297,6 +302,11 @@ class Scheduler:
 
     def next_step(self) -> Step | None:
         """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
+        step = self._make_step()
+        self.idle.set_idle(step is None, self.clock() if step is None else step.started_at)
+        return step
+
+    def _make_step(self) -> Step | None:
         ready = {session.key for session in self._ready}
         reading = [session for session in self.sessions.values() if session.is_reading and session.key in ready]
         sessions_run = any(not session.is_reading for session in self.sessions.values())
@@ -357,6 +367,7 @@ class Scheduler:
             self._enqueue(session)
         else:
             session.waits_since = self.clock()
+            self.idle.wait(1, session.waits_since)
         num_draft_tokens = len(block.token_ids) if block else 0
         return Verdict(
             fence=fence,
@@ -373,6 +384,11 @@ class Scheduler:
             draft_logprobs=_draft_logprobs(block, judgement.token_ids) if session.spec.reports_draft_logprobs else [],
             **({"timings": block.timings} if block else {}),
         )
+
+    def _end_wait(self, session: TargetSession) -> None:
+        if session.waits_since is not None:
+            session.waits_since = None
+            self.idle.wait(-1, self.clock())
 
     def _enqueue(self, session: TargetSession) -> None:
         session.queued = True

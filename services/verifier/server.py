@@ -14,7 +14,7 @@ from draftwire.services.ranks.followers import Followers
 from draftwire.services.ranks.guard import end_if_lost
 from draftwire.services.ranks.place import Place
 from draftwire.services.rpc import messages
-from draftwire.services.rpc.channels import check_prompt_fits, in_messages
+from draftwire.services.rpc.channels import FRAME_BYTES, check_prompt_fits, in_messages
 from draftwire.services.rpc.model_service import ModelServicer
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.streams import exchange
@@ -28,9 +28,6 @@ from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 
 OFF_LOOP_BYTES = 2**18
 """Larger messages (dense distributions) are decoded beside the event loop."""
-
-FRAME_BYTES = 14
-"""What gRPC and HTTP/2 put before a message that fits into one frame."""
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):

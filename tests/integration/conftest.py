@@ -31,10 +31,15 @@ def client(stack: LocalStack) -> Iterator[Client]:
 
 
 def read_metric(stack: LocalStack, service: str, name: str, labels: str = "", host: str = "127.0.0.1") -> float:
-    """Reads one number from a service's `/metrics`: the only one of that name, or the one with these labels."""
+    """Reads one number from a service's `/metrics`: the only one of that name, or the one with these labels.
+
+    What `labels` does not name may have any value.
+    """
     url = f"http://{host}:{stack.services[service].metrics_port}/metrics"
     text = urllib.request.urlopen(url, timeout=10).read().decode()
-    wanted = re.escape(labels) or "[^}]*"
-    match = re.search(rf"^draftwire:{name}(?:_total)?(?:{{{wanted}}})? (\S+)$", text, re.MULTILINE)
-    assert match is not None, f"{service} exports no {name}"
-    return float(match.group(1))
+    name, wanted = name.partition("{")[0], {*re.findall(r'\w+="[^"]*"', name), *re.findall(r'\w+="[^"]*"', labels)}
+    lines = re.finditer(rf"^draftwire:{name}(?:_total)?(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
+    for labels_of_line, value in (line.groups() for line in lines):
+        if wanted <= set(re.findall(r'\w+="[^"]*"', labels_of_line or "")):
+            return float(value)
+    raise AssertionError(f"{service} exports no {name}{wanted or ''}")
