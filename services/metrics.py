@@ -19,6 +19,8 @@ SECONDS = tuple(10.0 ** (power / 4) for power in range(-16, 5))
 """Buckets of durations within a round, 0.1 ms to 10 s: four in each power of ten."""
 LONG_SECONDS = tuple(10.0 ** (power / 4) for power in range(-12, 11))
 """Buckets of what a user waits for, 1 ms to 316 s: four in each power of ten."""
+DROPPED = ("stale", "unknown_session", "other_lease")
+"""Reasons why messages have no effect; a verifier knows more. There from the start: growth is seen from 0 on."""
 COUNTS = tuple(float(2**power) for power in range(11))
 """Buckets of small numbers, 1 to 1,024."""
 
@@ -43,7 +45,7 @@ class Scheduled(Protocol):
         """The open ones."""
 
     @property
-    def dropped(self) -> Mapping[str, int]:
+    def dropped(self) -> dict[str, int]:
         """Messages that had no effect, by reason."""
 
     @property
@@ -179,15 +181,19 @@ class _Watcher(Collector):
         scheduler = self._scheduler
         sessions = list(scheduler.sessions.values())
         yield GaugeMetricFamily(PREFIX + "num_sessions", "Open sessions.", value=len(sessions))
-        dropped = CounterMetricFamily(PREFIX + "messages_dropped", "Messages without effect.", labels=["reason"])
-        for reason, count in sorted(scheduler.dropped.items()):
+        dropped = CounterMetricFamily(
+            PREFIX + "messages_dropped",
+            "Messages without effect, by why: stale ones, say, or of sessions that are closed.",
+            labels=["reason"],
+        )
+        for reason, count in sorted((dict.fromkeys(DROPPED, 0) | scheduler.dropped).items()):
             dropped.add_metric([reason], count)
         yield dropped
         room = scheduler.room
         used = sum(len(session.committed) - session.num_unread for session in sessions)
         for name, documentation, value in (
             ("size", "Tokens that the KV cache has room for.", room.size),
-            ("reserved", "Tokens of it that open sessions may come to use.", room.num_reserved),
+            ("reserved", "Tokens of the KV cache that open sessions may come to use.", room.num_reserved),
             ("used", "Tokens that the model has read of the open sessions, each counted where several share it.", used),
         ):
             yield GaugeMetricFamily(f"{PREFIX}kv_cache_{name}_tokens", documentation, value=value)
@@ -205,6 +211,8 @@ class _CacheWatcher(Collector):
         yield GaugeMetricFamily(
             PREFIX + "kv_cache_usage_perc", "Share of the KV cache that is reserved, 0 to 1.", scheduler.room.usage
         )
-        for name, key in (("prefix_cache_queries", "queried"), ("prefix_cache_hits", "reused")):
-            documentation = f"Prompt tokens of opened sessions: {key}."
+        for name, key, documentation in (
+            ("prefix_cache_queries", "queried", "Tokens that sessions were opened with."),
+            ("prefix_cache_hits", "reused", "Tokens of these that did not have to be read, as another session had."),
+        ):
             yield CounterMetricFamily(PREFIX + name, documentation, scheduler.prefix_tokens.get(key, 0))

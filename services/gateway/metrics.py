@@ -148,10 +148,12 @@ class _PeerWatcher(Collector):
             PREFIX + "num_peers", "Verifiers and drafters that this gateway knows, by state.", labels=["role", "state"]
         )
         failures = CounterMetricFamily(
-            PREFIX + "discovery_failures", "Times that nobody could say where these services are.", labels=["role"]
+            PREFIX + "discovery_failures", "Times that nobody could say where services are.", labels=["role"]
         )
         age = GaugeMetricFamily(
-            PREFIX + "discovery_age_seconds", "For how long what is known of these may be out of date.", labels=["role"]
+            PREFIX + "discovery_age_seconds",
+            "For how long what is known of services may be out of date; none where their addresses are given.",
+            labels=["role"],
         )
         for peers in self._peers:
             for state, count in peers.num_by_state().items():

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from draftwire.audit import AuditSums, DrafterAudit
+from draftwire.errors import Violation
 from draftwire.rounds import Verdict
 from draftwire.services.metrics import PREFIX, EngineMetrics
 from draftwire.services.verifier.idle import IdleWatch
@@ -49,6 +50,8 @@ class VerifierMetrics(EngineMetrics):
         self._num_draft_bytes = self._num_tokens = 0
         self.blocks_received = self.counter("blocks_received", "Draft blocks that drafters sent to this verifier.")
         self.blocks_refused = self.counter("blocks_refused", "Draft blocks that broke the protocol.", ("violation",))
+        for violation in Violation:
+            self.blocks_refused.labels(violation.value)  # there from the start: what grows from 0 is seen to grow
         self.draft_bytes = self.counter(
             "spec_decode_num_draft_bytes",
             "Bytes of the messages with draft blocks, heads of HTTP/2 frames included.",
@@ -56,7 +59,7 @@ class VerifierMetrics(EngineMetrics):
         )
         bytes_per_token = Gauge(
             PREFIX + "draft_bytes_per_emitted_token",
-            "The same for each token that rounds committed, since the start.",
+            "Bytes of messages with draft blocks for each token that rounds committed, since the start.",
             registry=self.registry,
         )
         bytes_per_token.set_function(lambda: self._num_draft_bytes / max(1, self._num_tokens))
@@ -162,7 +165,7 @@ class _AuditWatcher(Collector):
             PREFIX + "audit_evidence", "Powers of ten of evidence against the drafter; quarantine at 0.", labels=labels
         )
         quarantined = GaugeMetricFamily(
-            PREFIX + "drafter_quarantined", "1 if blocks of the drafter are refused.", labels=labels
+            PREFIX + "drafter_quarantined", "Whether blocks of the drafter are refused.", labels=labels
         )
         for drafter in self._drafters:
             names = [f"{drafter.id:016x}", drafter.model_name]

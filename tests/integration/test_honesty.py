@@ -27,10 +27,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def stack_with(pair: tuple[Path, Path], way: str, logs: list) -> Iterator[LocalStack]:
-    """Runs an honest verifier and gateway with a drafter that is not."""
+def stack_with(
+    pair: tuple[Path, Path], way: str, logs: list, *, metrics_port: int = 0, address: str = "127.0.0.1:{port}"
+) -> Iterator[LocalStack]:
+    """Runs an honest verifier and gateway with a drafter that is not, which the gateway finds at an address."""
     port = free_port()
-    arguments = [f"--model={pair[1]}", f"--port={port}", "--metrics-port=0", "--log-format=json"]
+    arguments = [f"--model={pair[1]}", f"--port={port}", f"--metrics-port={metrics_port}", "--log-format=json"]
     drafter = subprocess.Popen(
         [sys.executable, "-m", "tests.dishonest_drafter", way, *arguments],
         stderr=subprocess.DEVNULL,
@@ -38,7 +40,7 @@ def stack_with(pair: tuple[Path, Path], way: str, logs: list) -> Iterator[LocalS
         start_new_session=True,
     )
     options = stack_options(*pair)
-    options["gateway"]["drafter"] = f"127.0.0.1:{port}"
+    options["gateway"]["drafter"] = address.format(port=port)
     del options["drafter"]
     try:
         with LocalStack(options, on_log=lambda name, line: logs.append((name, line))) as running:

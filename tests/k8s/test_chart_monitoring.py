@@ -3,40 +3,16 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
-from chart import COMPONENT, SERVICES, Rendered, render
+import yaml
+from chart import CHART, COMPONENT, SERVICES, Rendered, render
 
-from draftwire.services.admission import Room
-from draftwire.services.drafter.metrics import DrafterMetrics
-from draftwire.services.gateway.metrics import GatewayMetrics
-from draftwire.services.metrics import ServiceMetrics
-from draftwire.services.verifier.metrics import VerifierMetrics
-
-SUFFIXES = {
-    "counter": ("_total", "_created"),
-    "gauge": ("",),
-    "histogram": ("_bucket", "_count", "_sum", "_created"),
-}
-"""Of the series that a metric of a type has."""
+from tests.metric_families import families_of
 
 
-IDLE = SimpleNamespace(sessions={}, dropped={}, prefix_tokens={}, room=Room(1, 16), draft_wait_s=0.0)
-"""A scheduler without work."""
-
-
-def series_of(metrics: ServiceMetrics) -> set[str]:
-    return {family.name + suffix for family in metrics.registry.collect() for suffix in SUFFIXES[family.type]}
-
-
-def metrics_of(service: str) -> ServiceMetrics:
-    metrics = {"gateway": GatewayMetrics, "verifier": VerifierMetrics, "drafter": DrafterMetrics}[service]()
-    if isinstance(metrics, VerifierMetrics | DrafterMetrics):
-        metrics.watch(IDLE)
-    if isinstance(metrics, VerifierMetrics):
-        metrics.watch_waits(IDLE)
-    return metrics
+def series_of(service: str) -> set[str]:
+    return {name for family in families_of(service) for name in family.series}
 
 
 def asked(query: str) -> Iterator[tuple[str, str]]:
@@ -50,7 +26,7 @@ def asked(query: str) -> Iterator[tuple[str, str]]:
 def queries_of_dashboard() -> list[str]:
     (board,) = render("tp8").all("ConfigMap")
     dashboard = json.loads(board["data"]["draftwire.json"])
-    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
 
 
 def queries_of_rules() -> list[str]:
@@ -71,7 +47,7 @@ def rules(rendered: Rendered) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("queries", [queries_of_dashboard, queries_of_rules, queries_of_scaling])
 def test_queries_ask_services_for_what_they_export(queries: Callable[[], list[str]]) -> None:
-    series = {service: series_of(metrics_of(service)) for service in SERVICES}
+    series = {service: series_of(service) for service in SERVICES}
     found = [(query, name, service) for query in queries() for name, service in asked(query)]
     assert found
     for query, name, service in found:
@@ -83,7 +59,7 @@ def test_variables_of_the_dashboard_ask_for_what_there_is() -> None:
     variables = json.loads(board["data"]["draftwire.json"])["templating"]["list"]
     names = re.findall(r"draftwire:\w+", json.dumps(variables))
     assert names
-    assert set(names) <= series_of(metrics_of("verifier"))
+    assert set(names) <= series_of("verifier")
 
 
 def test_panels_have_a_title_and_a_place_each() -> None:
@@ -126,6 +102,25 @@ def test_jobs_in_queries_are_the_names_of_services() -> None:
     jobs = {job for rule in rules(rendered) for job in re.findall(r'job="([^"]*)"', rule["expr"])}
     assert jobs
     assert jobs <= names
+
+
+def test_alerts_are_those_of_compose_with_another_namespace_and_other_jobs() -> None:
+    (group,) = yaml.safe_load((CHART / "files" / "alerts.yml").read_text())["groups"]
+    rendered = rules(render("llama-70b"))
+    assert len(rendered) == len(group["rules"]) > 10
+    labels = re.compile(r'namespace="[^"]*",job="[^"]*-(\w+)"')
+    for ours, theirs in zip(group["rules"], rendered, strict=True):
+        assert 'namespace="compose"' in ours["expr"]
+        assert "compose" not in theirs["expr"]
+        assert theirs | {"expr": ""} == ours | {"expr": ""}
+        assert labels.sub(r"\1", theirs["expr"]) == labels.sub(r"\1", ours["expr"])
+
+
+def test_every_selector_of_an_alert_names_namespace_and_job() -> None:
+    for rule in rules(render("llama-70b")):
+        selectors = re.findall(r"(?:draftwire:\w+|\bup)(\{[^}]*\})?", rule["expr"])
+        assert selectors
+        assert all(re.match(r'\{namespace="[^"]+",job="[^"]+"[,}]', selector) for selector in selectors), rule["alert"]
 
 
 def test_nothing_is_left_of_monitoring_where_it_is_off() -> None:

@@ -35,6 +35,7 @@ from draftwire.services.gateway.core import GatewayCore
 from draftwire.services.gateway.loop import Delta, Finish, FinishReason
 from draftwire.services.gateway.ports import Inbox, TargetPort
 from draftwire.services.gateway.request import Generation
+from draftwire.services.gateway.round_times import WhyPlain
 
 PLAIN = LoopSettings(plain_run_rounds=4)
 
@@ -535,3 +536,34 @@ def test_results_are_counted_for_each_choice() -> None:
     generations = [make_generation(choice=choice, max_tokens=[3, 20, 20][choice]) for choice in range(3)]
     run(collect(core.generate(generations)))
     assert (count_of(core, "length"), count_of(core, "stop"), count_of(core, "failed")) == (1, 2, 0)
+
+
+def test_requests_are_counted_by_what_they_cost_and_how_they_were_refused() -> None:
+    target = FakeTarget(accepts=[2] * 100)
+    core = make_core(target, [FakeDrafter(target)], max_requests=3)
+    core.metrics.of_model.model_name = "target"
+
+    def read(name: str, **labels: str) -> float | None:
+        return core.metrics.registry.get_sample_value(f"draftwire:{name}", labels)
+
+    of_model = {"model_name": "target", "engine": "0"}
+    with core.admit(2):
+        assert read("num_requests_running", **of_model) == 2.0
+        with pytest.raises(NoRoomError), core.admit(2):
+            pass
+    assert read("num_requests_running", **of_model) == 0.0
+    assert read("requests_refused_total", by="gateway") == 2.0
+    run(admitted(core, make_choices(2)))
+    assert read("prompt_tokens_total", **of_model) == len(PROMPT), "both choices have one prompt"
+    assert read("generation_tokens_total", **of_model) == 40.0
+    assert read("round_tokens_total") == 40.0
+    assert read("time_to_first_token_seconds_count", **of_model) == 2.0
+    assert read("e2e_request_latency_seconds_count", **of_model) == 2.0
+    rounds = sum(read("rounds_total", kind="plain", reason=why.value) or 0.0 for why in WhyPlain)
+    rounds += read("rounds_total", kind="speculative", reason="") or 0.0
+    assert rounds == len(target.verdicts)
+    target.on_opening = lambda spec: NoRoomError("full")
+    with pytest.raises(NoRoomError):
+        run(admitted(core, make_choices(1)))
+    assert read("requests_refused_total", by="verifier") == 1.0
+    assert count_of(core, "failed") == 1.0

@@ -1,0 +1,230 @@
+"""What services count: histograms as the library's, latencies shared among tokens, idle engines, labels of vLLM."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import Histogram as LibraryHistogram
+
+from draftwire.errors import NoRoomError
+from draftwire.rounds import DraftTimings, Fence, Verdict
+from draftwire.services.gateway.latencies import Latencies
+from draftwire.services.gateway.metrics import PARTS, GatewayMetrics
+from draftwire.services.gateway.round_times import RoundTimes, RoundWatch, WhyPlain
+from draftwire.services.histogram import Histogram
+from draftwire.services.metrics import COUNTS, LONG_SECONDS, SECONDS, ServiceMetrics
+from draftwire.services.verifier.idle import IdleWatch
+from draftwire.services.verifier.metrics import VerifierMetrics
+from draftwire.token_source import TokenSource
+from tests.metric_families import IDLE
+
+OF_MODEL = {"model_name": "big", "engine": "0"}
+BOUNDS = (0.5, 1.0, 2.0)
+
+
+def value(metrics: ServiceMetrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"draftwire:{name}", labels)
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.5, 0.7, 1.0, 2.0, 3.0]), st.integers(1, 4)), max_size=20))
+def test_histogram_exports_what_the_library_does(values: list[tuple[float, int]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram("x:h", "What it is.", BOUNDS, ("part",))
+    ours.register(histogram)
+    library = LibraryHistogram("x:h", "What it is.", ["part"], buckets=BOUNDS, registry=theirs)
+    tally, reference = histogram.labels("a"), library.labels("a")
+    assert histogram.labels("a") is tally
+    for number, times in values:
+        tally.observe(number, times)
+        for _ in range(times):
+            reference.observe(number)
+
+    def lines(registry: CollectorRegistry) -> dict[str, float]:
+        text = generate_latest(registry).decode()
+        return {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if line.startswith("x:h") and "_created" not in line
+        }
+
+    assert lines(ours) == pytest.approx(lines(theirs))
+    assert len(lines(ours)) == len(BOUNDS) + 3
+
+
+@pytest.mark.parametrize("bounds", [SECONDS, LONG_SECONDS, COUNTS])
+def test_bounds_ascend(bounds: tuple[float, ...]) -> None:
+    assert list(bounds) == sorted(set(bounds))
+
+
+def test_names_of_vllm_get_their_labels_when_the_model_is_known() -> None:
+    metrics = GatewayMetrics()
+    metrics.tokens.inc(3)
+    assert value(metrics, "generation_tokens_total", **OF_MODEL) is None
+    metrics.of_model.model_name = "big"
+    assert value(metrics, "generation_tokens_total", **OF_MODEL) == 3.0
+    assert value(metrics, "generation_tokens_total") is None
+    assert value(metrics, "requests_total", result="stop") == 0.0
+
+
+def times(**changes: float | bool | WhyPlain | None) -> RoundTimes:
+    fields = dict.fromkeys(RoundTimes.__slots__, 0) | {"why_plain": None, "is_first": False} | changes
+    return RoundTimes(**fields)  # type: ignore[arg-type]
+
+
+def counts(metrics: GatewayMetrics, suffix: str) -> dict[str, float]:
+    found = {part: value(metrics, f"round_seconds_{suffix}", part=part) or 0.0 for part in PARTS}
+    return {part: number for part, number in found.items() if number}
+
+
+def test_parts_of_rounds_are_counted_where_a_round_has_them() -> None:
+    metrics = GatewayMetrics()
+    metrics.observe_round(times(is_first=True, why_plain=WhyPlain.WARMING_UP, num_tokens=1, prefill_s=2.0))
+    assert counts(metrics, "count") == {"prefill": 1.0, "gateway": 1.0}
+    metrics.observe_round(
+        times(num_draft_tokens=4, num_tokens=3, calibration_s=0.25, draft_s=0.5, queue_s=1.0, verify_s=4.0, wire_s=8.0)
+    )
+    metrics.observe_round(times(why_plain=WhyPlain.NO_DRAFTER, num_tokens=1, lost_s=16.0, gateway_s=32.0))
+    assert counts(metrics, "count") == {
+        "lost": 1.0, "prefill": 1.0, "draft": 1.0, "wire": 2.0, "queue": 2.0, "verify": 2.0, "gateway": 3.0
+    }  # fmt: skip
+    assert counts(metrics, "sum") == {
+        "lost": 16.0, "prefill": 2.0, "draft": 0.75, "wire": 8.0, "queue": 1.0, "verify": 4.0, "gateway": 32.0
+    }  # fmt: skip
+    assert value(metrics, "round_tokens_total") == 5.0
+    assert value(metrics, "rounds_total", kind="speculative", reason="") == 1.0
+    assert value(metrics, "rounds_total", kind="plain", reason="warming_up") == 1.0
+    assert value(metrics, "rounds_total", kind="plain", reason="no_drafter") == 1.0
+    assert value(metrics, "rounds_total", kind="plain", reason="not_asked_for") == 0.0
+
+
+def test_time_between_rounds_is_shared_among_the_tokens_of_the_later_one() -> None:
+    metrics = GatewayMetrics()
+    metrics.of_model.model_name = "big"
+    now = [10.0]
+    latencies = Latencies(metrics, lambda: now[0])
+
+    def after(seconds: float, choice: int, num_tokens: int) -> None:
+        now[0] += seconds
+        latencies.count_tokens(choice, num_tokens)
+
+    after(2.0, 0, 3)
+    after(1.0, 1, 1)  # of another choice: its first
+    after(1.0, 0, 4)  # 2 s after the last of its choice
+    after(0.5, 0, 0)  # text alone
+    after(0.5, 0, 1)
+    now[0] += 1.0
+    latencies.count_end()
+    read = {
+        name: (value(metrics, f"{name}_count", **OF_MODEL), value(metrics, f"{name}_sum", **OF_MODEL))
+        for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+    }
+    assert read == {
+        "time_to_first_token_seconds": (2.0, 5.0),
+        "inter_token_latency_seconds": (5.0, 3.0),
+        "e2e_request_latency_seconds": (1.0, 6.0),
+    }
+
+
+def verdict(num_drafted: int, num_accepted: int, queue_us: int = 0) -> Verdict:
+    tokens = list(range(num_accepted + 1))
+    return Verdict(
+        Fence(1, 0, 3, 9, 5), tokens, num_drafted, num_accepted, TokenSource.RECOVERED, 0,
+        queue_us=queue_us, timings=DraftTimings(),
+    )  # fmt: skip
+
+
+def test_positions_are_counted_as_far_as_they_were_judged_and_accepted() -> None:
+    metrics = VerifierMetrics()
+    metrics.watch(IDLE, "big")
+    for num_drafted, num_accepted in ((2, 2), (4, 1), (1, 0), (0, 0)):
+        metrics.count(verdict(num_drafted, num_accepted))
+    per_position = [
+        [
+            value(metrics, f"spec_decode_num_{kind}_tokens_per_pos_total", position=str(place), **OF_MODEL)
+            for place in range(4)
+        ]
+        for kind in ("draft", "accepted")
+    ]
+    assert per_position == [[3.0, 2.0, 1.0, 1.0], [2.0, 1.0, 0.0, 0.0]]
+    assert value(metrics, "spec_decode_num_draft_tokens_total", **OF_MODEL) == 7.0
+    assert value(metrics, "spec_decode_num_accepted_tokens_total", **OF_MODEL) == 3.0
+    assert value(metrics, "spec_decode_num_drafts_total", **OF_MODEL) == 3.0
+    assert value(metrics, "generation_tokens_total", **OF_MODEL) == 7.0
+
+
+def test_first_rounds_wait_for_their_prompts_and_are_no_part_of_the_queue() -> None:
+    metrics = VerifierMetrics()
+    metrics.count(verdict(0, 0, queue_us=9_000_000), is_first=True)
+    metrics.count(verdict(2, 1, queue_us=500_000))
+    assert value(metrics, "queue_seconds_count") == 1.0
+    assert value(metrics, "queue_seconds_sum") == 0.5
+
+
+def test_steps_are_counted_with_their_sessions_and_time() -> None:
+    metrics = VerifierMetrics()
+    metrics.count_step(3, 0.25)
+    metrics.count_step(1, 0.5)
+    assert value(metrics, "engine_steps_total") == 2.0
+    assert value(metrics, "engine_busy_seconds_total") == 0.75
+    assert value(metrics, "engine_step_sessions_sum") == 4.0
+    assert value(metrics, "engine_step_sessions_bucket", le="1.0") == 1.0
+    assert value(metrics, "engine_step_seconds_count") == 2.0
+
+
+def test_only_refusals_for_want_of_room_are_counted() -> None:
+    metrics = VerifierMetrics()
+    for error in (NoRoomError("full"), ValueError("other")):
+        with pytest.raises(type(error)), metrics.counting_refusals():
+            raise error
+    with metrics.counting_refusals():
+        pass
+    assert value(metrics, "sessions_refused_total") == 1.0
+
+
+def test_cache_is_counted_in_tokens_of_which_unread_ones_take_no_room_yet() -> None:
+    sessions = {
+        1: SimpleNamespace(committed=[0] * 20, num_unread=1),
+        2: SimpleNamespace(committed=[0] * 8, num_unread=8),
+    }
+    room = SimpleNamespace(size=64, num_reserved=48, usage=0.75)
+    metrics = VerifierMetrics()
+    metrics.watch(SimpleNamespace(sessions=sessions, dropped={"odd": 2}, prefix_tokens={}, room=room), "big")
+    assert value(metrics, "num_sessions") == 2.0
+    assert value(metrics, "kv_cache_size_tokens") == 64.0
+    assert value(metrics, "kv_cache_reserved_tokens") == 48.0
+    assert value(metrics, "kv_cache_used_tokens") == 19.0
+    assert value(metrics, "kv_cache_usage_perc", **OF_MODEL) == 0.75
+    assert value(metrics, "messages_dropped_total", reason="odd") == 2.0
+    assert value(metrics, "messages_dropped_total", reason="stale") == 0.0
+
+
+def test_engine_waits_only_while_it_idles_and_somebody_waits() -> None:
+    watch = IdleWatch()
+    watch.set_idle(True, 1.0)  # nobody waits
+    watch.wait(1, 5.0)
+    watch.wait(1, 6.0)
+    watch.wait(-1, 7.0)
+    assert watch.waited_s == 0.0
+    watch.wait(-1, 8.0)
+    assert watch.waited_s == 3.0
+    watch.wait(1, 20.0)
+    watch.set_idle(False, 21.0)  # others have work
+    assert watch.waited_s == 4.0
+    watch.set_idle(True, 30.0)
+    watch.set_idle(True, 31.0)
+    watch.set_idle(False, 32.0)
+    assert watch.waited_s == 6.0
+    watch.wait(-1, 40.0)
+    assert watch.waited_s == 6.0
+
+
+def test_without_an_observer_rounds_are_not_timed() -> None:
+    def clock() -> float:
+        raise AssertionError("nobody wants to know")
+
+    watch = RoundWatch(None, clock)
+    watch.ask(WhyPlain.NO_DRAFTER, opens=True)
+    watch.take(verdict(0, 0), 1.0)
+    watch.end()
