@@ -588,6 +588,52 @@ def test_log_probabilities_have_their_golden_bytes() -> None:
     assert event.SerializeToString(deterministic=True) == start + own + top
 
 
+def test_details_of_tokens_have_their_golden_bytes() -> None:
+    verdict = replace(VERDICT, draft_logprobs=[-1.0, 0.0, -math.inf])
+    message = messages.verdict_to_proto(verdict)
+    given = bytes.fromhex("0c 000080bf 00000000 000080ff")
+    assert message.SerializeToString(deterministic=True).endswith(b"\x7a" + given)  # 15: packed float32
+    assert messages.verdict_from_proto(sent(message)) == verdict
+    event = Delta([7, 7, 7], "ab", [], verdict.sources, 4, verdict.draft_logprobs, [1, 0, 1])
+    delta = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, event)).delta
+    start = bytes.fromhex("0801 1203 070707 1a02 6162")
+    details = bytes.fromhex("3203 010102 3804 42") + given + bytes.fromhex("4a03 010001")  # 6 to 9
+    assert delta.SerializeToString(deterministic=True) == start + details
+    plain = Delta([7], "", [], [TokenSource.PLAIN], 0)
+    sources = [TokenSource.BONUS, TokenSource.PLAIN]
+    numbers = [
+        gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, replace(plain, sources=[source]))).delta.token_sources
+        for source in sources
+    ]
+    assert [list(number) for number in numbers] == [[3], [4]]
+
+
+@pytest.mark.parametrize("values", [[0.5, -1.0, -1.0], [-1.0], [-1.0] * 4])
+def test_what_drafters_gave_is_refused_where_it_does_not_fit(values: list[float]) -> None:
+    message = messages.verdict_to_proto(replace(VERDICT, draft_logprobs=values))
+    with pytest.raises(InvalidRequestError, match="drafter"):
+        messages.verdict_from_proto(sent(message))
+
+
+def test_unknown_number_of_the_drafter_survives_the_wire() -> None:
+    message = messages.verdict_to_proto(replace(VERDICT, draft_logprobs=[math.nan] * 3))
+    assert all(map(math.isnan, messages.verdict_from_proto(sent(message)).draft_logprobs))
+
+
+def test_wishes_for_details_and_traces_have_their_golden_bytes() -> None:
+    spec = replace(TARGET_SPEC, reports_draft_logprobs=True, traceparent="00-ab-cd-01")
+    end = bytes.fromhex("a80101 b2010b") + b"00-ab-cd-01"  # 21: draft_logprobs, 22: traceparent
+    message = messages.target_spec_to_proto(spec, lease_id=10)
+    assert message.SerializeToString(deterministic=True) == GOLDEN_TARGET_SPEC + end
+    assert messages.target_spec_from_proto(sent(message)) == spec
+    draft_spec = replace(DRAFT_SPEC, traceparent="00-ab-cd-01")
+    of_drafter = messages.draft_spec_to_proto(draft_spec, lease_id=10)
+    assert (
+        of_drafter.SerializeToString(deterministic=True) == GOLDEN_DRAFT_SPEC + bytes.fromhex("8a010b") + b"00-ab-cd-01"
+    )
+    assert messages.draft_spec_from_proto(sent(of_drafter)) == draft_spec
+
+
 def test_echo_and_end_of_a_choice_have_their_golden_bytes() -> None:
     echo = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, PromptEcho([7, 300], "ab")))
     expected = "220b" + "0801" + "120307ac02" + "1a026162"  # 4: prompt_echo: choice, packed ids, text

@@ -278,7 +278,7 @@ def test_token_details_say_what_each_token_came_from_and_what_the_drafter_gave_i
         statistics = completion.statistics
         assert sum(piece.num_draft_tokens for piece in rounds) == statistics.num_draft_tokens
         assert completion.sources.count(TokenSource.ACCEPTED) <= statistics.num_accepted_tokens
-    assert num_certain > 50
+    assert num_certain > 20
     coupled = client.generate([1], rejection_sample_method="coupled", **options)
     assert coupled.draft_logprobs is not None
     assert all(map(math.isnan, coupled.draft_logprobs))

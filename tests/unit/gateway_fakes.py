@@ -534,7 +534,7 @@ def make_loop(
 ) -> GenerationLoop:
     """Makes a loop on one peer of a kind, on several, or (drafters) on none."""
     generation = make_generation(**changes)
-    text = TextStream(tokenizer or LetterTokenizer(), generation.prompt_ids, generation.stop)
+    text = TextStream(tokenizer or LetterTokenizer(), generation.prompt_ids, generation.stop, generation.token_details)
     text.skip(list(generation.generated_ids), generation.stop_token_ids)
     peers = FakePeers(_listed(targets), _listed(drafters))
     return GenerationLoop(generation, peers, text, loop_settings or LoopSettings(), observer)

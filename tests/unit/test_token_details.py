@@ -1,0 +1,150 @@
+"""Where tokens came from and what the drafter gave them, from the verifier's verdict to the text that is shown."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gateway_fakes import LETTERS, STOP_TOKEN, STORY, FakeDrafter, FakeTarget, LetterTokenizer, make_loop, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_verifier_scheduler import complete, first_fence, make_block, make_scheduler, make_spec, next_step, offer
+
+from draftwire.encoding import DenseProbs, Supports, log_probs
+from draftwire.quantization import Encoding
+from draftwire.services.gateway.loop import Delta, GenerationLoop
+from draftwire.token_source import TokenSource
+
+ACCEPTED, RECOVERED, BONUS, PLAIN = TokenSource
+
+
+# What the drafter gave a token
+
+
+def test_sparse_law_gives_a_token_its_weight_and_all_others_nothing() -> None:
+    supports = Supports(np.array([[7, 3, 0], [5, 0, 0]]), np.array([[2**15, 2**14, 2**14], [2**16, 0, 0]]), 100)
+    assert log_probs(supports, [3, 5]) == [math.log(0.25), 0.0]
+    assert log_probs(supports, [0]) == [math.log(0.25)]
+    assert log_probs(supports, [9, 0]) == [-math.inf, -math.inf], "an unused place says nothing of its id"
+
+
+def test_dense_law_gives_nothing_to_tokens_that_the_drafter_does_not_have() -> None:
+    dense = DenseProbs(np.array([[0.25, 0.75], [0.0, 1.0000001]], dtype=np.float32), vocab_size=5)
+    assert log_probs(dense, [1, 1]) == [pytest.approx(math.log(0.75)), 0.0]
+    assert log_probs(dense, [4, 0]) == [-math.inf, -math.inf]
+
+
+@pytest.mark.parametrize(
+    ("draft", "decided", "expected"),
+    [
+        ([10, 11, 12], [20], [-math.inf]),
+        ([10, 11, 12], [10, 20], [0.0, -math.inf]),
+        ([10, 11], [10, 11, 20], [0.0, 0.0, math.nan]),
+    ],
+)
+def test_verdict_tells_what_was_given_in_the_place_of_each_token(
+    draft: list[int], decided: list[int], expected: list[float]
+) -> None:
+    scheduler = make_scheduler()
+    scheduler.open(make_spec(reports_draft_logprobs=True), lease_id=0)
+    offer(scheduler, make_block(first_fence(), draft))  # each token was certain
+    verdict = complete(scheduler, next_step(scheduler), decided)
+    assert verdict is not None
+    assert verdict.draft_logprobs == pytest.approx(expected, nan_ok=True)
+
+
+def test_verdict_tells_nothing_of_tokens_that_nobody_drafted_or_nobody_asks_for() -> None:
+    scheduler = make_scheduler()
+    scheduler.open(make_spec(reports_draft_logprobs=True, plain_rounds=1), lease_id=0)
+    plain = complete(scheduler, next_step(scheduler), [20])
+    scheduler.open(make_spec(2, reports_draft_logprobs=True, rule="coupled"), lease_id=0)
+    offer(scheduler, make_block(first_fence(2), [10, 11], Encoding.NONE))
+    of_ids = complete(scheduler, next_step(scheduler), [10, 20])
+    scheduler.open(make_spec(3), lease_id=0)
+    offer(scheduler, make_block(first_fence(3), [10, 11]))
+    unasked = complete(scheduler, next_step(scheduler), [10, 20])
+    assert plain is not None
+    assert of_ids is not None
+    assert unasked is not None
+    assert plain.draft_logprobs == pytest.approx([math.nan], nan_ok=True)
+    assert of_ids.draft_logprobs == pytest.approx([math.nan] * 2, nan_ok=True)
+    assert unasked.draft_logprobs == []
+    assert (plain.sources, of_ids.sources) == ([PLAIN], [ACCEPTED, RECOVERED])
+
+
+# What of it is shown
+
+
+async def deltas_of(loop: GenerationLoop) -> list[Delta]:
+    return [event async for event in loop.run() if isinstance(event, Delta)]
+
+
+def test_deltas_are_rounds_and_name_the_source_of_each_token() -> None:
+    target = FakeTarget(accepts=[4, 0, 2, 4])
+    deltas = run(deltas_of(make_loop(target, FakeDrafter(target), max_tokens=14)))
+    drafted = [delta for delta in deltas if delta.num_draft_tokens]
+    assert [delta.sources for delta in drafted[:4]] == [
+        [ACCEPTED] * 4 + [BONUS],
+        [RECOVERED],
+        [ACCEPTED] * 2 + [RECOVERED],
+        [ACCEPTED] * 3 + [BONUS],  # a token less was drafted: max_tokens leaves no room
+    ]
+    assert deltas[0].sources == [PLAIN]
+    assert all(len(delta.sources) == len(delta.token_ids) for delta in deltas)
+    assert all((delta.draft_logprobs, delta.text_lengths) == ([], []) for delta in deltas), "nobody asked"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    place=st.integers(0, 15),
+    length=st.integers(1, 4),
+    max_tokens=st.integers(1, 20),
+    stop_place=st.none() | st.integers(0, 15),
+    stops=st.booleans(),
+    accepts=st.lists(st.integers(0, 4), max_size=10),
+)
+def test_details_are_cut_with_their_tokens_and_lengths_make_up_the_text(
+    place: int, length: int, max_tokens: int, stop_place: int | None, stops: bool, accepts: list[int]
+) -> None:
+    """At a stop string, which may begin tokens before the one that completes it, a stop token, and the budget."""
+    story = list(STORY)
+    if stop_place is not None:
+        story[stop_place] = STOP_TOKEN
+    stop = "".join((*LETTERS, "?")[token] for token in story[place : place + length])
+    target = FakeTarget(story, accepts=accepts)
+    wanted = {"max_tokens": max_tokens, "stop": (stop,) if stops else (), "token_details": True}
+    deltas = run(deltas_of(make_loop(target, FakeDrafter(target), **wanted)))
+    for delta in deltas:
+        assert len(delta.sources) == len(delta.text_lengths) == len(delta.token_ids)
+        assert delta.draft_logprobs == [-float(token) for token in delta.token_ids]
+        assert sum(delta.text_lengths) == len(delta.text)
+    if not stops:  # then nothing is held back, and every token but a stop token is one letter
+        ids = [token for delta in deltas for token in delta.token_ids]
+        lengths = [length for delta in deltas for length in delta.text_lengths]
+        assert lengths == [int(token != STOP_TOKEN) for token in ids]
+
+
+class HoldingTokenizer(LetterTokenizer):
+    """Says of every text's last letter that it could still become another one, as an unfinished character does."""
+
+    def decode(self, *args: object, **options: object) -> str:
+        text = super().decode(*args, **options)
+        return text[:-1] + "\ufffd" if text else text
+
+
+def test_text_that_is_held_back_to_the_end_counts_with_the_last_token() -> None:
+    target = FakeTarget(accepts=[1])
+    loop = make_loop(target, FakeDrafter(target), tokenizer=HoldingTokenizer(), max_tokens=3, token_details=True)
+    deltas = run(deltas_of(loop))
+    assert sum(sum(delta.text_lengths) for delta in deltas) == len("".join(delta.text for delta in deltas))
+    assert deltas[-1].text.endswith("\ufffd")
+    assert deltas[-1].text_lengths[-1] >= 1
+
+
+def test_verifier_that_leaves_out_what_the_drafter_gave_is_given_up() -> None:
+    forgetful, good = FakeTarget(address="forgetful:1"), FakeTarget(address="good:1")
+    decide = forgetful._verdict
+    forgetful._verdict = lambda *given: replace(decide(*given), draft_logprobs=[])  # type: ignore[method-assign]
+    deltas = run(deltas_of(make_loop([forgetful, good], None, max_tokens=4, token_details=True)))
+    assert sum(len(delta.draft_logprobs) for delta in deltas) == 4
+    assert (len(forgetful.attempts), len(good.attempts)) == (1, 1)
