@@ -92,7 +92,7 @@ def test_corrupt_block_ends_speculation_of_its_session_alone(pair: tuple[Path, P
         for completion in completions[::2]:
             assert completion.drafter_error == ""
             assert completion.statistics.num_drafts > 5
-        assert read_metric(stack, "verifier", "blocks_refused") == 8.0
+        assert read_metric(stack, "verifier", "blocks_refused", 'violation="weights"') == 8.0
 
 
 def test_drafter_with_a_forged_permit_gets_no_block_in_and_costs_its_sessions_nothing_but_speed(
@@ -102,7 +102,7 @@ def test_drafter_with_a_forged_permit_gets_no_block_in_and_costs_its_sessions_no
         completion = client.generate(PROMPT, max_tokens=50, seed=1)
         assert len(completion.token_ids) == 50
         assert completion.statistics.num_drafts == 0
-        assert read_metric(stack, "verifier", "blocks_refused") >= 1.0
+        assert read_metric(stack, "verifier", "blocks_refused", 'violation="peer"') >= 1.0
 
 
 def test_honest_drafter_is_not_suspected_and_its_bytes_are_counted(client: Client, stack: LocalStack) -> None:
