@@ -37,6 +37,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         self._pieces: deque[Piece] = deque()
         self._is_over = False
         self._cancelled = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop
         self._call: Any = None
 
     @property
@@ -97,6 +98,12 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
     ) -> None:
         self._close()
 
+    def __del__(self) -> None:
+        """Ends the generation if it still runs: `grpc.aio` holds on to calls that nobody reads."""
+        if self._call is not None and self._progress.is_missing and not self._is_over:
+            with suppress(RuntimeError):  # the event loop is closed, and the connection with it
+                self._loop.call_soon_threadsafe(self._call.cancel)  # garbage is collected on any thread
+
     def _close(self) -> None:
         if self._progress.is_missing and not self._progress.is_cancelled and not self._is_over:
             self.cancel()
@@ -109,6 +116,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         if self._progress.is_cancelled:
             raise UnavailableError("the completion was cancelled")
         if self._call is None:
+            self._loop = asyncio.get_running_loop()
             self._call_now()
         interruption, cause = None, None
         try:
