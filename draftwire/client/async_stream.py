@@ -80,7 +80,6 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
 
     def cancel(self) -> None:
         """Ends the generation; the server frees what it held. A task that reads gets `UnavailableError`."""
-        self._progress.is_cancelled = True
         self._pieces.clear()
         self._cancelled.set()
         if self._call is not None:
@@ -100,20 +99,24 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
 
     def __del__(self) -> None:
         """Ends the generation if it still runs: `grpc.aio` holds on to calls that nobody reads."""
-        if self._call is not None and self._progress.is_missing and not self._is_over:
+        if self._call is not None and self._runs:
             with suppress(RuntimeError):  # the event loop is closed, and the connection with it
                 self._loop.call_soon_threadsafe(self._call.cancel)  # garbage is collected on any thread
 
     def _close(self) -> None:
-        if self._progress.is_missing and not self._progress.is_cancelled and not self._is_over:
+        if self._runs:
             self.cancel()
+
+    @property
+    def _runs(self) -> bool:
+        return self._progress.is_missing and not self._cancelled.is_set() and not self._is_over
 
     async def _read(self) -> None:
         """Takes what comes next, or makes the next call."""
         if self._call is None:
             await self._prepare()
             self._progress.patience.begin()
-        if self._progress.is_cancelled:
+        if self._cancelled.is_set():
             raise UnavailableError("the completion was cancelled")
         if self._call is None:
             self._loop = asyncio.get_running_loop()
@@ -143,7 +146,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         pause_s = self._progress.resume(interruption)
         if pause_s is not None:
             await self._pause(pause_s)
-        if pause_s is None or self._progress.is_cancelled:
+        if pause_s is None or self._cancelled.is_set():
             raise interruption.error from cause
         self._call_now()
 

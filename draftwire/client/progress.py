@@ -15,14 +15,12 @@ class Progress:
     Attributes:
         request: what to send with the next call.
         patience: when to make it. Its time begins with the first call.
-        is_cancelled: whether the user wants no more.
     """
 
     def __init__(self, request: gateway_pb2.GenerateRequest, patience: Patience) -> None:
         """Nothing has come yet."""
         self.request = request
         self.patience = patience
-        self.is_cancelled = False
         self._num_choices = request.num_choices if request.HasField("num_choices") else 1
         self._prompts: list[CollectedPrompt] = []  # none until something comes: the server may refuse so many
 
@@ -74,9 +72,7 @@ class Progress:
         Returns:
             After how many seconds to send it; None if that is of no use, or was tried for too long.
         """
-        if not interruption.may_pass or self.is_cancelled:
-            return None
-        pause_s = self.patience.pause_after(interruption.error)
+        pause_s = self.patience.pause_after(interruption.error) if interruption.may_pass else None
         if pause_s is not None:
             came = [one.resume() for one in self._collected]
             del self.request.generated_choices[:]

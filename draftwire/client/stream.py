@@ -78,14 +78,13 @@ class CompletionStream(Iterator[Piece]):
 
     def cancel(self) -> None:
         """Ends the generation; the server frees what it held. For any thread. A reader gets `UnavailableError`."""
-        self._progress.is_cancelled = True
         self._pieces.clear()
         self._cancelled.set()
         self._call.cancel()
 
     def close(self) -> None:
         """Ends the generation if it still runs."""
-        if self._progress.is_missing and not self._progress.is_cancelled and not self._is_over:
+        if self._progress.is_missing and not self._cancelled.is_set() and not self._is_over:
             self.cancel()
 
     def __enter__(self) -> "CompletionStream":
@@ -98,7 +97,7 @@ class CompletionStream(Iterator[Piece]):
 
     def _read(self) -> None:
         """Takes what comes next, or makes the next call."""
-        if self._progress.is_cancelled:
+        if self._cancelled.is_set():
             raise UnavailableError("the completion was cancelled")
         error: grpc.RpcError | None = None
         try:
@@ -122,7 +121,7 @@ class CompletionStream(Iterator[Piece]):
         pause_s = self._progress.resume(interruption)
         if pause_s is not None:
             self._pause(pause_s)
-        if pause_s is None or self._progress.is_cancelled:
+        if pause_s is None or self._cancelled.is_set():
             raise interruption.error from error
         self._call_now()
 

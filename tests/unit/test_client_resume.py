@@ -4,13 +4,15 @@ Every test runs for the blocking stream and for the async one, which is driven f
 """
 
 import asyncio
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import pytest
-from client_fakes import FINISH, LOST, Code, Failure, Gateways, Step, delta, echo, finish_of
+from client_fakes import FINISH, LOST, Call, Code, Failure, Gateways, Step, delta, echo, finish_of
 from gateway_fakes import make_generation
 
 from draftwire.client import AsyncCompletionStream, Completion, CompletionStream, Piece, patience
@@ -522,3 +524,85 @@ def test_request_for_more_choices_than_there_can_be_costs_nothing_here(clock: Cl
     gateways = Gateways([Failure(Code.INVALID_ARGUMENT)])
     refused(asking(gateways, clock, num_choices=2**32 - 1), InvalidRequestError)
     refused(asking(gateways, clock, num_choices=0), InvalidRequestError)
+
+
+# Pauses, in real time
+
+FULL = Failure(Code.RESOURCE_EXHAUSTED, retry_ms=60_000)
+
+
+def paused_progress() -> Progress:
+    request = gateway_pb2.GenerateRequest(text="prompt", max_tokens=9, seed=5)
+    return Progress(request, Patience(1, 1_000.0, None))
+
+
+def test_cancelling_a_blocking_stream_ends_its_pause() -> None:
+    gateways = Gateways([delta(0), FULL])
+    stream = CompletionStream(gateways.start, paused_progress())
+    started_at = time.monotonic()
+    threading.Timer(0.1, stream.cancel).start()
+    refused(stream, NoRoomError)
+    assert 0.05 < time.monotonic() - started_at < RESUME_S
+    assert len(gateways.requests) == 1
+
+
+async def test_cancelling_an_async_stream_ends_its_pause() -> None:
+    gateways = Gateways([delta(0), FULL])
+    stream = AsyncCompletionStream(gateways.start, paused_progress(), nothing)
+    await anext(stream)
+    started_at = time.monotonic()
+    asyncio.get_running_loop().call_later(0.1, stream.cancel)
+    with pytest.raises(NoRoomError):
+        await anext(stream)
+    assert 0.05 < time.monotonic() - started_at < RESUME_S
+    assert len(gateways.requests) == 1
+
+
+async def test_pause_of_an_async_stream_lasts_as_long_as_it_should() -> None:
+    gateways = Gateways([delta(0), Failure(Code.RESOURCE_EXHAUSTED, retry_ms=300)], [delta(1), FINISH])
+    stream = AsyncCompletionStream(gateways.start, paused_progress(), nothing)
+    started_at = time.monotonic()
+    assert [piece.token_ids async for piece in stream] == [[0], [1]]
+    assert time.monotonic() - started_at >= 0.3
+
+
+async def test_async_loop_that_is_left_cancels_the_call_soon() -> None:
+    gateways = Gateways([delta(0), delta(1), FINISH])
+    async for _ in AsyncCompletionStream(gateways.start, paused_progress(), nothing):
+        break
+    for _ in range(5):  # turns of the event loop, which closes the generator
+        await asyncio.sleep(0)
+    assert gateways.cancelled == 1
+
+
+async def test_cancelled_call_is_no_cancelled_task() -> None:
+    """`grpc.aio` raises the same in both cases."""
+
+    class Cancelled(Call):
+        async def __aiter__(self) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+            yield delta(0)
+            raise asyncio.CancelledError
+
+    gateways = Gateways([delta(1), FINISH])
+    calls = [Cancelled(gateways, []), Call(gateways, [delta(1), FINISH])]
+    stream = AsyncCompletionStream(lambda request, timeout_s: calls.pop(0), paused_progress(), nothing)
+    assert [piece.token_ids async for piece in stream] == [[0], [1]]
+    assert stream.completion is not None
+    assert stream.completion.num_resumed == 1
+
+
+async def test_cancelled_task_cancels_its_call_and_stays_cancelled() -> None:
+    class Silent(Call):
+        async def __aiter__(self) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+            yield delta(0)
+            await asyncio.sleep(1_000.0)
+
+    gateways = Gateways([FINISH])
+    stream = AsyncCompletionStream(lambda request, timeout_s: Silent(gateways, []), paused_progress(), nothing)
+    await anext(stream)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert gateways.cancelled == 1
