@@ -212,6 +212,15 @@ def test_stream_that_failed_is_over(clock: Clock) -> None:
     assert stream.completion is None
 
 
+def test_cancelled_stream_gives_nothing_more_of_what_had_come(clock: Clock) -> None:
+    """One message holds the echoes of both choices."""
+    stream = asking(Gateways([echo(0, 9), finish_of(0), finish_of(1)]), clock, num_choices=2, echo=True)
+    assert next(stream).choice == 0
+    stream.cancel()
+    with pytest.raises(UnavailableError):
+        next(stream)
+
+
 def test_stream_that_breaks_the_protocol_is_cancelled(clock: Clock) -> None:
     gateways = Gateways([delta(0), delta(0, choice=7), FINISH])
     refused(stream_of(gateways, clock), ProtocolViolationError)
