@@ -1,10 +1,24 @@
 """What users import to talk to a gateway. Needs neither torch nor transformers."""
 
+from draftwire.client.aio import AsyncClient
+from draftwire.client.async_stream import AsyncCompletionStream
 from draftwire.client.completion import Completion, Piece
+from draftwire.client.request import Options
 from draftwire.client.stream import CompletionStream
 from draftwire.client.sync import Client
 from draftwire.logprobs import TokenLogprob
 from draftwire.structured_output import StructuredOutput
 from draftwire.token_source import TokenSource
 
-__all__ = ["Client", "Completion", "CompletionStream", "Piece", "StructuredOutput", "TokenLogprob", "TokenSource"]
+__all__ = [
+    "AsyncClient",
+    "AsyncCompletionStream",
+    "Client",
+    "Completion",
+    "CompletionStream",
+    "Options",
+    "Piece",
+    "StructuredOutput",
+    "TokenLogprob",
+    "TokenSource",
+]

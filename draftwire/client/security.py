@@ -34,19 +34,32 @@ class Security:
         """What is sent with every call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """Reads the files; None is plaintext.
+
+        Raises:
+            InvalidRequestError: one cannot be read.
+        """
+        if self.tls_ca is None:
+            return None
+        key, cert = (_read(path, name) for path, name in ((self.tls_key, "tls_key"), (self.tls_cert, "tls_cert")))
+        return grpc.ssl_channel_credentials(_read(self.tls_ca, "tls_ca"), key, cert)
+
+    def channel_options(self, options: Sequence[tuple[str, int]]) -> list[tuple[str, int | str]]:
+        """Returns options of a channel, and what belongs to the certificates."""
+        name = self.tls_target_name
+        return [*options, *([("grpc.ssl_target_name_override", name)] if name is not None else [])]
+
     def open_channel(self, address: str, options: Sequence[tuple[str, int]]) -> grpc.Channel:
         """Returns a channel to host:port.
 
         Raises:
             InvalidRequestError: a file cannot be read.
         """
-        if self.tls_ca is None:
-            return grpc.insecure_channel(address, options=options)
-        key, cert = (_read(path, name) for path, name in ((self.tls_key, "tls_key"), (self.tls_cert, "tls_cert")))
-        credentials = grpc.ssl_channel_credentials(_read(self.tls_ca, "tls_ca"), key, cert)
-        name = self.tls_target_name
-        named = [("grpc.ssl_target_name_override", name)] if name is not None else []
-        return grpc.secure_channel(address, credentials, options=[*options, *named])
+        credentials, own = self.credentials(), self.channel_options(options)
+        if credentials is None:
+            return grpc.insecure_channel(address, options=own)
+        return grpc.secure_channel(address, credentials, options=own)
 
 
 def _read(path: str | Path | None, option: str) -> bytes | None:

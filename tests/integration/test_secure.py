@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from benchmarks.relay import Relay, free_port
-from draftwire.client import Client
-from draftwire.errors import DraftwireError, NoRoomError, UnauthenticatedError, UnavailableError
+from draftwire.client import AsyncClient, Client
+from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
 from draftwire.models.scripted import expected_tokens
 from draftwire.services.gateway.tokens import TokenEntry, digest_of
 from draftwire.services.local_stack import LocalStack
@@ -122,6 +122,23 @@ def test_user_who_does_not_believe_the_gateway_does_not_reach_it(rig: Rig, tmp_p
     assert type(refusal(rig.client(ca=foreign))) is UnavailableError
     assert type(refusal(rig.client(name="someone.else"))) is UnavailableError
     assert type(refusal(Client(rig.stack.address, token="alice"))) is UnavailableError
+
+
+async def test_async_client_takes_certificates_and_token(rig: Rig, tmp_path: Path) -> None:
+    named: dict[str, Any] = {"tls_ca": rig.ca_of("gateway"), "tls_target_name": NAME}
+    async with AsyncClient(rig.stack.address, token="alice", **named) as client:
+        completion = await client.generate(PROMPT, max_tokens=40, temperature=0.0)
+        assert completion.token_ids == expected_tokens(len(PROMPT), 40)
+    async with AsyncClient(rig.stack.address, token="mallory", **named) as client:
+        with pytest.raises(UnauthenticatedError, match="a bearer token is needed"):
+            await client.generate(PROMPT, max_tokens=1)
+        with pytest.raises(UnauthenticatedError):
+            await client.server()
+    async with AsyncClient(rig.stack.address, token="alice", **{**named, "tls_target_name": "someone.else"}) as client:
+        with pytest.raises(UnavailableError):
+            await client.server()
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        AsyncClient(rig.stack.address, tls_ca=tmp_path / "nothing.pem")
 
 
 @pytest.mark.parametrize("token", [None, "mallory", "Alice", digest_of("alice")])

@@ -13,7 +13,7 @@ from grpc._cython import cygrpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire.client.sync import CHANNEL_OPTIONS
+from draftwire.client.channels import CHANNEL_OPTIONS
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.services.drafter.wire import check_block_fits

@@ -1,18 +1,24 @@
-"""How the Python client resumes interrupted completions: with gateways that say what a script tells them."""
+"""How the Python clients resume interrupted completions: with gateways that say what a script tells them.
 
-from collections.abc import Iterator
+Every test runs for the blocking stream and for the async one, which is driven from outside its event loop.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import pytest
+from client_fakes import FINISH, LOST, Call, Code, Failure, Gateways, Step, delta, echo, finish_of
 from gateway_fakes import make_generation
 
-from draftwire.client import patience
+from draftwire.client import AsyncCompletionStream, Completion, CompletionStream, Piece, patience
 from draftwire.client.patience import NOT_BEGUN_SECONDS, Patience
-from draftwire.client.stream import CompletionStream
+from draftwire.client.progress import Progress
 from draftwire.errors import (
-    RETRY_KEY,
     DraftwireError,
     InvalidRequestError,
     NoRoomError,
@@ -26,40 +32,18 @@ from draftwire.services.gateway.server import _event_to_proto
 from draftwire.token_source import TokenSource
 from draftwire.v1 import gateway_pb2
 
-Code = grpc.StatusCode
 RESUME_S = 30.0
-
-
-class Failure(grpc.RpcError):
-    """As much of an error of gRPC as a client looks at."""
-
-    def __init__(self, code: grpc.StatusCode, retry_ms: int | None = None) -> None:
-        self._code = code
-        self._metadata = [] if retry_ms is None else [grpc.aio.Metadata((RETRY_KEY, str(retry_ms)))]
-        self._retry_ms = retry_ms
-
-    def code(self) -> grpc.StatusCode:
-        return self._code
-
-    def details(self) -> str:
-        return self._code.name
-
-    def trailing_metadata(self) -> list[Any]:
-        return [] if self._retry_ms is None else [Item(RETRY_KEY, str(self._retry_ms))]
-
-
-@dataclass(frozen=True)
-class Item:
-    key: str
-    value: str
 
 
 @dataclass
 class Clock:
     """Time that passes where somebody waits."""
 
+    is_async: bool
+    """Which of the streams the test is about."""
     now: float = 100.0
     pauses: list[float] = field(default_factory=list)
+    runners: list[asyncio.Runner] = field(default_factory=list)
 
     def monotonic(self) -> float:
         return self.now
@@ -69,71 +53,86 @@ class Clock:
         self.now += seconds + 0.001
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+@pytest.fixture(params=["blocking", "async"])
+def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock(request.param == "async")
+
+    async def pause(stream: AsyncCompletionStream, seconds: float) -> None:
+        clock.sleep(seconds)
+
     monkeypatch.setattr(patience, "time", clock)
-    return clock
+    monkeypatch.setattr(CompletionStream, "_pause", lambda stream, seconds: clock.sleep(seconds))
+    monkeypatch.setattr(AsyncCompletionStream, "_pause", pause)
+    yield clock
+    for runner in clock.runners:
+        runner.close()
 
 
-def delta(*token_ids: int, choice: int = 0) -> gateway_pb2.GenerateResponse:
-    text = "".join(chr(ord("a") + token) for token in token_ids)
-    sources = [gateway_pb2.TOKEN_SOURCE_PLAIN] * len(token_ids)
-    message = gateway_pb2.GenerateDelta(choice=choice, token_ids=token_ids, text=text, token_sources=sources)
-    return gateway_pb2.GenerateResponse(delta=message)
+class Driven(Iterator[Piece]):
+    """An async stream that is read as a blocking one is."""
+
+    def __init__(self, stream: AsyncCompletionStream, runner: asyncio.Runner) -> None:
+        self._stream, self._runner = stream, runner
+        self.cancel = stream.cancel
+
+    def __iter__(self) -> Iterator[Piece]:
+        pieces = aiter(self._stream)
+        try:
+            while (piece := self._run(anext(pieces, None))) is not None:
+                yield piece
+        finally:
+            self._run(pieces.aclose())
+
+    def __next__(self) -> Piece:
+        try:
+            return self._run(anext(self._stream))
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def __enter__(self) -> "Driven":
+        self._run(self._stream.__aenter__())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._run(self._stream.__aexit__(*error))
+
+    def close(self) -> None:
+        self._run(self._stream.aclose())
+
+    @property
+    def completion(self) -> Completion | None:
+        return self._stream.completion
+
+    @property
+    def completions(self) -> list[Completion]:
+        return self._stream.completions
+
+    def _run(self, awaited: Any) -> Any:
+        async def wait() -> Any:
+            return await awaited
+
+        return self._runner.run(wait())
 
 
-def finish_of(choice: int, num_prompt_tokens: int = 0) -> gateway_pb2.GenerateResponse:
-    message = gateway_pb2.GenerateFinish(choice=choice, reason=gateway_pb2.FINISH_REASON_LENGTH)
-    message.statistics.num_prompt_tokens = num_prompt_tokens
-    return gateway_pb2.GenerateResponse(finish=message)
+async def nothing() -> None: ...
 
 
-def echo(choice: int, *token_ids: int) -> gateway_pb2.GenerateResponse:
-    message = gateway_pb2.PromptEcho(choice=choice, token_ids=token_ids, text=f"prompt {choice}: ")
-    return gateway_pb2.GenerateResponse(prompt_echo=message)
+Stream = CompletionStream | Driven
 
 
-FINISH = finish_of(0)
-LOST = Failure(Code.UNAVAILABLE)
-
-Step = gateway_pb2.GenerateResponse | Failure
-
-
-class Gateways:
-    """Each call carries out the next script; the last one over and over."""
-
-    def __init__(self, *scripts: list[Step]) -> None:
-        self._scripts = list(scripts)
-        self.requests: list[gateway_pb2.GenerateRequest] = []
-        self.cancelled = 0
-
-    def start(self, request: gateway_pb2.GenerateRequest) -> Any:
-        self.requests.append(gateway_pb2.GenerateRequest.FromString(request.SerializeToString()))
-        script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
-        return Call(self, script)
-
-
-class Call:
-    def __init__(self, gateways: Gateways, script: list[Step]) -> None:
-        self._gateways, self._script = gateways, script
-
-    def __iter__(self) -> Iterator[gateway_pb2.GenerateResponse]:
-        for step in self._script:
-            if isinstance(step, Failure):
-                raise step
-            yield step
-
-    def cancel(self) -> None:
-        self._gateways.cancelled += 1
+def open_stream(gateways: Gateways, clock: Clock, request: gateway_pb2.GenerateRequest, patience: Patience) -> Stream:
+    progress = Progress(request, patience)
+    if clock.is_async:
+        clock.runners.append(asyncio.Runner())
+        return Driven(AsyncCompletionStream(gateways.start, progress, nothing), clock.runners[-1])
+    return CompletionStream(gateways.start, progress)
 
 
 def stream_of(
     gateways: Gateways, clock: Clock, num_gateways: int = 1, resume_s: float = RESUME_S, timeout_s: float | None = None
-) -> CompletionStream:
-    deadline = None if timeout_s is None else clock.now + timeout_s
+) -> Stream:
     request = gateway_pb2.GenerateRequest(text="prompt", max_tokens=9, seed=5)
-    return CompletionStream(gateways.start, request, Patience(num_gateways, resume_s, deadline))
+    return open_stream(gateways, clock, request, Patience(num_gateways, resume_s, timeout_s))
 
 
 def came_before(request: gateway_pb2.GenerateRequest) -> dict[int, list[int] | None]:
@@ -141,11 +140,11 @@ def came_before(request: gateway_pb2.GenerateRequest) -> dict[int, list[int] | N
     return {one.choice: None if one.is_finished else list(one.token_ids) for one in request.generated_choices}
 
 
-def read(stream: CompletionStream) -> list[int]:
+def read(stream: Stream) -> list[int]:
     return [token for piece in stream for token in piece.token_ids]
 
 
-def refused(stream: CompletionStream, kind: type[DraftwireError]) -> None:
+def refused(stream: Stream, kind: type[DraftwireError]) -> None:
     with pytest.raises(kind) as raised:
         read(stream)
     assert type(raised.value) is kind
@@ -169,6 +168,57 @@ def test_stream_that_is_left_before_its_end_is_cancelled(clock: Clock) -> None:
     for _ in stream_of(gateways, clock):
         break
     assert gateways.cancelled == 1
+
+
+def test_stream_that_was_left_is_not_taken_for_a_finished_one(clock: Clock) -> None:
+    stream = stream_of(Gateways([delta(0), delta(1), FINISH]), clock)
+    for _ in stream:
+        break
+    refused(stream, UnavailableError)
+
+
+def test_one_piece_is_taken_without_ending_the_stream(clock: Clock) -> None:
+    gateways = Gateways([delta(0), delta(1), LOST], [delta(2), FINISH])
+    stream = stream_of(gateways, clock)
+    assert [next(stream).token_ids for _ in range(3)] == [[0], [1], [2]]
+    assert (next(stream, None), next(stream, None)) == (None, None)
+    assert gateways.cancelled == 0
+    assert stream.completion is not None
+    assert stream.completion.token_ids == [0, 1, 2]
+
+
+def test_loop_goes_on_behind_pieces_that_were_taken(clock: Clock) -> None:
+    stream = stream_of(Gateways([delta(0), delta(1), delta(2), FINISH]), clock)
+    assert next(stream).token_ids == [0]
+    assert read(stream) == [1, 2]
+
+
+def test_end_of_a_with_block_cancels_what_still_runs(clock: Clock) -> None:
+    gateways = Gateways([delta(0), delta(1), FINISH])
+    with stream_of(gateways, clock) as stream:
+        assert next(stream).token_ids == [0]
+        assert gateways.cancelled == 0
+    stream.close()
+    assert gateways.cancelled == 1
+    with stream_of(gateways, clock) as stream:
+        assert read(stream) == [0, 1]
+    assert gateways.cancelled == 1
+
+
+def test_stream_that_failed_is_over(clock: Clock) -> None:
+    stream = stream_of(Gateways([delta(0), Failure(Code.INVALID_ARGUMENT)]), clock)
+    refused(stream, InvalidRequestError)
+    assert read(stream) == []
+    assert stream.completion is None
+
+
+def test_cancelled_stream_gives_nothing_more_of_what_had_come(clock: Clock) -> None:
+    """One message holds the echoes of both choices."""
+    stream = asking(Gateways([echo(0, 9), finish_of(0), finish_of(1)]), clock, num_choices=2, echo=True)
+    assert next(stream).choice == 0
+    stream.cancel()
+    with pytest.raises(UnavailableError):
+        next(stream)
 
 
 def test_stream_that_breaks_the_protocol_is_cancelled(clock: Clock) -> None:
@@ -247,6 +297,22 @@ def test_deadline_of_the_completion_ends_it(clock: Clock) -> None:
     assert clock.now - started_at < 3.0
 
 
+def test_every_call_has_what_is_left_of_the_deadline(clock: Clock) -> None:
+    gateways = Gateways([delta(0), LOST], [LOST], [LOST], [FINISH])
+    read(stream_of(gateways, clock, timeout_s=3.0))
+    assert gateways.timeouts == pytest.approx([3.0, 3.0, 2.9, 2.7], abs=0.01)
+    read(stream_of(gateways, clock))
+    assert gateways.timeouts[-1] is None
+
+
+def test_stream_that_is_cancelled_while_it_waits_is_not_resumed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateways = Gateways([delta(0), LOST], [FINISH])
+    stream = stream_of(gateways, clock)
+    monkeypatch.setattr(clock, "sleep", lambda seconds: stream.cancel())
+    refused(stream, UnavailableError)
+    assert len(gateways.requests) == 1
+
+
 def test_full_gateway_is_asked_again_when_it_says_where_a_completion_has_begun(clock: Clock) -> None:
     full = Failure(Code.RESOURCE_EXHAUSTED, retry_ms=3_500)
     assert read(stream_of(Gateways([delta(0), LOST], [full], [delta(1), FINISH]), clock)) == [0, 1]
@@ -296,9 +362,9 @@ def prompt_part(first_position: int, *token_ids: int, choice: int = 0) -> gatewa
     return _event_to_proto(ChoiceEvent(make_generation(choice=choice), part))
 
 
-def asking(gateways: Gateways, clock: Clock, **wanted: Any) -> CompletionStream:
+def asking(gateways: Gateways, clock: Clock, **wanted: Any) -> Stream:
     request = gateway_pb2.GenerateRequest(**({"text": "prompt", "max_tokens": 9, "seed": 5} | wanted))
-    return CompletionStream(gateways.start, request, Patience(2, RESUME_S, None))
+    return open_stream(gateways, clock, request, Patience(2, RESUME_S, None))
 
 
 def test_resumed_completion_keeps_its_log_probabilities(clock: Clock) -> None:
@@ -467,3 +533,85 @@ def test_request_for_more_choices_than_there_can_be_costs_nothing_here(clock: Cl
     gateways = Gateways([Failure(Code.INVALID_ARGUMENT)])
     refused(asking(gateways, clock, num_choices=2**32 - 1), InvalidRequestError)
     refused(asking(gateways, clock, num_choices=0), InvalidRequestError)
+
+
+# Pauses, in real time
+
+FULL = Failure(Code.RESOURCE_EXHAUSTED, retry_ms=60_000)
+
+
+def paused_progress() -> Progress:
+    request = gateway_pb2.GenerateRequest(text="prompt", max_tokens=9, seed=5)
+    return Progress(request, Patience(1, 1_000.0, None))
+
+
+def test_cancelling_a_blocking_stream_ends_its_pause() -> None:
+    gateways = Gateways([delta(0), FULL])
+    stream = CompletionStream(gateways.start, paused_progress())
+    started_at = time.monotonic()
+    threading.Timer(0.1, stream.cancel).start()
+    refused(stream, NoRoomError)
+    assert 0.05 < time.monotonic() - started_at < RESUME_S
+    assert len(gateways.requests) == 1
+
+
+async def test_cancelling_an_async_stream_ends_its_pause() -> None:
+    gateways = Gateways([delta(0), FULL])
+    stream = AsyncCompletionStream(gateways.start, paused_progress(), nothing)
+    await anext(stream)
+    started_at = time.monotonic()
+    asyncio.get_running_loop().call_later(0.1, stream.cancel)
+    with pytest.raises(NoRoomError):
+        await anext(stream)
+    assert 0.05 < time.monotonic() - started_at < RESUME_S
+    assert len(gateways.requests) == 1
+
+
+async def test_pause_of_an_async_stream_lasts_as_long_as_it_should() -> None:
+    gateways = Gateways([delta(0), Failure(Code.RESOURCE_EXHAUSTED, retry_ms=300)], [delta(1), FINISH])
+    stream = AsyncCompletionStream(gateways.start, paused_progress(), nothing)
+    started_at = time.monotonic()
+    assert [piece.token_ids async for piece in stream] == [[0], [1]]
+    assert time.monotonic() - started_at >= 0.3
+
+
+async def test_async_loop_that_is_left_cancels_the_call_soon() -> None:
+    gateways = Gateways([delta(0), delta(1), FINISH])
+    async for _ in AsyncCompletionStream(gateways.start, paused_progress(), nothing):
+        break
+    for _ in range(5):  # turns of the event loop, which closes the generator
+        await asyncio.sleep(0)
+    assert gateways.cancelled == 1
+
+
+async def test_cancelled_call_is_no_cancelled_task() -> None:
+    """`grpc.aio` raises the same in both cases."""
+
+    class Cancelled(Call):
+        async def __aiter__(self) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+            yield delta(0)
+            raise asyncio.CancelledError
+
+    gateways = Gateways([delta(1), FINISH])
+    calls = [Cancelled(gateways, []), Call(gateways, [delta(1), FINISH])]
+    stream = AsyncCompletionStream(lambda request, timeout_s: calls.pop(0), paused_progress(), nothing)
+    assert [piece.token_ids async for piece in stream] == [[0], [1]]
+    assert stream.completion is not None
+    assert stream.completion.num_resumed == 1
+
+
+async def test_cancelled_task_cancels_its_call_and_stays_cancelled() -> None:
+    class Silent(Call):
+        async def __aiter__(self) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+            yield delta(0)
+            await asyncio.sleep(1_000.0)
+
+    gateways = Gateways([FINISH])
+    stream = AsyncCompletionStream(lambda request, timeout_s: Silent(gateways, []), paused_progress(), nothing)
+    await anext(stream)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0.01)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert gateways.cancelled == 1

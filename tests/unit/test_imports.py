@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import draftwire
+
 ROOT = Path(__file__).parents[2]
 
 MAY_IMPORT_GRPC = (
@@ -22,7 +24,20 @@ MAY_IMPORT_GRPC = (
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "draftwire.v1")
 
 SERVICE_DEPENDENCIES = frozenset(
-    {"torch", "transformers", "tokenizers", "numpy", "structlog", "prometheus_client", "jinja2"}
+    {
+        "fastapi",
+        "jinja2",
+        "kubernetes",
+        "llguidance",
+        "numpy",
+        "opentelemetry",
+        "prometheus_client",
+        "structlog",
+        "tokenizers",
+        "torch",
+        "transformers",
+        "uvicorn",
+    }
 )
 """Packages that `pip install draftwire` alone does not bring. grpc itself looks for grpc_health and the like."""
 
@@ -144,6 +159,52 @@ def test_client_and_command_line_need_neither_torch_nor_transformers_nor_any_ser
     loaded = set(python(code))
     assert "grpc" in loaded
     assert loaded & SERVICE_DEPENDENCIES == set()
+
+
+def test_clients_of_the_top_package_work_where_the_package_alone_is_installed() -> None:
+    """What `pip install draftwire` does not bring cannot be imported; the calls go to where nobody listens."""
+    code = f"""
+import asyncio, importlib.abc, json, sys
+
+class Without(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {set(SERVICE_DEPENDENCIES)}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Without())
+import draftwire
+said = ["grpc" in sys.modules]
+
+def refused(error):
+    said.append(isinstance(error, draftwire.UnavailableError))
+
+form = draftwire.StructuredOutput.json({{"type": "object"}})
+with draftwire.Client("127.0.0.1:1") as client:
+    try:
+        client.generate("a", temperature=0.5, stop=["b"], structured_output=form)
+    except draftwire.DraftwireError as error:
+        refused(error)
+
+async def ask():
+    async with draftwire.AsyncClient("127.0.0.1:1") as client:
+        try:
+            await client.generate([{{"role": "user", "content": "a"}}], logprobs=1)
+        except draftwire.DraftwireError as error:
+            refused(error)
+
+asyncio.run(ask())
+for name in draftwire.__all__:
+    getattr(draftwire, name)
+print(json.dumps(said))
+"""
+    assert python(code) == [False, True, True]
+
+
+def test_top_package_lists_what_it_has() -> None:
+    assert set(draftwire.__all__) <= set(dir(draftwire))
+    assert all(getattr(draftwire, name) is not None for name in draftwire.__all__)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = draftwire.nothing_like_it
 
 
 def test_gateway_runs_without_torch() -> None:

@@ -1,0 +1,284 @@
+"""A client for coroutines.
+
+Example:
+    async with AsyncClient("localhost:50051") as client:
+        async for piece in client.stream("def merge_sorted(a, b):", temperature=0.0, max_tokens=64):
+            print(piece.text, end="")
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterable, Awaitable, Iterable, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
+
+import grpc
+
+from draftwire.client.async_stream import AsyncCompletionStream, is_task_cancelled
+from draftwire.client.batch import CONCURRENCY, ROOM_TIMEOUT_S, Batch
+from draftwire.client.batch_tasks import BatchTasks
+from draftwire.client.channels import (
+    ANSWER_SECONDS,
+    CHANNEL_OPTIONS,
+    DEFAULT_ADDRESS,
+    LOADING_PAUSE_S,
+    Readiness,
+    addresses_of,
+)
+from draftwire.client.completion import Completion
+from draftwire.client.progress import Progress
+from draftwire.client.prompts import Prompt, Prompts
+from draftwire.client.request import Options, by_prompt, check_is_one, make_patience, make_request
+from draftwire.client.security import Security
+from draftwire.client.status import error_of
+from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
+
+if TYPE_CHECKING:  # the stubs know it, the module does not
+    from draftwire.v1.gateway_pb2_grpc import GatewayServiceAsyncStub
+
+Answer = TypeVar("Answer")
+
+
+class AsyncClient:
+    """A connection to a gateway, for all tasks of one event loop: that of the first call. Takes and gives what `Client`
+    does. Close it, or use it as an async context manager.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        tls_target_name: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        """Prepares; the first call connects. Files are read now.
+
+        Args:
+            address: as of `Client`, like all others.
+            tls_ca: issuers that are believed; without it, the connection is plaintext.
+            tls_cert: certificate to show.
+            tls_key: its key.
+            tls_target_name: name that the gateway's certificate must carry instead of its address.
+            token: bearer token.
+
+        Raises:
+            InvalidRequestError: a file cannot be read, or is given without those that it needs.
+        """
+        self._addresses = addresses_of(address)
+        security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token)
+        self._credentials = security.credentials()
+        self._channel_options = security.channel_options(CHANNEL_OPTIONS)
+        self._metadata = security.metadata
+        self._channels: list[grpc.aio.Channel] = []
+        self._stubs: list[GatewayServiceAsyncStub] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turns = count(random.randrange(len(self._addresses)))
+        self._is_closed = False
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections, which ends what runs on them."""
+        self._is_closed = True
+        for channel in self._channels:
+            await channel.close()
+
+    def stream(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> AsyncCompletionStream:
+        """Returns the pieces of the completion of a prompt, or of several, as an async iterator.
+
+        The request is sent when the first piece is asked for.
+
+        Args:
+            prompt: text, token ids or chat messages, or a list of such prompts.
+            **options: see `Options`.
+
+        Raises:
+            InvalidRequestError: here or while iterating: a parameter is out of range.
+            UnauthenticatedError: while iterating: the token is none that is good there.
+            NoRoomError: while iterating: the server is full; says when to try again.
+            UnavailableError: while iterating: the server cannot be reached, or the deadline has passed.
+        """
+        request = make_request(prompt, options)
+
+        async def prepare() -> None:
+            await self._wait_if_asked(options)
+
+        progress = Progress(request, make_patience(options, len(self._addresses)))
+        return AsyncCompletionStream(self._start, progress, prepare)
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
+        """Returns a whole completion; takes what `stream` takes, but asks for one.
+
+        Raises:
+            InvalidRequestError: also if several are asked for.
+        """
+        check_is_one(prompt, options)
+        ((completion,),) = await self.generate_many(prompt, **options)
+        return completion
+
+    async def generate_many(self, prompts: Prompt | Prompts, **options: Unpack[Options]) -> list[list[Completion]]:
+        """Returns the completions of each prompt, all of one request; takes what `stream` takes.
+
+        Returns:
+            A list for each prompt, also of a single one, of `num_choices` completions each.
+        """
+        async with self.stream(prompts, **options) as stream:
+            async for _ in stream:
+                pass
+        return by_prompt(stream.completions, options)
+
+    @overload
+    async def generate_batch(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        *,
+        concurrency: int = ...,
+        return_exceptions: Literal[False] = ...,
+        room_timeout_s: float = ...,
+        **options: Unpack[Options],
+    ) -> list[Completion]: ...
+
+    @overload
+    async def generate_batch(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        *,
+        concurrency: int = ...,
+        return_exceptions: bool,
+        room_timeout_s: float = ...,
+        **options: Unpack[Options],
+    ) -> list[Completion | DraftwireError]: ...
+
+    async def generate_batch(
+        self,
+        prompts: Iterable[Prompt] | AsyncIterable[Prompt],
+        *,
+        concurrency: int = CONCURRENCY,
+        return_exceptions: bool = False,
+        room_timeout_s: float = ROOM_TIMEOUT_S,
+        **options: Unpack[Options],
+    ) -> list[Completion] | list[Completion | DraftwireError]:
+        """Returns one completion of each of any number of prompts, as `Client.generate_batch` does.
+
+        Args:
+            prompts: an iterable or an async one; taken one by one when there is room for the next.
+            concurrency: how many are under way at most.
+            return_exceptions: puts the `DraftwireError` of a prompt in the place of its completion. Otherwise the first
+                one is raised, and what is under way is cancelled.
+            room_timeout_s: how long a prompt may find the server full.
+            **options: as for `generate`. `timeout_s` is of each attempt at each prompt.
+
+        Raises:
+            InvalidRequestError: also if `prompts` is one prompt.
+            DraftwireError: what `generate` raises.
+        """
+        batch = Batch(prompts, options, concurrency, return_exceptions, room_timeout_s)
+        await self._wait_if_asked(options)
+        await BatchTasks(batch, lambda job: self.stream(job.prompt, **job.options)).run(prompts)
+        return batch.outcomes()
+
+    async def server(self) -> gateway_pb2.GetServerResponse:
+        """Returns which models answer, and the server's defaults."""
+        try:
+            return await self._get_server(ANSWER_SECONDS, waits=False)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Returns when the gateway, or one of several, serves requests.
+
+        Raises:
+            UnavailableError: it does not within the time.
+        """
+        readiness = Readiness(self._addresses, timeout_s)
+        while True:
+            try:
+                await self._get_server(readiness.left_s, waits=readiness.waits)
+                return
+            except grpc.RpcError as error:
+                if readiness.is_given_up(error):
+                    raise readiness.failure(await self._why_not(error)) from error
+                await asyncio.sleep(LOADING_PAUSE_S)
+
+    async def _wait_if_asked(self, options: Options) -> None:
+        wait_s = options.get("wait_for_server_s")
+        if wait_s is not None:
+            await self.wait_ready(wait_s)
+
+    async def _why_not(self, error: grpc.RpcError) -> grpc.RpcError:
+        """Returns why a call that waited was not made, which its own status does not say: a certificate, say."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            try:
+                await self._get_server(1.0, waits=False)
+            except grpc.RpcError as refused:
+                return refused
+        return error
+
+    async def _get_server(self, timeout_s: float, *, waits: bool) -> gateway_pb2.GetServerResponse:
+        """As `Client._get_server`."""
+        *others, last = self._open()
+        request = gateway_pb2.GetServerRequest()
+
+        def ask(stub: "GatewayServiceAsyncStub") -> Awaitable[gateway_pb2.GetServerResponse]:
+            return stub.GetServer(request, timeout=timeout_s, wait_for_ready=waits, metadata=self._metadata)
+
+        for stub in others:
+            with suppress(grpc.RpcError):
+                return await _answer(ask(stub))
+        return await _answer(ask(last))
+
+    def _start(self, request: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Any:
+        stubs = self._open()
+        stub = stubs[next(self._turns) % len(stubs)]
+        return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+
+    def _open(self) -> "list[GatewayServiceAsyncStub]":
+        """Returns the gateways, on channels of this event loop.
+
+        Raises:
+            UnavailableError: the client is closed.
+            RuntimeError: it is used in another event loop than before.
+        """
+        if self._is_closed:
+            raise UnavailableError("the client is closed")
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+            self._channels = [self._open_channel(address) for address in self._addresses]
+            self._stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in self._channels]
+        if self._loop is not loop:
+            raise RuntimeError("an AsyncClient belongs to the event loop of its first call: make one in each")
+        return self._stubs
+
+    def _open_channel(self, address: str) -> grpc.aio.Channel:
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(address, options=self._channel_options)
+        return grpc.aio.secure_channel(address, self._credentials, options=self._channel_options)
+
+
+async def _answer(call: Awaitable[Answer]) -> Answer:
+    """Returns the answer of a call.
+
+    Raises:
+        grpc.RpcError: there is none.
+        UnavailableError: the client was closed meanwhile.
+    """
+    try:
+        return await call
+    except asyncio.CancelledError:
+        if is_task_cancelled():
+            raise
+        raise UnavailableError("the client is closed") from None

@@ -1,0 +1,167 @@
+"""The stream of one request, for coroutines."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from draftwire.client.completion import Completion, Piece
+from draftwire.client.progress import Progress
+from draftwire.client.status import Interruption, interruption_of
+from draftwire.errors import UnavailableError
+from draftwire.v1 import gateway_pb2
+
+StartCall = Callable[[gateway_pb2.GenerateRequest, float | None], Any]
+"""Sends a request to the next gateway, with a timeout in seconds, and returns the call of `grpc.aio`."""
+
+
+class AsyncCompletionStream(AsyncIterator[Piece]):
+    """Iterates over the pieces of one completion, or of several as they come; `completions` are there at its end.
+
+    The request is sent when the first piece is asked for. An `async for` loop that is left before the end ends the
+    generation, and so do `cancel`, the end of an `async with` block, dropping the stream, and cancelling the task that
+    reads it. `await anext(stream)` takes one piece and ends nothing. One task at a time reads a stream.
+
+    A stream that is interrupted is resumed as a `CompletionStream` is.
+    """
+
+    def __init__(self, start: StartCall, progress: Progress, prepare: Callable[[], Awaitable[None]]) -> None:
+        """Use `AsyncClient.stream`."""
+        self._start = start
+        self._progress = progress
+        self._prepare = prepare
+        self._pieces: deque[Piece] = deque()
+        self._is_over = False
+        self._cancelled = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop
+        self._call: Any = None
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Those that are finished, in the order of choices."""
+        return self._progress.completions
+
+    @property
+    def completion(self) -> Completion | None:
+        """The first one; None until it is finished."""
+        return self._progress.completion
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """Yields the pieces that are left. To stop before the end ends the generation: see `cancel`."""
+        try:
+            while (piece := await anext(self, None)) is not None:
+                yield piece
+        finally:
+            self._close()
+
+    async def __anext__(self) -> Piece:
+        """Returns the next piece.
+
+        Raises:
+            StopAsyncIteration: there is none: all completions are finished.
+            NoRoomError: the server is full.
+            UnavailableError: it cannot be reached, or does not resume what was interrupted; or the stream is cancelled.
+            DraftwireError: see the table in `docs/client.md`.
+        """
+        while not self._pieces:
+            if self._is_over:
+                raise StopAsyncIteration
+            try:
+                await self._read()
+            except BaseException:
+                self._close()
+                self._is_over = True
+                raise
+        return self._pieces.popleft()
+
+    def cancel(self) -> None:
+        """Ends the generation; the server frees what it held. A task that reads gets `UnavailableError`."""
+        self._pieces.clear()
+        self._cancelled.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    async def aclose(self) -> None:
+        """Ends the generation if it still runs."""
+        self._close()
+
+    async def __aenter__(self) -> "AsyncCompletionStream":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def __del__(self) -> None:
+        """Ends the generation if it still runs: `grpc.aio` holds on to calls that nobody reads."""
+        if self._call is not None and self._runs:
+            with suppress(RuntimeError):  # the event loop is closed, and the connection with it
+                self._loop.call_soon_threadsafe(self._call.cancel)  # garbage is collected on any thread
+
+    def _close(self) -> None:
+        if self._runs:
+            self.cancel()
+
+    @property
+    def _runs(self) -> bool:
+        return self._progress.is_missing and not self._cancelled.is_set() and not self._is_over
+
+    async def _read(self) -> None:
+        """Takes what comes next, or makes the next call."""
+        if self._call is None:
+            await self._prepare()
+            self._progress.patience.begin()
+        if self._cancelled.is_set():
+            raise UnavailableError("the completion was cancelled")
+        if self._call is None:
+            self._loop = asyncio.get_running_loop()
+            self._call_now()
+        interruption, cause = None, None
+        try:
+            async for response in self._messages:
+                self._pieces.extend(self._progress.take(response))
+                return
+        except grpc.RpcError as error:
+            interruption, cause = interruption_of(error), error
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+            interruption = Interruption(UnavailableError("the call was cancelled on this side"), may_pass=True)
+        if self._progress.is_missing:
+            await self._resume(interruption or interruption_of(None), cause)
+        else:
+            self._is_over = True
+
+    async def _resume(self, interruption: Interruption, cause: grpc.RpcError | None) -> None:
+        """Starts anew from the tokens that have come, after a pause.
+
+        Raises:
+            DraftwireError: that is of no use, or was tried for too long.
+        """
+        pause_s = self._progress.resume(interruption)
+        if pause_s is not None:
+            await self._pause(pause_s)
+        if pause_s is None or self._cancelled.is_set():
+            raise interruption.error from cause
+        self._call_now()
+
+    def _call_now(self) -> None:
+        self._call = self._start(self._progress.request, self._progress.patience.left_s)
+        self._messages: AsyncIterator[gateway_pb2.GenerateResponse] = aiter(self._call)
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._cancelled.wait(), seconds)
+
+
+def is_task_cancelled() -> bool:
+    """Whether a `CancelledError` is meant for this task. `grpc.aio` also raises one in tasks that read a call which
+    somebody else ended: another task, or whoever closed the channel.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

@@ -1,0 +1,114 @@
+"""Completions of many prompts, a few at a time: what the clients share, free of threads and tasks."""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from draftwire.client.completion import Completion
+from draftwire.client.prompts import Prompt, is_several
+from draftwire.client.request import Options
+from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
+from draftwire.keys import MAX_SEED, new_seed
+
+CONCURRENCY = 16
+ROOM_TIMEOUT_S = 300.0
+SHORTEST_PAUSE_S = 0.1
+"""Between attempts at a full server, whatever it says."""
+
+
+def seed_of(batch_seed: int, index: int) -> int:
+    """Returns the seed of the prompt of an index: the first 8 bytes of the SHA-256 hash of the batch's seed, which is
+    hashed as 8 bytes, plus the index, modulo 2**64. All integers are little-endian.
+
+    Seeds of one batch are all different, and batches with close seeds share none.
+
+    Raises:
+        InvalidRequestError: the batch's seed is out of range.
+    """
+    if not 0 <= batch_seed <= MAX_SEED:
+        raise InvalidRequestError(f"seed must be in 0..2**64 - 1, not {batch_seed}")
+    first = int.from_bytes(hashlib.sha256(batch_seed.to_bytes(8, "little")).digest()[:8], "little")
+    return (first + index) & MAX_SEED
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt of a batch."""
+
+    index: int
+    prompt: Prompt
+    options: Options
+    room_timeout_s: float
+    _gives_up_at: float | None = field(default=None, init=False)
+
+    def check(self) -> None:
+        """Makes sure that the prompt is one.
+
+        Raises:
+            InvalidRequestError: it is a list of prompts.
+        """
+        if is_several(self.prompt):
+            raise InvalidRequestError("each prompt of a batch is one; generate_many takes lists of them")
+
+    def pause_after(self, error: DraftwireError) -> float | None:
+        """Returns how many seconds to wait before it is tried again; None if it is not: only a server that is full is
+        asked again, and not for ever.
+        """
+        if not isinstance(error, NoRoomError):
+            return None
+        now = time.monotonic()
+        if self._gives_up_at is None:
+            self._gives_up_at = now + self.room_timeout_s
+        pause_s = max(error.retry_after_s, SHORTEST_PAUSE_S)
+        return pause_s if now + pause_s <= self._gives_up_at else None
+
+
+class Batch:
+    """The prompts that were taken so far, and what came of them."""
+
+    def __init__(
+        self, prompts: object, options: Options, concurrency: int, return_exceptions: bool, room_timeout_s: float
+    ) -> None:
+        """Begins.
+
+        Raises:
+            InvalidRequestError: the prompts are one, several completions are asked for of each, or a number is out of
+                range.
+        """
+        if isinstance(prompts, str | bytes | Mapping):
+            raise InvalidRequestError("generate_batch takes several prompts: a list or another iterable of them")
+        if options.get("num_choices") not in (None, 1):
+            raise InvalidRequestError("generate_batch gives one completion of each prompt; generate_many gives several")
+        if concurrency < 1:
+            raise InvalidRequestError(f"concurrency must be at least 1, not {concurrency}")
+        seed = options.get("seed")
+        self.concurrency = concurrency
+        self._seed = new_seed() if seed is None else seed
+        self._options = options
+        self._returns_exceptions = return_exceptions
+        self._room_timeout_s = room_timeout_s
+        self._outcomes: list[Completion | DraftwireError | None] = []
+        seed_of(self._seed, 0)
+
+    def job(self, prompt: Prompt) -> Job:
+        """Returns what to do for the next prompt."""
+        index = len(self._outcomes)
+        self._outcomes.append(None)
+        # The server is waited for once, before the first.
+        options: Options = {**self._options, "seed": seed_of(self._seed, index), "wait_for_server_s": None}
+        return Job(index, prompt, options, self._room_timeout_s)
+
+    def finish(self, job: Job, outcome: Completion | DraftwireError) -> None:
+        """Takes what came of a prompt.
+
+        Raises:
+            DraftwireError: it is an error, and errors are not returned.
+        """
+        if isinstance(outcome, DraftwireError) and not self._returns_exceptions:
+            raise outcome
+        self._outcomes[job.index] = outcome
+
+    def outcomes(self) -> list[Completion | DraftwireError]:
+        """Returns what came of all prompts, in their order. All are finished."""
+        return [outcome for outcome in self._outcomes if outcome is not None]

@@ -1,0 +1,78 @@
+"""Runs a batch as tasks, each of which reads one stream at a time. They end with the batch."""
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+
+from draftwire.client.async_stream import AsyncCompletionStream
+from draftwire.client.batch import Batch, Job
+from draftwire.client.completion import Completion
+from draftwire.client.prompts import Prompt
+from draftwire.errors import DraftwireError
+
+OpenStream = Callable[[Job], AsyncCompletionStream]
+
+
+class BatchTasks:
+    """Tasks that work on a batch. The prompts are taken on the caller's."""
+
+    def __init__(self, batch: Batch, open_stream: OpenStream) -> None:
+        """Prepares."""
+        self._batch = batch
+        self._open_stream = open_stream
+
+    async def run(self, prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> None:
+        """Returns when all prompts are finished.
+
+        Raises:
+            DraftwireError: of the first prompt that failed, unless errors are returned; the others are cancelled.
+            Exception: what the iterable of prompts raises; likewise.
+        """
+        running: set[asyncio.Task[None]] = set()
+        try:
+            async for prompt in _one_by_one(prompts):
+                running.add(asyncio.create_task(self._work(self._batch.job(prompt))))
+                if len(running) == self._batch.concurrency:  # the next prompt is taken when there is room for it
+                    running = await self._wait(running)
+            while running:
+                running = await self._wait(running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _wait(self, running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+        """Waits for one at least, and returns those that still run."""
+        done, rest = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for one in done:
+            one.result()
+        return rest
+
+    async def _work(self, job: Job) -> None:
+        while True:
+            try:
+                outcome: Completion | DraftwireError = await self._complete(job)
+            except DraftwireError as error:
+                pause_s = job.pause_after(error)
+                if pause_s is not None:
+                    await asyncio.sleep(pause_s)
+                    continue
+                outcome = error
+            self._batch.finish(job, outcome)
+            return
+
+    async def _complete(self, job: Job) -> Completion:
+        job.check()
+        async with self._open_stream(job) as stream:
+            async for _ in stream:
+                pass
+        assert stream.completion is not None, "it was read to its end"
+        return stream.completion
+
+
+async def _one_by_one(prompts: Iterable[Prompt] | AsyncIterable[Prompt]) -> AsyncIterator[Prompt]:
+    if isinstance(prompts, AsyncIterable):
+        async for prompt in prompts:
+            yield prompt
+    else:
+        for prompt in prompts:
+            yield prompt

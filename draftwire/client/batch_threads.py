@@ -1,0 +1,89 @@
+"""Runs a batch on threads, each of which reads one stream at a time. They end with the batch."""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from draftwire.client.batch import Batch, Job
+from draftwire.client.completion import Completion
+from draftwire.client.prompts import Prompt
+from draftwire.client.stream import CompletionStream
+from draftwire.errors import DraftwireError
+
+OpenStream = Callable[[Job], CompletionStream]
+
+
+class BatchThreads:
+    """Threads that work on a batch. The prompts are taken on the caller's."""
+
+    def __init__(self, batch: Batch, open_stream: OpenStream) -> None:
+        """Prepares."""
+        self._batch = batch
+        self._open_stream = open_stream
+        self._has_failed = threading.Event()
+        self._lock = threading.Lock()
+        self._streams: set[CompletionStream] = set()
+
+    def run(self, prompts: Iterable[Prompt]) -> None:
+        """Returns when all prompts are finished.
+
+        Raises:
+            DraftwireError: of the first prompt that failed, unless errors are returned; the others are cancelled.
+            Exception: what the iterable of prompts raises; likewise.
+        """
+        running: set[Future[None]] = set()
+        with ThreadPoolExecutor(self._batch.concurrency, "draftwire-batch") as pool:
+            try:
+                for prompt in prompts:
+                    running.add(pool.submit(self._work, self._batch.job(prompt)))
+                    if len(running) == self._batch.concurrency:  # the next prompt is taken when there is room for it
+                        running = self._wait(running)
+                while running:
+                    running = self._wait(running)
+            except BaseException:
+                self._cancel()
+                raise
+
+    def _wait(self, running: set[Future[None]]) -> set[Future[None]]:
+        """Waits for one at least, and returns those that still run."""
+        done, rest = wait(running, return_when=FIRST_COMPLETED)
+        for one in done:
+            one.result()
+        return rest
+
+    def _work(self, job: Job) -> None:
+        while not self._has_failed.is_set():
+            try:
+                outcome: Completion | DraftwireError = self._complete(job)
+            except DraftwireError as error:
+                pause_s = job.pause_after(error)
+                if pause_s is not None:
+                    self._has_failed.wait(pause_s)
+                    continue
+                outcome = error
+            self._batch.finish(job, outcome)
+            return
+
+    def _complete(self, job: Job) -> Completion:
+        job.check()
+        stream = self._open_stream(job)
+        with self._lock:
+            self._streams.add(stream)
+        try:
+            with stream:
+                if self._has_failed.is_set():  # after all others were cancelled
+                    stream.cancel()
+                for _ in stream:
+                    pass
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+        assert stream.completion is not None, "it was read to its end"
+        return stream.completion
+
+    def _cancel(self) -> None:
+        self._has_failed.set()
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.cancel()

@@ -1,0 +1,97 @@
+"""How far a request has come, over as many calls as it takes. Knows nothing of calls: streams make them."""
+
+from collections.abc import Iterator
+
+from draftwire.client.completion import CollectedCompletion, CollectedPrompt, Completion, Piece
+from draftwire.client.patience import Patience
+from draftwire.client.status import Interruption
+from draftwire.errors import ProtocolViolationError
+from draftwire.v1 import gateway_pb2
+
+
+class Progress:
+    """What came of a request's completions, what to ask for next, and when.
+
+    Attributes:
+        request: what to send with the next call.
+        patience: when to make it. Its time begins with the first call.
+    """
+
+    def __init__(self, request: gateway_pb2.GenerateRequest, patience: Patience) -> None:
+        """Nothing has come yet."""
+        self.request = request
+        self.patience = patience
+        self._num_choices = request.num_choices if request.HasField("num_choices") else 1
+        self._prompts: list[CollectedPrompt] = []  # none until something comes: the server may refuse so many
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Those that are finished, in the order of choices."""
+        collected = (one.completion for one in self._collected)
+        return [completion for completion in collected if completion is not None]
+
+    @property
+    def completion(self) -> Completion | None:
+        """The first one; None until it is finished."""
+        return next((one.completion for one in self._collected), None)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether something is to come."""
+        return not self._prompts or any(one.completion is None for one in self._collected)
+
+    def take(self, response: gateway_pb2.GenerateResponse) -> list[Piece]:
+        """Returns what is new in a response. What is known already is no progress.
+
+        Raises:
+            ProtocolViolationError: it is not what was asked for.
+        """
+        if not self._prompts:
+            firsts = range(0, max(1, len(self.request.prompts.prompts)) * self._num_choices, self._num_choices)
+            choices = [range(first, first + self._num_choices) for first in firsts]
+            self._prompts = [CollectedPrompt(self.request, of_prompt) for of_prompt in choices]
+        pieces: list[Piece] = []
+        match response.WhichOneof("event"):
+            case "delta":
+                pieces = [self._of(response.delta.choice).take(response.delta)]
+            case "finish":
+                self._of(response.finish.choice).finish(response.finish)
+                self.patience.renew()
+            case "prompt_logprobs":
+                piece = self._prompt_of(response.prompt_logprobs.choice).take_logprobs(response.prompt_logprobs)
+                pieces = [piece] if piece is not None else []
+            case "prompt_echo":
+                pieces = self._prompt_of(response.prompt_echo.choice).take_echo(response.prompt_echo)
+        if pieces:
+            self.patience.renew()
+        return pieces
+
+    def resume(self, interruption: Interruption) -> float | None:
+        """Prepares `request` for going on from what has come.
+
+        Returns:
+            After how many seconds to send it; None if that is of no use, or was tried for too long.
+        """
+        pause_s = self.patience.pause_after(interruption.error) if interruption.may_pass else None
+        if pause_s is not None:
+            came = [one.resume() for one in self._collected]
+            del self.request.generated_choices[:]
+            self.request.generated_choices.extend(one for one in came if one is not None)
+        return pause_s
+
+    @property
+    def _collected(self) -> Iterator[CollectedCompletion]:
+        return (completion for prompt in self._prompts for completion in prompt.completions)
+
+    def _prompt_of(self, choice: int) -> CollectedPrompt:
+        index = choice // self._num_choices
+        if index >= len(self._prompts):
+            raise ProtocolViolationError(f"the gateway tells of choice {choice}, which was not asked for")
+        return self._prompts[index]
+
+    def _of(self, choice: int) -> CollectedCompletion:
+        """Returns what has come of a choice that is not finished."""
+        found = self._prompt_of(choice).completions[choice % self._num_choices]
+        if found.completion is not None:
+            raise ProtocolViolationError(f"the gateway tells more of choice {choice}, which is finished")
+        return found

@@ -1,0 +1,137 @@
+"""What the Python clients make of their options."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftwire.client import Options, StructuredOutput
+from draftwire.client.request import ChatOptions, SamplingOptions, TextOptions, make_patience, make_request
+from draftwire.errors import InvalidRequestError
+from draftwire.v1 import gateway_pb2, session_pb2
+
+VALUES: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": {2: -1.0},
+    "allowed_token_ids": [1, 2],
+    "min_tokens": 4,
+    "num_choices": 2,
+    "max_tokens": 5,
+    "stop": ["x", "yz"],
+    "stop_token_ids": [7],
+    "ignore_eos": True,
+    "seed": 11,
+    "num_speculative_tokens": 6,
+    "rejection_sample_method": "token",
+    "logprobs": 1,
+    "prompt_logprobs": 2,
+    "logprobs_mode": "processed",
+    "echo": True,
+    "token_details": True,
+    "cache_salt": "salt",
+}
+"""Of every option that is a field of the same name."""
+
+
+def value_of(message: Any, name: str) -> Any:
+    value = getattr(message, name)
+    if name == "logit_bias":
+        return dict(value)
+    return value if isinstance(value, str | bool | int | float) else list(value)
+
+
+def test_every_option_is_in_the_request_under_its_name() -> None:
+    assert set(VALUES) == {*SamplingOptions.__annotations__, *TextOptions.__annotations__}
+    request = make_request("a", Options(**VALUES))
+    for name, value in VALUES.items():
+        message = request.sampling if name in SamplingOptions.__annotations__ else request
+        assert value_of(message, name) == value, name
+    assert request.text == "a"
+
+
+def test_every_field_of_a_request_has_an_option() -> None:
+    """But for the prompts, which are no options, and what a resumed request adds."""
+    fields = [*gateway_pb2.GenerateRequest.DESCRIPTOR.fields, *session_pb2.SamplingParameters.DESCRIPTOR.fields]
+    others = {"text", "token_ids", "chat", "prompts", "sampling", "generated_choices"}
+    assert {field.name for field in fields} - others <= set(Options.__annotations__)
+
+
+def test_every_option_is_explained() -> None:
+    source = Path(make_request.__code__.co_filename).read_text()
+    for name in Options.__annotations__:
+        assert f"\n    {name}: " in source
+        assert source.partition(f"\n    {name}: ")[2].splitlines()[1].startswith('    """'), name
+
+
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "seed"])
+def test_none_is_as_if_nothing_were_said(name: str) -> None:
+    assert make_request("a", Options(seed=1, **{name: None})) == make_request("a", Options(seed=1))
+
+
+def test_false_and_zero_are_said() -> None:
+    request = make_request("a", Options(temperature=0.0, max_tokens=0, num_speculative_tokens=0, logprobs=0, seed=0))
+    assert request.sampling.HasField("temperature")
+    assert all(request.HasField(name) for name in ("max_tokens", "num_speculative_tokens", "logprobs", "seed"))
+    assert (request.seed, request.max_tokens) == (0, 0)
+
+
+def test_single_stop_text_is_one_and_not_its_letters() -> None:
+    assert list(make_request("a", Options(stop="end")).stop) == ["end"]
+
+
+def test_chat_and_form_travel() -> None:
+    chat = {"tools": [{"type": "function", "function": {"name": "f"}}], "template_arguments": {"x": 1}}
+    assert set(chat) | {"continue_final_message"} == set(ChatOptions.__annotations__)
+    turns = [{"role": "user", "content": "hi"}]
+    request = make_request(turns, Options(structured_output=StructuredOutput.regex("a+"), **chat))
+    assert request.sampling.structured_output.regex == "a+"
+    assert (request.chat.tools[0].name, request.chat.template_arguments) == ("f", '{"x": 1}')
+    assert make_request(turns, Options(continue_final_message=True)).chat.continue_final_message
+
+
+def test_misspelt_option_is_an_error() -> None:
+    with pytest.raises(TypeError, match="'temprature'"):
+        make_request("a", {"temprature": 1.0})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_token_ids": []},
+        {"top_k": -1},
+        {"seed": 2**64},
+        {"seed": -1},
+        {"max_tokens": 1.5},
+        {"stop": [1]},
+        {"stop": ["\ud800"]},
+    ],
+)
+def test_value_that_cannot_be_sent_is_refused(options: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        make_request("a", options)
+
+
+def test_without_a_seed_every_request_has_its_own() -> None:
+    seeds = {make_request("a", {}).seed for _ in range(20)}
+    assert len(seeds) == 20
+
+
+def test_calls_are_tried_for_as_long_as_the_options_say() -> None:
+    patience = make_patience({"timeout_s": 5.0, "resume_s": 0.0}, 1)
+    assert patience.left_s is None, "before it begins"
+    patience.begin()
+    assert patience.left_s is not None
+    assert 4.0 < patience.left_s <= 5.0
+    patience.renew()
+    assert patience.pause_after(InvalidRequestError("lost")) is None
+    unhurried = make_patience({"timeout_s": None, "resume_s": None}, 1)
+    unhurried.begin()
+    unhurried.renew()
+    assert unhurried.left_s is None
+    assert unhurried.pause_after(InvalidRequestError("lost")) == 0.0
