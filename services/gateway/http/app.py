@@ -1,6 +1,7 @@
 """The routes."""
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,9 @@ from draftwire.services.gateway.http.models import Drafters, ModelList
 from draftwire.services.gateway.http.pages import HEADERS, Page, read_pages
 
 
-def make_app(core: GatewayCore, drafters: Drafters, access: Access, gate: Gate) -> FastAPI:
+def make_app(
+    core: GatewayCore, drafters: Drafters, access: Access, gate: Gate, pages: Mapping[str, Page] | None = None
+) -> FastAPI:
     """Returns the application.
 
     Args:
@@ -28,6 +31,7 @@ def make_app(core: GatewayCore, drafters: Drafters, access: Access, gate: Gate) 
         drafters: those that are connected now.
         access: who may ask, and how much.
         gate: whether the service is ready.
+        pages: static files by path; without them, those of the playground.
     """
     app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, gate=gate)
@@ -38,7 +42,7 @@ def make_app(core: GatewayCore, drafters: Drafters, access: Access, gate: Gate) 
         app.router.routes.append(StarletteRoute(path, answer, methods=["POST"]))
     _add_models(app, ModelList(core, drafters), access)
     _add_state(app, core, access, gate)
-    for path, page in read_pages().items():
+    for path, page in (read_pages() if pages is None else pages).items():
         app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
     return app
 
