@@ -15,10 +15,11 @@ from draftwire.services.gateway.core import GatewayCore
 from draftwire.services.gateway.http.answering import GeneratingRoute
 from draftwire.services.gateway.http.asking import Chat, Completions
 from draftwire.services.gateway.http.bodies import authorization
-from draftwire.services.gateway.http.errors import UNAVAILABLE_RETRY_S, RefusedError, body_of
+from draftwire.services.gateway.http.errors import UNAVAILABLE_RETRY_S, body_of
 from draftwire.services.gateway.http.guard import Gate, Guard
 from draftwire.services.gateway.http.models import Drafters, ModelList
 from draftwire.services.gateway.http.pages import HEADERS, Page, read_pages
+from draftwire.services.gateway.http.refused import RefusedError
 
 
 def make_app(

@@ -15,8 +15,8 @@ from draftwire.services.gateway.conversation import (
     ToolCall,
 )
 from draftwire.services.gateway.core import GatewayCore
-from draftwire.services.gateway.http.errors import RefusedError
 from draftwire.services.gateway.http.pieces import Wishes
+from draftwire.services.gateway.http.refused import RefusedError
 from draftwire.services.gateway.http.requests import (
     Body,
     ChatBody,

@@ -5,7 +5,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from draftwire.services.gateway.http.errors import RefusedError
+from draftwire.services.gateway.http.refused import RefusedError
 
 BODY_SECONDS = 60.0
 """How long a body may take to arrive."""

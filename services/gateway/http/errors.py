@@ -15,6 +15,8 @@ from draftwire.errors import (
     UnavailableError,
     UnknownSessionError,
 )
+from draftwire.services.gateway.http.refused import RefusedError
+from draftwire.services.gateway.http.requests import ChatBody, CompletionBody
 
 UNAVAILABLE_RETRY_S = 1.0
 """When to try again while the gateway is not ready, or another one is."""
@@ -23,17 +25,8 @@ HTTP_NAMES = {"num_choices": "n", "template_arguments": "chat_template_kwargs"}
 """What the parameters of gRPC that have another name here are called here."""
 
 _GRPC_NAME = re.compile(rf"\b({'|'.join(HTTP_NAMES)})\b")
-_FIRST_NAME = re.compile(r"[a-z_]+\b(?![-/])")
-
-
-class RefusedError(Exception):
-    """A request that this edge refuses itself. The message holds nothing of the request but names of parameters."""
-
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
+_WORD = re.compile(r"[a-z_]+")
+_PARAMETERS = frozenset([*CompletionBody.model_fields, *ChatBody.model_fields])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +100,5 @@ def headers_of(error: BaseException) -> list[tuple[bytes, bytes]]:
 
 
 def _param_of(message: str) -> str | None:
-    """Returns the parameter that a message of ours begins with, if it does."""
-    match = _FIRST_NAME.match(message)
-    is_name = match is not None and (match.end() == len(message) or message[match.end()] in " :[.,")
-    return match.group() if match is not None and is_name and match.group() not in _WORDS else None
-
-
-_WORDS = frozenset({"the", "a", "an", "no", "token", "tools"} - {"tools"})
-"""First words of messages that name no parameter."""
+    """Returns the parameter that a message of ours is about: the first that it names."""
+    return next((word for word in _WORD.findall(message) if word in _PARAMETERS), None)

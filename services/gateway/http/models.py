@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from draftwire.models.description import ModelDescription
 from draftwire.services.gateway.core import GatewayCore
-from draftwire.services.gateway.http.errors import RefusedError
+from draftwire.services.gateway.http.refused import RefusedError
 
 
 class Drafter(Protocol):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from draftwire.services.gateway.http.errors import RefusedError
+from draftwire.services.gateway.http.refused import RefusedError
 
 MAX_BODY_ON_LOOP = 64 * 2**10
 """Bytes. Larger ones are read on a thread."""
