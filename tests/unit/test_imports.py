@@ -22,7 +22,19 @@ MAY_IMPORT_GRPC = (
 GRPC = ("grpc", "grpc_health", "grpc_reflection", "draftwire.v1")
 
 SERVICE_DEPENDENCIES = frozenset(
-    {"torch", "transformers", "tokenizers", "numpy", "structlog", "prometheus_client", "jinja2"}
+    {
+        "torch",
+        "transformers",
+        "tokenizers",
+        "numpy",
+        "structlog",
+        "prometheus_client",
+        "jinja2",
+        "fastapi",
+        "starlette",
+        "pydantic",
+        "uvicorn",
+    }
 )
 """Packages that `pip install draftwire` alone does not bring. grpc itself looks for grpc_health and the like."""
 

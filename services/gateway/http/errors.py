@@ -36,6 +36,7 @@ class _Kind:
     code: str | None = None
 
 
+_OPAQUE = "internal error"
 _INTERNAL = _Kind(500, "api_error", "internal_error")
 _INVALID = _Kind(400, "invalid_request_error")
 _TABLE: dict[type[BaseException], _Kind] = {
@@ -77,7 +78,7 @@ def body_of(error: BaseException) -> bytes:
     cause = _root_cause(error)
     kind = _kind_of(cause)
     said = isinstance(cause, DraftwireError | RefusedError)
-    message = _GRPC_NAME.sub(lambda match: HTTP_NAMES[match.group()], str(cause)) if said else kind.type
+    message = _GRPC_NAME.sub(lambda match: HTTP_NAMES[match.group()], str(cause)) if said else _OPAQUE
     param = cause.param if isinstance(cause, RefusedError) else _param_of(message) if kind is _INVALID else None
     fields = {"message": message, "type": kind.type, "param": param, "code": kind.code}
     return json.dumps({"error": fields}).encode()
