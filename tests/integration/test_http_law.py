@@ -5,7 +5,6 @@ its own, 0 included.
 """
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drawn(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[dict[str, Any]]]]:
+def drawn(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """The choices of all cases."""
     folder = tmp_path_factory.mktemp("drafter")
     drafter = save_tiny_model(folder, VOCAB_SIZE, seed=9, stop_token_id=STOP)
@@ -49,7 +48,7 @@ def drawn(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     of_case: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
     for (_, name), choice in zip(works, choices, strict=True):
         of_case[name].append(choice)
-    yield of_case
+    return of_case
 
 
 def draw(client: openai.OpenAI, number: int, name: str) -> dict[str, Any]:
