@@ -27,7 +27,7 @@ CONCURRENCY = 24
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("target"), VOCAB_SIZE, seed=6, stop_token_id=STOP)
+    return save_tiny_model(tmp_path_factory.mktemp("law") / "target", VOCAB_SIZE, seed=6, stop_token_id=STOP)
 
 
 @pytest.fixture(scope="module")
