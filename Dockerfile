@@ -81,7 +81,7 @@ LABEL org.opencontainers.image.title=draftwire-gateway \
 COPY --from=gateway-dependencies /opt/draftwire /opt/draftwire
 COPY --from=package /package /opt/draftwire
 ENV DRAFTWIRE_GATEWAY_HOST=0.0.0.0 DRAFTWIRE_GATEWAY_METRICS_PORT=9051 DRAFTWIRE_GATEWAY_LOG_FORMAT=json
-EXPOSE 50051 9051
+EXPOSE 50051 8000 9051
 HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --retries=3 CMD ["draftwire", "health", "gateway"]
 ENTRYPOINT ["draftwire", "serve", "gateway"]
 

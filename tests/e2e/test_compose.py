@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -152,13 +153,14 @@ class Stack:
 
     project: str
     port: int
+    http_port: int
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
     def compose(self, *arguments: str, timeout_s: float = SECONDS) -> str:
-        options = {"timeout_s": timeout_s, "GATEWAY_PORT": str(self.port)}
+        options = {"timeout_s": timeout_s, "GATEWAY_PORT": str(self.port), "HTTP_PORT": str(self.http_port)}
         return docker("compose", "--project-name", self.project, *arguments, **options)
 
     def container(self, service: str) -> str:
@@ -173,7 +175,7 @@ class Stack:
 
 @pytest.fixture(scope="module")
 def stack(images: dict[str, dict[str, Any]]) -> Iterator[Stack]:
-    stack = Stack(f"draftwire-test-{secrets.token_hex(4)}", free_port())
+    stack = Stack(f"draftwire-test-{secrets.token_hex(4)}", free_port(), free_port())
     try:
         try:
             wait = ("--wait", "--wait-timeout", str(UP_SECONDS))
@@ -243,8 +245,14 @@ def test_everything_is_locked_down_and_the_gateway_is_published_on_this_machine_
         )
         assert written == "a\n", service
     published = {service: inspect(stack.container(service))["HostConfig"]["PortBindings"] for service in SERVICES}
-    address = [{"HostIp": "127.0.0.1", "HostPort": str(stack.port)}]
-    assert published == {"gateway": {"50051/tcp": address}, "verifier": {}, "drafter": {}}
+    ports = {"50051/tcp": stack.port, "8000/tcp": stack.http_port}
+    addresses = {name: [{"HostIp": "127.0.0.1", "HostPort": str(port)}] for name, port in ports.items()}
+    assert published == {"gateway": addresses, "verifier": {}, "drafter": {}}
+
+
+def test_gateway_answers_over_http(stack: Stack) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{stack.http_port}/health", timeout=SECONDS) as answer:
+        assert json.load(answer) == {"status": "ok"}
 
 
 def is_healthy(container: str) -> bool:

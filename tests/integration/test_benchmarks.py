@@ -301,3 +301,17 @@ def test_peers_benchmark_runs_a_pair_at_its_temperature_and_without_an_end_of_te
     assert [copy.stop_token_ids for copy in copies] == [(), ()]
     assert {copy.vocabulary_fingerprint for copy in copies} == {original.vocabulary_fingerprint}
     assert {copy.weights_fingerprint for copy in copies} == {original.weights_fingerprint}
+
+
+def test_http_benchmark_streams_the_same_texts_both_ways(tmp_path: Path) -> None:
+    output = tmp_path / "http_edge.json"
+    sizes = ("--completions", "2", "--max-tokens", "8", "--repetitions", "2", "--concurrencies", "2")
+    run("-m", "benchmarks.http_edge", *sizes, "--output", str(output))
+    report = json.loads(output.read_text())
+    assert len(report["measurements"]) == 2 * 3
+    result = report["at_2"]
+    assert result["has_same_texts"] is True
+    assert all(one["text_bytes"] > 8 for one in report["measurements"])
+    for way in ("http", "http with details"):
+        ratio = result["tokens_per_second"][way] / result["tokens_per_second"]["grpc"]
+        assert result["beside_grpc"][way] == pytest.approx(ratio, rel=0.01)

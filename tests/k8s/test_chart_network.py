@@ -14,6 +14,7 @@ COMPONENTS = (*SERVICES, "test")
 USERS = 'networkPolicy.clients=[{"podSelector":{"matchLabels":{"app":"web"}}}]'
 ARROWS = {
     ("web", "gateway", 50051),
+    ("web", "gateway", 8000),
     ("test", "gateway", 50051),
     ("gateway", "verifier", 50052),
     ("gateway", "drafter", 50053),

@@ -92,13 +92,16 @@ def test_services_lead_to_the_ports_that_pods_listen_on(service: str, ports: tup
     rendered = render("tp8")
     of_service = {port["name"]: port for port in rendered.one("Service", service)["spec"]["ports"]}
     of_pod = {port["name"]: port["containerPort"] for port in rendered.container(service)["ports"]}
-    assert of_pod == {"grpc": ports[0], "metrics": ports[1]}
+    http = {"http": 8000} if service == "gateway" else {}
+    assert of_pod == {"grpc": ports[0], "metrics": ports[1], **http}
+    assert set(of_service) == set(of_pod)
     for name, port in of_service.items():
         assert (port["port"], port["targetPort"]) == (of_pod[name], name)
     options = rendered.environment(service)
     prefix = f"DRAFTWIRE_{service.upper()}_"
     assert (options[prefix + "PORT"], options[prefix + "METRICS_PORT"]) == (str(ports[0]), str(ports[1]))
     assert options[prefix + "HOST"] == "0.0.0.0"
+    assert options.get(prefix + "HTTP_PORT") == ("8000" if service == "gateway" else None)
 
 
 @pytest.mark.parametrize("service", ["verifier", "drafter"])

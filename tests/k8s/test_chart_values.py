@@ -24,6 +24,7 @@ SET_BY_CHART = {
     "host",
     "port",
     "metrics_port",
+    "http_port",
     "drain_seconds",
     "log_format",
     "stop_with_stdin",

@@ -32,6 +32,8 @@ SERVICE_DEPENDENCIES = frozenset(
         "numpy",
         "opentelemetry",
         "prometheus_client",
+        "pydantic",
+        "starlette",
         "structlog",
         "tokenizers",
         "torch",

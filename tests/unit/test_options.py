@@ -240,6 +240,8 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
         (VerifierConfig, "tls_ca", Path("x")),
         (DrafterConfig, "tls_ca", Path("x")),
         (GatewayConfig, "tls_require_client_cert", True),
+        (GatewayConfig, "http_port", 65536),
+        (GatewayConfig, "http_port", -1),
         *(
             (config, "watchdog_s", seconds)
             for config in (VerifierConfig, DrafterConfig)
@@ -384,6 +386,20 @@ def run_command(service: str, *arguments: str, **environment: str) -> Result:
 def test_command_without_options_starts_the_default_configuration(served: list[Any]) -> None:
     assert run_command("gateway").exit_code == 0
     assert served == [GatewayConfig()]
+
+
+@pytest.mark.parametrize(("text", "port"), [("none", None), ("None", None), ("0", 0), ("8080", 8080)])
+def test_port_that_is_served_by_default_can_be_turned_off(served: list[Any], text: str, port: int | None) -> None:
+    assert run_command("gateway", "--http-port", text).exit_code == 0
+    assert run_command("gateway", GATEWAY_HTTP_PORT=text).exit_code == 0
+    assert served == [GatewayConfig(http_port=port)] * 2
+
+
+@pytest.mark.parametrize("text", ["http", "99999", "-1", "1.5"])
+def test_http_port_that_is_none_ends_the_command_before_anything_starts(served: list[Any], text: str) -> None:
+    assert run_command("gateway", "--http-port", text).exit_code == 2
+    assert run_command("gateway", GATEWAY_HTTP_PORT=text).exit_code == 2
+    assert served == []
 
 
 def test_options_and_variables_set_values_and_options_win(served: list[Any]) -> None:

@@ -28,6 +28,7 @@ written as JSON, because Helm would write a large one as 6.7e+07. */}}
 {{- end -}}
 {{- end -}}
 {{- if eq .service "gateway" -}}
+{{- $_ := set $options "http_port" 8000 -}}
 {{- with $root.Values -}}
 {{- $_ := set $options "startup_timeout_s" (max .verifier.startupSeconds .drafter.startupSeconds) -}}
 {{- if .tokens.secret -}}

@@ -32,6 +32,9 @@ spec:
 
 {{- define "draftwire.servicePorts" -}}
 - {name: grpc, port: {{ include "draftwire.port" . }}, targetPort: grpc}
+{{- if eq .service "gateway" }}
+- {name: http, port: 8000, targetPort: http}
+{{- end }}
 {{- if .root.Values.monitoring.enabled }}
 - {name: metrics, port: {{ include "draftwire.metricsPort" . }}, targetPort: metrics}
 {{- end }}

@@ -62,6 +62,9 @@ spec:
       {{- if not .isWorker }}
       ports:
         - {name: grpc, containerPort: {{ include "draftwire.port" . }}}
+        {{- if eq .service "gateway" }}
+        - {name: http, containerPort: 8000}
+        {{- end }}
         {{- if .root.Values.monitoring.enabled }}
         - {name: metrics, containerPort: {{ include "draftwire.metricsPort" . }}}
         {{- end }}

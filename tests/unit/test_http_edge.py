@@ -1,0 +1,313 @@
+"""The HTTP edge without services: what it takes, its errors, its pages, and what it refuses before all else."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from structlog.testing import capture_logs
+
+from draftwire import errors
+from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
+from draftwire.parameters import SamplingParams
+from draftwire.services.gateway.http.errors import body_of, headers_of, is_expected, status_of
+from draftwire.services.gateway.http.guard import Guard
+from draftwire.services.gateway.http.pages import HEADERS, read_pages
+from draftwire.services.gateway.http.pieces import Ending
+from draftwire.services.gateway.http.refused import RefusedError
+from draftwire.services.gateway.http.requests import ChatBody, CompletionBody, read
+from draftwire.services.gateway.http.usage import metrics_of, usage_of
+from draftwire.services.gateway.request import Generation
+from draftwire.services.gateway.statistics import Statistics
+from draftwire.v1 import gateway_pb2, session_pb2
+
+SECRET = "Xq7-zebra"
+HERE = {
+    "text": {"prompt"},
+    "token_ids": {"prompt"},
+    "prompts": {"prompt"},
+    "chat": {"messages", "tools", "chat_template_kwargs", "continue_final_message"},
+    "num_choices": {"n"},
+    "logprobs": {"logprobs", "top_logprobs"},
+    "max_tokens": {"max_tokens", "max_completion_tokens"},
+}
+"""How parameters of gRPC are called here, where the name is another one."""
+OTHERS = {"model", "best_of", "suffix", "stream", "stream_options", "user", "tool_choice", "response_format"}
+"""What only OpenAI has."""
+
+
+def test_every_parameter_of_grpc_can_be_said_over_http_but_for_resuming() -> None:
+    requested = {field.name for field in gateway_pb2.GenerateRequest.DESCRIPTOR.fields} - {"sampling"}
+    requested |= {field.name for field in session_pb2.SamplingParameters.DESCRIPTOR.fields}
+    wanted = {here for name in requested - {"generated_choices"} for here in HERE.get(name, {name})}
+    assert wanted | OTHERS == set(CompletionBody.model_fields) | set(ChatBody.model_fields)
+    of_one_route = {"prompt", "echo", "best_of", "suffix"}
+    assert set(CompletionBody.model_fields) - set(ChatBody.model_fields) == of_one_route
+
+
+def test_a_parameter_that_is_left_out_changes_nothing() -> None:
+    """The defaults of the edge are those of the law."""
+    default = SamplingParams()
+    body = CompletionBody.model_validate({"model": "m", "prompt": "p"})
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "min_tokens"):
+        assert getattr(body, name) == getattr(default, name)
+    assert (body.frequency_penalty, body.logit_bias, body.allowed_token_ids) == (0.0, {}, None)
+
+
+# Errors
+
+TREE = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.DraftwireError)]
+STATUSES = {
+    "InvalidRequestError": 400,
+    "BlockViolationError": 400,
+    "UnauthenticatedError": 401,
+    "UnknownSessionError": 503,
+    "ProtocolViolationError": 500,
+    "ModelMismatchError": 500,
+    "NoRoomError": 429,
+    "UnavailableError": 503,
+    "GroupLostError": 503,
+    "CompletionInterruptedError": 503,
+    "DraftwireError": 500,
+}
+
+
+def made(kind: type[errors.DraftwireError], message: str) -> errors.DraftwireError:
+    if kind is errors.BlockViolationError:
+        return errors.BlockViolationError(errors.Violation.PEER, message)
+    if kind is errors.CompletionInterruptedError:
+        return errors.CompletionInterruptedError(message, 3)
+    return kind(message)
+
+
+@pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)
+def test_every_error_has_its_status_and_keeps_its_message(kind: type[errors.DraftwireError]) -> None:
+    for error in (made(kind, "because"), ExceptionGroup("outer", [ExceptionGroup("inner", [made(kind, "because")])])):
+        assert status_of(error) == STATUSES[kind.__name__]
+        said = json.loads(body_of(error))["error"]
+        assert set(said) == {"message", "type", "param", "code"}
+        assert said["message"] == "because"
+
+
+@pytest.mark.parametrize("error", [KeyError(SECRET), ValueError(SECRET), ExceptionGroup(SECRET, [OSError(SECRET)])])
+def test_unknown_error_stays_opaque(error: Exception) -> None:
+    assert status_of(error) == 500
+    assert json.loads(body_of(error))["error"]["message"] == "internal error"
+    assert not is_expected(error)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("temperature must be in [0, 100], not 200", "temperature"),
+        ("num_choices must be in 1..128, not 0", "n"),
+        ("template_arguments: loud makes no difference", "chat_template_kwargs"),
+        ("the chat template leaves out messages[0].name", "messages"),
+        ("unknown rejection_sample_method; known: block", "rejection_sample_method"),
+        ("no such thing", None),
+    ],
+)
+def test_error_names_the_parameter_as_it_is_called_here(message: str, param: str | None) -> None:
+    said = json.loads(body_of(InvalidRequestError(message)))["error"]
+    assert said["param"] == param
+    assert param is None or param in said["message"]
+
+
+def test_who_can_try_again_is_told_when() -> None:
+    assert dict(headers_of(NoRoomError("full", 2.5))) == {b"retry-after": b"3", b"retry-after-ms": b"2500"}
+    assert dict(headers_of(UnavailableError("gone")))[b"retry-after"] == b"1"
+    assert headers_of(InvalidRequestError("no")) == []
+    assert headers_of(UnauthenticatedError("no")) == [(b"www-authenticate", b"Bearer")]
+
+
+# What is not quoted
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"prompt": {SECRET: 1}},
+        {"prompt": [SECRET, 1]},
+        {"prompt": "a", SECRET: 1},
+        {"prompt": "a", "temperature": SECRET},
+        {"prompt": "a", "logit_bias": {SECRET: 1}},
+        {"prompt": "a", "stop": {SECRET: 1}},
+        {"prompt": "a", "structured_output": {SECRET: 1}},
+        {"prompt": "a", "structured_output": {"regex": [SECRET]}},
+        {"prompt": "a", "stream": True, "stream_options": {SECRET: 1}},
+    ],
+)
+async def test_refusal_does_not_quote_the_request(said: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError) as refused:
+        await read(CompletionBody, json.dumps({"model": "m", **said}).encode())
+    assert "zebra" not in body_of(refused.value).decode()
+    assert refused.value.status == 400
+    assert SECRET not in said or str(refused.value) == "the request has a key that means nothing here"
+
+
+@pytest.mark.parametrize("tail", [b"", b'"', b'", ]', b'\xff"}'])
+async def test_what_is_no_json_is_not_quoted(tail: bytes) -> None:
+    with pytest.raises(RefusedError) as refused:
+        await read(CompletionBody, b'{"prompt": "' + SECRET.encode() + tail)
+    assert "zebra" not in str(refused.value)
+
+
+async def test_large_body_is_read_too() -> None:
+    body = await read(CompletionBody, json.dumps({"model": "m", "prompt": [7] * 100_000}).encode())
+    assert body.prompt == [[7] * 100_000]
+
+
+# The guard
+
+
+class Gate:
+    refusal = ""
+
+
+def guarded(app: Callable[..., Any], gate: Gate | None = None) -> httpx2.AsyncClient:
+    transport = httpx2.ASGITransport(Guard(app, gate or Gate()))
+    return httpx2.AsyncClient(transport=transport, base_url="http://gateway")
+
+
+async def test_internal_error_is_logged_once_and_answered_without_its_message() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise KeyError(SECRET)
+
+    with capture_logs() as lines:
+        answer = await guarded(app).post(f"/{SECRET}")
+    assert answer.status_code == 500
+    assert SECRET not in answer.text
+    assert [line["event"] for line in lines] == ["gateway.http_request_failed"]
+    assert SECRET not in str([line["path"] for line in lines])
+
+
+async def test_expected_error_is_not_logged() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise NoRoomError("full")
+
+    with capture_logs() as lines:
+        answer = await guarded(app).post("/v1/completions")
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert lines == []
+
+
+async def test_stream_that_fails_ends_with_the_error_as_an_event() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+        raise UnavailableError("gone")
+
+    answer = await guarded(app).post("/v1/completions")
+    first, last, rest = answer.text.split("\n\n")
+    assert (first, rest) == ("data: {}", "")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "gone"
+
+
+async def test_requests_are_refused_while_the_service_is_not_ready() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    gate = Gate()
+    client = guarded(app, gate)
+    gate.refusal = "loading"
+    refused = await client.get("/v1/models")
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "loading" in refused.text
+    assert (await client.get("/health")).status_code == 204, "which says so itself"
+    gate.refusal = ""
+    assert (await client.get("/v1/models")).status_code == 204
+
+
+# What it cost
+
+
+def ending(choice: int, prompt: int, **counts: Any) -> Ending:
+    generation = Generation(
+        [1], SamplingParams(), 5, (), frozenset(), 3, 4, "token", choice=choice, prompt_index=prompt
+    )
+    return Ending(generation, "stop", Statistics(**counts), "")
+
+
+def test_costs_of_choices_are_added_and_those_of_a_prompt_count_once() -> None:
+    first = {"num_prompt_tokens": 7, "num_cached_prompt_tokens": 1, "num_generated_tokens": 2, "num_rounds": 2}
+    second = {"num_prompt_tokens": 7, "num_cached_prompt_tokens": 6, "num_generated_tokens": 3, "num_rounds": 1}
+    drafts = {"num_drafts": 1, "num_draft_tokens": 4, "num_accepted_tokens": 2, "num_emitted_tokens": 3}
+    lists = {"acceptance_histogram": [0, 0, 1], "num_accepted_tokens_per_pos": [1, 1]}
+    endings = [
+        ending(1, 0, **second, **drafts, **lists, time_to_first_token_us=9000, duration_us=12_000),
+        ending(0, 0, **first, time_to_first_token_us=4000, duration_us=20_000),
+        ending(2, 1, num_prompt_tokens=2, time_to_first_token_us=5000, duration_us=6000),
+    ]
+    usage = usage_of(endings)
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (9, 5, 14)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 1
+    assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 2}
+    total = metrics_of(endings)["speculative_decoding"]
+    assert total["mean_acceptance_length"] == 3.0
+    assert total["draft_acceptance_rate"] == 0.5
+    assert total["acceptance_histogram"] == [0, 0, 1]
+    assert (total["num_rounds"], total["block_efficiency"]) == (3, 1.0)
+    assert (total["time_to_first_token_ms"], total["duration_ms"]) == (4.0, 20.0)
+    assert [one["index"] for one in total["choices"]] == [0, 1, 2]
+    assert total["choices"][1]["num_draft_tokens"] == 4
+    assert endings[0].statistics.num_draft_tokens == 4, "nothing is added to what is added"
+
+
+# Pages
+
+
+def test_pages_are_those_of_a_folder_and_of_no_other(tmp_path: Path) -> None:
+    for name in ("index.html", "playground.css", "playground.js", "notes.txt"):
+        (tmp_path / name).write_text(name)
+    pages = read_pages(tmp_path)
+    assert {path: page.content.decode() for path, page in pages.items()} == {
+        "/": "index.html",
+        "/playground.css": "playground.css",
+        "/playground.js": "playground.js",
+    }
+    assert pages["/playground.js"].content_type.startswith("text/javascript")
+
+
+async def test_pages_may_load_nothing_from_elsewhere_and_are_not_kept(tmp_path: Path) -> None:
+    from draftwire.services.gateway.access import Access
+    from draftwire.services.gateway.config import GatewayConfig
+    from draftwire.services.gateway.core import GatewayCore
+    from draftwire.services.gateway.http.app import make_app
+
+    (tmp_path / "index.html").write_text("<p>hello")
+    core = GatewayCore(GatewayConfig(), None)  # type: ignore[arg-type]
+    app = make_app(core, list, Access(None), Gate(), read_pages(tmp_path))
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://gateway") as client:
+        answer = await client.get("/")
+        assert (answer.status_code, answer.text) == (200, "<p>hello")
+        assert answer.headers["content-type"] == "text/html; charset=utf-8"
+        assert answer.headers["cache-control"] == "no-store"
+        assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+        assert set(HEADERS) <= set(answer.headers)
+        assert "access-control-allow-origin" not in answer.headers
+        assert (await client.get("/playground.js")).status_code == 404
+        assert (await client.get("/docs")).status_code == 404
+
+
+async def test_request_that_is_cut_by_the_end_of_the_drain_is_told() -> None:
+    begun = asyncio.Event()
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        begun.set()
+        await asyncio.sleep(60)
+
+    async def take(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    call = asyncio.create_task(Guard(app, Gate())({"type": "http", "path": "/v1/completions"}, None, take))  # type: ignore[arg-type]
+    await begun.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert b"the gateway stops" in sent[-1]["body"]
