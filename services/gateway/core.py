@@ -149,7 +149,8 @@ class GatewayCore:
             text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop, generation.token_details)
             if generation.generated_ids:  # may be many
                 await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
-            loops.append(GenerationLoop(generation, self._peers, text, self.config.loop))
+            observer = self.metrics.observe_round
+            loops.append(GenerationLoop(generation, self._peers, text, self.config.loop, observer))
             return loops[-1]
 
         num_unfinished, result = len(generations), "failed"

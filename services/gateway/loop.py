@@ -59,6 +59,7 @@ from draftwire.services.gateway.ports import (
 )
 from draftwire.services.gateway.prompt import PromptReport
 from draftwire.services.gateway.request import Generation
+from draftwire.services.gateway.round_times import RoundObserver, RoundWatch, WhyPlain
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.text import TextStream
 from draftwire.token_source import TokenSource
@@ -119,6 +120,8 @@ class Said:
     permit_number: int | None
     """None of a verifier."""
     event: SessionEvent
+    at: float = field(default_factory=time.perf_counter)
+    """When it arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +140,23 @@ class TaggedInbox:
 class GenerationLoop:
     """Carries out one generation. Use once."""
 
-    def __init__(self, generation: Generation, peers: Peers, text: TextStream, settings: LoopSettings) -> None:
-        """Prepares; `run` does the work. `text` has taken what was generated before, if something was."""
+    def __init__(
+        self,
+        generation: Generation,
+        peers: Peers,
+        text: TextStream,
+        settings: LoopSettings,
+        observer: RoundObserver | None = None,
+    ) -> None:
+        """Prepares; `run` does the work.
+
+        Args:
+            generation: what is wanted.
+            peers: who can do it.
+            text: has taken what was generated before, if something was.
+            settings: how long to wait.
+            observer: hears of each committed round.
+        """
         self._generation = generation
         self._peers = peers
         self._text = text
@@ -170,6 +188,7 @@ class GenerationLoop:
         self._due = 0.0
         self._waits_for_block = False
         self._is_hurried = False
+        self._watch = RoundWatch(observer)
         self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
 
     @property
@@ -221,6 +240,8 @@ class GenerationLoop:
                 text, lengths, reason = self._show(token_ids, reason)
                 if asks and reason is None:
                     self._ask_for_round()
+                if reason is not None:
+                    self._watch.end()
                 elapsed_us = int((time.perf_counter() - started) * 1e6)
                 self.statistics.time_to_first_token_us = self.statistics.time_to_first_token_us or elapsed_us
                 self.statistics.duration_us = elapsed_us
@@ -254,6 +275,7 @@ class GenerationLoop:
                 self._tried = set()
                 has_drafter = self._next_drafter(target) is not None
                 inbox = TaggedInbox(self._queue, self._epoch)
+                self._watch.ask(self._why_no_block(has_drafter), opens=True)
                 try:
                     await target.open(self._target_spec(has_drafter), inbox)
                 except (UnavailableError, NoRoomError, ProtocolViolationError) as error:
@@ -326,6 +348,7 @@ class GenerationLoop:
             match said.event:
                 case Verdict() as verdict if verdict.fence == self._fence:
                     if self._reports(verdict):
+                        self._watch.take(verdict, said.at)
                         return verdict
                     await self._move(UnavailableError("the verifier left out log-probabilities"))
                 case PromptRead(part=part):
@@ -459,15 +482,23 @@ class GenerationLoop:
         bridging = self._drafter is not None and not self._drafter_ready
         rounds = self._settings.bridge_rounds if bridging else self._settings.plain_run_rounds
         assert self._target is not None, "rounds follow verdicts"
+        self._watch.ask(WhyPlain.NO_ROOM if self._drafter_ready else self._why_no_block(bridging))
         self._expect(self._settings.verdict_timeout_s)
         with suppress(DraftwireError):  # if it is lost, we hear of it
             self._target.run_plain(PlainRun(self._fence, min(rounds, left)))
+
+    def _why_no_block(self, has_drafter: bool) -> WhyPlain:
+        """Returns why a round is plain, which it need not be once a drafter is ready."""
+        if not self._generation.num_speculative_tokens:
+            return WhyPlain.NOT_ASKED_FOR
+        return WhyPlain.WARMING_UP if has_drafter else WhyPlain.NO_DRAFTER
 
     def _ask_for_block(self, drafter: DrafterPort, num_draft_tokens: int) -> None:
         base_len = self._drafter_knows
         self._drafter_knows = len(self._committed)
         self._waits_for_block, self._is_hurried = True, False
         self._asked_at = asyncio.get_running_loop().time()
+        self._watch.ask(WhyPlain.EMPTY_BLOCK)
         self._expect(drafter.pace.patience_s(self._settings.block_timeout_s))
         try:
             drafter.calibrate(Calibration(self._fence, base_len, self._committed.ids[base_len:], num_draft_tokens))

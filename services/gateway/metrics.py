@@ -6,6 +6,7 @@ from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from draftwire.services.gateway.round_times import RoundTimes
 from draftwire.services.metrics import PREFIX, ServiceMetrics
 
 
@@ -49,6 +50,13 @@ class GatewayMetrics(ServiceMetrics):
         )
         self.drafters_lost = self.counter("drafters_lost", "Times that a session went on without its drafter.")
         self.verifiers_lost = self.counter("verifiers_lost", "Times that a session lost its verifier.")
+        self.rounds = self.counter("rounds", "Rounds committed, and why those without a draft are.", ("kind", "reason"))
+
+    def observe_round(self, times: RoundTimes) -> None:
+        """Counts a committed round; see `RoundObserver`."""
+        why = times.why_plain
+        kind, reason = ("speculative", "") if why is None else ("plain", why.value)
+        self.rounds.labels(kind, reason).inc()
 
     def watch(self, peers: Iterable[PeersOfOneRole]) -> None:
         """Exports what is known of the other services."""

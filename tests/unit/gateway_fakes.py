@@ -33,6 +33,7 @@ from draftwire.services.gateway.loop import Delta, Finish, FinishReason, Generat
 from draftwire.services.gateway.pace import DrafterPace
 from draftwire.services.gateway.ports import DrafterPort, Inbox, SessionEvent, TargetLost, TargetPort
 from draftwire.services.gateway.request import Generation
+from draftwire.services.gateway.round_times import RoundObserver
 from draftwire.services.gateway.text import TextStream
 from draftwire.token_source import TokenSource
 
@@ -524,14 +525,19 @@ def make_generation(**changes: Any) -> Generation:
 
 
 def make_loop(
-    targets: Any, drafters: Any, loop_settings: LoopSettings | None = None, tokenizer: Any = None, **changes: Any
+    targets: Any,
+    drafters: Any,
+    loop_settings: LoopSettings | None = None,
+    tokenizer: Any = None,
+    observer: RoundObserver | None = None,
+    **changes: Any,
 ) -> GenerationLoop:
     """Makes a loop on one peer of a kind, on several, or (drafters) on none."""
     generation = make_generation(**changes)
     text = TextStream(tokenizer or LetterTokenizer(), generation.prompt_ids, generation.stop)
     text.skip(list(generation.generated_ids), generation.stop_token_ids)
     peers = FakePeers(_listed(targets), _listed(drafters))
-    return GenerationLoop(generation, peers, text, loop_settings or LoopSettings())
+    return GenerationLoop(generation, peers, text, loop_settings or LoopSettings(), observer)
 
 
 def _listed(peers: Any) -> list[Any]:

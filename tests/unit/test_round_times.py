@@ -1,0 +1,208 @@
+"""Where the time of rounds goes: the rounds of a session lie end to end, and the parts of each sum to it."""
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwire.rounds import DraftTimings, Fence, Verdict
+from draftwire.services.gateway.config import LoopSettings
+from draftwire.services.gateway.round_times import RoundTimes, RoundWatch, WhyPlain
+from draftwire.token_source import TokenSource
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def verdict(number: int = 0, *, drafted: int = 0, left: int = 0, **microseconds: int) -> Verdict:
+    return Verdict(
+        fence=Fence(7, 2, number, 5, 0),
+        token_ids=[1] * (1 + drafted // 2),
+        num_draft_tokens=drafted,
+        num_accepted_tokens=drafted // 2,
+        extra=TokenSource.RECOVERED if drafted else TokenSource.PLAIN,
+        plain_rounds_left=left,
+        verify_us=microseconds.get("verify", 0),
+        queue_us=microseconds.get("queue", 0),
+        timings=DraftTimings(microseconds.get("calibration", 0), microseconds.get("draft", 0)),
+    )
+
+
+class Session:
+    """A watch, a clock to turn by hand, and what was told."""
+
+    def __init__(self) -> None:
+        self.told: list[RoundTimes] = []
+        self.clock = Clock()
+        self.watch = RoundWatch(self.told.append, self.clock)
+
+    def after(self, seconds: float) -> float:
+        self.clock.now += seconds
+        return self.clock.now
+
+
+def assert_whole(rounds: list[RoundTimes]) -> None:
+    """The rounds tile the time, and the parts tile each round."""
+    for times in rounds:
+        inside = times.lost_s + times.prefill_s + times.calibration_s + times.draft_s
+        inside += times.queue_s + times.verify_s + times.wire_s
+        assert inside == pytest.approx(times.ended_at - times.started_at, abs=1e-9)
+        assert inside + times.gateway_s == pytest.approx(times.duration_s, abs=1e-9)
+        parts = [getattr(times, name) for name in RoundTimes.__slots__ if name.endswith("_s")]
+        assert min(parts) >= 0.0
+    for before, after in pairwise(rounds):
+        assert after.started_at == pytest.approx(before.started_at + before.duration_s, abs=1e-9)
+
+
+def test_first_round_is_prefill_and_the_next_has_its_parts() -> None:
+    session = Session()
+    session.watch.ask(WhyPlain.WARMING_UP, opens=True)
+    session.after(0.5)
+    session.watch.take(verdict(0, queue=400_000, verify=90_000), session.clock())
+    session.after(0.001)
+    session.watch.ask(WhyPlain.EMPTY_BLOCK)
+    session.after(0.1)
+    session.watch.take(
+        verdict(1, drafted=4, queue=5_000, verify=30_000, calibration=3_000, draft=20_000), session.clock()
+    )
+    session.after(0.002)
+    session.watch.end()
+    first, second = session.told
+    assert (first.is_first, first.why_plain) == (True, WhyPlain.WARMING_UP)
+    assert first.prefill_s == pytest.approx(0.5)
+    assert first.queue_s == first.verify_s == first.wire_s == 0.0
+    assert first.gateway_s == pytest.approx(0.001)
+    assert (second.session_id, second.epoch, second.round) == (7, 2, 1)
+    assert (second.is_first, second.why_plain, second.lost_s) == (False, None, 0.0)
+    assert (second.num_draft_tokens, second.num_accepted_tokens, second.num_tokens) == (4, 2, 3)
+    assert (second.queue_s, second.verify_s) == pytest.approx((0.005, 0.03))
+    assert (second.calibration_s, second.draft_s) == pytest.approx((0.003, 0.02))
+    assert second.wire_s == pytest.approx(0.1 - 0.058)
+    assert second.gateway_s == pytest.approx(0.002)
+    assert_whole(session.told)
+
+
+def test_rounds_of_a_plain_run_start_with_the_verdict_before_them() -> None:
+    session = Session()
+    session.watch.ask(WhyPlain.NO_DRAFTER, opens=True)
+    for left in (2, 1, 0):
+        session.after(0.01)
+        arrived_at = session.clock()
+        session.after(0.004)  # the loop was busy, and takes it later
+        session.watch.take(verdict(2 - left, left=left, verify=2_000), arrived_at)
+    session.watch.end()
+    assert [times.duration_s for times in session.told] == pytest.approx([0.01, 0.014, 0.018])
+    assert [times.gateway_s for times in session.told] == pytest.approx([0.0, 0.0, 0.004])
+    assert [times.is_first for times in session.told] == [True, False, False]
+    assert session.told[1].wire_s == pytest.approx(0.012)
+    assert_whole(session.told)
+
+
+def test_waiting_for_a_drafter_that_is_given_up_is_a_part_of_its_own() -> None:
+    session = Session()
+    session.watch.ask(WhyPlain.EMPTY_BLOCK)
+    session.after(5.0)
+    session.watch.ask(WhyPlain.NO_DRAFTER)
+    session.after(0.02)
+    session.watch.take(verdict(verify=15_000), session.clock())
+    session.watch.end()
+    (times,) = session.told
+    assert (times.lost_s, times.verify_s, times.wire_s) == pytest.approx((5.0, 0.015, 0.005))
+    assert times.why_plain is WhyPlain.NO_DRAFTER
+    assert_whole(session.told)
+
+
+def test_a_block_that_came_after_its_drafter_was_given_up_was_not_waited_for_in_vain() -> None:
+    session = Session()
+    session.watch.ask(WhyPlain.EMPTY_BLOCK)
+    session.after(0.4)
+    session.watch.ask(WhyPlain.NO_DRAFTER)
+    session.after(0.1)
+    session.watch.take(verdict(drafted=2, draft=300_000), session.clock())
+    session.watch.end()
+    (times,) = session.told
+    assert (times.lost_s, times.draft_s, times.wire_s) == pytest.approx((0.0, 0.3, 0.2))
+    assert times.why_plain is None
+
+
+def test_services_that_claim_more_than_the_round_took_are_cut() -> None:
+    session = Session()
+    session.watch.ask(WhyPlain.EMPTY_BLOCK)
+    session.after(0.01)
+    session.watch.take(verdict(drafted=4, verify=8_000, queue=4_000, draft=9_000, calibration=1_000), session.clock())
+    session.watch.end()
+    (times,) = session.told
+    assert (times.verify_s, times.queue_s, times.draft_s) == pytest.approx((0.008, 0.002, 0.0), abs=1e-9)
+    assert_whole(session.told)
+
+
+def observed(target: FakeTarget, drafter: Any, **arguments: Any) -> tuple[list[RoundTimes], int]:
+    told: list[RoundTimes] = []
+    result = run(collect(make_loop(target, drafter, observer=told.append, **arguments)))
+    return told, len(result.ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    accepts=st.lists(st.integers(0, 4), max_size=20),
+    num_speculative_tokens=st.integers(0, 4),
+    ready_after=st.integers(0, 6),
+    fates=st.lists(st.sampled_from(list(Fate)), max_size=12),
+)
+def test_every_committed_round_is_told_once_whatever_happens(
+    accepts: list[int], num_speculative_tokens: int, ready_after: int, fates: list[Fate]
+) -> None:
+    target = FakeTarget(accepts=accepts)
+    left = list(fates)
+    target.next_fate = lambda: left.pop(0) if left and sum(f is not Fate.TOLD for f in fates) <= 2 else Fate.TOLD
+    drafter = FakeDrafter(target)
+    drafter.ready_after = ready_after
+    told, num_tokens = observed(
+        target,
+        drafter,
+        loop_settings=LoopSettings(bridge_rounds=2, plain_run_rounds=3),
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    assert [times.round for times in told] == list(range(len(told)))
+    assert sum(times.num_tokens for times in told) == num_tokens == 20
+    assert_whole(told)
+    epochs = [times.epoch for times in told]
+    assert [times.is_first for times in told] == [
+        place == 0 or epoch != epochs[place - 1] for place, epoch in enumerate(epochs)
+    ]
+    assert all((times.why_plain is None) is (times.num_draft_tokens > 0) for times in told)
+    if not num_speculative_tokens:
+        assert {times.why_plain for times in told} == {WhyPlain.NOT_ASKED_FOR}
+
+
+def test_plain_rounds_say_why() -> None:
+    target = FakeTarget(accepts=[4] * 10)
+    drafter = FakeDrafter(target)
+    drafter.ready_after = 3
+    told, _ = observed(target, drafter, max_tokens=11)
+    reasons = [times.why_plain for times in told]
+    assert reasons[0] is WhyPlain.WARMING_UP
+    assert None in reasons
+    alone, _ = observed(FakeTarget(), None)
+    assert {times.why_plain for times in alone} == {WhyPlain.NO_DRAFTER}
+    target = FakeTarget(accepts=[4, 4])
+    told, _ = observed(target, FakeDrafter(target), max_tokens=7)  # 1 plain, 5 of a block, and one is left
+    assert [times.why_plain for times in told] == [WhyPlain.WARMING_UP, None, WhyPlain.NO_ROOM]
+
+
+async def test_time_that_a_slow_reader_takes_is_the_gateways_and_not_the_networks() -> None:
+    told: list[RoundTimes] = []
+    target = FakeTarget(accepts=[2] * 10)
+    async for _ in make_loop(target, FakeDrafter(target), observer=told.append, max_tokens=10).run():
+        await asyncio.sleep(0.05)
+    assert len(told) > 3
+    assert max(times.wire_s for times in told) < 0.05 < max(times.gateway_s for times in told)
+    assert_whole(told)
