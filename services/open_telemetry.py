@@ -1,7 +1,7 @@
 """Tracing by the SDK of OpenTelemetry. Imported only where tracing is on.
 
-Spans are made on the caller's thread, about 20 us each, and wait in a bounded queue. A thread of the SDK packs and sends
-them. When the collector cannot be reached, spans are lost and serving goes on.
+Spans are made on the caller's thread and wait in a bounded queue. A thread of the SDK packs and sends them. When the
+collector cannot be reached, spans are lost and serving goes on.
 """
 
 import asyncio
@@ -118,9 +118,7 @@ class OtlpTracer:
         self._clock = WallClock()
         names = {SERVICE_NAME: f"draftwire-{service}", SERVICE_INSTANCE_ID: instance, SERVICE_VERSION: __version__}
         # Who is not to be recorded has no tracer's span at all, so all of these are.
-        self._provider = TracerProvider(
-            resource=Resource.create(names), sampler=ALWAYS_ON, shutdown_on_exit=False
-        )
+        self._provider = TracerProvider(resource=Resource.create(names), sampler=ALWAYS_ON, shutdown_on_exit=False)
         forgiving = ForgivingExporter(exporter, service)
         self._provider.add_span_processor(BatchSpanProcessor(forgiving, max_queue_size=QUEUE_SPANS))
         self._tracer = self._provider.get_tracer("draftwire", __version__)
@@ -147,9 +145,7 @@ class OtlpTracer:
     ) -> None:
         """See `Tracer.record`."""
         clock = self._clock
-        span = self._tracer.start_span(
-            name, _below(parent), attributes=attributes, start_time=clock.at(started_at)
-        )
+        span = self._tracer.start_span(name, _below(parent), attributes=attributes, start_time=clock.at(started_at))
         span.end(clock.at(ended_at))
 
     async def close(self) -> None:

@@ -1,12 +1,13 @@
 """What a gateway records of a traced request: the request, its choices, and each round of these.
 
-    generate                 the request, as the client's own span continues
-      choice                 one completion; the services' spans are below it too
-        round, round, ...    one for each verdict, end to end
+generate                 the request, as the client's own span continues
+choice                 one completion; the services' spans are below it too
+round, round, ...    one for each verdict, end to end
 """
 
 import random
 
+from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.round_times import RoundTimes
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.tracing import PREFIX, Span, Tracer
@@ -48,14 +49,16 @@ class ChoiceSpans:
         ended_at = times.started_at + times.duration_s
         self._tracer.record("round", self._span.context, times.started_at, ended_at, attributes)
 
-    def end(self, statistics: Statistics, reason: str) -> None:
+    def end(self, session_id: int, statistics: Statistics, reason: str) -> None:
         """Ends the choice.
 
         Args:
+            session_id: as it stands in log lines.
             statistics: what it cost.
             reason: why it ended; empty if it was not finished.
         """
         attributes: dict[str, int | str] = {
+            PREFIX + "session_id": str(session_id),  # does not fit into an attribute's 63 bits
             PREFIX + "finish_reason": reason,
             PREFIX + "num_prompt_tokens": statistics.num_prompt_tokens,
             PREFIX + "num_cached_prompt_tokens": statistics.num_cached_prompt_tokens,
@@ -78,13 +81,13 @@ class RequestSpans:
         self._tracer = tracer
         self._span = span
 
-    def choice(self, choice: int, session_id: int, rule: str, num_speculative_tokens: int) -> ChoiceSpans:
+    def choice(self, generation: Generation) -> ChoiceSpans:
         """Begins a choice, or begins it once more if there was no room for it."""
         attributes: dict[str, int | str] = {
-            PREFIX + "choice": choice,
-            PREFIX + "session_id": str(session_id),  # does not fit into an attribute's 63 bits
-            PREFIX + "rejection_sample_method": rule,
-            PREFIX + "num_speculative_tokens": num_speculative_tokens,
+            PREFIX + "choice": generation.choice,
+            PREFIX + "rejection_sample_method": generation.rule,
+            PREFIX + "num_speculative_tokens": generation.num_speculative_tokens,
+            PREFIX + "num_resumed_tokens": len(generation.generated_ids),
         }
         return ChoiceSpans(self._tracer, self._tracer.start("choice", self._span.context, attributes))
 
@@ -93,7 +96,7 @@ class RequestSpans:
 
         Args:
             result: finished, failed or cancelled.
-            error: what ended it, if it was not finished. Its message is left out: it may quote the prompt.
+            error: what ended it, if it failed. Its message is left out: it may quote the prompt.
         """
         self._span.end({PREFIX + "result": result}, type(error).__name__ if error is not None else "")
 
