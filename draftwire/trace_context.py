@@ -6,7 +6,7 @@ Source: W3C Trace Context, level 1, section 3.2.
 import re
 from dataclasses import dataclass
 
-_HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+_HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 MAX_HEADER_LENGTH = 256
 """Characters of a header that is looked at, at most. Those of version 00 have 55; later ones may be longer."""

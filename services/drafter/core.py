@@ -274,8 +274,6 @@ class DrafterCore:
         self.metrics.steps.inc()
         self.metrics.time(result, step.reads_prompts)
         all_completed = self._scheduler.complete(step, result)
-        if self.spans is not None:  # after the blocks have left and the next step has begun
-            asyncio.get_running_loop().call_soon(self.spans.add, step, all_completed, started_at, ended_at)
         for completed in all_completed:
             if completed.is_opened:
                 opening = self._opening.get(completed.session.key)
@@ -289,6 +287,8 @@ class DrafterCore:
                     outcome = error
             if isinstance(outcome, DraftwireError):
                 self._fail(completed.session.key, outcome)
+        if self.spans is not None:  # after the blocks have left and the next step has begun
+            asyncio.get_running_loop().call_soon(self.spans.add, step, all_completed, started_at, ended_at)
 
     def _push(self, session: DraftSession, block: DraftBlock) -> None:
         link = self._links.get(session.spec.verifier_address)
