@@ -4,8 +4,8 @@
 
 Runs the embedded pair through the three processes on loopback, once without tracing and once with every request traced,
 their spans sent to a collector in this process that only counts them. Both stacks stand side by side, and load goes to
-one after the other, many times over, so that a ratio compares neighbours in time; reported are medians. Another
-checkout's services can be measured as a third stack: `--baseline FOLDER`.
+one after the other, many times over, so that a ratio compares neighbours in time; reported are medians, and the CPU
+time of all rounds together. Another checkout's services can be measured as a third stack: `--baseline FOLDER`.
 """
 
 import argparse
@@ -55,9 +55,10 @@ class Measurement:
 
     mode: str
     concurrency: int
+    rounds: int
     rounds_per_second: float
     tokens_per_second: float
-    cpu_us_per_round: dict[str, float]
+    cpu_s: dict[str, float]
     """Of each service, all threads."""
     median_gap_ms: float
     """Between two deltas of a completion."""
@@ -102,9 +103,10 @@ def measure(mode: str, stack: LocalStack, asks: list[Ask], concurrency: int) -> 
     return Measurement(
         mode=mode,
         concurrency=concurrency,
+        rounds=rounds,
         rounds_per_second=rounds / seconds,
         tokens_per_second=sum(answer.statistics.num_generated_tokens for answer in answers) / seconds,
-        cpu_us_per_round={name: 1e6 * (used[name] - before[name]) / rounds for name in used},
+        cpu_s={name: used[name] - before[name] for name in used},
         median_gap_ms=1e3 * statistics.median(gap for answer in answers for gap in answer.gaps),
     )
 
@@ -120,7 +122,10 @@ def _cpu_seconds(stack: LocalStack) -> dict[str, float]:
 
 
 def summary(measurements: list[Measurement], concurrency: int) -> dict[str, Any]:
-    """Returns medians of each mode at a concurrency, and of its ratios to the same repetition with tracing off."""
+    """Returns medians of each mode at a concurrency, and its CPU time.
+
+    Ratios, as quartiles, are to the same repetition with tracing off.
+    """
     of_mode: dict[str, list[Measurement]] = {}
     for each in measurements:
         if each.concurrency == concurrency:
@@ -131,7 +136,8 @@ def summary(measurements: list[Measurement], concurrency: int) -> dict[str, Any]
             "tokens_per_second": statistics.median(each.tokens_per_second for each in own),
             "median_gap_ms": statistics.median(each.median_gap_ms for each in own),
             "cpu_us_per_round": {
-                name: statistics.median(each.cpu_us_per_round[name] for each in own) for name in SERVICES
+                name: 1e6 * sum(each.cpu_s[name] for each in own) / sum(each.rounds for each in own)
+                for name in SERVICES
             },
             "rounds_per_second_over_off": _quartiles(
                 [each.rounds_per_second / off.rounds_per_second for each, off in zip(own, of_mode[OFF], strict=True)]
