@@ -1,6 +1,8 @@
 """What each service records of a traced session, and that it records nothing of others."""
 
-from collections.abc import Mapping
+import asyncio
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,15 +11,32 @@ from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop, run
 
 from draftwire.encoding import DraftDistributions
 from draftwire.errors import UnavailableError
+from draftwire.keys import KEY_BYTES
+from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding
-from draftwire.rounds import DraftBlock, DraftTimings, Fence, Verdict
+from draftwire.rounds import (
+    Calibration,
+    CommittedTokens,
+    DraftBlock,
+    DraftSessionSpec,
+    DraftTimings,
+    Fence,
+    Permit,
+    TargetSessionSpec,
+    Verdict,
+)
+from draftwire.services.drafter.config import DrafterConfig
+from draftwire.services.drafter.core import DrafterCore
 from draftwire.services.drafter.scheduler import Completed
 from draftwire.services.drafter.scheduler import Step as DraftStep
 from draftwire.services.drafter.scheduler import StepItem as DraftItem
 from draftwire.services.drafter.spans import DrafterSpans
 from draftwire.services.gateway.ports import DrafterLost
 from draftwire.services.gateway.spans import ChoiceSpans
+from draftwire.services.settings import ModelSettings
 from draftwire.services.tracing import Attributes
+from draftwire.services.verifier.config import VerifierConfig
+from draftwire.services.verifier.core import VerifierCore
 from draftwire.services.verifier.scheduler import Step, StepItem
 from draftwire.services.verifier.spans import VerifierSpans
 from draftwire.token_source import TokenSource
@@ -204,6 +223,93 @@ def test_drafter_records_nothing_of_a_session_that_is_not_traced() -> None:
     step = DraftStep([DraftItem(session, 3, [1], None, None)])  # type: ignore[arg-type]
     spans.add(step, [Completed(session, block_of(1, 0, 4), True)], 1.0, 2.0)  # type: ignore[arg-type]
     assert tracer.spans == []
+
+
+# In the cores
+
+
+SESSION: dict[str, Any] = {
+    "session_id": 1,
+    "epoch": 0,
+    "choice": 0,
+    "token_ids": [1, 2, 3],
+    "prompt_len": 3,
+    "sampling": SamplingParams(),
+    "rule": "block",
+    "max_draft_tokens": 4,
+    "stop_token_ids": frozenset(),
+    "max_len": 20,
+    "traceparent": str(PARENT),
+}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20.0):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_verifier_records_until_a_session_is_closed_and_nothing_is_left_of_it() -> None:
+    tracer = FakeTracer()
+    core = VerifierCore(VerifierConfig(ModelSettings("scripted:")))
+    await core.start()
+    core.spans = VerifierSpans(tracer)
+    lease_id, _ = core.open_lease()
+    verifying = {"first_round": 5, "verifying_key": bytes(KEY_BYTES), "plain_rounds": 2}
+    core.open_session(TargetSessionSpec(**SESSION, **verifying), lease_id)
+    running, started = asyncio.create_task(core.run()), time.perf_counter()
+    try:
+        await until(lambda: len(tracer.spans) == 3)
+        assert [(span.name, span.attributes.get("draftwire.round")) for span in tracer.spans] == [
+            ("read prompt", None),
+            ("verify", 5),
+            ("verify", 6),
+        ]
+        assert all(started <= span.started_at <= span.ended_at <= time.perf_counter() for span in tracer.spans)
+        assert core.spans._sessions
+        core.end_lease(lease_id)
+        assert not core.spans._sessions
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        core.stop()
+
+
+async def test_drafter_records_until_a_session_is_closed_and_nothing_is_left_of_it() -> None:
+    class Link:
+        broken = False
+
+        def push(self, block: DraftBlock) -> None:
+            pass
+
+    async def connect(*_: object) -> Link:
+        return Link()
+
+    tracer = FakeTracer()
+    core = DrafterCore(DrafterConfig(ModelSettings("scripted:")), connect)
+    await core.start()
+    core.spans = DrafterSpans(tracer)
+    lease_id, _ = core.open_lease()
+    running, started = asyncio.create_task(core.run()), time.perf_counter()
+    drafting = {"drafting_key": bytes(KEY_BYTES), "verifier_address": "a:1", "target_vocab_size": 320}
+    try:
+        await core.open_session(DraftSessionSpec(**SESSION, **drafting, permit=Permit(0, bytes(KEY_BYTES))), lease_id)
+        fence = Fence(1, 0, 7, 3, CommittedTokens([1, 2, 3]).hash)
+        core.calibrate(Calibration(fence, 3, [], 4))
+        await until(lambda: len(tracer.spans) == 3)
+        assert [(span.name, span.attributes.get("draftwire.round")) for span in tracer.spans] == [
+            ("read prompt", None),
+            ("calibrate", 7),
+            ("draft", 7),
+        ]
+        assert all(started <= span.started_at <= span.ended_at <= time.perf_counter() for span in tracer.spans)
+        assert core.spans._sessions
+        core.close_session(1, 0)
+        assert not core.spans._sessions
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        core.stop()
 
 
 # Gateway
