@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from draftwire.errors import InvalidRequestError
 
@@ -191,3 +192,25 @@ class EngineSettings:
         require(self.kv_cache_tokens >= 16, "kv_cache_tokens must be at least 16")
         require(0.0 < self.max_added_latency_ms < float("inf"), "max_added_latency_ms must be positive")
         require(0.0 < self.watchdog_s < float("inf"), "watchdog_s must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class TracingSettings:
+    """Where spans go; see docs/tracing.md."""
+
+    otlp_endpoint: str | None = None
+    """Collector of OpenTelemetry that gets the spans of traced requests, over gRPC: http://host:port without TLS, or
+    https://host:port. None traces nothing."""
+
+    def __post_init__(self) -> None:
+        is_url = self.otlp_endpoint is None or _is_endpoint(self.otlp_endpoint)
+        require(is_url, f"otlp_endpoint must be http://host:port or https://host:port, not {self.otlp_endpoint!r}")
+
+
+def _is_endpoint(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_address = bool(parts.hostname) and parts.port is not None
+    except ValueError:  # a port that is none
+        return False
+    return has_address and url == f"{parts.scheme}://{parts.netloc}" and parts.scheme in ("http", "https")

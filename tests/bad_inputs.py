@@ -48,6 +48,7 @@ GARBAGE = b"\xff\xff\xff\xff\xff\xff"
 UNKNOWN_FIELD = b"\xf8\xff\x07\x01"
 """Number 16383, of the value 1."""
 NOT_UTF8 = b"\xc3\x28"
+NO_SPAN = f"00-{1:032x}-{0:016x}-01"
 LARGEST = 2**32 - 1
 FLOOD = 20_000
 NUM_STREAMS = 2_000
@@ -982,6 +983,7 @@ def _open_target_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, 
     yield "a `permit_key` of 15 bytes", INVALID, open_target(permit_key=bytes(15)), "key"
     yield "an unknown rule", INVALID, open_target(rejection_sample_method="magic"), "block, token"
     yield "a `cache_salt` of 257 characters", INVALID, open_target(cache_salt="s" * 257), "cache_salt"
+    yield "a `traceparent` that names no span", INVALID, open_target(traceparent=NO_SPAN), "traceparent"
     yield "a `temperature` of NaN", INVALID, sampling(temperature=NAN), "temperature"
     yield "a `logit_bias` of NaN", INVALID, sampling(logit_bias={1: NAN}), "logit_bias"
     yield "a bias beyond the vocabulary", INVALID, sampling(logit_bias={LARGEST: 1.0}), "logit_bias"
@@ -1106,6 +1108,7 @@ def _open_draft_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, A
     yield "a permit of 1 byte", INVALID, open_draft(permit=short), "permit"
     yield "an unknown rule", INVALID, open_draft(rejection_sample_method="magic"), "block, token"
     yield "a `cache_salt` of 257 characters", INVALID, open_draft(cache_salt="s" * 257), "cache_salt"
+    yield "a `traceparent` that names no span", INVALID, open_draft(traceparent=NO_SPAN), "traceparent"
     yield "a `top_p` of NaN", INVALID, sampling(top_p=NAN), "top_p"
     yield "a `logit_bias` of infinity", INVALID, sampling(logit_bias={1: INFINITY}), "logit_bias"
     yield "no verifier's address", INVALID, open_draft(verifier_address=""), "verifier_address"

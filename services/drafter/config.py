@@ -11,6 +11,7 @@ from draftwire.services.settings import (
     ModelSettings,
     ServerSettings,
     TlsSettings,
+    TracingSettings,
     require,
 )
 
@@ -96,6 +97,7 @@ class DrafterConfig:
     """How long a session's opening may wait for the verifier to answer."""
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
+    tracing: TracingSettings = field(default_factory=TracingSettings)
 
     def __post_init__(self) -> None:
         self.tls.check_listening(self.server.host)

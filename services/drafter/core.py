@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -24,6 +25,7 @@ from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.drafter.engine import DraftEngine
 from draftwire.services.drafter.metrics import DrafterMetrics
 from draftwire.services.drafter.scheduler import DraftSession, Scheduler, Step
+from draftwire.services.drafter.spans import DrafterSpans
 from draftwire.services.forms import Forms
 from draftwire.services.leases import Leases, SessionFailed, SessionKey
 from draftwire.services.models import Drafter, drafter_of, load_drafter
@@ -76,6 +78,8 @@ class DrafterCore:
         """
         self.config = config
         self.metrics = DrafterMetrics()
+        self.spans: DrafterSpans | None = None
+        """Records the traced sessions; None records none. Set before the first session."""
         self.card: ModelCard
         self._connect = connect
         self._scheduler: Scheduler
@@ -182,6 +186,8 @@ class DrafterCore:
             raise InvalidRequestError("verifier_address must be host:port, at most 256 letters, digits and signs")
         with self.metrics.counting_refusals():
             session = self._scheduler.open(spec, lease_id, automaton)
+        if self.spans is not None:
+            self.spans.open(spec)
         opened = self._opening[session.key] = asyncio.get_running_loop().create_future()
         opened.add_done_callback(_retrieve)
         self._work.set()
@@ -216,6 +222,8 @@ class DrafterCore:
         session = self._scheduler.close(session_id, epoch)
         if session is not None:
             self._torch.post(self._engine.forget, session.key)
+            if self.spans is not None:
+                self.spans.close(session.key)
             opening = self._opening.get(session.key)
             if opening is not None and not opening.done():
                 opening.set_exception(ProtocolViolationError("session was closed while it opened"))
@@ -251,6 +259,7 @@ class DrafterCore:
             await self._run_step(step)
 
     async def _run_step(self, step: Step) -> None:
+        started_at = time.perf_counter()
         try:
             result = await self._torch.run(self._engine.step, step)
         except GroupLostError:
@@ -262,9 +271,11 @@ class DrafterCore:
                 if self._scheduler.sessions.get(item.session.key) is item.session:  # not closed meanwhile
                     self._fail(item.session.key, failure)
             return
+        ended_at = time.perf_counter()
         self.metrics.count_step(len(step.items), result.calibration_s + result.draft_s)
         self.metrics.time(result, step.reads_prompts)
-        for completed in self._scheduler.complete(step, result):
+        all_completed = self._scheduler.complete(step, result)
+        for completed in all_completed:
             if completed.is_opened:
                 opening = self._opening.get(completed.session.key)
                 if opening is not None and not opening.done():
@@ -277,6 +288,8 @@ class DrafterCore:
                     outcome = error
             if isinstance(outcome, DraftwireError):
                 self._fail(completed.session.key, outcome)
+        if self.spans is not None:  # after the blocks have left and the next step has begun
+            asyncio.get_running_loop().call_soon(self.spans.add, step, all_completed, started_at, ended_at)
 
     def _push(self, session: DraftSession, block: DraftBlock) -> None:
         link = self._links.get(session.spec.verifier_address)

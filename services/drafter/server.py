@@ -11,6 +11,7 @@ from draftwire.errors import ProtocolViolationError
 from draftwire.models.loading import ModelCard
 from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.drafter.core import BlockLink, DrafterCore
+from draftwire.services.drafter.spans import DrafterSpans
 from draftwire.services.drafter.wire import GrpcBlockLink, Introduction, check_block_fits
 from draftwire.services.leases import SessionFailed
 from draftwire.services.outbox import Outbox
@@ -23,6 +24,7 @@ from draftwire.services.rpc.model_service import ModelServicer
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.streams import exchange
 from draftwire.services.rpc.tls import Dialler, server_credentials, watch_tls
+from draftwire.services.tracing import open_tracer
 from draftwire.services.watchdog import Watchdog
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
@@ -118,6 +120,8 @@ async def _serve(config: DrafterConfig, place: Place, followers: Followers) -> i
         )
 
     core = DrafterCore(config, connect, place, followers)
+    tracer = open_tracer(config.tracing, "drafter", f"{core.instance_id:016x}")
+    core.spans = DrafterSpans(tracer) if tracer is not None else None
 
     async def start() -> None:
         await core.start()
@@ -144,6 +148,7 @@ async def _serve(config: DrafterConfig, place: Place, followers: Followers) -> i
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,
         watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
+        tracer=tracer,
     )
     status = await run_service(service)
     return status or int(core.group.is_lost)

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftwire.services.settings import ConnectionSettings, ServerSettings, TlsSettings, require
+from draftwire.services.settings import ConnectionSettings, ServerSettings, TlsSettings, TracingSettings, require
 
 NO_DRAFTER = "none"
 """Stands for no drafter where an address is expected."""
@@ -105,6 +105,9 @@ class GatewayConfig:
     loop: LoopSettings = field(default_factory=LoopSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     tls: TlsSettings = field(default_factory=lambda: TlsSettings(tls_require_client_cert=False))
+    tracing: TracingSettings = field(default_factory=TracingSettings)
+    trace_sample_ratio: float = 1.0
+    """Share of the requests that are traced, 0 to 1, of those that do not say whether they are to be."""
     tokens_file: Path | None = None
     """TOML file of the bearer tokens that callers must show, and their limits; without it nobody needs one. Read again
     when it changes."""
@@ -129,6 +132,9 @@ class GatewayConfig:
         )
         require(self.startup_timeout_s > 0.0, "startup_timeout_s must be positive")
         require(self.max_requests >= 1, "max_requests must be at least 1")
+        require(0.0 <= self.trace_sample_ratio <= 1.0, "trace_sample_ratio must be in 0..1")
+        has_use = self.trace_sample_ratio == 1.0 or self.tracing.otlp_endpoint is not None
+        require(has_use, "trace_sample_ratio says which requests are traced, and none are: set otlp_endpoint too")
 
     @property
     def verifiers(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """The gateway without its edge: which peers serve a request, and the running requests."""
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
@@ -26,6 +27,8 @@ from draftwire.services.gateway.request import (
     SpeculationDefaults,
     complete_request,
 )
+from draftwire.services.gateway.round_times import RoundObserver, RoundTimes
+from draftwire.services.gateway.spans import RequestTracing
 from draftwire.services.gateway.text import TextStream, decoded
 
 MAX_PROMPT_CHARACTERS = 4_000_000
@@ -50,6 +53,8 @@ class GatewayCore:
         self.config = config
         self._peers = peers
         self.metrics = GatewayMetrics()
+        self.tracing: RequestTracing | None = None
+        """Decides which requests are traced; None traces none. Set before the first request."""
         self.num_requests = 0
         """Those that run or are prepared; of a request with several choices each counts."""
         self.metrics.num_running.set_function(lambda: self.num_requests)
@@ -152,23 +157,29 @@ class GatewayCore:
             for generated_ids in {generation.generated_ids for generation in generations}:
                 await self._forms.compile(form, generated_ids)
 
-    async def generate(self, generations: Sequence[Generation]) -> AsyncGenerator[ChoiceEvent]:
+    async def generate(self, generations: Sequence[Generation], traceparent: str = "") -> AsyncGenerator[ChoiceEvent]:
         """Carries out the choices of one request: first the prompts that are to be sent back, then all else.
 
         To be called within `admit`.
+
+        Args:
+            generations: the choices.
+            traceparent: the request's header of that name, whatever it says; empty if there is none.
 
         Raises:
             NoRoomError: no verifier has room.
             UnavailableError: no verifier can be reached.
         """
         loops: list[GenerationLoop] = []
+        trace = self.tracing.begin(traceparent, len(generations)) if self.tracing is not None else None
 
         async def make_loop(generation: Generation) -> GenerationLoop:
             text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop, generation.token_details)
             if generation.generated_ids:  # may be many
                 await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
-            observer = self.metrics.observe_round
-            loops.append(GenerationLoop(generation, self._peers, text, self.config.loop, observer))
+            spans = trace.choice(generation) if trace is not None else None
+            observer = _both(self.metrics.observe_round, spans.add_round if spans is not None else None)
+            loops.append(GenerationLoop(generation, self._peers, text, self.config.loop, observer, spans))
             return loops[-1]
 
         num_unfinished, result = len(generations), "failed"
@@ -189,6 +200,7 @@ class GatewayCore:
                             self.metrics.requests.labels(reason.value).inc()
                             latencies.count_end()
                     yield event
+            result = "finished"
         except NoRoomError:
             self.metrics.requests_refused.labels("verifier").inc(num_unfinished)
             raise
@@ -196,6 +208,8 @@ class GatewayCore:
             result = "cancelled"
             raise
         finally:
+            if trace is not None:
+                trace.end(result, sys.exception() if result == "failed" else None)
             if num_unfinished:
                 self.metrics.requests.labels(result).inc(num_unfinished)
             self.metrics.drafters_lost.inc(sum(loop.statistics.num_drafters_lost for loop in loops))
@@ -211,3 +225,15 @@ class GatewayCore:
 def _check_length(num_characters: int) -> None:
     if num_characters > MAX_PROMPT_CHARACTERS:
         raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
+
+
+def _both(first: RoundObserver, second: RoundObserver | None) -> RoundObserver:
+    """Returns an observer that tells two, or the first if there is no second."""
+    if second is None:
+        return first
+
+    def observe(times: RoundTimes) -> None:
+        first(times)
+        second(times)
+
+    return observe

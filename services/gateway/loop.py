@@ -60,6 +60,7 @@ from draftwire.services.gateway.ports import (
 from draftwire.services.gateway.prompt import PromptReport
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.round_times import RoundObserver, RoundWatch, WhyPlain
+from draftwire.services.gateway.spans import ChoiceSpans
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.text import TextStream
 from draftwire.token_source import TokenSource
@@ -147,6 +148,7 @@ class GenerationLoop:
         text: TextStream,
         settings: LoopSettings,
         observer: RoundObserver | None = None,
+        spans: ChoiceSpans | None = None,
     ) -> None:
         """Prepares; `run` does the work.
 
@@ -156,6 +158,7 @@ class GenerationLoop:
             text: has taken what was generated before, if something was.
             settings: how long to wait.
             observer: hears of each committed round.
+            spans: records what becomes of the session; None records nothing.
         """
         self._generation = generation
         self._peers = peers
@@ -189,6 +192,7 @@ class GenerationLoop:
         self._waits_for_block = False
         self._is_hurried = False
         self._watch = RoundWatch(observer)
+        self._spans = spans
         self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
 
     @property
@@ -251,6 +255,8 @@ class GenerationLoop:
         finally:
             self._drop_drafter()
             self._drop_target()
+            if self._spans is not None:
+                self._spans.end(self._session_id, self.statistics, reason.value if reason is not None else "")
 
     # Verifiers
 
@@ -288,6 +294,7 @@ class GenerationLoop:
                     self._close(target)
                     raise
                 self._target = target
+                self._note("verifier opened", address=target.address, epoch=self._epoch)
                 self._expect(self._settings.prompt_timeout_s)
                 self._seek_drafter()
                 return
@@ -313,6 +320,7 @@ class GenerationLoop:
         if not isinstance(error, UnavailableError):
             raise error
         log.warning("gateway.verifier_lost", session_id=self._session_id, epoch=self._epoch, reason=str(error))
+        self._note("verifier lost", epoch=self._epoch, reason=str(error))
         assert self._target is not None, "only an open session can be lost"
         self._lost_by.append(self._target.address)
         self.statistics.num_verifiers_lost += 1
@@ -364,6 +372,7 @@ class GenerationLoop:
                     self._give_up_drafter(error)
                 case DrafterReady():
                     self._drafter_ready = True
+                    self._note("drafter ready", epoch=self._epoch)
 
     def _reports(self, verdict: Verdict) -> bool:
         """Whether a verdict, and what came before it, says all that is to be reported."""
@@ -556,6 +565,7 @@ class GenerationLoop:
         # What is not one of our own errors may quote the prompt.
         reason = str(error) if isinstance(error, DraftwireError) else f"internal error: {type(error).__name__}"
         log.warning("gateway.drafter_lost", session_id=self._session_id, reason=reason)
+        self._note("drafter lost", epoch=self._epoch, reason=reason)
         self._drafter_error = reason
         self.statistics.num_drafters_lost += 1
         self._drop_drafter()
@@ -574,6 +584,14 @@ class GenerationLoop:
     def _close(self, peer: TargetPort | DrafterPort) -> None:
         with suppress(DraftwireError):  # a peer that cannot be told ends the session with its lease
             peer.close(self._session_id, self._epoch)
+
+    def _note(self, event: str, **attributes: int | str) -> None:
+        if self._spans is not None:
+            self._spans.note(event, **attributes)
+
+    @property
+    def _traceparent(self) -> str:
+        return "" if self._spans is None else self._spans.traceparent
 
     @property
     def _fence(self) -> Fence:
@@ -607,6 +625,7 @@ class GenerationLoop:
             if self._prompt.is_missing
             else replace(generation.logprobs, prompt_logprobs=None),
             reports_draft_logprobs=generation.token_details,
+            traceparent=self._traceparent,
         )
 
     def _draft_spec(self, drafter: ModelDescription, target: TargetPort) -> DraftSessionSpec:
@@ -627,4 +646,5 @@ class GenerationLoop:
             max_len=min(generation.max_len, drafter.context_length),
             permit=Permit.make(self._permit_key, self._permit_number),
             cache_salt=generation.cache_salt,
+            traceparent=self._traceparent,
         )

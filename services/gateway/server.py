@@ -3,6 +3,8 @@
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
+import random
+import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
@@ -39,12 +41,14 @@ from draftwire.services.gateway.request import (
 )
 from draftwire.services.gateway.roster import Roster
 from draftwire.services.gateway.sources import sources_of
+from draftwire.services.gateway.spans import RequestTracing
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.wire import DrafterLink, VerifierLink
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.tls import Dialler, server_context, server_credentials, watch_tls
 from draftwire.services.rpc.unknown_fields import refuse_unknown_fields
+from draftwire.services.tracing import open_tracer
 from draftwire.token_source import TokenSource
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -76,7 +80,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         context: grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse],
     ) -> None:
         """See the proto."""
-        caller = self._access.authenticate(_authorization(context))
+        caller = self._access.authenticate(_metadata(context, "authorization"))
         self._check_sizes(request)
         refuse_unknown_fields(request)
         num_choices = _num_choices(request)
@@ -84,7 +88,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         with caller.request(num_choices), self._core.admit(max(0, num_choices - num_finished)):
             generations = await self._core.complete(await self._requested(request))
             await self._core.check_form(generations)
-            async with aclosing(self._core.generate(generations)) as events:
+            async with aclosing(self._core.generate(generations, _metadata(context, "traceparent") or "")) as events:
                 async for event in events:
                     response = _event_to_proto(event)
                     caller.charge(len(response.delta.token_ids))
@@ -96,7 +100,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         context: grpc.aio.ServicerContext[gateway_pb2.GetServerRequest, gateway_pb2.GetServerResponse],
     ) -> gateway_pb2.GetServerResponse:
         """See the proto."""
-        self._access.authenticate(_authorization(context))
+        self._access.authenticate(_metadata(context, "authorization"))
         refuse_unknown_fields(request)
         core = self._core
         drafters = {drafter.description.name: drafter.description for drafter in self._pool.connected_drafters}
@@ -222,9 +226,9 @@ def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
     )
 
 
-def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
-    """Returns the header of that name; None where there is none, or more than one."""
-    values = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
+def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:
+    """Returns the header of a name; None where there is none, or more than one."""
+    values = [str(value) for key, value in context.invocation_metadata() or () if key == name]
     return values[0] if len(values) == 1 else None
 
 
@@ -313,6 +317,9 @@ async def _serve(config: GatewayConfig) -> int:
     pool = Pool(verifiers, drafters, config.connections.max_message_bytes, config.discovery.near_drafter_sessions)
     core = GatewayCore(config, pool)
     core.metrics.watch((verifiers, drafters))
+    tracer = open_tracer(config.tracing, "gateway", secrets.token_hex(8))
+    if tracer is not None:
+        core.tracing = RequestTracing(tracer, config.trace_sample_ratio, random.SystemRandom())
     streams: list[asyncio.Task[None]] = []
 
     async def start() -> None:
@@ -356,5 +363,6 @@ async def _serve(config: GatewayConfig) -> int:
         run=run,
         stop=stop,
         num_sessions=lambda: core.num_requests,
+        tracer=tracer,
     )
     return await run_service(service)

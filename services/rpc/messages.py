@@ -37,6 +37,7 @@ from draftwire.rounds import (
 from draftwire.services.rpc.status import status_of
 from draftwire.structured_output import MAX_CHOICES, Form, StructuredOutput
 from draftwire.token_source import TokenSource
+from draftwire.trace_context import TraceContext
 from draftwire.v1 import drafter_pb2, model_pb2, session_pb2, verifier_pb2
 
 _ENCODINGS = {
@@ -388,7 +389,7 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
             mode=LogprobsMode.named(message.logprobs_mode) if message.logprobs_mode else LogprobsMode.RAW,
         ),
         reports_draft_logprobs=message.draft_logprobs,
-        traceparent=message.traceparent,
+        traceparent=_checked_traceparent(message.traceparent),
     )
 
 
@@ -437,7 +438,7 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
         max_len=message.max_len,
         cache_salt=_checked_salt(message.cache_salt),
         permit=_checked_permit(permit_from_proto(message.permit)),
-        traceparent=message.traceparent,
+        traceparent=_checked_traceparent(message.traceparent),
     )
 
 
@@ -499,6 +500,12 @@ def _checked_salt(salt: str) -> str:
     if len(salt) > MAX_SALT_LENGTH:
         raise InvalidRequestError(f"cache_salt has at most {MAX_SALT_LENGTH} characters")
     return salt
+
+
+def _checked_traceparent(header: str) -> str:
+    if header and TraceContext.parse_exactly(header) is None:
+        raise InvalidRequestError("traceparent is not one of W3C Trace Context, version 00")
+    return header
 
 
 def failure_to_proto(session_id: int, epoch: int, error: Exception) -> session_pb2.SessionFailure:

@@ -23,6 +23,7 @@ from draftwire.services.rpc.channels import server_options
 from draftwire.services.rpc.interceptor import ServiceGate
 from draftwire.services.rpc.status import is_expected, root_cause
 from draftwire.services.settings import ConnectionSettings, ServerSettings
+from draftwire.services.tracing import Tracer
 from draftwire.services.watchdog import Watchdog
 
 log = structlog.get_logger()
@@ -75,6 +76,8 @@ class Service:
     """Watches the device, once the service has started."""
     listeners: Sequence[Listener] = ()
     """Other ways in."""
+    tracer: Tracer | None = None
+    """Closed when all else has ended."""
 
 
 _IMPORTED_AT = time.monotonic()
@@ -157,6 +160,8 @@ async def run_service(service: Service) -> int:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         service.stop()
+        if service.tracer is not None:
+            await service.tracer.close()
     log.info(f"{service.name}.server_stopped")
     return 0
 

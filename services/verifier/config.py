@@ -9,6 +9,7 @@ from draftwire.services.settings import (
     ModelSettings,
     ServerSettings,
     TlsSettings,
+    TracingSettings,
     require,
 )
 
@@ -39,6 +40,7 @@ class VerifierConfig:
     parallel: TensorParallelSettings = field(default_factory=TensorParallelSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
+    tracing: TracingSettings = field(default_factory=TracingSettings)
 
     def __post_init__(self) -> None:
         self.tls.check_listening(self.server.host)

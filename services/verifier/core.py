@@ -1,6 +1,7 @@
 """The verifier without its edge: leases, sessions, and the loop that runs steps."""
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ from draftwire.services.verifier.engine import TargetEngine
 from draftwire.services.verifier.metrics import VerifierMetrics
 from draftwire.services.verifier.progress import LoadProgress
 from draftwire.services.verifier.scheduler import Scheduler, Step, StepResult, TargetSession
+from draftwire.services.verifier.spans import VerifierSpans
 
 log = structlog.get_logger()
 
@@ -76,6 +78,8 @@ class VerifierCore:
         self.drafters = Drafters()
         self._first_uses = FirstUses()
         self.metrics = VerifierMetrics(self.drafters)
+        self.spans: VerifierSpans | None = None
+        """Records the traced sessions; None records none. Set before the first session."""
         self.card: ModelCard
         self._scheduler: Scheduler
         self._engine: TargetEngine
@@ -195,6 +199,8 @@ class VerifierCore:
         with self.metrics.counting_refusals():
             session = self._scheduler.open(spec, lease_id, automaton)
         session.is_audited = self._first_uses.claim(spec.verifying_key, spec.choice)
+        if self.spans is not None:
+            self.spans.open(spec)
         self._work.set()
 
     def close_session(self, session_id: int, epoch: int) -> None:
@@ -202,6 +208,8 @@ class VerifierCore:
         session = self._scheduler.close(session_id, epoch)
         if session is not None:
             self._torch.post(self._engine.forget, session.key)
+            if self.spans is not None:
+                self.spans.close(session.key)
 
     def run_plain(self, run: PlainRun) -> None:
         """Starts a plain run; a message out of place ends the session."""
@@ -318,14 +326,18 @@ class VerifierCore:
                 if self._scheduler.sessions.get(item.session.key) is item.session:  # not closed meanwhile
                     self._fail(item.session.key, failure)
             return
+        ended_at = time.perf_counter()
         self.metrics.count_step(len(step.items), result.verify_us / 1e6)
-        for session, event in self._scheduler.complete(step, result):
+        told = self._scheduler.complete(step, result)
+        for session, event in told:
             if isinstance(event, DraftwireError):
                 self._fail(session.key, event)
                 continue
             self._leases.send(session.lease_id, event)
             if isinstance(event, Verdict):
                 self.metrics.count(event, is_first=event.fence.round == session.spec.first_round)
+        if self.spans is not None:  # after the verdicts have left and the next step has begun
+            asyncio.get_running_loop().call_soon(self.spans.add, step, told, ended_at)
         self._audit(step, result)
 
     def _fail_all(self, error: GroupLostError) -> int:

@@ -19,9 +19,11 @@ from draftwire.services.rpc.model_service import ModelServicer
 from draftwire.services.rpc.process import Service, run_service
 from draftwire.services.rpc.streams import exchange
 from draftwire.services.rpc.tls import server_credentials, watch_tls
+from draftwire.services.tracing import open_tracer
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.core import BlockRefused, TargetEvent, VerifierCore
 from draftwire.services.verifier.drafters import Drafter
+from draftwire.services.verifier.spans import VerifierSpans
 from draftwire.services.watchdog import Watchdog
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
@@ -163,6 +165,8 @@ def serve(config: VerifierConfig, place: Place, followers: Followers) -> int:
 async def _serve(config: VerifierConfig, place: Place, followers: Followers) -> int:
     tls = watch_tls(config.tls)
     core = VerifierCore(config, place, followers)
+    tracer = open_tracer(config.tracing, "verifier", f"{core.instance_id:016x}")
+    core.spans = VerifierSpans(tracer) if tracer is not None else None
 
     async def start() -> None:
         await core.start()
@@ -185,6 +189,7 @@ async def _serve(config: VerifierConfig, place: Place, followers: Followers) -> 
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,
         watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
+        tracer=tracer,
     )
     status = await run_service(service)
     return status or int(core.group.is_lost)

@@ -41,6 +41,7 @@ from draftwire.services.verifier.core import BlockRefused
 from draftwire.services.verifier.server import _event_to_proto
 from draftwire.structured_output import StructuredOutput
 from draftwire.token_source import TokenSource
+from draftwire.trace_context import TraceContext
 from draftwire.v1 import drafter_pb2, gateway_pb2, model_pb2, session_pb2, verifier_pb2
 
 UNHURRIED = settings(deadline=None)  # the machine may be busy
@@ -96,6 +97,9 @@ PROMPT_READS = st.builds(
     epoch=UINT32,
     part=st.builds(PromptPart, first_position=UINT32, tokens=st.lists(TOKEN_LOGPROBS, max_size=5)),
 )
+TRACEPARENTS = st.just("") | st.builds(
+    TraceContext, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans()
+).map(str)
 TARGET_SPECS = st.builds(
     TargetSessionSpec,
     session_id=UINT64,
@@ -114,6 +118,7 @@ TARGET_SPECS = st.builds(
     cache_salt=TEXT,
     permit_key=st.just(b"") | KEYS,
     logprobs=LOGPROBS_REQUESTS,
+    traceparent=TRACEPARENTS,
 )
 DRAFT_SPECS = st.builds(
     DraftSessionSpec,
@@ -132,6 +137,7 @@ DRAFT_SPECS = st.builds(
     max_len=UINT32,
     permit=PERMITS,
     cache_salt=TEXT,
+    traceparent=TRACEPARENTS,
 )
 
 FENCE = Fence(session_id=0x1122334455667788, epoch=1, round=300, prefix_len=5, prefix_hash=0xF1F2F3F4F5F6F7F8)
@@ -801,6 +807,29 @@ def test_opening_of_a_draft_session_has_its_golden_bytes() -> None:
     assert message.SerializeToString(deterministic=True).hex() == GOLDEN_DRAFT_SPEC.hex()
     received = drafter_pb2.OpenDraftSessionRequest.FromString(GOLDEN_DRAFT_SPEC)
     assert messages.draft_spec_from_proto(received) == DRAFT_SPEC
+
+
+def test_span_of_a_session_has_the_bytes_of_the_standard() -> None:
+    header = str(TraceContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331))
+    target = messages.target_spec_to_proto(replace(TARGET_SPEC, traceparent=header), 10)
+    drafter = messages.draft_spec_to_proto(replace(DRAFT_SPEC, traceparent=header), 10)
+    text = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    assert target.SerializeToString(deterministic=True) == GOLDEN_TARGET_SPEC + bytes.fromhex("b201 37") + text
+    assert drafter.SerializeToString(deterministic=True) == GOLDEN_DRAFT_SPEC + bytes.fromhex("8a01 37") + text
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["x", f"00-{1:032x}-{0:016x}-01", f"01-{1:032x}-{1:016x}-01", f"00-{1:032x}-{1:016x}-01" + 10**6 * "0"],
+    ids=["nonsense", "no span", "another version", "endless"],
+)
+def test_session_of_a_span_that_is_none_is_refused(header: str) -> None:
+    target = messages.target_spec_to_proto(replace(TARGET_SPEC, traceparent=header), 10)
+    drafter = messages.draft_spec_to_proto(replace(DRAFT_SPEC, traceparent=header), 10)
+    with pytest.raises(InvalidRequestError, match=r"^traceparent is not one of W3C Trace Context, version 00$"):
+        messages.target_spec_from_proto(target)
+    with pytest.raises(InvalidRequestError, match="traceparent"):
+        messages.draft_spec_from_proto(drafter)
 
 
 def test_wish_for_a_block_under_way_has_its_golden_bytes() -> None:

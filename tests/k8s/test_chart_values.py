@@ -44,6 +44,8 @@ SET_BY_CHART = {
     "drafter",
     "startup_timeout_s",
     "tokens_file",
+    "otlp_endpoint",
+    "trace_sample_ratio",
 }
 """Settings that follow from other values, so that they cannot contradict them."""
 

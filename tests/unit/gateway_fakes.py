@@ -34,6 +34,7 @@ from draftwire.services.gateway.pace import DrafterPace
 from draftwire.services.gateway.ports import DrafterPort, Inbox, SessionEvent, TargetLost, TargetPort
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.round_times import RoundObserver
+from draftwire.services.gateway.spans import ChoiceSpans
 from draftwire.services.gateway.text import TextStream
 from draftwire.token_source import TokenSource
 
@@ -530,6 +531,7 @@ def make_loop(
     loop_settings: LoopSettings | None = None,
     tokenizer: Any = None,
     observer: RoundObserver | None = None,
+    spans: ChoiceSpans | None = None,
     **changes: Any,
 ) -> GenerationLoop:
     """Makes a loop on one peer of a kind, on several, or (drafters) on none."""
@@ -537,7 +539,7 @@ def make_loop(
     text = TextStream(tokenizer or LetterTokenizer(), generation.prompt_ids, generation.stop, generation.token_details)
     text.skip(list(generation.generated_ids), generation.stop_token_ids)
     peers = FakePeers(_listed(targets), _listed(drafters))
-    return GenerationLoop(generation, peers, text, loop_settings or LoopSettings(), observer)
+    return GenerationLoop(generation, peers, text, loop_settings or LoopSettings(), observer, spans)
 
 
 def _listed(peers: Any) -> list[Any]:

@@ -237,6 +237,13 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
         *((config, "host", host) for config in SERVICES.values() for host in ("0.0.0.0", "::", "", "10.0.0.1", "host")),
         *((config, name, Path("x")) for config in SERVICES.values() for name in ("tls_cert", "tls_key")),
         *((config, "tls_target_name", "x") for config in SERVICES.values()),
+        *(
+            (config, "otlp_endpoint", url)
+            for config in SERVICES.values()
+            for url in ("", "host:4317", "http://host", "http://:4317", "ftp://host:4317", "http://host:port")
+        ),
+        *((config, "otlp_endpoint", f"http://host:4317{path}") for config in SERVICES.values() for path in "/?#"),
+        (GatewayConfig, "trace_sample_ratio", 0.5),
         (VerifierConfig, "tls_ca", Path("x")),
         (DrafterConfig, "tls_ca", Path("x")),
         (GatewayConfig, "tls_require_client_cert", True),
@@ -327,6 +334,20 @@ def test_layers_that_cannot_run_together_as_asked_are_refused(changes: dict[str,
 def test_contradictions_about_where_services_are_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         build(GatewayConfig, values_of(GatewayConfig, **changes))
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, math.inf])
+def test_share_of_traced_requests_is_none_or_all_at_most(ratio: float) -> None:
+    traced = {"otlp_endpoint": "http://host:4317"}
+    assert build(GatewayConfig, values_of(GatewayConfig, **traced, trace_sample_ratio=0.0)).trace_sample_ratio == 0.0
+    with pytest.raises(InvalidRequestError, match="trace_sample_ratio must be in"):
+        build(GatewayConfig, values_of(GatewayConfig, **traced, trace_sample_ratio=ratio))
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:4317", "https://collector.tracing.svc:4317", "http://[::1]:4317"])
+def test_collector_is_named_by_its_url(url: str) -> None:
+    for config in SERVICES.values():
+        assert build(config, values_of(config, otlp_endpoint=url)).tracing.otlp_endpoint == url
 
 
 IDENTITY = {"tls_cert": CERT, "tls_key": KEY}

@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 from draftwire.services.gateway.access import Access, Caller
 from draftwire.services.gateway.core import GatewayCore
 from draftwire.services.gateway.http.asking import Route, model_fault
-from draftwire.services.gateway.http.bodies import authorization, read_body
+from draftwire.services.gateway.http.bodies import header, read_body
 from draftwire.services.gateway.http.models import Drafters
 from draftwire.services.gateway.http.pieces import Piece, PieceMaker
 from draftwire.services.gateway.http.requests import Body, GenerateBody, read
@@ -51,15 +51,15 @@ class GeneratingRoute(Generic[Body]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
-        caller = self._access.authenticate(authorization(scope))
+        caller = self._access.authenticate(header(scope, "authorization"))
         body = await read(self._route.body, await read_body(scope, receive, self._most_bytes))
         target = self._core.description.name
         fault = model_fault(body.model, target, [drafter.description.name for drafter in self._drafters()])
         if fault is not None:
             raise fault
-        await _while_connected(receive, self._answer(body, caller, send))
+        await _while_connected(receive, self._answer(body, caller, header(scope, "traceparent") or "", send))
 
-    async def _answer(self, body: Body, caller: Caller, send: Send) -> None:
+    async def _answer(self, body: Body, caller: Caller, traceparent: str, send: Send) -> None:
         num_prompts = self._route.num_prompts(body)
         num_choices = num_prompts * check_num_choices(num_prompts, body.n)
         with caller.request(num_choices), self._core.admit(num_choices):
@@ -68,7 +68,7 @@ class GeneratingRoute(Generic[Body]):
             wishes = self._route.wishes(body)
             maker = PieceMaker(wishes, self._core)
             writer = Writer(self._route.shape, wishes, self._core.description.name)
-            async with aclosing(self._pieces(generations, maker, caller)) as pieces:
+            async with aclosing(self._pieces(generations, maker, caller, traceparent)) as pieces:
                 if body.stream:
                     await _stream(body, pieces, maker, writer, send)
                     return
@@ -78,10 +78,10 @@ class GeneratingRoute(Generic[Body]):
             await _send_whole(send, writer.answer(list(whole.values()), maker.endings))
 
     async def _pieces(
-        self, generations: Sequence[Generation], maker: PieceMaker, caller: Caller
+        self, generations: Sequence[Generation], maker: PieceMaker, caller: Caller, traceparent: str
     ) -> AsyncGenerator[Piece]:
         """Yields what comes of the choices, and charges the caller for it."""
-        async with aclosing(self._core.generate(generations)) as events:
+        async with aclosing(self._core.generate(generations, traceparent)) as events:
             async for said in events:
                 if isinstance(said.event, Delta):
                     caller.charge(len(said.event.token_ids))

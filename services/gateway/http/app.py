@@ -14,7 +14,7 @@ from draftwire.services.gateway.access import Access
 from draftwire.services.gateway.core import GatewayCore
 from draftwire.services.gateway.http.answering import GeneratingRoute
 from draftwire.services.gateway.http.asking import Chat, Completions
-from draftwire.services.gateway.http.bodies import authorization
+from draftwire.services.gateway.http.bodies import header
 from draftwire.services.gateway.http.errors import UNAVAILABLE_RETRY_S, body_of
 from draftwire.services.gateway.http.guard import Gate, Guard
 from draftwire.services.gateway.http.models import Drafters, ModelList
@@ -51,12 +51,12 @@ def make_app(
 def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:
     @app.get("/v1/models", response_model=None)
     async def list_models(request: Request) -> Response:
-        access.authenticate(authorization(request.scope))
+        access.authenticate(header(request.scope, "authorization"))
         return _json(models.all())
 
     @app.get("/v1/models/{name:path}", response_model=None)
     async def retrieve_model(request: Request, name: str) -> Response:
-        access.authenticate(authorization(request.scope))
+        access.authenticate(header(request.scope, "authorization"))
         return _json(models.one(name))
 
 
@@ -70,7 +70,7 @@ def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> N
 
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
-        access.authenticate(authorization(request.scope))
+        access.authenticate(header(request.scope, "authorization"))
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(core.metrics.registry), headers={"content-type": content_type})
 

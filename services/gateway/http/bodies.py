@@ -11,9 +11,9 @@ BODY_SECONDS = 60.0
 """How long a body may take to arrive."""
 
 
-def authorization(scope: Scope) -> str | None:
-    """Returns the header of that name; None where there is none, or more than one."""
-    values = [value for name, value in scope["headers"] if name == b"authorization"]
+def header(scope: Scope, name: str) -> str | None:
+    """Returns a header; None where there is none of that name, or more than one."""
+    values = [value for key, value in scope["headers"] if key == name.encode()]
     return values[0].decode("latin-1") if len(values) == 1 else None
 
 

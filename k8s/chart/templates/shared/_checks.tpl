@@ -28,6 +28,12 @@
 {{- if and .drafter.autoscaling.enabled (not .drafter.autoscaling.prometheusAddress) -}}
 {{- fail "drafter.autoscaling.prometheusAddress: where is the Prometheus that scrapes the verifiers?" -}}
 {{- end -}}
+{{- if and .tracing.endpoint .networkPolicy.enabled (not .networkPolicy.traces.to) -}}
+{{- fail "tracing.endpoint: networkPolicy.traces.to lets nobody through to it" -}}
+{{- end -}}
+{{- if and (not .tracing.endpoint) (ne (float64 .tracing.sampleRatio) 1.0) -}}
+{{- fail "tracing.sampleRatio: says which requests are traced, and none are; set tracing.endpoint" -}}
+{{- end -}}
 {{- if and .drafter.autoscaling.enabled (not .monitoring.enabled) -}}
 {{- fail "drafter.autoscaling: reads metrics; set monitoring.enabled" -}}
 {{- end -}}

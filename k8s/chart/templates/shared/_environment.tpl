@@ -27,6 +27,14 @@ written as JSON, because Helm would write a large one as 6.7e+07. */}}
 {{- $_ := set $options "allow_plaintext" true -}}
 {{- end -}}
 {{- end -}}
+{{- with $root.Values.tracing -}}
+{{- if .endpoint -}}
+{{- $_ := set $options "otlp_endpoint" .endpoint -}}
+{{- if eq $.service "gateway" -}}{{/* which decides for all */}}
+{{- $_ := set $options "trace_sample_ratio" .sampleRatio -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if eq .service "gateway" -}}
 {{- $_ := set $options "http_port" 8000 -}}
 {{- with $root.Values -}}

@@ -1,0 +1,53 @@
+"""Where the services of the chart send their spans."""
+
+import pytest
+from chart import SERVICES, VALUES, configure, container_of, environment_of, render, template
+
+ENDPOINT = "http://collector.tracing:4317"
+COLLECTOR = 'networkPolicy.traces.to=[{"namespaceSelector":{"matchLabels":{"name":"tracing"}}}]'
+
+
+@pytest.mark.parametrize("values", VALUES)
+def test_nothing_is_traced_unless_values_say_where_spans_go(values: str) -> None:
+    for pod in render(values).pods():
+        environment = environment_of(container_of(pod["spec"]))
+        assert not [name for name in environment if "OTLP" in name or "TRACE" in name]
+
+
+def test_all_services_send_their_spans_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = render("single-gpu", f"tracing.endpoint={ENDPOINT}", "tracing.sampleRatio=0.05", COLLECTOR)
+    for service in SERVICES:
+        environment = rendered.environment(service)
+        assert environment[f"DRAFTWIRE_{service.upper()}_OTLP_ENDPOINT"] == ENDPOINT
+        config = configure(service, environment, monkeypatch)
+        assert config.tracing.otlp_endpoint == ENDPOINT
+        assert getattr(config, "trace_sample_ratio", 0.05) == 0.05
+    ratio = [name for service in SERVICES for name in rendered.environment(service) if "SAMPLE_RATIO" in name]
+    assert ratio == ["DRAFTWIRE_GATEWAY_TRACE_SAMPLE_RATIO"]
+
+
+def test_ratio_of_none_is_none() -> None:
+    rendered = render("single-gpu", f"tracing.endpoint={ENDPOINT}", "tracing.sampleRatio=0", COLLECTOR)
+    assert rendered.environment("gateway")["DRAFTWIRE_GATEWAY_TRACE_SAMPLE_RATIO"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((f"tracing.endpoint={ENDPOINT}",), "networkPolicy.traces.to lets nobody through"),
+        (("tracing.sampleRatio=0.5",), "tracing.sampleRatio: says which requests are traced"),
+        ((f"tracing.endpoint={ENDPOINT}", "tracing.sampleRatio=1.5", COLLECTOR), "/tracing/sampleRatio"),
+        (("tracing.endpoint=collector:4317", COLLECTOR), "/tracing/endpoint"),
+        (("tracing.endpoint=http://collector", COLLECTOR), "/tracing/endpoint"),
+        ((f"tracing.endpoint={ENDPOINT}/v1/traces", COLLECTOR), "/tracing/endpoint"),
+    ],
+)
+def test_values_that_trace_nothing_are_refused(settings: tuple[str, ...], message: str) -> None:
+    done = template("single-gpu", *settings)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_collector_is_reached_without_policies() -> None:
+    settings = (f"tracing.endpoint={ENDPOINT}", "networkPolicy.enabled=false")
+    assert render("single-gpu", *settings).environment("drafter")["DRAFTWIRE_DRAFTER_OTLP_ENDPOINT"] == ENDPOINT

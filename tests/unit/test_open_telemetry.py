@@ -1,0 +1,243 @@
+"""Spans as OpenTelemetry's SDK makes and sends them, and what happens when the collector does not take them."""
+
+import asyncio
+import logging
+import random
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
+
+from draftwire.services import open_telemetry
+from draftwire.services.gateway.spans import RequestTracing
+from draftwire.services.open_telemetry import FLUSH_SECONDS, ForgivingExporter, OtlpTracer, WallClock
+from draftwire.services.settings import TracingSettings
+from draftwire.services.tracing import open_tracer
+from draftwire.trace_context import TraceContext
+
+PARENT = TraceContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
+
+
+class Broken(SpanExporter):
+    """Takes nothing."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.num_calls = 0
+        self._error = error
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.num_calls += 1
+        if self._error is not None:
+            raise self._error
+        return SpanExportResult.FAILURE
+
+
+class Hanging(SpanExporter):
+    """Never answers, until it is shut down."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self.is_called = threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.is_called.set()
+        self.is_over.wait(60.0)
+        return SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self.is_over.set()
+
+
+@asynccontextmanager
+async def tracing(exporter: SpanExporter) -> AsyncIterator[OtlpTracer]:
+    tracer = OtlpTracer(exporter, "gateway", "one")
+    try:
+        yield tracer
+    finally:
+        await tracer.close()
+
+
+@pytest.fixture
+def quiet_sdk() -> Iterator[None]:
+    """What a tracer sets for the whole process is put back."""
+    level = logging.getLogger("opentelemetry").level
+    yield
+    logging.getLogger("opentelemetry").setLevel(level)
+
+
+def test_no_endpoint_means_no_tracer() -> None:
+    assert open_tracer(TracingSettings(), "gateway", "one") is None
+
+
+async def test_spans_say_where_they_belong_and_when_they_were() -> None:
+    exporter = InMemorySpanExporter()
+    before = time.time_ns()
+    async with tracing(exporter) as tracer:
+        root = tracer.start("generate", PARENT, {"draftwire.num_choices": 1}, is_entry=True)
+        child = tracer.start("choice", root.context, {})
+        child.add_event("drafter ready", {"draftwire.epoch": 0})
+        ended_at = time.perf_counter()
+        tracer.record("round", child.context, ended_at - 2.0, ended_at, {"draftwire.round": 7})
+        child.end({"draftwire.finish_reason": "stop"})
+        root.end({"draftwire.result": "failed"}, "NoRoomError")
+    after = time.time_ns()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    generate, choice, one = (spans[name] for name in ("generate", "choice", "round"))
+    assert {span.context.trace_id for span in spans.values()} == {PARENT.trace_id}
+    assert [span.parent.span_id for span in (generate, choice, one)] == [
+        PARENT.span_id,
+        root.context.span_id,
+        child.context.span_id,
+    ]
+    assert generate.kind.name == "SERVER"
+    assert choice.kind.name == "INTERNAL"
+    assert (generate.status.status_code.name, generate.status.description) == ("ERROR", "NoRoomError")
+    assert choice.status.status_code.name == "UNSET"
+    assert dict(generate.attributes) == {"draftwire.num_choices": 1, "draftwire.result": "failed"}
+    assert [(event.name, dict(event.attributes)) for event in choice.events] == [
+        ("drafter ready", {"draftwire.epoch": 0})
+    ]
+    assert one.end_time - one.start_time == pytest.approx(2e9, abs=2)
+    assert before - 10**6 <= generate.start_time <= choice.start_time <= choice.events[0].timestamp <= one.end_time
+    assert one.end_time <= choice.end_time <= generate.end_time <= after + 10**6
+    resource = generate.resource.attributes
+    assert (resource["service.name"], resource["service.instance.id"]) == ("draftwire-gateway", "one")
+
+
+async def test_span_without_a_parent_begins_a_trace_of_its_own() -> None:
+    exporter = InMemorySpanExporter()
+    async with tracing(exporter) as tracer:
+        contexts = [tracer.start("generate", None, {}) for _ in range(2)]
+        for span in contexts:
+            span.end({})
+    first, second = exporter.get_finished_spans()
+    assert first.parent is None
+    assert second.parent is None
+    assert first.context.trace_id != second.context.trace_id
+
+
+def test_wall_clock_agrees_with_the_system_and_runs_as_the_other_one() -> None:
+    clock = WallClock()
+    moment = time.perf_counter()
+    assert clock.at(moment) == pytest.approx(time.time_ns(), abs=50_000_000)
+    assert clock.at(moment + 1.5) - clock.at(moment) == pytest.approx(1_500_000_000, abs=1000)
+    assert clock.now() >= clock.at(moment)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("prompt: zebra")])
+def test_lost_spans_are_counted_in_a_line_a_minute(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(open_telemetry.time, "monotonic", lambda: now)
+    exporter = ForgivingExporter(Broken(error), "verifier")
+    spans: list[Any] = [None, None, None]
+    with capture_logs() as lines:
+        for _ in range(50):
+            assert exporter.export(spans) is SpanExportResult.FAILURE
+        assert [(line["event"], line["num_spans"]) for line in lines] == [("verifier.spans_lost", 3)]
+        now += open_telemetry.WARNING_SECONDS
+        exporter.export(spans)
+    assert [line["num_spans"] for line in lines] == [3, 150]
+    assert "zebra" not in str(lines)
+
+
+def test_spans_that_arrive_are_not_warned_of() -> None:
+    with capture_logs() as lines:
+        assert ForgivingExporter(InMemorySpanExporter(), "verifier").export([]) is SpanExportResult.SUCCESS
+    assert lines == []
+
+
+async def test_end_waits_for_a_hanging_collector_for_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_telemetry, "FLUSH_SECONDS", 0.3)
+    exporter = Hanging()
+    tracer = OtlpTracer(exporter, "gateway", "one")
+    tracer.start("generate", None, {}).end({})
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    started = time.monotonic()
+    await tracer.close()
+    ticking.cancel()
+    assert exporter.is_called.is_set()
+    assert exporter.is_over.is_set()
+    assert 0.3 <= time.monotonic() - started < 3.0
+    assert ticks >= 5, "the event loop goes on meanwhile"
+    assert FLUSH_SECONDS <= 5.0
+
+
+async def test_full_queue_neither_blocks_nor_grows(monkeypatch: pytest.MonkeyPatch, quiet_sdk: None) -> None:
+    monkeypatch.setattr(open_telemetry, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(open_telemetry, "QUEUE_SPANS", 600)
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+    exporter = Hanging()
+    tracer = OtlpTracer(exporter, "gateway", "one")
+    started = time.monotonic()
+    for number in range(3000):
+        tracer.record("round", PARENT, 0.0, 1.0, {"draftwire.round": number})
+    assert time.monotonic() - started < 5.0
+    (processor,) = tracer._provider._active_span_processor._span_processors
+    assert len(processor._batch_processor._queue) <= 600  # type: ignore[attr-defined]
+    await tracer.close()
+
+
+async def test_collector_that_is_down_is_told_of_in_one_line_of_ours(
+    quiet_sdk: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_telemetry, "EXPORT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with capture_logs() as lines:
+        tracer = open_tracer(TracingSettings(f"http://127.0.0.1:{port}"), "drafter", "one")
+        assert tracer is not None
+        for _ in range(10):
+            tracer.start("generate", None, {}).end({})
+        await tracer.close()
+    assert [(line["event"], line["num_spans"]) for line in lines] == [("drafter.spans_lost", 10)]
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(("ratio", "least", "most"), [(0.0, 0, 0), (1.0, 1000, 1000), (0.25, 180, 320)])
+async def test_share_of_requests_that_say_nothing_is_traced(ratio: float, least: int, most: int) -> None:
+    """0.25 of 1000: 250 +- 14, by a fixed seed."""
+    async with tracing(InMemorySpanExporter()) as tracer:
+        requests = RequestTracing(tracer, ratio, random.Random(5))
+        traced = sum(requests.begin(header, 1) is not None for header in ("", "nonsense") * 500)
+    assert least <= traced <= most
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+async def test_request_that_says_whether_it_is_traced_is_obeyed(ratio: float) -> None:
+    exporter = InMemorySpanExporter()
+    async with tracing(exporter) as tracer:
+        requests = RequestTracing(tracer, ratio, random.Random(5))
+        unsampled = TraceContext(PARENT.trace_id, PARENT.span_id, is_sampled=False)
+        assert requests.begin(str(unsampled), 1) is None
+        request = requests.begin(str(PARENT), 1)
+        assert request is not None
+        request.end("finished")
+    (span,) = exporter.get_finished_spans()
+    assert (span.context.trace_id, span.parent.span_id) == (PARENT.trace_id, PARENT.span_id)
+
+
+async def test_error_of_a_request_is_named_and_not_quoted() -> None:
+    exporter = InMemorySpanExporter()
+    async with tracing(exporter) as tracer:
+        request = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1)
+        assert request is not None
+        request.end("failed", ValueError("prompt: zebra"))
+    (span,) = exporter.get_finished_spans()
+    assert span.status.description == "ValueError"
+    assert "zebra" not in span.to_json()
