@@ -7,7 +7,7 @@ import typer
 
 from draftwire.cli.generate import write_completions
 from draftwire.cli.option_groups import with_options
-from draftwire.cli.up import DEMO_PROMPT, Drafter, Speculative, Target, interrupt_on_signals, stack_options
+from draftwire.cli.up import DEMO_PROMPT, PAGE, Drafter, Speculative, Target, interrupt_on_signals, stack_options
 from draftwire.cli.writer import Display, TextWriter
 
 
@@ -39,4 +39,7 @@ def demo(
         stream = client.stream(prompt, max_tokens=max_tokens, temperature=temperature, token_details=writer.is_colored)
         write_completions(stream, prompt, writer, display, is_single=True)
     if not display.quiet:
-        console.print("next: [bold]draftwire up[/bold], and then, elsewhere, draftwire generate or draftwire chat")
+        console.print(
+            f"next: [bold]draftwire up[/bold], then open {PAGE}, or in another terminal: draftwire generate",
+            soft_wrap=True,
+        )

@@ -67,7 +67,7 @@ class Row:
         return [
             self.name,
             state,
-            _shown(told.value("num_sessions"), "{:.0f}"),
+            _shown(told.value("num_sessions", "num_requests_running"), "{:.0f}"),
             _shown(told.value("requests"), "{:.0f}"),
             _shown(told.rate("generation_tokens"), "{:.1f}"),
             _shown(told.ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"), "{:.3f}"),

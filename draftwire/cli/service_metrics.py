@@ -48,9 +48,10 @@ class History:
         while now - self._taken[0][0] > WINDOW_SECONDS:
             self._taken.popleft()
 
-    def value(self, name: str) -> float | None:
-        """Returns the number that was read last; None if there was none."""
-        return self._taken[-1][1].get(name) if self._taken else None
+    def value(self, *names: str) -> float | None:
+        """Returns the number that was read last, of the first of these names that the service has; None if of none."""
+        last = self._taken[-1][1] if self._taken else {}
+        return next((last[name] for name in names if name in last), None)
 
     def rate(self, name: str) -> float | None:
         """Returns by how much a counter grew a second, lately; None if that is not known."""

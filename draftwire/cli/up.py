@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from draftwire.services.local_stack import LocalStack
 
 DEMO_PROMPT = "def merge_sorted(a, b):"
+HTTP_PORT = 8000
+PAGE = f"http://127.0.0.1:{HTTP_PORT}"
+"""Where `up` serves the playground, where nothing else is said."""
 SMALL_MODEL_BYTES = 64 * 2**20
 """Weights of models that one thread runs as fast as several."""
 COLORS = {"drafter": "cyan", "verifier": "magenta", "gateway": "green"}
@@ -41,6 +44,7 @@ def up(
     port: Annotated[int, _port("gRPC port of the gateway.")] = 50051,
     verifier_port: Annotated[int, _port("gRPC port of the verifier.")] = 50052,
     drafter_port: Annotated[int, _port("gRPC port of the drafter.")] = 50053,
+    http_port: Annotated[int, _port("HTTP port of the gateway; 0 takes a free one.")] = HTTP_PORT,
     num_speculative_tokens: Speculative = 4,
     log: Annotated[bool, typer.Option("--log", help="Lines of the services' logs, on a terminal too.")] = False,
 ) -> None:
@@ -52,7 +56,7 @@ def up(
     verifier --help`.
     """
     options = stack_options(target, drafter, num_speculative_tokens)
-    options["gateway"]["port"] = port
+    options["gateway"].update(port=port, http_port=http_port)
     options["verifier"].update(port=verifier_port, metrics_port=9052)
     options["drafter"].update(port=drafter_port, metrics_port=9053)
     interrupt_on_signals()
@@ -81,7 +85,10 @@ def run_until_stopped(options: dict[str, dict[str, Any]], shows_table: bool) -> 
         if shows_table:
             screen.begin_table(cleanup, stack)
         cleanup.enter_context(stack)
-        screen.say(f'[bold]ready[/bold] on {stack.address}; in another terminal: draftwire generate "{DEMO_PROMPT}"')
+        screen.say(
+            f"[bold]ready[/bold] on {stack.address}; open [bold]{stack.http_address}[/bold], or in another terminal: "
+            f'draftwire generate "{DEMO_PROMPT}"'
+        )
         try:
             return stack.wait()
         except KeyboardInterrupt:

@@ -218,7 +218,7 @@ def test_up_serves_until_it_is_stopped_and_then_leaves_nothing_running(monkeypat
     mark = secrets.token_hex(8)
     monkeypatch.setenv("TEST_MARK", mark)
     command = [sys.executable, "-m", "draftwire.cli", "up"]
-    ports = ["--port", "50151", "--verifier-port", "50152", "--drafter-port", "50153"]
+    ports = ["--port", "50151", "--verifier-port", "50152", "--drafter-port", "50153", "--http-port", "0"]
     with subprocess.Popen([*command, *ports], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
@@ -256,5 +256,5 @@ def test_demo_shows_a_completion_and_its_statistics_and_leaves_nothing_running(
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("def merge_sorted(a, b):")
     assert re.search(STATISTICS, result.stderr)
-    assert result.stderr.splitlines()[-1].startswith("next: draftwire up")
+    assert result.stderr.splitlines()[-1].startswith("next: draftwire up, then open http:")
     assert services_marked(mark) == []
