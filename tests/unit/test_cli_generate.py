@@ -188,7 +188,7 @@ def test_default_address_is_the_clients_own() -> None:
     assert DEFAULT_ADDRESS == sync.DEFAULT_ADDRESS
 
 
-@pytest.mark.parametrize("error", [UnavailableError("nobody\nis there"), NoRoomError("full [1]")])
+@pytest.mark.parametrize("error", [UnavailableError("nobody\nis there"), NoRoomError("full [bold]")])
 def test_gateway_that_cannot_serve_now_has_a_status_of_its_own(client: FakeClient, error: Exception) -> None:
     client.fails = [(0, error)]
     result = generate()
