@@ -214,6 +214,7 @@ VERDICT = Verdict(
     timings=DraftTimings(calibration_us=10, draft_us=200),
     num_cached_tokens=144,
 )
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 GOLDEN_VERDICT = (
     bytes.fromhex("0a 19")  # 1: fence, 25 bytes
     + GOLDEN_FENCE
@@ -627,15 +628,16 @@ def test_unknown_number_of_the_drafter_survives_the_wire() -> None:
 
 
 def test_wishes_for_details_and_traces_have_their_golden_bytes() -> None:
-    spec = replace(TARGET_SPEC, reports_draft_logprobs=True, traceparent="00-ab-cd-01")
-    end = bytes.fromhex("a80101 b2010b") + b"00-ab-cd-01"  # 21: draft_logprobs, 22: traceparent
+    spec = replace(TARGET_SPEC, reports_draft_logprobs=True, traceparent=TRACEPARENT)
+    end = bytes.fromhex("a80101 b20137") + TRACEPARENT.encode()  # 21: draft_logprobs, 22: traceparent
     message = messages.target_spec_to_proto(spec, lease_id=10)
     assert message.SerializeToString(deterministic=True) == GOLDEN_TARGET_SPEC + end
     assert messages.target_spec_from_proto(sent(message)) == spec
-    draft_spec = replace(DRAFT_SPEC, traceparent="00-ab-cd-01")
+    draft_spec = replace(DRAFT_SPEC, traceparent=TRACEPARENT)
     of_drafter = messages.draft_spec_to_proto(draft_spec, lease_id=10)
     assert (
-        of_drafter.SerializeToString(deterministic=True) == GOLDEN_DRAFT_SPEC + bytes.fromhex("8a010b") + b"00-ab-cd-01"
+        of_drafter.SerializeToString(deterministic=True)
+        == GOLDEN_DRAFT_SPEC + bytes.fromhex("8a0137") + TRACEPARENT.encode()
     )
     assert messages.draft_spec_from_proto(sent(of_drafter)) == draft_spec
 
@@ -813,7 +815,7 @@ def test_span_of_a_session_has_the_bytes_of_the_standard() -> None:
     header = str(TraceContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331))
     target = messages.target_spec_to_proto(replace(TARGET_SPEC, traceparent=header), 10)
     drafter = messages.draft_spec_to_proto(replace(DRAFT_SPEC, traceparent=header), 10)
-    text = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    text = TRACEPARENT.encode()
     assert target.SerializeToString(deterministic=True) == GOLDEN_TARGET_SPEC + bytes.fromhex("b201 37") + text
     assert drafter.SerializeToString(deterministic=True) == GOLDEN_DRAFT_SPEC + bytes.fromhex("8a01 37") + text
 
