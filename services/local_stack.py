@@ -29,6 +29,8 @@ class ServiceProcess:
     process: subprocess.Popen[str]
     port: int = 0
     metrics_port: int = 0
+    http_port: int = 0
+    """Of a gateway; 0 where it has none."""
     started: threading.Event = field(default_factory=threading.Event)
     """Set when the service serves or its process has ended."""
     last_line: str = ""
@@ -69,6 +71,12 @@ class LocalStack:
     def address(self) -> str:
         """host:port of the gateway."""
         return f"127.0.0.1:{self.services['gateway'].port}"
+
+    @property
+    def http_address(self) -> str:
+        """http://host:port of the gateway, or https://."""
+        scheme = "https" if "tls_cert" in self._options["gateway"] else "http"
+        return f"{scheme}://127.0.0.1:{self.services['gateway'].http_port}"
 
     def __enter__(self) -> "LocalStack":
         try:
@@ -120,7 +128,9 @@ class LocalStack:
                 service.process.wait()
 
     def _launch(self, name: str, peers: Mapping[str, object]) -> None:
-        defaults = {"port": 0, "metrics_port": 0, "log_format": "json", "stop_with_stdin": True}
+        defaults: dict[str, object] = {"port": 0, "metrics_port": 0, "log_format": "json", "stop_with_stdin": True}
+        if name == "gateway":
+            defaults["http_port"] = 0
         options = {**defaults, **peers, **self._options[name]}
         arguments = [_argument(key.replace("_", "-"), value) for key, value in options.items()]
         process = subprocess.Popen(
@@ -152,6 +162,7 @@ class LocalStack:
             service.has_failed |= line["event"] == f"{service.name}.server_failed"
             if line["event"] == f"{service.name}.server_started":
                 service.port, service.metrics_port = int(line["port"]), int(line["metrics_port"] or 0)
+                service.http_port = int(line.get("http_port") or 0)
                 service.started.set()
             if self._on_log is not None:
                 self._on_log(service.name, line)

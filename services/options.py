@@ -152,11 +152,17 @@ def _is_empty(name: str, value: str) -> bool:
 def _parameter(service: str, setting: Setting) -> inspect.Parameter:
     name = setting.name.replace("_", "-")
     flags = f"--{name}/--no-{name}" if setting.kind is bool else f"--{name}"
-    option = typer.Option(flags, envvar=variable(service, setting.name), help=setting.help)
+    turns_off = setting.kind == int | None and isinstance(setting.default, int)  # else leaving it out does
+    parser: dict[str, Any] = {"parser": _int_or_none, "metavar": "INTEGER|none"} if turns_off else {}
+    option = typer.Option(flags, envvar=variable(service, setting.name), help=setting.help, **parser)
     default = inspect.Parameter.empty if setting.default is MISSING else setting.default
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[setting.kind, option]
     )
+
+
+def _int_or_none(text: str | int) -> int | None:
+    return None if str(text).lower() == "none" else int(text)
 
 
 def _field_docstrings(config_class: type) -> dict[str, str]:

@@ -83,6 +83,9 @@ class GatewayConfig:
     """Everything that can be set. Bad values raise at start."""
 
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50051))
+    http_port: int | None = 8000
+    """Port of the HTTP edge in the form of OpenAI's, on the same host and with the same certificates; 0 takes a free
+    one, which the log names; "none" serves none."""
     verifier: str | None = None
     """host:port of each verifier, separated by commas; by default 127.0.0.1:50052. Drafters are told the same
     addresses. dns:///name:port stands for all addresses of a name, which is looked up again every few seconds."""
@@ -107,6 +110,8 @@ class GatewayConfig:
     when it changes."""
 
     def __post_init__(self) -> None:
+        is_port = self.http_port is None or 0 <= self.http_port <= 65535
+        require(is_port, f"http_port must be in 0..65535, not {self.http_port}")
         self.tls.check_listening(self.server.host)
         has_issuer = self.tls.tls_ca is not None or not self.tls.tls_require_client_cert
         require(has_issuer, "tls_require_client_cert needs tls_ca, which says whose certificates are believed")

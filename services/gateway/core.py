@@ -56,6 +56,7 @@ class GatewayCore:
         self._tokenizer: PreTrainedTokenizerBase
         self._chat_template: ChatTemplate
         self._forms: Forms
+        self._token_texts: dict[int, str] = {}
 
     @property
     def defaults(self) -> SpeculationDefaults:
@@ -115,6 +116,19 @@ class GatewayCore:
         _check_length(len(text))
         encoding = await asyncio.to_thread(self._tokenizer, text, add_special_tokens=False)
         return list(encoding["input_ids"])
+
+    def token_text(self, token_id: int) -> str:
+        """Returns what a token of the target reads as alone, a special one too; a part of a character as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+            self._token_texts[token_id] = text
+        return text
+
+    async def text_lengths(self, token_ids: list[int]) -> list[int]:
+        """Returns how many characters each of these tokens makes certain of the text of all of them."""
+        text = TextStream(self._tokenizer, [], (), tells_tokens_apart=True)
+        return (await asyncio.to_thread(text.push, token_ids)).lengths
 
     async def complete(self, requested: RequestedGeneration) -> list[Generation]:
         """Checks a request and fills in the defaults; see `complete_request`. A large one is checked on a thread."""

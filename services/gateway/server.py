@@ -25,6 +25,8 @@ from draftwire.services.gateway.conversation import (
     ToolCall,
 )
 from draftwire.services.gateway.core import MAX_IDS_ON_LOOP, GatewayCore
+from draftwire.services.gateway.http.app import make_app
+from draftwire.services.gateway.http.listening import HttpListener
 from draftwire.services.gateway.loop import Delta, Finish, FinishReason
 from draftwire.services.gateway.pool import Pool
 from draftwire.services.gateway.request import (
@@ -41,7 +43,7 @@ from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.wire import DrafterLink, VerifierLink
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.process import Service, run_service
-from draftwire.services.rpc.tls import Dialler, server_credentials, watch_tls
+from draftwire.services.rpc.tls import Dialler, server_context, server_credentials, watch_tls
 from draftwire.services.rpc.unknown_fields import refuse_unknown_fields
 from draftwire.token_source import TokenSource
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
@@ -329,8 +331,21 @@ async def _serve(config: GatewayConfig) -> int:
     def register(server: grpc.aio.Server) -> None:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(core, pool, access), server)
 
+    listeners: list[HttpListener] = []
+    if config.http_port is not None:
+        listeners.append(
+            HttpListener(
+                lambda gate: make_app(core, lambda: pool.connected_drafters, access, gate),
+                config.server.host,
+                config.http_port,
+                config.connections,
+                server_context(tls, config.tls),
+            )
+        )
+
     service = Service(
         name="gateway",
+        listeners=listeners,
         grpc_names=("draftwire.v1.GatewayService",),
         settings=config.server,
         connections=config.connections,

@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -29,6 +29,24 @@ log = structlog.get_logger()
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Listener(Protocol):
+    """Another way into a service than gRPC, in the same event loop."""
+
+    @property
+    def name(self) -> str:
+        """Names its port in the log: `<name>_port`."""
+
+    async def start(self, gate: ServiceGate) -> int:
+        """Listens, and returns the port. While the gate has a refusal, calls are refused.
+
+        Raises:
+            UnavailableError: the port cannot be had.
+        """
+
+    async def stop(self) -> None:
+        """Ends what the drain has left. Called whether it was started or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,8 @@ class Service:
     """TLS; None is plaintext."""
     watchdog: Watchdog | None = None
     """Watches the device, once the service has started."""
+    listeners: Sequence[Listener] = ()
+    """Other ways in."""
 
 
 _IMPORTED_AT = time.monotonic()
@@ -88,6 +108,7 @@ async def run_service(service: Service) -> int:
     watch: asyncio.Task[None] | None = None
     try:
         port = _bind(server, service)
+        other_ports = {f"{listener.name}_port": await listener.start(gate) for listener in service.listeners}
         metrics_port = None
         if settings.metrics_port is not None:
             metrics_port = service.metrics.serve(settings.metrics_port, settings.host)
@@ -107,6 +128,7 @@ async def run_service(service: Service) -> int:
             host=settings.host,
             port=port,
             metrics_port=metrics_port,
+            **other_ports,
             startup_ms=round(startup_s * 1e3),
         )
         run = asyncio.ensure_future(service.run())
@@ -129,7 +151,7 @@ async def run_service(service: Service) -> int:
             log.exception(f"{service.name}.server_failed", reason=reason)
         return 1 if run else 2
     finally:
-        await server.stop(grace=1.0)
+        await asyncio.gather(server.stop(grace=1.0), *(listener.stop() for listener in service.listeners))
         for task in (watch, run):
             if task:
                 task.cancel()

@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +81,44 @@ def server_credentials(files: TlsFiles | None, settings: TlsSettings) -> grpc.Se
 
     first = _certificate_configuration(used, settings)
     return grpc.dynamic_ssl_server_credentials(first, changed, settings.requires_client_cert)  # type: ignore[arg-type]
+
+
+def server_context(files: TlsFiles | None, settings: TlsSettings) -> ssl.SSLContext | None:
+    """Returns what a server that is not gRPC's is opened with, None for plaintext.
+
+    Every handshake uses what the files say then.
+    """
+    if files is None or settings.tls_cert is None:
+        return None
+    used = files.current()
+    made = _server_context(used, settings)
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _first: ssl.SSLContext) -> None:
+        """Called at every handshake, on the event loop."""
+        nonlocal used, made
+        now = files.current()
+        if now is not used:
+            with suppress(OSError):  # they changed once more, just now: the next handshake looks again
+                made = _server_context(now, settings)
+                used = now
+        connection.context = made
+
+    first = _server_context(used, settings)
+    first.sni_callback = choose  # called also where the caller names nobody
+    return first
+
+
+def _server_context(material: TlsMaterial, settings: TlsSettings) -> ssl.SSLContext:
+    assert settings.tls_cert is not None, "a server has a certificate, or no TLS"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    context.options |= ssl.OP_NO_TICKET  # a session that is resumed would show no certificate again
+    context.num_tickets = 0
+    context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    if settings.requires_client_cert and material.ca is not None:
+        context.load_verify_locations(cadata=material.ca.decode())
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _certificate_configuration(material: TlsMaterial, settings: TlsSettings) -> grpc.ServerCertificateConfiguration:

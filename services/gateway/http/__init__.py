@@ -1,0 +1,1 @@
+"""The gateway's HTTP edge, in the form that OpenAI gave such servers. Knows no gRPC."""

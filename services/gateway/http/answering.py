@@ -1,0 +1,134 @@
+"""Carries out a request: who asks, what for, and how the answer goes out."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, Generic
+
+from starlette.types import Message, Receive, Scope, Send
+
+from draftwire.services.gateway.access import Access, Caller
+from draftwire.services.gateway.core import GatewayCore
+from draftwire.services.gateway.http.asking import Route, model_fault
+from draftwire.services.gateway.http.bodies import authorization, read_body
+from draftwire.services.gateway.http.models import Drafters
+from draftwire.services.gateway.http.pieces import Piece, PieceMaker
+from draftwire.services.gateway.http.requests import Body, GenerateBody, read
+from draftwire.services.gateway.http.shapes import END, Writer
+from draftwire.services.gateway.loop import Delta
+from draftwire.services.gateway.request import Generation, check_num_choices
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # a proxy must not collect events
+]
+
+
+class GeneratingRoute(Generic[Body]):
+    """An ASGI application that answers one route. What it raises is answered by `Guard`, which stands before it.
+
+    Written against ASGI itself: an event goes out with one call, and a client that goes away is noticed at once.
+    """
+
+    def __init__(
+        self, route: Route[Body], core: GatewayCore, drafters: Drafters, access: Access, most_bytes: int
+    ) -> None:
+        """Prepares.
+
+        Args:
+            route: what is asked for and answered.
+            core: carries it out.
+            drafters: those that there are now.
+            access: knows who may ask.
+            most_bytes: of a body.
+        """
+        self._route = route
+        self._core = core
+        self._drafters = drafters
+        self._access = access
+        self._most_bytes = most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        caller = self._access.authenticate(authorization(scope))
+        body = await read(self._route.body, await read_body(scope, receive, self._most_bytes))
+        target = self._core.description.name
+        fault = model_fault(body.model, target, [drafter.description.name for drafter in self._drafters()])
+        if fault is not None:
+            raise fault
+        await _while_connected(receive, self._answer(body, caller, send))
+
+    async def _answer(self, body: Body, caller: Caller, send: Send) -> None:
+        num_prompts = self._route.num_prompts(body)
+        num_choices = num_prompts * check_num_choices(num_prompts, body.n)
+        with caller.request(num_choices), self._core.admit(num_choices):
+            generations = await self._core.complete(await self._route.requested(body, self._core))
+            await self._core.check_form(generations)
+            wishes = self._route.wishes(body)
+            maker = PieceMaker(wishes, self._core)
+            writer = Writer(self._route.shape, wishes, self._core.description.name)
+            async with aclosing(self._pieces(generations, maker, caller)) as pieces:
+                if body.stream:
+                    await _stream(body, pieces, maker, writer, send)
+                    return
+                whole = {generation.choice: Piece(generation.choice) for generation in generations}
+                async for piece in pieces:
+                    whole[piece.choice].add(piece)
+            await _send_whole(send, writer.answer(list(whole.values()), maker.endings))
+
+    async def _pieces(
+        self, generations: Sequence[Generation], maker: PieceMaker, caller: Caller
+    ) -> AsyncGenerator[Piece]:
+        """Yields what comes of the choices, and charges the caller for it."""
+        async with aclosing(self._core.generate(generations)) as events:
+            async for said in events:
+                if isinstance(said.event, Delta):
+                    caller.charge(len(said.event.token_ids))
+                for piece in await maker.pieces(said):
+                    yield piece
+
+
+async def _stream(
+    body: GenerateBody, pieces: AsyncIterator[Piece], maker: PieceMaker, writer: Writer, send: Send
+) -> None:
+    """Sends each piece as soon as it has come. The status goes out with the first: until then a request may fail."""
+    tells_usage = body.stream_options is not None and body.stream_options.include_usage
+    has_begun = False
+    async for piece in pieces:
+        if not has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            has_begun = True
+        await send(_part(writer.chunk(piece, tells_usage=tells_usage)))
+    end = writer.cost(maker.endings) + END if tells_usage else END
+    await send(_part(end, is_last=True))
+
+
+async def _send_whole(send: Send, content: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": [*headers, (b"cache-control", b"no-store")]})
+    await send(_part(content, is_last=True))
+
+
+def _part(content: bytes, *, is_last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": not is_last}
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs work until it is done, or whoever waits for it has gone: then it is cancelled."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.wait({task, gone})
+    with suppress(asyncio.CancelledError):
+        task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

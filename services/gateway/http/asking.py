@@ -1,0 +1,216 @@
+"""From the bodies of requests to what the core carries out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol
+
+from draftwire.parameters import SamplingParams
+from draftwire.services.gateway.conversation import (
+    MAX_CHAT_MESSAGES,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    ChatTurn,
+    Conversation,
+    Tool,
+    ToolCall,
+)
+from draftwire.services.gateway.core import GatewayCore
+from draftwire.services.gateway.http.pieces import Wishes
+from draftwire.services.gateway.http.refused import RefusedError
+from draftwire.services.gateway.http.requests import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    Message,
+    OutputForm,
+    ToolBody,
+    dumped,
+)
+from draftwire.services.gateway.http.shapes import ChatShape, CompletionShape, Shape
+from draftwire.services.gateway.request import RequestedGeneration
+from draftwire.structured_output import StructuredOutput
+
+
+class Route(Protocol, Generic[Body]):
+    """One of the two routes that generate text."""
+
+    @property
+    def body(self) -> type[Body]:
+        """What it takes."""
+
+    @property
+    def shape(self) -> Shape:
+        """What it answers."""
+
+    def num_prompts(self, body: Body) -> int:
+        """Returns how many prompts there are."""
+
+    def wishes(self, body: Body) -> Wishes:
+        """Returns what is to be told beside the text."""
+
+    async def requested(self, body: Body, core: GatewayCore) -> RequestedGeneration:
+        """Reads the prompts, and returns all that is asked for.
+
+        Raises:
+            InvalidRequestError: a value is out of range, or a prompt cannot be read.
+            NoRoomError: too many conversations are rendered.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """POST /v1/completions."""
+
+    body: type[CompletionBody] = CompletionBody
+    shape: Shape = field(default_factory=CompletionShape)
+
+    def num_prompts(self, body: CompletionBody) -> int:
+        """See `Route`."""
+        return len(body.prompt)
+
+    def wishes(self, body: CompletionBody) -> Wishes:
+        """See `Route`."""
+        return Wishes(body.n, body.logprobs, body.prompt_logprobs, body.token_details)
+
+    async def requested(self, body: CompletionBody, core: GatewayCore) -> RequestedGeneration:
+        """See `Route`."""
+        prompts = [await core.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        # Text and log-probabilities of an echo go together, so those of the prompt are needed too.
+        tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
+        return RequestedGeneration(
+            prompts=prompts,
+            sampling=_sampling(body, _form(body.structured_output)),
+            max_tokens=body.max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=max((top for top in tops if top is not None), default=None),
+            echo=body.echo,
+            token_details=body.token_details or body.logprobs is not None,  # offsets in the text
+            **_common(body),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """POST /v1/chat/completions."""
+
+    body: type[ChatBody] = ChatBody
+    shape: Shape = field(default_factory=ChatShape)
+
+    def num_prompts(self, body: ChatBody) -> int:
+        """See `Route`."""
+        return 1
+
+    def wishes(self, body: ChatBody) -> Wishes:
+        """See `Route`."""
+        return Wishes(body.n, _num_top(body), body.prompt_logprobs, body.token_details)
+
+    async def requested(self, body: ChatBody, core: GatewayCore) -> RequestedGeneration:
+        """See `Route`."""
+        return RequestedGeneration(
+            prompts=[await core.render_chat(_conversation(body))],
+            sampling=_sampling(body, _chat_form(body)),
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            logprobs=_num_top(body),
+            prompt_logprobs=body.prompt_logprobs,
+            token_details=body.token_details,
+            **_common(body),
+        )
+
+
+def _common(body: GenerateBody) -> dict[str, Any]:
+    """Returns what both routes ask for alike."""
+    return {
+        "num_choices": body.n,
+        "stop": tuple(body.stop),
+        "stop_token_ids": tuple(body.stop_token_ids),
+        "ignore_eos": body.ignore_eos,
+        "seed": body.seed,
+        "num_speculative_tokens": body.num_speculative_tokens,
+        "rule": body.rejection_sample_method,
+        "cache_salt": body.cache_salt,
+        "logprobs_mode": body.logprobs_mode,
+    }
+
+
+def _sampling(body: GenerateBody, form: StructuredOutput | None) -> SamplingParams:
+    return SamplingParams(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=tuple(sorted(body.logit_bias.items())),
+        allowed_token_ids=None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids),
+        min_tokens=body.min_tokens,
+        structured_output=form,
+    )
+
+
+def _form(wanted: OutputForm | None) -> StructuredOutput | None:
+    if wanted is None:
+        return None
+    if wanted.json_schema is not None:
+        return StructuredOutput.json(wanted.json_schema)
+    if wanted.regex is not None:
+        return StructuredOutput.regex(wanted.regex)
+    if wanted.choice is not None:
+        return StructuredOutput.choice(wanted.choice)
+    assert wanted.grammar is not None, "one of the four is there"
+    return StructuredOutput.grammar(wanted.grammar)
+
+
+def _chat_form(body: ChatBody) -> StructuredOutput | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return _form(body.structured_output)
+    schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.json_schema
+    return StructuredOutput.json(schema)
+
+
+def _num_top(body: ChatBody) -> int | None:
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _conversation(body: ChatBody) -> Conversation:
+    for name, size, most in (
+        ("messages", len(body.messages), MAX_CHAT_MESSAGES),
+        ("tool_calls", sum(len(message.tool_calls) for message in body.messages), MAX_TOOL_CALLS),
+        ("tools", len(body.tools), MAX_TOOLS),
+    ):
+        if size > most:
+            raise RefusedError(400, f"{name} takes at most {most}, not {size}", param=name)
+    return Conversation(
+        turns=tuple(map(_turn, body.messages)),
+        tools=tuple(map(_tool, body.tools)) if body.tool_choice == "auto" else (),
+        template_arguments=dumped(body.chat_template_kwargs) if body.chat_template_kwargs else "",
+        continues_last=body.continue_final_message,
+    )
+
+
+def _turn(message: Message) -> ChatTurn:
+    return ChatTurn(
+        role=message.role,
+        content="".join(part.text for part in message.content),
+        name=message.name,
+        tool_calls=tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls),
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _tool(tool: ToolBody) -> Tool:
+    function = tool.function
+    parameters = "" if function.parameters is None else dumped(function.parameters)
+    return Tool(function.name, function.description, parameters)
+
+
+def model_fault(model: str, target: str, drafters: Sequence[str]) -> RefusedError | None:
+    """Returns why a request cannot be for a model; None if it can."""
+    if model == target:
+        return None
+    if model in drafters:
+        message = f"model: this is the model of a drafter, and drafters only draft; ask for {target}"
+        return RefusedError(400, message, code="model_is_a_drafter", param="model")
+    return RefusedError(404, f"there is no such model here; ask for {target}", code="model_not_found", param="model")

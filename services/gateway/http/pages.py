@@ -1,0 +1,36 @@
+"""The playground: static files that come with the package."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "playground"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A file as it is sent."""
+
+    content: bytes
+    content_type: str
+
+
+def read_pages(folder: Path = FOLDER) -> Mapping[str, Page]:
+    """Returns the files of a folder by the paths that they are served at, `/` for index.html."""
+    files = [path for path in sorted(folder.glob("*")) if path.suffix in TYPES]
+    return {
+        "/" if path.name == "index.html" else f"/{path.name}": Page(path.read_bytes(), TYPES[path.suffix])
+        for path in files
+    }

@@ -1,0 +1,164 @@
+"""OpenAI's objects: what both routes answer, and in what they differ."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from draftwire.services.gateway.http.pieces import IMPOSSIBLE, Ending, Piece, ToldToken, Wishes
+from draftwire.services.gateway.http.usage import metrics_of, usage_of
+from draftwire.services.gateway.text import REPLACEMENT
+
+Object = dict[str, Any]
+
+
+class Shape(Protocol):
+    """In what the routes differ."""
+
+    whole: str
+    """What an answer calls itself, and a chunk of one."""
+    chunk: str
+    id_prefix: str
+
+    def of_whole(self, piece: Piece) -> Object:
+        """Returns the text of a choice that has ended."""
+
+    def of_chunk(self, piece: Piece, *, is_first: bool) -> Object:
+        """Returns more of the text of a choice."""
+
+    def logprobs(self, tokens: Sequence[ToldToken]) -> Object:
+        """Returns what is told of tokens."""
+
+
+class CompletionShape:
+    """POST /v1/completions."""
+
+    whole = chunk = "text_completion"
+    id_prefix = "cmpl-"
+
+    def of_whole(self, piece: Piece) -> Object:
+        """See `Shape`."""
+        return {"text": piece.text}
+
+    def of_chunk(self, piece: Piece, *, is_first: bool) -> Object:
+        """See `Shape`."""
+        return {"text": piece.text}
+
+    def logprobs(self, tokens: Sequence[ToldToken]) -> Object:
+        """See `Shape`."""
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [_by_text(token.top) if token.logprob is not None else None for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+
+class ChatShape:
+    """POST /v1/chat/completions."""
+
+    whole, chunk = "chat.completion", "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def of_whole(self, piece: Piece) -> Object:
+        """See `Shape`."""
+        return {"message": {"role": "assistant", "content": piece.text}}
+
+    def of_chunk(self, piece: Piece, *, is_first: bool) -> Object:
+        """See `Shape`."""
+        delta: Object = {"role": "assistant"} if is_first else {}
+        if piece.reason is None or piece.text or is_first:
+            delta["content"] = piece.text
+        return {"delta": delta}
+
+    def logprobs(self, tokens: Sequence[ToldToken]) -> Object:
+        """See `Shape`."""
+        content = [
+            {
+                **_with_bytes(token.text, IMPOSSIBLE if token.logprob is None else token.logprob),
+                "top_logprobs": [_with_bytes(text, logprob) for text, logprob in token.top],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _by_text(top: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Returns the likeliest tokens by what they read as; of several that read alike the likeliest."""
+    said: dict[str, float] = {}
+    for text, logprob in top:
+        said.setdefault(text, logprob)
+    return said
+
+
+def _with_bytes(text: str, logprob: float) -> Object:
+    # A token that is a part of a character has no text of its own, and what stands for it has other bytes.
+    return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
+
+
+class Writer:
+    """Writes the answer to one request."""
+
+    def __init__(self, shape: Shape, wishes: Wishes, model: str) -> None:
+        """Takes what is to be told, and the name of the model."""
+        self._shape = shape
+        self._wishes = wishes
+        self._head = {"id": shape.id_prefix + secrets.token_hex(16), "created": int(time.time()), "model": model}
+        # All chunks begin alike: what differs is made for each token, and so has to be made fast.
+        self._chunk_head = _dumped({**self._head, "object": shape.chunk})[:-1] + ',"choices":['
+        self._begun: set[int] = set()
+
+    def answer(self, pieces: Sequence[Piece], endings: Sequence[Ending]) -> bytes:
+        """Returns a whole answer."""
+        choices = []
+        for piece in sorted(pieces, key=lambda one: one.choice):
+            choice = self._choice(piece, self._shape.of_whole(piece))
+            if self._wishes.details:
+                choice["draftwire"] = {"tokens": piece.details, "rounds": piece.rounds}
+            choices.append(choice)
+        cost = {"usage": usage_of(endings), "metrics": metrics_of(endings)}
+        return _dumped({**self._head, "object": self._shape.whole, "choices": choices, **cost}).encode()
+
+    def chunk(self, piece: Piece, *, tells_usage: bool) -> bytes:
+        """Returns one server-sent event.
+
+        Args:
+            piece: what came.
+            tells_usage: whether the last chunk will say what the request cost: then others say that they do not.
+        """
+        is_first = piece.choice not in self._begun
+        self._begun.add(piece.choice)
+        choice = self._choice(piece, self._shape.of_chunk(piece, is_first=is_first))
+        if piece.reason is not None and not piece.tokens:
+            choice["logprobs"] = None
+        if self._wishes.details:
+            num_draft_tokens = sum(one["num_draft_tokens"] for one in piece.rounds)
+            choice["draftwire"] = {"num_draft_tokens": num_draft_tokens, "tokens": piece.details}
+        return event(self._chunk_head + _dumped(choice) + ('],"usage":null}' if tells_usage else "]}"))
+
+    def cost(self, endings: Sequence[Ending]) -> bytes:
+        """Returns the server-sent event that says what the request cost."""
+        cost = {"usage": usage_of(endings), "metrics": metrics_of(endings)}
+        return event(self._chunk_head + "]," + _dumped(cost)[1:])
+
+    def _choice(self, piece: Piece, said: Object) -> Object:
+        choice = {"index": piece.choice, **said, "logprobs": None, "finish_reason": piece.reason}
+        if self._wishes.num_top is not None:
+            choice["logprobs"] = self._shape.logprobs(piece.tokens)
+        if piece.prompt:
+            choice["prompt_logprobs"] = piece.prompt
+        return choice
+
+
+def _dumped(value: Object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event(data: str) -> bytes:
+    """Returns a server-sent event."""
+    return f"data: {data}\n\n".encode()
+
+
+END = event("[DONE]")
+"""Ends a stream that has come to its end."""
