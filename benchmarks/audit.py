@@ -21,12 +21,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.prompts import load_prompts
-from benchmarks.report import write_report
+from benchmarks.report import progress, write_report
 from benchmarks.rules import Shape, Step
 from draftwire.audit import AuditSums, DrafterAudit, audit_sums
 from draftwire.cli.up import stack_options
@@ -127,7 +126,7 @@ def collect(prompts: list[str], max_tokens: int) -> tuple[Places, float]:
     strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter.model), context_length), context_length)
     tokenizer = AutoTokenizer.from_pretrained(options["verifier"]["model"])
     targets, drafts = [], []
-    for seed, prompt in track(list(enumerate(prompts)), "collecting"):
+    for seed, prompt in progress(list(enumerate(prompts)), "collecting"):
         run = LocalRun(SamplingParams(), max_tokens, BLOCK, "block", seed)
         for done in speculate(cached_target, strategy, tokenizer(prompt)["input_ids"], run):
             length = int(done.blocks.lengths[0])
@@ -212,11 +211,11 @@ def simulate(places: Places, arguments: argparse.Namespace) -> dict[str, object]
     generator = np.random.default_rng(0)
     never_wrong, runs, longest = Reports(places, honest(places)), range(arguments.runs), arguments.max_positions
     delays: dict[str, Delay] = {}
-    for name, drafter in track(DISHONEST.items(), "dishonest drafters"):
+    for name, drafter in progress(DISHONEST.items(), "dishonest drafters"):
         reports = Reports(places, drafter(places))
         delays[name] = delay([reports.live(DrafterAudit(), longest, generator) for _ in runs])
     false_alarms = 0
-    for name, drafter in track(LATE.items(), "honest starts"):
+    for name, drafter in progress(LATE.items(), "honest starts"):
         reports, lives = Reports(places, drafter(places)), []
         for _ in runs:
             audit = DrafterAudit()
@@ -224,7 +223,7 @@ def simulate(places: Places, arguments: argparse.Namespace) -> dict[str, object]
             lives.append(reports.live(audit, longest, generator))
         delays[name] = delay(lives)
     flagged = 0
-    for _ in track(range(arguments.honest_runs), "honest drafters"):
+    for _ in progress(range(arguments.honest_runs), "honest drafters"):
         flagged += never_wrong.live(DrafterAudit(), arguments.honest_positions, generator) is not None
     return {
         "tokens_until_flagged": delays,

@@ -25,11 +25,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import track
 from transformers import AutoTokenizer
 
 from benchmarks.prompts import load_prompts
-from benchmarks.report import write_report
+from benchmarks.report import progress, write_report
 from draftwire.cli.up import stack_options
 from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
@@ -99,7 +98,7 @@ def measure(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
     counts: dict[str, list[tuple[int, int, int]]] = {rule: [] for rule in RULES}
     options = stack_options(arguments.target, arguments.drafter, arguments.block_length)
     with LocalStack(options) as stack, Client(stack.address) as client:
-        for seed, prompt in track(list(enumerate(prompts)), "services"):
+        for seed, prompt in progress(list(enumerate(prompts)), "services"):
             for rule in RULES:
                 statistics = client.generate(
                     prompt,
@@ -126,7 +125,7 @@ def predict(prompts: list[str], arguments: argparse.Namespace) -> dict[str, Coun
     tokenizer = AutoTokenizer.from_pretrained(models[0]["model"])
     counts: dict[str, list[tuple[float, int, int]]] = {rule: [] for rule in PREDICTED}
     sampling = SamplingParams(arguments.temperature)
-    for seed, prompt in track(list(enumerate(prompts)), "prediction"):
+    for seed, prompt in progress(list(enumerate(prompts)), "prediction"):
         expected = dict.fromkeys(PREDICTED, 0.0)
         blocks = drafted = 0
         run = LocalRun(sampling, arguments.max_tokens, arguments.block_length, "block", seed)

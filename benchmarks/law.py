@@ -28,6 +28,7 @@ import torch
 from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
+from benchmarks.report import progress
 from draftwire.client import Client, Completion
 from draftwire.parameters import PARAMETERS, SamplingParams
 from draftwire.sampling import Span, probabilities_of_spans
@@ -241,7 +242,8 @@ def main() -> None:
         with LocalStack(stack_options(target, drafter)) as stack:
             for rule in arguments.rules:
                 seeds, concurrency = range(arguments.samples), arguments.concurrency
-                completions = list(draw_completions(stack.address, rule, sampling, seeds, concurrency))
+                drawing = draw_completions(stack.address, rule, sampling, seeds, concurrency)
+                completions = list(progress(drawing, rule, len(seeds)))
                 print(json.dumps(asdict(compare(rule, completions, law, concurrency))), flush=True)
 
 

@@ -32,7 +32,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import track
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import AutoTokenizer
@@ -40,7 +39,7 @@ from transformers import AutoTokenizer
 from benchmarks.block_efficiency import Counts, acceptance_rate, block_efficiency, estimate
 from benchmarks.layer_parallel_steps import BLOCK_LENGTH, MODELS, WAYS, cached, measure_steps, with_compared
 from benchmarks.prompts import load_prompts
-from benchmarks.report import write_report
+from benchmarks.report import progress, write_report
 from draftwire.cli.up import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
@@ -281,7 +280,7 @@ def measure_cosine(pair: Pair, arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = [pair.tokenizer(prompt)["input_ids"] for prompt in load_prompts()[: arguments.texts]]
     drafter = pair.drafter(Setting(1, groups_of_size(1, pair.base.num_layers)))
     continuations = []
-    for seed, prompt in track(list(enumerate(prompts)), "texts"):
+    for seed, prompt in progress(list(enumerate(prompts)), "texts"):
         run = LocalRun(SamplingParams(), arguments.text_tokens, BLOCK_LENGTH, "block", seed)
         continuations.append(
             [token for done in speculate(pair.target, drafter, prompt, run) for token in done.token_ids]

@@ -21,10 +21,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from benchmarks.relay import free_port
+from benchmarks.report import progress
 from draftwire.cli.up import embedded_model
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence
@@ -242,7 +242,7 @@ def measure_steps(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     models = {(way, size): model_of(way, base, own, group) for way in ways for size, own in groups.items()}
     times: dict[Cell, Times] = defaultdict(Times)
     texts: dict[CachedModel, list[CachedSequence]] = {}
-    for number in track(range(turns), name):
+    for number in progress(range(turns), name):
         for (way, size), model in models.items():
             torch.set_num_threads(way.threads)
             if model not in texts:

@@ -26,7 +26,7 @@ import grpc
 
 from benchmarks.load import Answer, Ask, complete
 from benchmarks.prompts import load_prompts
-from benchmarks.report import write_report
+from benchmarks.report import progress, write_report
 from draftwire.cli.up import embedded_model
 from draftwire.services.local_stack import LocalStack
 from draftwire.v1 import gateway_pb2_grpc
@@ -139,7 +139,8 @@ def main() -> None:
         results = {}
         for mode, num_speculative_tokens in (("plain", 0), ("speculative", 4)):
             runs = []
-            for _ in range(arguments.repetitions):  # each on services of its own, where no prefix is known yet
+            turns = progress(range(arguments.repetitions), mode)
+            for _ in turns:  # each on services of its own, where no prefix is known yet
                 with LocalStack({**options, "gateway": {}}) as stack:
                     text = long_text(arguments.pair, arguments.prompt_tokens)
                     runs.append(asyncio.run(measure(stack.address, text, num_speculative_tokens, arguments.run_tokens)))

@@ -42,13 +42,12 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from rich.progress import track
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from benchmarks.prompts import load_prompts
-from benchmarks.report import write_report
+from benchmarks.report import progress, write_report
 from draftwire.cli.up import embedded_model, stack_options
 from draftwire.client import Client
 from draftwire.keys import Role, derive_key
@@ -456,13 +455,13 @@ def compare(
     rates: dict[str, dict[str, float]] = {}
     for name, candidates in sweeps.items():
         turns = list(enumerate(prompts * arguments.sweep_repetitions))
-        tried = [measure(candidates, [prompt], task, turn) for turn, prompt in track(turns, name)]
+        tried = [measure(candidates, [prompt], task, turn) for turn, prompt in progress(turns, name)]
         rates[name] = _medians(each for measurements in tried for each in measurements)
     best = {name: max(own, key=lambda number: own[number]) for name, own in rates.items()}
     contestants = running.contestants(int(best[TUNED]), int(best[SPECULATIVE]))
     measurements = [
         each
-        for turn in track(range(arguments.repetitions), label)
+        for turn in progress(range(arguments.repetitions), label)
         for each in measure(contestants, prompts, task, turn)
     ]
     summary = {

@@ -17,11 +17,10 @@ from unittest.mock import patch
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from rich.progress import track
 
 from benchmarks.load import Ask, run_load
 from benchmarks.prompts import load_prompts
-from benchmarks.report import write_report
+from benchmarks.report import progress, write_report
 from draftwire.cli.up import stack_options
 from draftwire.services.local_stack import LocalStack
 
@@ -129,7 +128,7 @@ def main() -> None:
     tried = placements(os.cpu_count() or 1)
     measurements = [
         measurement
-        for placement in track(tried * arguments.repetitions, "placements")
+        for placement in progress(tried * arguments.repetitions, "placements")
         for measurement in measure(placement, arguments)
     ]
     loads = list(dict.fromkeys(each.load for each in measurements))

@@ -9,11 +9,29 @@ import shlex
 import sys
 import time
 import urllib.request
+from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import track
 
 PREFIX = "draftwire:"
+Item = TypeVar("Item")
+
+
+def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
+    """Returns the items, and draws on standard error how many were taken, if that is a terminal.
+
+    Args:
+        items: what is gone through.
+        description: what that is, beside the bar.
+        total: how many there are, where `items` does not know.
+    """
+    if not sys.stderr.isatty():
+        return items
+    return track(items, description, total=total, console=Console(stderr=True), transient=True)
 
 
 def read_metric(port: int, name: str) -> float:

@@ -20,10 +20,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported; its threads share two cores
 
-from rich.progress import track
 from transformers import AutoTokenizer
 
-from benchmarks.report import write_report
+from benchmarks.report import progress, write_report
 from draftwire.automaton import FormCompiler
 from draftwire.cli.up import stack_options
 from draftwire.client import Client, Completion, StructuredOutput
@@ -153,7 +152,7 @@ def is_valid(completion: Completion, task: Task) -> bool:
 def ask(client: Client, task: Task, outputs: int, block_length: int) -> Ways:
     """Asks for one task in all ways."""
     ways, form = Ways(), StructuredOutput.json(task.schema)
-    for seed in track(range(outputs), task.prompt.strip()):
+    for seed in progress(range(outputs), task.prompt.strip()):
         common = {"temperature": 1.0, "seed": seed}
         one = client.generate(task.prompt, structured_output=form, num_speculative_tokens=block_length, **common)
         ways.constrained.append(one)

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.report import write_report
+from benchmarks.report import progress, write_report
 from draftwire.cli.up import embedded_model
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
@@ -118,7 +118,7 @@ def main() -> None:
     torch.set_num_threads(1)
     disable_progress_bar()
     results = {}
-    for layers in arguments.layers:
+    for layers in progress(arguments.layers, "layers"):
         with tempfile.TemporaryDirectory() as folder:
             save_model(folder, layers)
             for shape, steps in measured(folder, arguments).items():

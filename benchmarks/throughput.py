@@ -17,11 +17,10 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from rich.progress import track
 
 from benchmarks.load import Ask, run_load
 from benchmarks.prompts import load_prompts
-from benchmarks.report import read_metric, write_report
+from benchmarks.report import progress, read_metric, write_report
 from draftwire.cli.up import embedded_model
 from draftwire.services.local_stack import LocalStack
 
@@ -74,7 +73,7 @@ def measure_all(arguments: argparse.Namespace) -> Iterator[Measurement]:
     settings = list(product(MODES, arguments.concurrencies))
     with LocalStack(options) as stack:
         measure(stack, prompts[:8], "speculative", 8, 16)
-        for mode, concurrency in track(settings * arguments.repetitions, "throughput"):
+        for mode, concurrency in progress(settings * arguments.repetitions, "throughput"):
             # As many prompts as keep the concurrency up for three rounds of completions.
             yield measure(stack, prompts[: max(4, 3 * concurrency)], mode, concurrency, arguments.max_tokens)
 

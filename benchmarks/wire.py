@@ -34,7 +34,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import track
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -42,7 +41,7 @@ from benchmarks.block_efficiency import PREDICTED, Estimate
 from benchmarks.load import Ask, run_load
 from benchmarks.prompts import load_prompts
 from benchmarks.relay import Relay, free_port
-from benchmarks.report import read_metric, write_report
+from benchmarks.report import progress, read_metric, write_report
 from draftwire.cli.up import embedded_model
 from draftwire.distributions import DenseRows, quantize
 from draftwire.drafting.language_model import LanguageModelDrafter
@@ -313,7 +312,7 @@ def measure_rules(pair: Pair, prompts: list[str], num_tokens: int, block_lengths
         for quantization in (DEFAULT, DENSE):
             runs = [
                 pair.acceptance(prompt, LocalRun(SamplingParams(), num_tokens, block_length, rule, seed), quantization)
-                for seed, prompt in enumerate(track(prompts, f"{rule}, blocks of {block_length}"))
+                for seed, prompt in enumerate(progress(prompts, f"{rule}, blocks of {block_length}"))
             ]
             kinds.append(np.array(runs, dtype=np.float64))
         own, dense = kinds

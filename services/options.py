@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
 
@@ -165,6 +166,7 @@ def _int_or_none(text: str | int) -> int | None:
     return None if str(text).lower() == "none" else int(text)
 
 
+@cache
 def _field_docstrings(config_class: type) -> dict[str, str]:
     """Returns the strings that stand under a class's fields, on one line each."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))

@@ -1,24 +1,47 @@
 """`draftwire`: run the services, and talk to them."""
 
+import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
 
 from draftwire import __version__
+from draftwire.cli.chat import chat
 from draftwire.cli.check_rule import check_rule
+from draftwire.cli.demo import demo
+from draftwire.cli.exits import FAILED, READER_GONE, complain
 from draftwire.cli.generate import generate
 from draftwire.cli.health import health
+from draftwire.cli.models import models
 from draftwire.cli.synth import synth
 from draftwire.cli.token import token
-from draftwire.cli.up import demo, up
+from draftwire.cli.up import up
 from draftwire.errors import DraftwireError
 from draftwire.services.options import SERVICES, refuse_unknown_variables, serve_command
 
+if TYPE_CHECKING:
+    from typer._click import Context  # of which typer's own is a subclass
+
+
+class Commands(TyperGroup):
+    """Ends in silence where whoever reads the output has closed it, as `| head -1` does."""
+
+    def invoke(self, ctx: "Context") -> object:
+        """See `TyperGroup`."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in (sys.stdout, sys.stderr):  # what is left in buffers goes there when Python ends
+                os.dup2(nowhere, stream.fileno())
+            raise typer.Exit(READER_GONE) from error
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Distributed speculative decoding that does not change a single probability.",
 )
@@ -29,6 +52,8 @@ for name in SERVICES:
 app.command()(up)
 app.command()(demo)
 app.command()(generate)
+app.command()(chat)
+app.command()(models)
 app.command()(health)
 app.command()(check_rule)
 app.command()(token)
@@ -49,8 +74,8 @@ def main() -> None:
     try:
         app()
     except DraftwireError as error:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/red] {error}", markup=True, soft_wrap=True)
-        sys.exit(1)
+        complain(error)
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,14 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from draftwire.cli.exits import FAILED, MISUSED, end
 from draftwire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from draftwire.checking import RuleReport
+    from rich.table import Table
 
-FAILED, MISUSED = 1, 2
-"""Exit statuses."""
+    from draftwire.checking import RuleReport
 
 WIDTH = 104
 """Columns of the table; a narrower terminal wraps it rather than lose digits."""
@@ -24,8 +21,8 @@ def check_rule(
         list[str] | None,
         typer.Argument(
             metavar="[NAME]...",
-            help="A rule of the product, or package.module.Attribute of your own. [default: all of the product]",
-            show_default=False,
+            help="A rule of the product, or package.module.Attribute of your own.",
+            show_default="all of the product",
         ),
     ] = None,
 ) -> None:
@@ -34,17 +31,20 @@ def check_rule(
     Small models, random and adversarial, float64, several rounds; decisions are integrated exactly over their random
     numbers. Exits with 1 if a rule is not what it says, with 2 if there is no such rule.
     """
+    from rich.console import Console
+    from rich.markup import escape
+
     try:
         import torch
 
         from draftwire.checking import check, known_rules, load_rule
     except ImportError as error:
-        _misused(f"checking rules needs torch: pip install 'draftwire[services]' ({error})")
+        end(MISUSED, f"checking rules needs torch: pip install 'draftwire[services]' ({error})")
     torch.set_num_threads(1)  # many small tensors
     try:
         rules = [load_rule(name) for name in names or known_rules()]
     except InvalidRequestError as error:
-        _misused(str(error))
+        end(MISUSED, error)
     reports = []
     with Console(stderr=True).status("") as status:
         for rule in rules:
@@ -65,7 +65,10 @@ def check_rule(
         raise typer.Exit(FAILED)
 
 
-def _table(reports: "list[RuleReport]") -> Table:
+def _table(reports: "list[RuleReport]") -> "Table":
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("rule")
     table.add_column("law")
@@ -92,8 +95,3 @@ def _result(report: "RuleReport") -> str:
     if not report.passed:
         return "[red]failed[/red]"
     return "[green]lossless[/green]" if report.is_lossless else "[yellow]lossy, as declared[/yellow]"
-
-
-def _misused(message: str) -> None:
-    Console(stderr=True, highlight=False).print(f"[red]error:[/red] {escape(message)}", soft_wrap=True)
-    raise typer.Exit(MISUSED)

@@ -2,18 +2,24 @@
 
 import os
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from draftwire.cli.tls_options import TlsCa, TlsCert, TlsKey, TlsTargetName
-from draftwire.client.health import check_health
-from draftwire.client.security import Security
 from draftwire.errors import InvalidRequestError
 from draftwire.services.options import SERVICES, settings_of, variable
 
+if TYPE_CHECKING:
+    from draftwire.client.security import Security
+
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
 """Hosts that stand for all addresses of this machine, and one of them."""
+
+
+def service_names(incomplete: str) -> list[str]:
+    """Completes the name of a service."""
+    return [name for name in SERVICES if name.startswith(incomplete)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +27,7 @@ class OwnService:
     """The service that the environment configures, as seen from the same machine."""
 
     address: str
-    security: Security
+    security: "Security"
 
     @classmethod
     def of(cls, service: str, tls_target_name: str | None) -> "OwnService":
@@ -30,6 +36,8 @@ class OwnService:
         It is called with its own certificate. It is believed by `tls_ca`, or by nothing but that very certificate
         where it has no issuer to ask callers for.
         """
+        from draftwire.client.security import Security
+
         own = {
             setting.name: os.environ.get(variable(service, setting.name), setting.default)
             for setting in settings_of(SERVICES[service])
@@ -43,7 +51,9 @@ class OwnService:
 
 
 def health(
-    service: Annotated[str, typer.Argument(help="gateway, verifier or drafter.")] = "gateway",
+    service: Annotated[
+        str, typer.Argument(help="gateway, verifier or drafter.", autocompletion=service_names)
+    ] = "gateway",
     address: Annotated[
         str | None,
         typer.Option(help="host:port. Without it, the service that this environment configures, on this machine."),
@@ -60,6 +70,9 @@ def health(
     Without --address, port and certificates come from the service's own variables, such as DRAFTWIRE_VERIFIER_PORT.
     A probe inside of its container needs --tls-target-name at most, where the certificate does not name the address.
     """
+    from draftwire.client.health import check_health
+    from draftwire.client.security import Security
+
     if service not in SERVICES:
         raise InvalidRequestError(f"unknown service {service!r}; known: {', '.join(sorted(SERVICES))}")
     if address is None and tls_ca is None and tls_cert is None and tls_key is None:

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
+from draftwire.cli.exits import MISUSED, end
 from draftwire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from draftwire.models.synthesis import Shape, SyntheticPair, Trial
+    from rich.console import Console
 
-MISUSED = 2
-"""Exit status."""
+    from draftwire.models.synthesis import Shape, SyntheticPair, Trial
 
 
 class Dtype(StrEnum):
@@ -35,7 +33,7 @@ def synth(
     dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = Dtype.FLOAT32,
     device: Annotated[str, typer.Option(help="Where the pair is made: cpu, cuda:0.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of weights and measured texts.", min=0)] = 0,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. [default: torch's choice]", min=1)] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", show_default="torch's choice", min=1)] = None,
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
 ) -> None:
     """Make a synthetic pair: as fast as real models of the shape, with texts that mean nothing.
@@ -43,6 +41,9 @@ def synth(
     The models are random; the drafter is the target's first layers, and what the further layers add is scaled until the
     two agree as far as wanted on texts of the target's own. Exits with 2 if that cannot be done.
     """
+    from rich.console import Console
+    from rich.markup import escape
+
     console = Console(stderr=True, highlight=False)
     started = time.monotonic()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
@@ -72,8 +73,7 @@ def synth(
             )
             write_pair(pair, out)
     except InvalidRequestError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(MISUSED) from error
+        end(MISUSED, error)
     _print_pair(pair, time.monotonic() - started)
     typer.echo(f"draftwire up --target {out / 'target'} --drafter {out / 'drafter'}")
 
@@ -99,7 +99,7 @@ def _prepare_folder(folder: Path, force: bool) -> None:
         raise InvalidRequestError(f"{folder} cannot be written to: {error}") from error
 
 
-def _print_trial(console: Console, trial: "Trial", started: float) -> None:
+def _print_trial(console: "Console", trial: "Trial", started: float) -> None:
     console.print(
         f"{time.monotonic() - started:6.1f} s  scale {trial.scale:.5f}  agreement {trial.agreement.mean:.3f} "
         f"+- {trial.agreement.standard_error:.3f}",

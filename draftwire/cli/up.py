@@ -7,82 +7,123 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from draftwire.cli.generate import print_statistics
-from draftwire.client import Client
+from draftwire.cli.exits import FAILED, end
 from draftwire.errors import InvalidRequestError
-from draftwire.services.local_stack import LocalStack
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from draftwire.cli.live_table import LiveTable
+    from draftwire.services.local_stack import LocalStack
 
 DEMO_PROMPT = "def merge_sorted(a, b):"
+HTTP_PORT = 8000
+PAGE = f"http://127.0.0.1:{HTTP_PORT}"
+"""Where `up` serves the playground, where nothing else is said."""
 SMALL_MODEL_BYTES = 64 * 2**20
 """Weights of models that one thread runs as fast as several."""
 COLORS = {"drafter": "cyan", "verifier": "magenta", "gateway": "green"}
 
-Target = Annotated[str | None, typer.Option(help="Target model: folder or hub name. [default: the embedded one]")]
-Drafter = Annotated[str | None, typer.Option(help="Draft model: folder or hub name. [default: the embedded one]")]
-Speculative = Annotated[int, typer.Option(help="Draft tokens per round where a request does not say.")]
+Target = Annotated[str | None, typer.Option(help="Target model: folder or hub name.", show_default="the embedded one")]
+Drafter = Annotated[str | None, typer.Option(help="Draft model: folder or hub name.", show_default="the embedded one")]
+Speculative = Annotated[int, typer.Option(min=0, help="Draft tokens per round where a request does not say.")]
+
+
+def _port(text: str) -> Any:
+    return typer.Option(min=0, max=65535, help=text)
 
 
 def up(
     target: Target = None,
     drafter: Drafter = None,
-    port: Annotated[int, typer.Option(help="gRPC port of the gateway.")] = 50051,
-    verifier_port: Annotated[int, typer.Option(help="gRPC port of the verifier.")] = 50052,
-    drafter_port: Annotated[int, typer.Option(help="gRPC port of the drafter.")] = 50053,
+    port: Annotated[int, _port("gRPC port of the gateway.")] = 50051,
+    verifier_port: Annotated[int, _port("gRPC port of the verifier.")] = 50052,
+    drafter_port: Annotated[int, _port("gRPC port of the drafter.")] = 50053,
+    http_port: Annotated[int, _port("HTTP port of the gateway; 0 takes a free one.")] = HTTP_PORT,
     num_speculative_tokens: Speculative = 4,
+    log: Annotated[bool, typer.Option("--log", help="Lines of the services' logs, on a terminal too.")] = False,
 ) -> None:
     """Start drafter, verifier and gateway, and run them until Ctrl-C.
+
+    On a terminal, a table shows what they do; elsewhere, and with --log, the lines of their logs.
 
     Everything else is set by environment variables, such as DRAFTWIRE_VERIFIER_DEVICE=cuda:0; see `draftwire serve
     verifier --help`.
     """
-    console = Console(stderr=True, highlight=False)
     options = stack_options(target, drafter, num_speculative_tokens)
-    options["gateway"]["port"] = port
+    options["gateway"].update(port=port, http_port=http_port)
     options["verifier"].update(port=verifier_port, metrics_port=9052)
     options["drafter"].update(port=drafter_port, metrics_port=9053)
-
-    _interrupt_on_signals()
-    with LocalStack(options, on_log=lambda service, line: _print_log(console, service, line)) as stack:
-        console.print(f'[bold]ready[/bold] on {stack.address}; in another terminal: draftwire generate "{DEMO_PROMPT}"')
-        try:
-            ended = stack.wait()
-        except KeyboardInterrupt:
-            console.print("stopping")
-            return
-    console.print(f"[red]{ended} ended, so everything was stopped[/red]")
-    sys.exit(1)
+    interrupt_on_signals()
+    ended = run_until_stopped(options, shows_table=not log and sys.stderr.isatty())
+    if ended is not None:
+        end(FAILED, f"{ended} ended, so everything was stopped")
 
 
-def demo(
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")] = DEMO_PROMPT,
-    target: Target = None,
-    drafter: Drafter = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    num_speculative_tokens: Speculative = 4,
-) -> None:
-    """Start everything on free ports, stream one completion, print what it took, stop everything."""
-    console = Console(stderr=True, highlight=False)
-    options = stack_options(target, drafter, num_speculative_tokens)
-    _interrupt_on_signals()
+def run_until_stopped(options: dict[str, dict[str, Any]], shows_table: bool) -> str | None:
+    """Runs the services until Ctrl-C.
+
+    Returns:
+        The name of a service that ended by itself; None if the user stopped them.
+
+    Raises:
+        UnavailableError: they did not come up.
+        KeyboardInterrupt: the user stopped them before they had come up.
+    """
+    from rich.console import Console
+
+    from draftwire.services.local_stack import LocalStack
+
+    screen = Screen(Console(stderr=True, highlight=False))
     with ExitStack() as cleanup:
-        with console.status("starting drafter, verifier and gateway"):
-            stack = cleanup.enter_context(LocalStack(options))
-        client = cleanup.enter_context(Client(stack.address))
-        client.generate(prompt, max_tokens=8)  # the first request pays for lazy initialisation
-        stream = client.stream(prompt, max_tokens=max_tokens, temperature=temperature)
-        typer.echo(prompt, nl=False)
-        for piece in stream:
-            typer.echo(piece.text, nl=False)
-        typer.echo()
-        if stream.completion is not None:
-            print_statistics(stream.completion)
+        stack = LocalStack(options, on_log=screen.log)
+        if shows_table:
+            screen.begin_table(cleanup, stack)
+        cleanup.enter_context(stack)
+        screen.say(
+            f"[bold]ready[/bold] on {stack.address}; open [bold]{stack.http_address}[/bold], or in another terminal: "
+            f'draftwire generate "{DEMO_PROMPT}"'
+        )
+        try:
+            return stack.wait()
+        except KeyboardInterrupt:
+            screen.say("stopping")
+            return None
+
+
+class Screen:
+    """Where `up` tells what happens: line by line, or in a table."""
+
+    def __init__(self, console: "Console") -> None:
+        """Tells line by line."""
+        self._console = console
+        self._table: LiveTable | None = None
+
+    def begin_table(self, cleanup: ExitStack, stack: "LocalStack") -> None:
+        """Draws a table from now on, until `cleanup` ends."""
+        from draftwire.cli.live_table import LiveTable
+
+        self._table = cleanup.enter_context(LiveTable(self._console, COLORS))
+        self._table.watch(stack)
+
+    def say(self, markup: str) -> None:
+        """Says something of the whole."""
+        if self._table is None:
+            self._console.print(markup, soft_wrap=True)
+        else:
+            self._table.notice(markup)
+
+    def log(self, service: str, line: Mapping[str, Any]) -> None:
+        """Takes a line of a service's log. Called on any thread."""
+        if self._table is None:
+            self._console.print(_log_text(service, line), soft_wrap=True)
+        else:
+            self._table.take_log(service, line, _log_text(service, line))
 
 
 def stack_options(target: str | None, drafter: str | None, num_speculative_tokens: int) -> dict[str, dict[str, Any]]:
@@ -123,7 +164,7 @@ def embedded_model(name: str) -> str:
     return str(folder)
 
 
-def _interrupt_on_signals() -> None:
+def interrupt_on_signals() -> None:
     """Makes SIGINT and SIGTERM stop the services on the way out. A shell starts background jobs with SIGINT ignored.
 
     Only the first one counts: another must not interrupt the stopping, which takes a bounded time.
@@ -138,9 +179,10 @@ def _interrupt_on_signals() -> None:
         signal.signal(number, interrupt)
 
 
-def _print_log(console: Console, service: str, line: Mapping[str, Any]) -> None:
+def _log_text(service: str, line: Mapping[str, Any]) -> "Text":
+    from rich.text import Text
+
     shown = {key: value for key, value in line.items() if key not in ("event", "level", "timestamp", "service")}
     pairs = " ".join(f"{key}={value}" for key, value in shown.items())
     style = {"warning": "yellow", "error": "red"}.get(str(line.get("level")), "")
-    text = escape(f"{line['event']} {pairs}")
-    console.print(f"[{COLORS[service]}]{service:>8}[/] " + (f"[{style}]{text}[/]" if style else text), soft_wrap=True)
+    return Text.assemble((f"{service:>8}", COLORS[service]), " ", (f"{line['event']} {pairs}", style))

@@ -323,7 +323,7 @@ def test_command_asks_with_the_certificate_of_the_service_where_there_is_tls(ser
 @pytest.mark.parametrize("service", SERVICES)
 def test_command_is_one_that_the_image_has(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[object, ...]] = []
-    monkeypatch.setattr("draftwire.cli.health.check_health", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr("draftwire.client.health.check_health", lambda *arguments: asked.append(arguments))
     probe = render("tp8").container(service)["readinessProbe"]
     assert CliRunner().invoke(app, probe["exec"]["command"][1:]).exit_code == 0
     assert asked[0][1] == f"draftwire.v1.{service.title()}Service"

@@ -142,7 +142,7 @@ def test_client_and_command_line_need_neither_torch_nor_transformers_nor_any_ser
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     )
     loaded = set(python(code))
-    assert "grpc" in loaded
+    assert ("grpc" in loaded) == (module == "draftwire.client")  # the command line starts faster without
     assert loaded & SERVICE_DEPENDENCIES == set()
 
 

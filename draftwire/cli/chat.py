@@ -1,0 +1,197 @@
+"""`draftwire chat`: a conversation."""
+
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from draftwire.cli.connection import Connection
+from draftwire.cli.exits import INTERRUPTED, complain
+from draftwire.cli.option_groups import with_options
+from draftwire.cli.request import Request
+from draftwire.cli.statistics import show_statistics
+from draftwire.cli.writer import Display, TextWriter
+from draftwire.errors import DraftwireError, InvalidRequestError
+
+if TYPE_CHECKING:
+    from draftwire.client import Client, Completion
+
+PROMPT = "> "
+COMMANDS = "/reset begins anew, /stats tells what the last answer took, /exit leaves; Ctrl-C stops an answer"
+
+
+@with_options
+def chat(
+    connection: Connection,
+    request: Request,
+    display: Display,
+    system: Annotated[str | None, typer.Option(help="System message: what the model is told beforehand.")] = None,
+) -> None:
+    """Hold a conversation with the target, through its chat template.
+
+    Standard input may be a pipe: one message per line, and standard output is the answers.
+    """
+    with connection.open() as client:
+        client.wait_ready(connection.wait)
+        conversation = Conversation(client, request.arguments(), system, TextWriter(display))
+        conversation.check()
+        if sys.stdin.isatty():
+            Session(conversation, display).run()
+            return
+        for line in sys.stdin:
+            if line.strip() and not command(conversation, display, line.strip()):
+                conversation.say(line.rstrip("\n"))
+                _end_answer(conversation, display)
+            if conversation.is_over:
+                break
+
+
+class Conversation:
+    """What was said so far, and what says more."""
+
+    def __init__(self, client: "Client", arguments: dict[str, Any], system: str | None, writer: TextWriter) -> None:
+        """Begins."""
+        self._client = client
+        self._arguments = arguments
+        self._system = system
+        self.writer = writer
+        self.messages: list[dict[str, str]] = []
+        self.last: Completion | None = None
+        """What the last answer took; None if there is none, or it was stopped."""
+        self.is_over = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system message."""
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self.last = None
+
+    def check(self) -> None:
+        """Makes sure that the server takes such conversations, before anything is typed.
+
+        Raises:
+            InvalidRequestError: it does not; the message says why, and what may help.
+        """
+        question = [*self.messages, {"role": "user", "content": "Hello"}]
+        nothing = {"max_tokens": 0, "min_tokens": None}
+        try:
+            for _ in self._client.stream(question, **{**self._arguments, **nothing}):
+                pass
+        except InvalidRequestError as error:
+            hint = ": `draftwire generate` continues texts" if "no chat template" in str(error) else ""
+            raise InvalidRequestError(f"{error}{hint}") from error
+
+    def say(self, text: str) -> None:
+        """Says something, and writes the answer as it comes.
+
+        Whatever ends it, both stay in the conversation if any of the answer was shown, and neither if none was.
+
+        Raises:
+            DraftwireError: the server refuses it, or is lost.
+            KeyboardInterrupt: the user stopped it; the server is told.
+        """
+        self.last = None
+        self.messages.append({"role": "user", "content": text})
+        answer = ""
+        stream = None
+        try:
+            stream = self._client.stream(self.messages, token_details=self.writer.is_colored, **self._arguments)
+            for piece in stream:
+                answer += piece.text
+                self.writer.tokens(piece.text, piece.token_texts, piece.sources)
+            self.last = stream.completion
+        except BaseException:
+            if stream is not None:
+                stream.cancel()
+            raise
+        finally:
+            if answer or self.last is not None:
+                self.messages.append({"role": "assistant", "content": answer})
+            else:
+                self.messages.pop()
+
+
+class Session:
+    """A conversation at a terminal."""
+
+    def __init__(self, conversation: Conversation, display: Display) -> None:
+        """Says hello, unless that is not wanted."""
+        self._conversation = conversation
+        self._display = display
+        with suppress(ImportError):  # lines can be edited and called back
+            import readline  # noqa: F401
+        conversation.writer.legend()
+        if not display.quiet:
+            typer.echo(COMMANDS, err=True)
+
+    def run(self) -> None:
+        """Asks and answers until the user leaves.
+
+        Raises:
+            typer.Exit: they left by Ctrl-C.
+        """
+        while not self._conversation.is_over:
+            try:
+                text = _ask()
+            except EOFError:
+                typer.echo(err=True)
+                return
+            except KeyboardInterrupt as stopped:
+                typer.echo(err=True)
+                raise typer.Exit(INTERRUPTED) from stopped
+            if text.strip() and not command(self._conversation, self._display, text.strip()):
+                self._answer(text)
+
+    def _answer(self, text: str) -> None:
+        try:
+            self._conversation.say(text)
+        except KeyboardInterrupt:
+            self._conversation.writer.text("\n")
+            typer.echo("(stopped)", err=True)
+        except DraftwireError as error:
+            complain(error)
+        else:
+            _end_answer(self._conversation, self._display)
+
+
+def command(conversation: Conversation, display: Display, text: str) -> bool:
+    """Does what a line with a command says; returns False if it is none, but a message."""
+    match text:
+        case "/exit" | "/quit":
+            conversation.is_over = True
+        case "/reset":
+            conversation.reset()
+        case "/stats" if conversation.last is None:
+            typer.echo("there is no answer to tell of", err=True)
+        case "/stats" if conversation.last is not None:
+            show_statistics(conversation.last, Display(display.color, display.no_color, stats=True))
+        case "/help":
+            typer.echo(COMMANDS, err=True)
+        case _ if text.startswith("/") and text[1:].isalpha():
+            typer.echo(f"unknown command {text}: {COMMANDS}", err=True)
+        case _:
+            return False
+    return True
+
+
+def _end_answer(conversation: Conversation, display: Display) -> None:
+    conversation.writer.text("\n")
+    if conversation.last is not None:
+        show_statistics(conversation.last, display)
+
+
+def _ask() -> str:
+    """Returns what the user types; the prompt never gets into an output that is no terminal.
+
+    Raises:
+        EOFError: Ctrl-D.
+    """
+    if sys.stdout.isatty():
+        return input(PROMPT)
+    sys.stderr.write(PROMPT)
+    sys.stderr.flush()
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\n")

@@ -1,0 +1,58 @@
+"""Options of the commands that talk to a gateway, and the client that they make."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftwire.cli.exits import NOT_NOW, end
+from draftwire.cli.tls_options import TlsCa, TlsCert, TlsKey, TlsTargetName
+from draftwire.errors import NoRoomError, UnavailableError
+from draftwire.services.options import ADDRESS_VARIABLE, TOKEN_VARIABLE
+
+if TYPE_CHECKING:
+    from draftwire.client import Client
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+"""The client's own default, which cannot be read without importing gRPC."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Where the gateway is, and who calls it."""
+
+    address: Annotated[
+        str, typer.Option(envvar=ADDRESS_VARIABLE, help="host:port of the gateway, or of several, by commas.")
+    ] = DEFAULT_ADDRESS
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    tls_target_name: TlsTargetName = None
+    token: Annotated[
+        str | None,
+        typer.Option(envvar=TOKEN_VARIABLE, help="Bearer token; the variable hides it from other users."),
+    ] = None
+    wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the gateway to come up.")] = 5.0
+
+    @contextmanager
+    def open(self) -> "Iterator[Client]":
+        """Connects, and closes. Where a gateway is not there, or full, the command ends with a status of its own.
+
+        Raises:
+            typer.Exit: see above.
+        """
+        from draftwire.client import Client
+
+        security = {
+            "tls_ca": self.tls_ca,
+            "tls_cert": self.tls_cert,
+            "tls_key": self.tls_key,
+            "tls_target_name": self.tls_target_name,
+        }
+        with Client(self.address, **security, token=self.token) as client:
+            try:
+                yield client
+            except (UnavailableError, NoRoomError) as error:
+                end(NOT_NOW, error)

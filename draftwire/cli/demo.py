@@ -1,0 +1,45 @@
+"""`draftwire demo`: all of it once, with the embedded pair."""
+
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+
+from draftwire.cli.generate import write_completions
+from draftwire.cli.option_groups import with_options
+from draftwire.cli.up import DEMO_PROMPT, PAGE, Drafter, Speculative, Target, interrupt_on_signals, stack_options
+from draftwire.cli.writer import Display, TextWriter
+
+
+@with_options
+def demo(
+    display: Display,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")] = DEMO_PROMPT,
+    target: Target = None,
+    drafter: Drafter = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    num_speculative_tokens: Speculative = 4,
+) -> None:
+    """Start everything on free ports, stream one completion, print what it took, stop everything."""
+    from rich.console import Console
+
+    from draftwire.client import Client
+    from draftwire.services.local_stack import LocalStack
+
+    console = Console(stderr=True, highlight=False)
+    writer = TextWriter(display)
+    options = stack_options(target, drafter, num_speculative_tokens)
+    interrupt_on_signals()
+    with ExitStack() as cleanup:
+        with console.status("starting drafter, verifier and gateway"):
+            stack = cleanup.enter_context(LocalStack(options))
+        client = cleanup.enter_context(Client(stack.address))
+        client.generate(prompt, max_tokens=8)  # the first request pays for lazy initialisation
+        stream = client.stream(prompt, max_tokens=max_tokens, temperature=temperature, token_details=writer.is_colored)
+        write_completions(stream, prompt, writer, display, is_single=True)
+    if not display.quiet:
+        console.print(
+            f"next: [bold]draftwire up[/bold], then open {PAGE}, or in another terminal: draftwire generate",
+            soft_wrap=True,
+        )

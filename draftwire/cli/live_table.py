@@ -1,0 +1,147 @@
+"""The three services at a glance, while they run: a table that changes, and the last lines of their logs."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from draftwire.cli.service_metrics import History, fetch
+from draftwire.services.local_stack import LocalStack
+
+REFRESHES_PER_SECOND = 2
+NUM_LOG_LINES = 8
+NUM_OTHER_LINES = 10
+"""Table, notice and what is between them, where the notice takes two lines and the cursor one."""
+STATE_WIDTH = 11
+"""Columns of the longest state, so that the table does not move when one changes."""
+HEADINGS = (
+    "service",
+    "state",
+    "sessions",
+    "requests",
+    "tokens/s",
+    "acceptance\nrate",
+    "block\nefficiency",
+    "draft\nblocks/s",
+    "KV cache\nuse",
+)
+
+
+@dataclass(slots=True)
+class Row:
+    """One service."""
+
+    name: str
+    state: str = "starting"
+    since: float = field(default_factory=time.monotonic)
+    """When it began to start, by `time.monotonic`."""
+    is_serving: bool = False
+    history: History = field(default_factory=History)
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Learns from a line of the service's log what it is doing."""
+        match str(line["event"]).removeprefix(f"{self.name}."):
+            case "weights_read":
+                self.state = f"reading {float(line.get('share', 0.0)):.0%}"
+            case "server_started":
+                self.state, self.is_serving = "serving", True
+            case "server_failed":
+                self.state, self.is_serving = "failed", False
+            case "server_stopped":
+                self.state, self.is_serving = "stopped", False
+
+    def cells(self) -> list[str]:
+        """Returns what the table shows of it; empty where it has no such number."""
+        told = self.history
+        state = self.state
+        if state == "starting":
+            state += f" {time.monotonic() - self.since:.0f} s"
+        return [
+            self.name,
+            state,
+            _shown(told.value("num_sessions", "num_requests_running"), "{:.0f}"),
+            _shown(told.value("requests"), "{:.0f}"),
+            _shown(told.rate("generation_tokens"), "{:.1f}"),
+            _shown(told.ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"), "{:.3f}"),
+            _shown(told.ratio("generation_tokens", "target_passes"), "{:.2f}"),
+            _shown(told.rate("blocks_sent"), "{:.1f}"),
+            _shown(told.value("kv_cache_usage_perc"), "{:.1%}"),
+        ]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+class LiveTable:
+    """Draws on standard error while it is entered; gives the terminal back as it was."""
+
+    def __init__(self, console: Console, colors: Mapping[str, str]) -> None:
+        """Draws nothing yet. `colors` are those of the services, by name."""
+        self._console = console
+        self._colors = colors
+        self._rows = {name: Row(name) for name in ("drafter", "verifier", "gateway")}
+        self._lines: deque[Text] = deque(maxlen=NUM_LOG_LINES)
+        self._notice = Text()
+        self._stack: LocalStack | None = None
+        self._is_over = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._live = Live(
+            console=console, get_renderable=self.render, refresh_per_second=REFRESHES_PER_SECOND, screen=False
+        )
+
+    def __enter__(self) -> "LiveTable":
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._live.stop()
+
+    def take_log(self, service: str, line: Mapping[str, Any], shown: Text) -> None:
+        """Takes a line of a service's log, as data and as it is shown. Called on any thread."""
+        self._rows[service].take(line)
+        shown.no_wrap, shown.overflow = True, "ellipsis"  # so that a line stays a line
+        self._lines.append(shown)
+
+    def watch(self, stack: LocalStack) -> None:
+        """Reads the services' numbers from now on."""
+        self._stack = stack
+        self._reader.start()
+
+    def notice(self, markup: str) -> None:
+        """Shows a line between table and log."""
+        self._notice = Text.from_markup(markup)
+
+    def render(self) -> Group:
+        """Returns what is drawn: not more than the terminal has room for."""
+        table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
+        for heading in HEADINGS:
+            is_text = heading in ("service", "state")
+            width = STATE_WIDTH if heading == "state" else None
+            table.add_column(heading, justify="left" if is_text else "right", no_wrap=True, min_width=width)
+        for row in self._rows.values():
+            name, state, *numbers = row.cells()
+            style = "green" if row.is_serving else "yellow"
+            table.add_row(Text(name, self._colors[name]), Text(state, style), *numbers)
+        room = max(0, self._console.height - NUM_OTHER_LINES)
+        newest = list(self._lines)[max(0, len(self._lines) - room) :]
+        return Group(table, Text(), self._notice, Text(), *newest)
+
+    def _read(self) -> None:
+        assert self._stack is not None
+        while not self._is_over.wait(1.0 / REFRESHES_PER_SECOND):
+            for name, service in list(self._stack.services.items()):
+                samples = fetch(service.metrics_port) if service.metrics_port else None
+                if samples is not None:
+                    self._rows[name].history.add(samples)

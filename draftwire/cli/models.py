@@ -1,0 +1,111 @@
+"""`draftwire models`: what a gateway serves."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from draftwire.cli.connection import Connection
+from draftwire.cli.option_groups import with_options
+
+COLUMNS = ("role", "name", "dtype", "context", "vocabulary", "revision")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as its service describes it."""
+
+    name: str
+    revision: str
+    dtype: str
+    vocab_size: int
+    context_length: int
+    stop_token_ids: list[int]
+    weights_fingerprint: str
+
+    @classmethod
+    def of(cls, description: Any) -> "Model":
+        """Reads a `ModelDescription` of the protos, which the command line does not import."""
+        return cls(
+            description.name,
+            description.revision,
+            description.dtype,
+            description.vocab_size,
+            description.context_length,
+            list(description.stop_token_ids),
+            description.weights_fingerprint.hex(),
+        )
+
+    def cells(self, role: str) -> tuple[str, ...]:
+        """Returns a row of the table."""
+        sizes = (str(self.context_length), str(self.vocab_size))
+        return (role, self.name, self.dtype, *sizes, self.revision or "-")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A gateway as it describes itself."""
+
+    target: Model
+    drafters: list[Model]
+    num_speculative_tokens: int
+    max_speculative_tokens: int
+    rejection_sample_methods: list[str]
+    lossy_rejection_sample_methods: list[str]
+
+    @classmethod
+    def of(cls, response: Any) -> "Server":
+        """Reads a `GetServerResponse` of the protos."""
+        return cls(
+            Model.of(response.target),
+            [Model.of(drafter) for drafter in response.drafters],
+            response.num_speculative_tokens,
+            response.max_speculative_tokens,
+            list(response.rejection_sample_methods),
+            list(response.lossy_rejection_sample_methods),
+        )
+
+
+@with_options
+def models(
+    connection: Connection,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """List the models that answer at a gateway, its defaults, and the verification rules that it offers."""
+    with connection.open() as client:
+        client.wait_ready(connection.wait)
+        server = Server.of(client.server())
+    if as_json:
+        typer.echo(json.dumps(asdict(server), indent=2))
+        return
+    rows = [server.target.cells("target"), *(drafter.cells("drafter") for drafter in server.drafters)]
+    if sys.stdout.isatty():
+        _print_table(rows)
+    else:
+        _print_aligned(rows)
+    lossy = server.lossy_rejection_sample_methods
+    rules = [name + (" (lossy)" if name in lossy else "") for name in server.rejection_sample_methods]
+    typer.echo(f"draft tokens per round: {server.num_speculative_tokens}, at most {server.max_speculative_tokens}")
+    typer.echo(f"rules, the default first: {', '.join(rules)}")
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in COLUMNS:
+        table.add_column(heading, justify="right" if heading in ("context", "vocabulary") else "left")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console(highlight=False).print(table)
+
+
+def _print_aligned(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    for row in (COLUMNS, *rows):
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())

@@ -1,0 +1,75 @@
+"""Options that say what is asked for: of every command that asks for texts."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from draftwire.errors import InvalidRequestError
+from draftwire.rules import RULE_FACTS
+
+if TYPE_CHECKING:
+    from draftwire.structured_output import StructuredOutput
+
+
+def rule_names(incomplete: str) -> list[str]:
+    """Completes the name of a verification rule."""
+    return [name for name in RULE_FACTS if name.startswith(incomplete)]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for; where nothing is said, the server decides."""
+
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens to generate.", show_default="128; in a chat, what the context leaves"),
+    ] = None
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the server's default is 1.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Keep tokens this likely beside the most likely one.")] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: avoid tokens of the text.")] = None
+    presence_penalty: Annotated[float | None, typer.Option(help="Above 0: avoid generated tokens.")] = None
+    frequency_penalty: Annotated[float | None, typer.Option(help="Above 0: avoid them more each time.")] = None
+    min_tokens: Annotated[int | None, typer.Option(help="No stop token before so many tokens.")] = None
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, readable=True, help="Make JSON of the schema in this file."),
+    ] = None
+    regex: Annotated[str | None, typer.Option(help="Make a text that matches this expression, all of it.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the model's stop tokens.")] = False
+    seed: Annotated[int | None, typer.Option(help="Make the run repeatable.")] = None
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft tokens per round; 0 is plain.")] = None
+    rejection_sample_method: Annotated[
+        str | None, typer.Option(help="block, token, coupled, or typical (lossy).", autocompletion=rule_names)
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns it as arguments of `Client.stream`.
+
+        Raises:
+            InvalidRequestError: two of them exclude each other, or a file cannot be read.
+        """
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        del given["json_schema"], given["regex"]
+        return {**given, "stop": self.stop or (), "structured_output": self._form()}
+
+    def _form(self) -> "StructuredOutput | None":
+        from draftwire.structured_output import StructuredOutput
+
+        if self.json_schema is not None and self.regex is not None:
+            raise InvalidRequestError("--json-schema and --regex exclude each other")
+        if self.json_schema is not None:
+            return StructuredOutput.json(_read(self.json_schema))
+        return None if self.regex is None else StructuredOutput.regex(self.regex)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise InvalidRequestError(f"--json-schema: {path} cannot be read: {reason}") from error

@@ -1,0 +1,106 @@
+"""What a completion took, on standard error: one line, or a table."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from draftwire.cli.colors import ColorWhen
+from draftwire.cli.writer import Display
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from draftwire.client import Completion
+
+BAR_WIDTH = 20
+"""Columns of a bar that stands for the whole."""
+
+
+def show_statistics(completion: "Completion", display: Display) -> None:
+    """Shows what a completion took as the user wants it, and always what they must know of the text."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, no_color=True if display.when is ColorWhen.NEVER else None)
+    if display.stats:
+        _print_table(console, completion)
+    elif not display.quiet:
+        console.print(f"[dim]{summary(completion)}[/dim]", soft_wrap=True)
+    _warn(console, completion)
+
+
+def summary(completion: "Completion") -> str:
+    """Returns one line: tokens, tokens/s, block efficiency, acceptance rate, rounds, rule, seed."""
+    return (
+        f"{completion.statistics.num_generated_tokens} tokens · {completion.tokens_per_second:.1f} tokens/s · "
+        f"block efficiency {completion.block_efficiency:.2f} · acceptance rate {completion.acceptance_rate:.3f} · "
+        f"{completion.statistics.num_rounds} rounds · rule {completion.rejection_sample_method} · "
+        f"seed {completion.seed}"
+    )
+
+
+def _warn(console: "Console", completion: "Completion") -> None:
+    from rich.markup import escape
+
+    if completion.is_lossy:
+        name = escape(completion.rejection_sample_method)
+        console.print(f"[yellow]{name} is lossy: the text is not distributed as the target's[/yellow]", soft_wrap=True)
+    if completion.drafter_error:
+        reason = escape(completion.drafter_error)
+        console.print(f"[yellow]went on without the drafter: {reason}[/yellow]", soft_wrap=True)
+
+
+def _print_table(console: "Console", completion: "Completion") -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    mark = "#" if console.options.ascii_only else "█"
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True, overflow="crop")
+    for name, value in _numbers(completion):
+        table.add_row(name, value)
+    for label, shares in (("accepted at", _by_position(completion)), ("time in", _by_part(completion))):
+        for name, value, share in shares:
+            bar = Text(mark * round(BAR_WIDTH * share), style="green" if label == "accepted at" else "magenta")
+            table.add_row(f"{label} {name}", value, bar)
+    console.print(table)
+
+
+def _numbers(completion: "Completion") -> Iterator[tuple[str, str]]:
+    statistics = completion.statistics
+    yield "tokens", str(statistics.num_generated_tokens)
+    yield "tokens/s", f"{completion.tokens_per_second:.1f}"
+    yield "time to first token", f"{statistics.time_to_first_token_us / 1e3:.1f} ms"
+    yield "rounds", str(statistics.num_rounds)
+    yield "block efficiency", f"{completion.block_efficiency:.2f}"
+    accepted = f"{statistics.num_accepted_tokens} of {statistics.num_draft_tokens}"
+    yield "draft tokens accepted", accepted
+    yield "acceptance rate", f"{completion.acceptance_rate:.3f}"
+    yield "cached prompt tokens", f"{statistics.num_cached_prompt_tokens} of {statistics.num_prompt_tokens}"
+    yield "lost drafters", str(statistics.num_drafters_lost)
+    yield "lost verifiers", str(statistics.num_verifiers_lost)
+    yield "rule", completion.rejection_sample_method
+    yield "seed", str(completion.seed)
+
+
+def _by_position(completion: "Completion") -> Iterator[tuple[str, str, float]]:
+    """Yields of each position of a block in how large a share of the blocks its token was accepted."""
+    num_blocks = max(1, completion.statistics.num_drafts)
+    for position, count in enumerate(completion.statistics.num_accepted_tokens_per_pos, 1):
+        share = count / num_blocks
+        yield f"position {position}", f"{share:.3f}", share
+
+
+def _by_part(completion: "Completion") -> Iterator[tuple[str, str, float]]:
+    """Yields the parts of the time from the request's arrival to its last token."""
+    statistics = completion.statistics
+    parts = {
+        "draft": statistics.draft_duration_us,
+        "calibration": statistics.calibration_duration_us,
+        "verify": statistics.verify_duration_us,
+        "queue": statistics.queue_duration_us,
+    }
+    total = max(statistics.duration_us, sum(parts.values()), 1)
+    parts["rest"] = total - sum(parts.values())
+    for name, duration_us in parts.items():
+        yield name, f"{duration_us / 1e3:.1f} ms", duration_us / total

@@ -1,0 +1,82 @@
+"""Runs commands on a terminal of their own, as a user does."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from types import TracebackType
+
+SGR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Terminal:
+    """A command of ours whose standard input, output and error are a terminal; what it shows is in `shown`."""
+
+    def __init__(self, *arguments: str, rows: int = 40, columns: int = 120, **environment: str) -> None:
+        """Starts it. Variables about colours that the tests run with are left out."""
+        inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+        self._own, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "draftwire.cli", *arguments],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env={**inherited, "TERM": "xterm-256color", **environment},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that a typed Ctrl-C is a signal
+        )
+        os.close(terminal)
+        self.shown = ""
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._own)
+
+    @property
+    def text(self) -> str:
+        """What was shown, without colours and with plain line ends."""
+        return SGR.sub("", self.shown).replace("\r\n", "\n")
+
+    def wait_for(self, text: str, seconds: float = 60.0, after: int = 0) -> None:
+        """Reads until a text is shown, behind so many characters."""
+        deadline = time.monotonic() + seconds
+        while text not in self.shown[after:]:
+            assert time.monotonic() < deadline, f"{text!r} is not in {self.shown[after:]!r}"
+            assert self._read(), f"{text!r} is not in {self.shown[after:]!r}, and the command has ended"
+
+    def type(self, keys: str) -> None:
+        """Presses keys; "\\x03" is Ctrl-C, "\\x04" Ctrl-D."""
+        os.write(self._own, keys.encode())
+
+    def wait(self, seconds: float = 60.0) -> int:
+        """Reads to the end and returns the exit status."""
+        deadline = time.monotonic() + seconds
+        while self._read():
+            assert time.monotonic() < deadline, f"it does not end: {self.shown!r}"
+        return self.process.wait(10.0)
+
+    def _read(self) -> bool:
+        """Reads what there is, for a short time; returns False at the end."""
+        ready, _, _ = select.select([self._own], [], [], 0.2)
+        if not ready:
+            return self.process.poll() is None or bool(select.select([self._own], [], [], 0.0)[0])
+        try:
+            read = os.read(self._own, 65536)
+        except OSError:  # Linux says so at the end
+            return False
+        self.shown += read.decode(errors="replace")
+        return bool(read)

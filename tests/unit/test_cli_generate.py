@@ -1,0 +1,238 @@
+"""`draftwire generate`: exactly the text for programs, colours for people, and what it took beside it."""
+
+import io
+import re
+from collections.abc import Iterator
+
+import pytest
+from cli_fakes import ROUNDS, TEXT, FakeClient, completion
+from typer.testing import CliRunner, Result
+
+from draftwire.cli.__main__ import app
+from draftwire.cli.statistics import show_statistics, summary
+from draftwire.cli.writer import Display, TextWriter
+from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
+
+SGR = re.compile(r"\x1b\[[0-9;]*m")
+SHOWN = TEXT.replace("\x1b", "␛")
+
+
+@pytest.fixture(autouse=True)
+def _no_color_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "DRAFTWIRE_ADDRESS", "DRAFTWIRE_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
+    fake = FakeClient()
+    monkeypatch.setattr("draftwire.client.Client", fake)
+    return fake
+
+
+def generate(*arguments: str, **environment: str) -> Result:
+    return CliRunner(env=environment).invoke(app, ["generate", "def", *arguments])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--quiet"], ["--stats"], ["--no-color"], ["--color", "never"]])
+def test_what_is_piped_is_exactly_the_text_and_one_newline(client: FakeClient, arguments: list[str]) -> None:
+    result = generate(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout_bytes == f"def{TEXT}\n".encode()
+    assert client.asked[0][1]["token_details"] is False
+
+
+@pytest.mark.parametrize("setting", ["--color=always", "FORCE_COLOR"])
+def test_colors_ask_for_details_and_paint_each_token_by_its_source(client: FakeClient, setting: str) -> None:
+    result = generate(setting) if setting.startswith("--") else generate(**{setting: "1"})
+    assert client.asked[0][1]["token_details"] is True
+    assert SGR.sub("", result.stdout) == f"def{SHOWN}\n"
+    assert "\x1b[38;5;29mb\x1b[0m\n\x1b[38;5;29mcdé\x1b[0m" in result.stdout
+    assert "\x1b[4;38;5;163me␛[31m\x1b[0m" in result.stdout
+    assert "\x1b[1;38;5;63mf\x1b[0m" in result.stdout
+    assert "\x1b[3;38;5;243m a\x1b[0m" in result.stdout
+    assert result.stdout.startswith("def\x1b[3;")
+
+
+def test_no_color_variable_is_stronger_than_force_color(client: FakeClient) -> None:
+    assert generate(FORCE_COLOR="1", NO_COLOR="1").stdout == f"def{TEXT}\n"
+
+
+def test_one_line_tells_what_it_took_and_legend_is_for_colors_alone(client: FakeClient) -> None:
+    line = (
+        "6 tokens · 60.0 tokens/s · block efficiency 2.00 · acceptance rate 0.750 · 3 rounds · rule block · seed 123\n"
+    )
+    assert generate().stderr == line
+    assert generate("--quiet").stderr == ""
+    assert SGR.sub("", generate("--color=always").stderr).splitlines()[0] == (
+        "accepted · recovered (in place of a draft token) · bonus (after a whole block) · plain"
+    )
+    assert generate("--color=always", "--quiet").stderr == ""
+
+
+def test_table_tells_all_that_is_known_with_bars_of_the_right_length(client: FakeClient) -> None:
+    lines = [line.rstrip() for line in generate("--stats", COLUMNS="100").stderr.splitlines()]
+    rows = {re.split(r"  +", line)[0]: re.split(r"  +", line)[1:] for line in lines}
+    assert rows == {
+        "tokens": ["6"],
+        "tokens/s": ["60.0"],
+        "time to first token": ["12.3 ms"],
+        "rounds": ["3"],
+        "block efficiency": ["2.00"],
+        "draft tokens accepted": ["3 of 4"],
+        "acceptance rate": ["0.750"],
+        "cached prompt tokens": ["2 of 7"],
+        "lost drafters": ["1"],
+        "lost verifiers": ["0"],
+        "rule": ["block"],
+        "seed": ["123"],
+        "accepted at position 1": ["1.000", "█" * 20],
+        "accepted at position 2": ["0.500", "█" * 10],
+        "time in draft": ["40.0 ms", "█" * 8],
+        "time in calibration": ["20.0 ms", "█" * 4],
+        "time in verify": ["25.0 ms", "█" * 5],
+        "time in queue": ["5.0 ms", "█"],
+        "time in rest": ["10.0 ms", "█" * 2],
+    }
+    assert not any("tokens ·" in line for line in lines)
+
+
+def test_parts_that_overlap_leave_no_negative_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    show_statistics(completion(verify_duration_us=90_000), Display(stats=True))
+    assert re.search(r"time in rest +0\.0 ms", capsys.readouterr().err)
+
+
+def test_nothing_drafted_divides_by_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "num_accepted_tokens_per_pos": []}
+    plain = completion(**nothing, duration_us=0, draft_duration_us=0)
+    show_statistics(plain, Display(stats=True))
+    assert "acceptance rate 0.000" in summary(plain)
+    assert "position" not in capsys.readouterr().err
+
+
+def test_what_the_user_must_know_of_the_text_is_said_even_quietly(capsys: pytest.CaptureFixture[str]) -> None:
+    show_statistics(completion(is_lossy=True, drafter_error="gone [x]"), Display(quiet=True))
+    told = capsys.readouterr().err
+    assert "block is lossy" in told
+    assert "went on without the drafter: gone [x]" in told
+
+
+@pytest.mark.parametrize(("color", "text"), [("never", TEXT), ("always", SHOWN)])
+def test_several_completions_come_one_after_the_other(client: FakeClient, color: str, text: str) -> None:
+    shown = generate("-n", "2", "--color", color).stdout
+    assert (SGR.sub("", shown) if color == "always" else shown) == (f"choice 0:\ndef{text}\nchoice 1:\ndef{text}\n")
+    assert shown.count("\x1b[1;38;5;63mf") == (2 if color == "always" else 0)
+    assert client.asked[0][1]["num_choices"] == 2
+
+
+def test_terminal_without_colors_still_obeys_nothing_in_the_text() -> None:
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    writer = TextWriter(Display(no_color=True), screen)
+    writer.text("a\x1b[2J")
+    writer.tokens("b\x1b[2J", None, [])
+    assert screen.getvalue() == "a␛[2Jb␛[2J"
+
+
+def test_every_option_of_a_request_reaches_the_gateway(client: FakeClient) -> None:
+    given = {
+        "--max-tokens": 5,
+        "--temperature": 0.5,
+        "--top-k": 3,
+        "--top-p": 0.9,
+        "--min-p": 0.1,
+        "--repetition-penalty": 1.1,
+        "--presence-penalty": 0.2,
+        "--frequency-penalty": 0.3,
+        "--min-tokens": 2,
+        "--seed": 9,
+        "--num-speculative-tokens": 7,
+        "--rejection-sample-method": "token",
+    }
+    words = [word for name, value in given.items() for word in (name, str(value))]
+    result = generate(*words, "--stop", "x", "--stop", "y", "--ignore-eos", "--regex", "a+", "--wait", "2.5")
+    assert result.exit_code == 0, result.output
+    prompt, asked = client.asked[0]
+    assert prompt == "def"
+    assert {f"--{name.replace('_', '-')}": value for name, value in asked.items()}.items() >= given.items()
+    assert asked["stop"] == ["x", "y"]
+    assert asked["ignore_eos"] is True
+    assert asked["structured_output"].texts == ("a+",)
+    assert asked["wait_for_server_s"] == 2.5
+
+
+def test_defaults_are_left_to_the_server(client: FakeClient) -> None:
+    generate()
+    asked = client.asked[0][1]
+    said = {name: value for name, value in asked.items() if value is not None}
+    assert said == {
+        "max_tokens": 128,
+        "stop": (),
+        "ignore_eos": False,
+        "num_choices": 1,
+        "token_details": False,
+        "wait_for_server_s": 5.0,
+    }
+
+
+def test_connection_comes_from_options_and_variables(client: FakeClient) -> None:
+    generate("--token", "secret", DRAFTWIRE_ADDRESS="there:1", DRAFTWIRE_TLS_CA="ca.pem")
+    nothing = {"tls_cert": None, "tls_key": None, "tls_target_name": None}
+    assert client.opened_with == ("there:1", {"tls_ca": "ca.pem", "token": "secret", **nothing})
+
+
+def test_default_address_is_the_clients_own() -> None:
+    from draftwire.cli.connection import DEFAULT_ADDRESS
+    from draftwire.client import sync
+
+    assert DEFAULT_ADDRESS == sync.DEFAULT_ADDRESS
+
+
+@pytest.mark.parametrize("error", [UnavailableError("nobody\nis there"), NoRoomError("full [1]")])
+def test_gateway_that_cannot_serve_now_has_a_status_of_its_own(client: FakeClient, error: Exception) -> None:
+    client.fails = [(0, error)]
+    result = generate()
+    assert result.exit_code == 3
+    assert result.stderr == f"error: {str(error).replace(chr(10), ' ')}\n"
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("temperature"), UnauthenticatedError("no token")])
+def test_errors_that_waiting_does_not_help_against_go_on_to_status_1(client: FakeClient, error: Exception) -> None:
+    """`main` prints them and ends with 1; see the end-to-end tests."""
+    client.fails = [(0, error)]
+    assert generate().exception is error
+
+
+def test_interrupt_ends_with_130_and_what_was_shown_stays(client: FakeClient) -> None:
+    client.fails = [(len(ROUNDS) - 1, KeyboardInterrupt())]
+    result = generate()
+    assert result.exit_code == 130
+    assert result.stdout.startswith("def ab\nc")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--json-schema", "/nowhere/at/all"], 2),
+        (["--json-schema", "/"], 2),
+        (["--max-tokens", "many"], 2),
+        (["--wait", "-1"], 2),
+        (["--color", "mauve"], 2),
+        (["--nonsense"], 2),
+    ],
+)
+def test_wrong_usage_ends_with_2_before_anything_is_asked(
+    client: FakeClient, arguments: list[str], status: int
+) -> None:
+    result = generate(*arguments)
+    assert result.exit_code == status
+    assert client.asked == []
+
+
+def test_two_forms_and_files_without_text_are_refused(client: FakeClient, tmp_path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidRequestError, match="exclude each other"):
+        raise generate("--json-schema", str(schema), "--regex", "a").exception
+    with pytest.raises(InvalidRequestError, match=r"schema\.json cannot be read: it is no UTF-8"):
+        raise generate("--json-schema", str(schema)).exception

@@ -1,0 +1,87 @@
+"""`draftwire models`: the same facts for people, for shells and for programs."""
+
+import json
+import os
+import pty
+import sys
+from collections.abc import Iterator
+
+import pytest
+from cli_fakes import FakeClient
+from typer.testing import CliRunner
+
+from draftwire.cli.__main__ import app
+from draftwire.v1 import gateway_pb2, model_pb2
+
+SERVER = gateway_pb2.GetServerResponse(
+    target=model_pb2.ModelDescription(
+        name="large [x]",
+        dtype="bfloat16",
+        revision="abc",
+        vocab_size=1000,
+        context_length=4096,
+        stop_token_ids=[2, 3],
+        weights_fingerprint=b"\x01\xff",
+    ),
+    drafters=[
+        model_pb2.ModelDescription(name="small", dtype="float32", vocab_size=1000, context_length=512),
+        model_pb2.ModelDescription(name="smaller", dtype="float32", vocab_size=1000, context_length=64),
+    ],
+    num_speculative_tokens=4,
+    max_speculative_tokens=16,
+    rejection_sample_methods=["block", "typical"],
+    lossy_rejection_sample_methods=["typical"],
+)
+
+
+@pytest.fixture(autouse=True)
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
+    fake = FakeClient()
+    fake.answer = SERVER
+    monkeypatch.setattr("draftwire.client.Client", fake)
+    return fake
+
+
+def test_pipe_gets_aligned_columns_and_the_defaults() -> None:
+    result = CliRunner().invoke(app, ["models"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        "role     name       dtype     context  vocabulary  revision",
+        "target   large [x]  bfloat16  4096     1000        abc",
+        "drafter  small      float32   512      1000        -",
+        "drafter  smaller    float32   64       1000        -",
+        "draft tokens per round: 4, at most 16",
+        "rules, the default first: block, typical (lossy)",
+    ]
+
+
+def test_json_has_every_fact() -> None:
+    described = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
+    assert described["target"] == {
+        "name": "large [x]",
+        "revision": "abc",
+        "dtype": "bfloat16",
+        "vocab_size": 1000,
+        "context_length": 4096,
+        "stop_token_ids": [2, 3],
+        "weights_fingerprint": "01ff",
+    }
+    assert [drafter["name"] for drafter in described["drafters"]] == ["small", "smaller"]
+    assert (described["num_speculative_tokens"], described["max_speculative_tokens"]) == (4, 16)
+    assert described["rejection_sample_methods"] == ["block", "typical"]
+    assert described["lossy_rejection_sample_methods"] == ["typical"]
+
+
+def test_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, terminal = pty.openpty()
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(terminal, "w") as screen:
+        monkeypatch.setattr(sys, "stdout", screen)
+        app(["models"], standalone_mode=False)
+        screen.flush()
+        shown = os.read(reader, 65536).decode()
+    os.close(reader)
+    assert "\x1b[1mrole" in shown
+    assert "large [x]" in shown
+    assert "typical (lossy)" in shown

@@ -1,0 +1,150 @@
+"""The table of `draftwire up`: what services export, as rates of the last seconds."""
+
+import io
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from draftwire.cli.live_table import NUM_LOG_LINES, NUM_OTHER_LINES, LiveTable, Row
+from draftwire.cli.service_metrics import WINDOW_SECONDS, History, fetch, parse
+from draftwire.cli.up import COLORS
+
+EXPORTED = """\
+# HELP draftwire:requests_total Choices of requests ended, by result.
+# TYPE draftwire:requests_total counter
+draftwire:requests_total{result="stop"} 2.0
+draftwire:requests_total{result="failed"} 1.0
+draftwire:num_sessions 3.0
+draftwire:kv_cache_usage_perc 0.25
+draftwire:draft_pass_seconds_bucket{le="0.001"} 7.0
+python_gc_objects_collected_total 5.0
+"""
+
+
+def test_numbers_are_read_by_name_and_summed_over_labels() -> None:
+    read = parse(EXPORTED)
+    assert read["requests"] == 3.0
+    assert read["num_sessions"] == 3.0
+    assert read["kv_cache_usage_perc"] == 0.25
+    assert not any("python" in name or "HELP" in name for name in read)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def history(*samples: tuple[float, dict[str, float]]) -> History:
+    clock = Clock()
+    made = History(clock)
+    for at, values in samples:
+        clock.now = 100.0 + at
+        made.add(values)
+    return made
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    told = history((0.0, {"a": 0.0}), (1.0, {"a": 1000.0}), (4.0, {"a": 1030.0}), (1.0 + WINDOW_SECONDS, {"a": 1050.0}))
+    assert told.rate("a") == pytest.approx(50.0 / WINDOW_SECONDS)
+    assert told.value("a") == 1050.0
+    assert told.value("missing", "a") == 1050.0
+
+
+def test_what_is_not_known_is_not_made_up() -> None:
+    empty, one, more = history(), history((0.0, {"a": 5.0})), history((0.0, {"a": 5.0}), (1.0, {"a": 6.0}))
+    assert (empty.value("a"), empty.rate("a"), empty.ratio("a", "b")) == (None, None, None)
+    assert one.rate("a") is None
+    assert (more.value("b"), more.rate("b"), more.ratio("a", "b")) == (None, None, None)
+
+
+def test_counter_that_appears_later_began_at_zero() -> None:
+    assert history((0.0, {}), (2.0, {"a": 6.0})).rate("a") == 3.0
+
+
+def test_ratios_are_of_lately_and_when_nothing_happened_of_all_time() -> None:
+    busy = history((0.0, {"a": 10.0, "b": 100.0}), (1.0, {"a": 15.0, "b": 110.0}))
+    idle = history((0.0, {"a": 10.0, "b": 100.0}), (1.0, {"a": 10.0, "b": 100.0}))
+    fresh = history((0.0, {"a": 0.0, "b": 0.0}), (1.0, {"a": 0.0, "b": 0.0}))
+    assert busy.ratio("a", "b") == 0.5
+    assert idle.ratio("a", "b") == 0.1
+    assert fresh.ratio("a", "b") is None
+
+
+def test_service_is_read_over_http_and_one_that_does_not_answer_has_no_numbers() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(EXPORTED.encode())
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        read = fetch(server.server_port)
+        server.shutdown()
+        port = server.server_port
+    assert read is not None
+    assert read["requests"] == 3.0
+    assert fetch(port, 0.2) is None
+
+
+def line(event: str, **values: object) -> dict[str, object]:
+    return {"event": event, **values}
+
+
+def test_state_follows_the_log() -> None:
+    row = Row("verifier")
+    assert row.cells()[1].startswith("starting 0 s")
+    row.take(line("verifier.weights_read", share=0.428))
+    assert row.cells()[1] == "reading 43%"
+    row.take(line("drafter.server_started"))
+    assert not row.is_serving
+    row.take(line("verifier.server_started"))
+    assert (row.cells()[1], row.is_serving) == ("serving", True)
+    row.take(line("verifier.server_stopped"))
+    assert (row.cells()[1], row.is_serving) == ("stopped", False)
+    row.take(line("verifier.server_failed"))
+    assert row.cells()[1] == "failed"
+
+
+def test_row_shows_what_a_service_has_and_leaves_the_rest_empty() -> None:
+    row = Row("verifier", "serving")
+    first = {"num_sessions": 2.0, "generation_tokens": 0.0, "target_passes": 0.0, "kv_cache_usage_perc": 0.125}
+    first |= {"spec_decode_num_draft_tokens": 0.0, "spec_decode_num_accepted_tokens": 0.0}
+    clock = Clock()
+    row.history = History(clock)
+    row.history.add(first)
+    clock.now += 2.0
+    accepted = {"spec_decode_num_draft_tokens": 40.0, "spec_decode_num_accepted_tokens": 30.0}
+    row.history.add(first | {"generation_tokens": 50.0, "target_passes": 20.0} | accepted)
+    assert row.cells() == ["verifier", "serving", "2", "", "25.0", "0.750", "2.50", "", "12.5%"]
+
+
+def shown(table: LiveTable, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=100, height=height, force_terminal=False)
+    console.print(table.render())
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("height", [40, NUM_OTHER_LINES + 2, 5])
+def test_newest_lines_stand_below_and_never_more_than_the_terminal_has_room_for(height: int) -> None:
+    table = LiveTable(Console(file=io.StringIO(), width=100, height=height), COLORS)
+    for number in range(30):
+        table.take_log("drafter", line("drafter.x"), Text(f"line {number} " + "x" * 200))
+    table.notice("[bold]ready[/bold] on a:1")
+    lines = shown(table, height)
+    logged = [text.split()[1] for text in lines if text.startswith("line ")]
+    room = max(0, min(NUM_LOG_LINES, height - NUM_OTHER_LINES))
+    assert logged == [str(number) for number in range(30 - room, 30)]
+    assert "ready on a:1" in lines
+    assert all(len(text) <= 100 for text in lines)
+    assert len(lines) <= max(height, NUM_OTHER_LINES)
