@@ -30,7 +30,7 @@ import { readEvents } from "./sse.js";
  * @property {{completion_tokens: number} | null} [usage] In the last chunk.
  * @property {{speculative_decoding: Metrics} | null} [metrics] In the last chunk.
  *
- * @typedef {{id: string, draftwire?: {role?: string}}} Model
+ * @typedef {{id: string, draftwire?: {role?: string, max_speculative_tokens?: number}}} Model
  */
 
 /** What went wrong, in words for users. */

@@ -52,6 +52,7 @@ function readForm() {
     logprobs: 0,
     logprobs_mode: "processed",
     token_details: true,
+    cache_salt: crypto.getRandomValues(new Uint32Array(2)).join("-"),
   };
 }
 
@@ -85,7 +86,9 @@ async function runBoth(request, signal) {
   say(summary(first.tally));
   if (!input("compare").checked || request.num_speculative_tokens === 0) return;
   say(`${summary(first.tally)} Now the same prompt, plainly.`);
-  const second = await complete({ ...request, num_speculative_tokens: 0 }, plain, new Tally(), signal);
+  // Under another salt, it has to read the prompt itself, as the first one had to.
+  const again = { ...request, num_speculative_tokens: 0, cache_salt: `${request.cache_salt}-plain` };
+  const second = await complete(again, plain, new Tally(), signal);
   const mustBeEqual = request.temperature === 0 || request.rejection_sample_method === "coupled";
   compare(first, second, mustBeEqual);
   say(`${summary(first.tally)} Plain decoding: ${format(second.tally.tokensPerSecond, 1)} tokens/s.`);
@@ -173,12 +176,15 @@ async function showModels() {
     const named = (/** @type {string} */ role) =>
       models.filter((model) => model.draftwire?.role === role).map((model) => model.id);
     target = named("target")[0];
+    const most = models.find((model) => model.id === target)?.draftwire?.max_speculative_tokens;
+    if (most !== undefined) input("num_speculative_tokens").max = String(most);
     element("target").textContent = target ?? "none";
     element("drafter").textContent = named("drafter").join(", ") || "none";
     element("error").hidden = true;
   } catch (error) {
     complain(error instanceof ApiError ? error : new ApiError("The list of models cannot be read."));
   }
+  document.body.dataset.models = "told";
 }
 
 /** @param {KeyboardEvent} event */
