@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import WatchedPage, chromium, keep_screenshot, watched_page
 from playwright.sync_api import expect
 
 from benchmarks.report import read_metric
-from browser import WatchedPage, chromium, keep_screenshot, watched_page
 from draftwire.cli.up import stack_options
 from draftwire.services.local_stack import LocalStack
 

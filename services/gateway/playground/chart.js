@@ -7,8 +7,8 @@ export function drawChart(tally) {
   const chart = element("chart");
   const { judged, accepted } = tally;
   while (chart.children.length > judged.length) chart.lastElementChild?.remove();
-  while (chart.children.length < judged.length) chart.append(makeColumn(chart.children.length + 1));
-  judged.forEach((count, place) => fillColumn(/** @type {HTMLElement} */ (chart.children[place]), accepted[place], count));
+  while (chart.children.length < judged.length) chart.append(makeRow(chart.children.length + 1));
+  judged.forEach((count, place) => fillRow(/** @type {HTMLElement} */ (chart.children[place]), accepted[place], count));
   element("chart_note").textContent =
     judged.length === 0 ? "Nothing was drafted yet." : "Rounds that accepted the token in this place, of those that judged one.";
 }
@@ -17,27 +17,27 @@ export function drawChart(tally) {
  * @param {number} place From 1.
  * @returns {HTMLElement}
  */
-function makeColumn(place) {
-  const column = document.createElement("li");
-  for (const name of ["percent", "bar", "place", "counts"]) {
+function makeRow(place) {
+  const row = document.createElement("li");
+  for (const name of ["place", "meter", "percent", "counts"]) {
     const part = document.createElement("span");
     part.className = name;
-    column.append(part);
+    row.append(part);
   }
-  column.children[2].textContent = String(place);
-  return column;
+  row.children[0].textContent = String(place);
+  return row;
 }
 
 /**
- * @param {HTMLElement} column
+ * @param {HTMLElement} row
  * @param {number} accepted
  * @param {number} judged
  */
-function fillColumn(column, accepted, judged) {
-  const [percent, bar, , counts] = /** @type {HTMLElement[]} */ ([...column.children]);
+function fillRow(row, accepted, judged) {
+  const [, meter, percent, counts] = /** @type {HTMLElement[]} */ ([...row.children]);
   percent.textContent = `${format((100 * accepted) / judged, 0)} %`;
   counts.textContent = `${accepted}/${judged}`;
-  column.dataset.accepted = String(accepted);
-  column.dataset.judged = String(judged);
-  fillMeter(bar, accepted / judged);
+  row.dataset.accepted = String(accepted);
+  row.dataset.judged = String(judged);
+  fillMeter(meter, accepted / judged);
 }
