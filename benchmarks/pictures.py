@@ -57,8 +57,8 @@ def draw_playground(chromium: str, address: str, scheme: str, path: Path) -> Non
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         context = browser.new_context(
-            viewport=SIZE,  # type: ignore[arg-type]
-            color_scheme=scheme,  # type: ignore[arg-type]
+            viewport=SIZE,
+            color_scheme=scheme,
             reduced_motion="reduce",
         )
         page = context.new_page()
