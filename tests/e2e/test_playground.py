@@ -65,9 +65,16 @@ def open_sessions(stack: LocalStack) -> float:
 
 def test_page_shows_the_tokens_and_the_numbers_of_the_completion(watched: WatchedPage, stack: LocalStack) -> None:
     """Under `coupled` the text for a seed is the same in every run, however its blocks were timed."""
-    with watched.page.expect_response("**/v1/completions") as response:
-        watched.run(**FIELDS, rejection_sample_method="coupled", compare=False)
-    events = [line[6:] for line in response.value.text().splitlines() if line.startswith("data: ")]
+    answers: list[str] = []
+
+    def listen(route: Any) -> None:
+        response = route.fetch()
+        answers.append(response.text())
+        route.fulfill(response=response)
+
+    watched.page.route("**/v1/completions", listen)
+    watched.run(**FIELDS, rejection_sample_method="coupled", compare=False)
+    events = [line[6:] for line in answers[0].splitlines() if line.startswith("data: ")]
     assert events.pop() == "[DONE]"
     chunks = [json.loads(event) for event in events]
     metrics = chunks[-1]["metrics"]["speculative_decoding"]
@@ -111,11 +118,11 @@ def test_hovering_and_arrow_keys_show_what_is_known_of_a_token(watched: WatchedP
     page.locator("#speculative .token").first.focus()
     expect(page.locator("#token_place")).to_have_text("round 1")
     page.keyboard.press("ArrowRight")
-    assert watched.text_of("#token_place").startswith("round 2, ")
+    assert watched.text_of("#token_place").split(",")[0] == "round 2"
     page.keyboard.press("ArrowDown")
-    assert watched.text_of("#token_place").startswith("round 3, ")
+    assert watched.text_of("#token_place").split(",")[0] == "round 3"
     page.keyboard.press("ArrowUp")
-    assert watched.text_of("#token_place").startswith("round 2, ")
+    assert watched.text_of("#token_place").split(",")[0] == "round 2"
     page.keyboard.press("End")
     focused = "document.activeElement.dataset.index"
     assert page.evaluate(focused) == str(NUM_TOKENS - 1)

@@ -23,7 +23,8 @@ let target;
 /** Stops what is running. @type {AbortController | null} */
 let running = null;
 
-const showFigures = oncePerFrame(() => {
+/** Shows the numbers of the speculative run. */
+function drawFigures() {
   element("block_efficiency").textContent = format(tally.blockEfficiency, 2);
   element("acceptance_rate").textContent = format(tally.acceptanceRate, 3);
   element("tokens_per_second").textContent = format(tally.tokensPerSecond, 1);
@@ -34,7 +35,9 @@ const showFigures = oncePerFrame(() => {
     count.textContent = String(tally.bySource[count.getAttribute("data-count") ?? ""]);
   }
   drawChart(tally);
-});
+}
+
+const showFigures = oncePerFrame(drawFigures);
 
 /** @returns {CompletionRequest} */
 function readForm() {
@@ -69,7 +72,6 @@ async function run() {
     fail(error);
   } finally {
     running = null;
-    showFigures();
   }
 }
 
@@ -121,6 +123,7 @@ async function complete(request, text, counts, signal) {
     }
   } finally {
     await text.drained();
+    drawFigures();
   }
   return { tally: counts, text: whole };
 }
