@@ -5,7 +5,7 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 SOURCES := draftwire services tests benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-fast check-rules fuzz chaos chart images lint format types protos protos-check install clean
+.PHONY: demo test test-fast check-rules fuzz chaos chart images pictures lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
@@ -31,6 +31,9 @@ chart: $(INSTALLED)  ## lint, render and validate the Helm chart; helm is on PAT
 
 images: $(INSTALLED)  ## container images of the three services
 	PYTHON=$(BIN)/python deploy/build_images.sh
+
+pictures: $(INSTALLED)  ## the pictures in docs/pictures, of a run with the embedded pair; needs chromium
+	$(BIN)/python -m benchmarks.pictures
 
 lint: $(INSTALLED)  ## style of code and protos
 	$(BIN)/ruff check $(SOURCES)

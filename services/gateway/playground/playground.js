@@ -1,0 +1,210 @@
+/** The page: reads the form, runs a completion, then a plain one, and shows both. */
+
+import { ApiError, fetchModels, streamCompletion } from "./api.js";
+import { drawChart } from "./chart.js";
+import { clearComparison, compare } from "./comparison.js";
+import { oncePerFrame } from "./frames.js";
+import { inspect } from "./inspector.js";
+import { element, format, input } from "./page.js";
+import { SOURCES, Tally } from "./tally.js";
+import { followTheme } from "./theme.js";
+import { TokenText } from "./tokens.js";
+
+/**
+ * @typedef {import("./comparison.js").Outcome} Outcome
+ * @typedef {Record<string, unknown> & {prompt: string}} CompletionRequest
+ */
+
+const speculative = new TokenText(element("speculative"), inspect);
+const plain = new TokenText(element("plain"), inspect);
+let tally = new Tally();
+/** The name of the target, if it is known. @type {string | undefined} */
+let target;
+/** Stops what is running. @type {AbortController | null} */
+let running = null;
+
+/** Shows the numbers of the speculative run. */
+function drawFigures() {
+  element("block_efficiency").textContent = format(tally.blockEfficiency, 2);
+  element("acceptance_rate").textContent = format(tally.acceptanceRate, 3);
+  element("tokens_per_second").textContent = format(tally.tokensPerSecond, 1);
+  element("first_token").textContent = format(tally.firstTokenMs, 0);
+  element("tokens").textContent = String(tally.numTokens);
+  element("rounds").textContent = String(tally.numRounds);
+  for (const count of document.querySelectorAll("[data-count]")) {
+    count.textContent = String(tally.bySource[count.getAttribute("data-count") ?? ""]);
+  }
+  drawChart(tally);
+}
+
+const showFigures = oncePerFrame(drawFigures);
+
+/** @returns {CompletionRequest} */
+function readForm() {
+  // A seed of our own can be given to the plain run too. Larger ones are no exact numbers here.
+  if (input("seed").value === "") input("seed").placeholder = String(crypto.getRandomValues(new Uint32Array(1))[0]);
+  return {
+    ...(target === undefined ? {} : { model: target }),
+    prompt: input("prompt").value,
+    max_tokens: Number(input("max_tokens").value),
+    temperature: Number(input("temperature").value),
+    top_p: Number(input("top_p").value),
+    seed: Number(input("seed").value || input("seed").placeholder),
+    num_speculative_tokens: Number(input("num_speculative_tokens").value),
+    rejection_sample_method: input("rejection_sample_method").value,
+    logprobs: 0,
+    logprobs_mode: "processed",
+    token_details: true,
+    cache_salt: crypto.getRandomValues(new Uint32Array(2)).join("-"),
+  };
+}
+
+/** Runs what the form says, and shows how it went. */
+async function run() {
+  if (running || !(/** @type {HTMLFormElement} */ (element("form")).reportValidity())) return;
+  const request = readForm();
+  running = new AbortController();
+  setState("running");
+  try {
+    await runBoth(request, running.signal);
+    setState("done");
+  } catch (error) {
+    fail(error);
+  } finally {
+    running = null;
+  }
+}
+
+/**
+ * @param {CompletionRequest} request
+ * @param {AbortSignal} signal
+ */
+async function runBoth(request, signal) {
+  clearComparison();
+  plain.begin("");
+  tally = new Tally();
+  say("Running.");
+  const first = await complete(request, speculative, tally, signal);
+  say(summary(first.tally));
+  if (!input("compare").checked || request.num_speculative_tokens === 0) return;
+  say(`${summary(first.tally)} Now the same prompt, plainly.`);
+  // Under another salt, it has to read the prompt itself, as the first one had to.
+  const again = { ...request, num_speculative_tokens: 0, cache_salt: `${request.cache_salt}-plain` };
+  const second = await complete(again, plain, new Tally(), signal);
+  const mustBeEqual = request.temperature === 0 || request.rejection_sample_method === "coupled";
+  compare(first, second, mustBeEqual);
+  say(`${summary(first.tally)} Plain decoding: ${format(second.tally.tokensPerSecond, 1)} tokens/s.`);
+}
+
+/**
+ * Runs one completion and shows it.
+ *
+ * @param {CompletionRequest} request
+ * @param {TokenText} text
+ * @param {Tally} counts
+ * @param {AbortSignal} signal
+ * @returns {Promise<Outcome>}
+ */
+async function complete(request, text, counts, signal) {
+  text.begin(request.prompt);
+  let whole = "";
+  try {
+    for await (const chunk of streamCompletion(request, input("token").value.trim(), signal)) {
+      const choice = chunk.choices[0];
+      if (choice?.text || choice?.draftwire?.tokens?.length) {
+        const { num_draft_tokens: numDraftTokens = 0, tokens = [] } = choice.draftwire ?? {};
+        const round = { numDraftTokens, tokens, text: choice.text };
+        whole += choice.text;
+        counts.add(round);
+        text.add(round);
+      }
+      if (chunk.metrics) counts.settle(chunk.metrics.speculative_decoding);
+      showFigures();
+    }
+  } finally {
+    await text.drained();
+    drawFigures();
+  }
+  return { tally: counts, text: whole };
+}
+
+/** @param {unknown} error */
+function fail(error) {
+  if (error instanceof DOMException && error.name === "AbortError") {
+    setState("stopped");
+    return say(`Stopped after ${tally.numTokens} tokens.`);
+  }
+  setState("failed");
+  say(tally.numTokens === 0 ? "Nothing came." : `Ended after ${tally.numTokens} tokens.`);
+  complain(error instanceof ApiError ? error : new ApiError(`The page failed: ${error}`));
+}
+
+/** @param {ApiError} error */
+function complain(error) {
+  element("error").textContent = error.message;
+  element("error").hidden = false;
+  if (error.status !== 401) return;
+  element("token_field").hidden = false;
+  input("token").focus();
+}
+
+/** @param {string} text */
+function say(text) {
+  element("status").textContent = text;
+}
+
+/**
+ * @param {Tally} counts
+ * @returns {string}
+ */
+function summary(counts) {
+  const { metrics, numTokens } = counts;
+  const law = metrics?.is_lossy ? `, rule ${metrics.rejection_sample_method} (lossy: not the target's law)` : "";
+  return `${numTokens} tokens in ${format(counts.durationMs / 1000, 2)} s${law}.`;
+}
+
+/** @param {"running" | "done" | "stopped" | "failed"} state */
+function setState(state) {
+  const isRunning = state === "running";
+  document.body.dataset.state = state;
+  input("run").disabled = isRunning;
+  input("stop").disabled = !isRunning;
+  if (isRunning) element("error").hidden = true;
+}
+
+/** Shows who answers here. */
+async function showModels() {
+  try {
+    const models = await fetchModels(input("token").value.trim());
+    const named = (/** @type {string} */ role) =>
+      models.filter((model) => model.draftwire?.role === role).map((model) => model.id);
+    target = named("target")[0];
+    const most = models.find((model) => model.id === target)?.draftwire?.max_speculative_tokens;
+    if (most !== undefined) input("num_speculative_tokens").max = String(most);
+    element("target").textContent = target ?? "none";
+    element("drafter").textContent = named("drafter").join(", ") || "none";
+    element("error").hidden = true;
+  } catch (error) {
+    complain(error instanceof ApiError ? error : new ApiError("The list of models cannot be read."));
+  }
+  document.body.dataset.models = "told";
+}
+
+/** @param {KeyboardEvent} event */
+function onKey(event) {
+  if (event.key === "Escape") running?.abort();
+  if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  run();
+}
+
+element("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  run();
+});
+element("stop").addEventListener("click", () => running?.abort());
+input("token").addEventListener("change", showModels);
+document.addEventListener("keydown", onKey);
+followTheme(/** @type {HTMLSelectElement} */ (element("theme")));
+inspect(null);
+showModels();

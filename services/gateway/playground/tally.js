@@ -1,0 +1,74 @@
+/** What a run has cost so far: counted while it streams, settled by the gateway's own numbers at its end. */
+
+/**
+ * @typedef {import("./api.js").Token} Token
+ * @typedef {import("./api.js").Metrics} Metrics
+ * @typedef {{numDraftTokens: number, tokens: Token[], text: string}} Round
+ */
+
+export const SOURCES = /** @type {const} */ (["accepted", "recovered", "bonus", "plain"]);
+
+export class Tally {
+  constructor() {
+    this.numTokens = 0;
+    this.numRounds = 0;
+    this.numDraftTokens = 0;
+    this.numAccepted = 0;
+    /** Rounds whose block had a token in this place. @type {number[]} */
+    this.judged = [];
+    /** Rounds that accepted the token in this place. @type {number[]} */
+    this.accepted = [];
+    /** Tokens that are shown, by where they came from. @type {Record<string, number>} */
+    this.bySource = Object.fromEntries(SOURCES.map((source) => [source, 0]));
+    this.firstTokenMs = NaN;
+    this.durationMs = NaN;
+    /** @type {Metrics | null} */
+    this.metrics = null;
+    this.startedAt = performance.now();
+  }
+
+  /** @param {Round} round */
+  add(round) {
+    this.durationMs = performance.now() - this.startedAt;
+    if (this.numTokens === 0) this.firstTokenMs = this.durationMs;
+    this.numRounds += 1;
+    this.numTokens += round.tokens.length;
+    this.numDraftTokens += round.numDraftTokens;
+    for (const token of round.tokens) this.bySource[token.source] += 1;
+    const numAccepted = round.tokens.filter((token) => token.source === "accepted").length;
+    this.numAccepted += numAccepted;
+    for (let place = 0; place < round.numDraftTokens; place += 1) {
+      this.judged[place] = (this.judged[place] ?? 0) + 1;
+      this.accepted[place] = (this.accepted[place] ?? 0) + (place < numAccepted ? 1 : 0);
+    }
+  }
+
+  /**
+   * Takes the gateway's numbers, which also know what the last round accepted beyond the end of the text.
+   *
+   * @param {Metrics} metrics
+   */
+  settle(metrics) {
+    this.metrics = metrics;
+    this.numRounds = metrics.num_rounds;
+    this.numDraftTokens = metrics.num_draft_tokens;
+    this.numAccepted = metrics.num_accepted_draft_tokens;
+    this.accepted = this.judged.map((_, place) => metrics.num_accepted_tokens_per_pos[place] ?? 0);
+    this.firstTokenMs = metrics.time_to_first_token_ms;
+    this.durationMs = metrics.duration_ms;
+  }
+
+  /** Tokens per forward pass of the target. */
+  get blockEfficiency() {
+    return this.metrics ? this.metrics.block_efficiency : this.numTokens / this.numRounds;
+  }
+
+  /** Accepted draft tokens over draft tokens; NaN where none were drafted. */
+  get acceptanceRate() {
+    return this.numAccepted / this.numDraftTokens;
+  }
+
+  get tokensPerSecond() {
+    return (this.numTokens / this.durationMs) * 1000;
+  }
+}

@@ -1,0 +1,33 @@
+/** Light, dark, or as the system has it. */
+
+const KEY = "draftwire.theme";
+
+/** @param {HTMLSelectElement} select */
+export function followTheme(select) {
+  select.value = remembered();
+  apply(select.value);
+  select.addEventListener("change", () => {
+    apply(select.value);
+    try {
+      localStorage.setItem(KEY, select.value);
+    } catch {
+      // A browser that keeps nothing still shows the theme.
+    }
+  });
+}
+
+/** @param {string} theme Empty: the system's. */
+function apply(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+  else delete document.documentElement.dataset.theme;
+}
+
+/** @returns {string} */
+function remembered() {
+  try {
+    const theme = localStorage.getItem(KEY) ?? "";
+    return ["light", "dark"].includes(theme) ? theme : "";
+  } catch {
+    return "";
+  }
+}
