@@ -5,10 +5,13 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 SOURCES := draftwire services tests benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-fast check-rules fuzz chaos chart images pictures lint format types protos protos-check install clean
+.PHONY: demo up test test-fast check-rules fuzz chaos chart images pictures lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
+
+up: $(INSTALLED)  ## start the three services, and the page at http://127.0.0.1:8000
+	$(BIN)/draftwire up
 
 test: $(INSTALLED)  ## all tests
 	$(BIN)/python -m pytest

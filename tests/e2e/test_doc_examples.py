@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import trustme
 from certificates import NAME, write_identity
@@ -29,6 +30,7 @@ NO_EXAMPLES = {("docs/exactness.md", 0)}
 
 PRINTED = {
     ("README.md", 0): r".+",
+    ("README.md", 1): r".+",
     ("docs/chat.md", 0): r".+",
     ("docs/choices.md", 0): r"0 .+1 .+2 .+3 .+",
     ("docs/client.md", 0): r".+",
@@ -45,6 +47,7 @@ PRINTED = {
         9,
     ): r"\d+ tokens/s, block efficiency \d\.\d\d\n\d+ of \d+ draft tokens accepted\n\[.+\] \d+ us .+",
     ("docs/failures.md", 0): r"0",
+    ("docs/http.md", 0): r".+ \d\.\d+\n.+",
     ("docs/logprobs.md", 0): r"(\d+ -?\d\S* \[\(\d+, -?\d\S*\), \(\d+, -?\d\S*\)\]\n?){16}",
     ("docs/logprobs.md", 1): r"('.*' +\w+ +target [01]\.\d{3} drafter ([01]\.\d{3}|nan)\n?|\".+\n?){1,16}",
     ("docs/structured-output.md", 0): r"\{'name': '(Rex|Tom)', 'legs': -?\d+\}",
@@ -127,6 +130,17 @@ def dial(monkeypatch: pytest.MonkeyPatch, address: str, said: dict[str, Any], **
             monkeypatch.setattr(module, kind.__name__, here(kind))
 
 
+def dial_over_http(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Makes the client of OpenAI's package reach one gateway."""
+
+    class Here(openai.OpenAI):
+        def __init__(self, *, base_url: str, **own: Any) -> None:
+            assert base_url == "http://127.0.0.1:8000/v1"
+            super().__init__(base_url=f"{address}/v1", **own)
+
+    monkeypatch.setattr(openai, "OpenAI", Here)
+
+
 def run(example: Example, namespace: dict[str, Any]) -> None:
     """Runs an example, with its own file and lines in tracebacks."""
     code = compile("\n" * example.line + example.code, example.page, "exec")
@@ -156,6 +170,7 @@ def test_example_runs_and_prints_what_it_should(
         running: LocalStack = request.getfixturevalue("stack")
         # What a drafter gave tokens is shown under other rules alone.
         dial(monkeypatch, running.address, {} if "token_details" in example.code else REPEATABLE)
+        dial_over_http(monkeypatch, running.http_address)
         if "client = " not in example.code and "as client" not in example.code:  # it goes on from one with a client
             namespace["client"] = Client(running.address)
     run(example, namespace)
