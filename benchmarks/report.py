@@ -14,9 +14,6 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.progress import track
-
 PREFIX = "draftwire:"
 Item = TypeVar("Item")
 
@@ -31,6 +28,9 @@ def progress(items: Iterable[Item], description: str, total: int | None = None) 
     """
     if not sys.stderr.isatty():
         return items
+    from rich.console import Console  # machines that benchmarks run on need not have it
+    from rich.progress import track
+
     return track(items, description, total=total, console=Console(stderr=True), transient=True)
 
 
