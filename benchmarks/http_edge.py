@@ -21,10 +21,9 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from rich.progress import track
 
 from benchmarks.prompts import load_prompts
-from benchmarks.report import write_report
+from benchmarks.report import progress, write_report
 from draftwire.cli.up import embedded_model
 from draftwire.client import Client
 from draftwire.services.local_stack import LocalStack
@@ -134,7 +133,7 @@ def measure_all(arguments: argparse.Namespace) -> Iterator[Measurement]:
     with LocalStack(options) as stack, Client(stack.address) as client:
         for way in WAYS:
             measure(stack, client, way, 4, [Ask(prompt, 0, 16) for prompt in prompts[:4]])
-        for _ in track(range(arguments.repetitions), "http_edge"):
+        for _ in progress(range(arguments.repetitions), "http_edge"):
             for concurrency in arguments.concurrencies:
                 count = max(arguments.completions, concurrency)
                 asks = [Ask(prompts[i % len(prompts)], i, arguments.max_tokens) for i in range(count)]
