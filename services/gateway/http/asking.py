@@ -5,15 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 from draftwire.parameters import SamplingParams
-from draftwire.services.gateway.conversation import (
-    MAX_CHAT_MESSAGES,
-    MAX_TOOL_CALLS,
-    MAX_TOOLS,
-    ChatTurn,
-    Conversation,
-    Tool,
-    ToolCall,
-)
+from draftwire.services.gateway.conversation import ChatTurn, Conversation, Tool, ToolCall
 from draftwire.services.gateway.core import GatewayCore
 from draftwire.services.gateway.http.pieces import Wishes
 from draftwire.services.gateway.http.refused import RefusedError
@@ -25,7 +17,6 @@ from draftwire.services.gateway.http.requests import (
     Message,
     OutputForm,
     ToolBody,
-    dumped,
 )
 from draftwire.services.gateway.http.shapes import ChatShape, CompletionShape, Shape
 from draftwire.services.gateway.request import RequestedGeneration
@@ -166,7 +157,7 @@ def _chat_form(body: ChatBody) -> StructuredOutput | None:
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return _form(body.structured_output)
-    schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.json_schema
+    schema = '{"type": "object"}' if wanted.json_schema is None else wanted.json_schema.json_schema
     return StructuredOutput.json(schema)
 
 
@@ -175,17 +166,10 @@ def _num_top(body: ChatBody) -> int | None:
 
 
 def _conversation(body: ChatBody) -> Conversation:
-    for name, size, most in (
-        ("messages", len(body.messages), MAX_CHAT_MESSAGES),
-        ("tool_calls", sum(len(message.tool_calls) for message in body.messages), MAX_TOOL_CALLS),
-        ("tools", len(body.tools), MAX_TOOLS),
-    ):
-        if size > most:
-            raise RefusedError(400, f"{name} takes at most {most}, not {size}", param=name)
     return Conversation(
         turns=tuple(map(_turn, body.messages)),
         tools=tuple(map(_tool, body.tools)) if body.tool_choice == "auto" else (),
-        template_arguments=dumped(body.chat_template_kwargs) if body.chat_template_kwargs else "",
+        template_arguments="" if body.chat_template_kwargs == "{}" else body.chat_template_kwargs,
         continues_last=body.continue_final_message,
     )
 
@@ -202,8 +186,7 @@ def _turn(message: Message) -> ChatTurn:
 
 def _tool(tool: ToolBody) -> Tool:
     function = tool.function
-    parameters = "" if function.parameters is None else dumped(function.parameters)
-    return Tool(function.name, function.description, parameters)
+    return Tool(function.name, function.description, function.parameters)
 
 
 def model_fault(model: str, target: str, drafters: Sequence[str]) -> RefusedError | None:
