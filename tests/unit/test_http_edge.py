@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from draftwire import errors
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
 from draftwire.parameters import SamplingParams
+from draftwire.services.gateway.http.asking import Chat, in_names_of
 from draftwire.services.gateway.http.bodies import read_body
 from draftwire.services.gateway.http.errors import body_of, headers_of, is_expected, status_of
 from draftwire.services.gateway.http.guard import Guard
@@ -116,6 +117,47 @@ def test_error_names_the_parameter_as_it_is_called_here(message: str, param: str
     said = json.loads(body_of(InvalidRequestError(message)))["error"]
     assert said["param"] == param
     assert param is None or param in said["message"]
+
+
+CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("said", "message", "told", "param"),
+    [
+        ({}, "the prompt has 9 tokens", "messages has 9 tokens", "messages"),
+        ({}, "max_tokens must be in 0..5", "max_tokens must be in 0..5", "max_tokens"),
+        ({"max_tokens": 9}, "max_tokens must be in 0..5", "max_tokens must be in 0..5", "max_tokens"),
+        (
+            {"max_completion_tokens": 9},
+            "min_tokens must be at most max_tokens, 5",
+            "min_tokens must be at most max_completion_tokens, 5",
+            "min_tokens",
+        ),
+        (
+            {"max_completion_tokens": 9},
+            "max_tokens must be in 0..5, what the 9 tokens of the prompt leave",
+            "max_completion_tokens must be in 0..5, what the 9 tokens of messages leave",
+            "max_completion_tokens",
+        ),
+        ({}, "num_choices must be in 1..128", "n must be in 1..128", "n"),
+    ],
+)
+async def test_error_of_a_chat_is_in_the_words_of_its_route(
+    said: dict[str, Any], message: str, told: str, param: str
+) -> None:
+    async def work() -> None:
+        raise InvalidRequestError(message)
+
+    asked = ChatBody.model_validate({**CHAT_BODY, **said})
+    with pytest.raises(RefusedError) as refused:
+        await in_names_of(Chat(), asked, work())
+    assert json.loads(body_of(refused.value))["error"] == {
+        "message": told,
+        "type": "invalid_request_error",
+        "param": param,
+        "code": None,
+    }
 
 
 def test_who_can_try_again_is_told_when() -> None:

@@ -1,12 +1,14 @@
 """From the bodies of requests to what the core carries out."""
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
+from draftwire.errors import InvalidRequestError
 from draftwire.parameters import SamplingParams
 from draftwire.services.gateway.conversation import ChatTurn, Conversation, Tool, ToolCall
 from draftwire.services.gateway.core import GatewayCore
+from draftwire.services.gateway.http.errors import HTTP_NAMES, renamed
 from draftwire.services.gateway.http.pieces import Wishes
 from draftwire.services.gateway.http.refused import RefusedError
 from draftwire.services.gateway.http.requests import (
@@ -40,6 +42,9 @@ class Route(Protocol, Generic[Body]):
     def wishes(self, body: Body) -> Wishes:
         """Returns what is to be told beside the text."""
 
+    def names(self, body: Body) -> Mapping[str, str]:
+        """Returns how this route calls what errors of the core call otherwise."""
+
     async def requested(self, body: Body, core: GatewayCore) -> RequestedGeneration:
         """Reads the prompts, and returns all that is asked for.
 
@@ -63,6 +68,10 @@ class Completions:
     def wishes(self, body: CompletionBody) -> Wishes:
         """See `Route`."""
         return Wishes(body.n, body.logprobs, body.prompt_logprobs, body.token_details)
+
+    def names(self, body: CompletionBody) -> Mapping[str, str]:
+        """See `Route`."""
+        return HTTP_NAMES
 
     async def requested(self, body: CompletionBody, core: GatewayCore) -> RequestedGeneration:
         """See `Route`."""
@@ -96,6 +105,11 @@ class Chat:
         """See `Route`."""
         return Wishes(body.n, _num_top(body), body.prompt_logprobs, body.token_details)
 
+    def names(self, body: ChatBody) -> Mapping[str, str]:
+        """See `Route`."""
+        length = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return {**HTTP_NAMES, **length, "the prompt": "messages"}
+
     async def requested(self, body: ChatBody, core: GatewayCore) -> RequestedGeneration:
         """See `Route`."""
         return RequestedGeneration(
@@ -107,6 +121,18 @@ class Chat:
             token_details=body.token_details,
             **_common(body),
         )
+
+
+async def in_names_of(route: Route[Body], body: Body, work: Coroutine[Any, Any, None]) -> None:
+    """Waits for work; what is wrong with a request is said in the words of its route.
+
+    Raises:
+        RefusedError: for an `InvalidRequestError`.
+    """
+    try:
+        await work
+    except InvalidRequestError as error:
+        raise renamed(error, route.names(body)) from error
 
 
 def _common(body: GenerateBody) -> dict[str, Any]:
