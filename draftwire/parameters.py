@@ -12,6 +12,8 @@ MAX_BIAS = 100.0
 """Largest logit bias, as OpenAI has it."""
 MAX_BIASED_TOKENS = 1024
 MAX_REPETITION_PENALTY = 100.0
+MAX_TOP_K = 2**32 - 1
+"""What its field of a message holds."""
 MAX_ALLOWED_TOKENS = 2**18
 """As many as the largest vocabularies have."""
 
@@ -27,7 +29,8 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy decoding; at most 100."""
     top_k: int = 0
-    """Keep the k most likely tokens, and those as likely as the last of them; 0 keeps all, 1 is greedy decoding."""
+    """Keep the k most likely tokens, and those as likely as the last of them; 0 keeps all, 1 is greedy decoding; at
+    most 2^32 - 1."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1], and those as likely as its
     last."""
@@ -52,7 +55,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # NaN fails every comparison.
         _require(0.0 <= self.temperature <= MAX_TEMPERATURE, "temperature", "in [0, 100]", self.temperature)
-        _require(self.top_k >= 0, "top_k", "0 (off) or positive", self.top_k)
+        _require(0 <= self.top_k <= MAX_TOP_K, "top_k", f"in 0 (off)..{MAX_TOP_K}", self.top_k)
         _require(0.0 < self.top_p <= 1.0, "top_p", "in (0, 1]", self.top_p)
         _require(0.0 <= self.min_p <= 1.0, "min_p", "in [0, 1]", self.min_p)
         is_penalty = 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY

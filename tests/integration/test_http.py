@@ -556,6 +556,25 @@ def test_message_that_cannot_be_rendered_is_refused(client: openai.OpenAI, messa
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("said", "param"),
+    [
+        ({"max_completion_tokens": 300}, "max_completion_tokens"),
+        ({"max_tokens": 300}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "a" * 300}]}, "messages"),
+        ({"extra_body": {"top_k": 10**12}}, "top_k"),
+        ({"extra_body": {"logit_bias": {"1": 10**400}}}, "logit_bias"),
+    ],
+)
+def test_chat_out_of_range_is_refused_by_the_name_that_was_said(
+    client: openai.OpenAI, said: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{"model": "target", "messages": [USER], **said})
+    assert refused.value.param == param
+    assert param in refused.value.body["message"]
+
+
 def test_null_counts_as_left_out_in_messages_that_are_sent_back(client: openai.OpenAI) -> None:
     first = client.chat.completions.create(
         model="target", messages=[USER], max_tokens=4, extra_body={"ignore_eos": True}

@@ -8,11 +8,14 @@ from typing import Any
 
 import httpx2
 import pytest
+from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from draftwire import errors
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
 from draftwire.parameters import SamplingParams
+from draftwire.services.gateway.http.asking import Chat, in_names_of
+from draftwire.services.gateway.http.bodies import read_body
 from draftwire.services.gateway.http.errors import body_of, headers_of, is_expected, status_of
 from draftwire.services.gateway.http.guard import Guard
 from draftwire.services.gateway.http.pages import HEADERS, read_pages
@@ -116,6 +119,47 @@ def test_error_names_the_parameter_as_it_is_called_here(message: str, param: str
     assert param is None or param in said["message"]
 
 
+CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("said", "message", "told", "param"),
+    [
+        ({}, "the prompt has 9 tokens", "messages has 9 tokens", "messages"),
+        ({}, "max_tokens must be in 0..5", "max_tokens must be in 0..5", "max_tokens"),
+        ({"max_tokens": 9}, "max_tokens must be in 0..5", "max_tokens must be in 0..5", "max_tokens"),
+        (
+            {"max_completion_tokens": 9},
+            "min_tokens must be at most max_tokens, 5",
+            "min_tokens must be at most max_completion_tokens, 5",
+            "min_tokens",
+        ),
+        (
+            {"max_completion_tokens": 9},
+            "max_tokens must be in 0..5, what the 9 tokens of the prompt leave",
+            "max_completion_tokens must be in 0..5, what the 9 tokens of messages leave",
+            "max_completion_tokens",
+        ),
+        ({}, "num_choices must be in 1..128", "n must be in 1..128", "n"),
+    ],
+)
+async def test_error_of_a_chat_is_in_the_words_of_its_route(
+    said: dict[str, Any], message: str, told: str, param: str
+) -> None:
+    async def work() -> None:
+        raise InvalidRequestError(message)
+
+    asked = ChatBody.model_validate({**CHAT_BODY, **said})
+    with pytest.raises(RefusedError) as refused:
+        await in_names_of(Chat(), asked, work())
+    assert json.loads(body_of(refused.value))["error"] == {
+        "message": told,
+        "type": "invalid_request_error",
+        "param": param,
+        "code": None,
+    }
+
+
 def test_who_can_try_again_is_told_when() -> None:
     assert dict(headers_of(NoRoomError("full", 2.5))) == {b"retry-after": b"3", b"retry-after-ms": b"2500"}
     assert dict(headers_of(UnavailableError("gone")))[b"retry-after"] == b"1"
@@ -158,6 +202,148 @@ async def test_what_is_no_json_is_not_quoted(tail: bytes) -> None:
 async def test_large_body_is_read_too() -> None:
     body = await read(CompletionBody, json.dumps({"model": "m", "prompt": [7] * 100_000}).encode())
     assert body.prompt == [[7] * 100_000]
+
+
+async def refusal(kind: Any, data: bytes) -> RefusedError:
+    with pytest.raises(RefusedError) as refused:
+        await read(kind, data)
+    assert refused.value.status == 400
+    return refused.value
+
+
+def body(**said: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": "p", **said}).encode()
+
+
+def chat(**said: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **said}).encode()
+
+
+# What is too much
+
+MANY = 100_000
+CALL = {"function": {"name": "f"}}
+TOO_MUCH: dict[str, tuple[Any, bytes, str]] = {
+    "stop": (CompletionBody, body(stop=["a"] * 17), "stop: takes at most 16, not 17"),
+    "stop_token_ids": (CompletionBody, body(stop_token_ids=[1] * (2**18 + 1)), "stop_token_ids: takes at most 262144"),
+    "allowed_token_ids": (CompletionBody, body(allowed_token_ids=[1] * (2**18 + 1)), "allowed_token_ids: takes at"),
+    "logit_bias": (CompletionBody, body(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias: takes at most 1024"),
+    "prompts": (CompletionBody, body(prompt=["a"] * 129), "prompt: takes at most 128, not 129"),
+    "prompts of ids": (CompletionBody, body(prompt=[[1]] * 129), "prompt: takes at most 128, not 129"),
+    "choice": (CompletionBody, body(structured_output={"choice": ["a"] * 1025}), "takes at most 1024, not 1025"),
+    "messages": (ChatBody, chat(messages=[{"role": "user"}] * 4097), "messages: takes at most 4096, not 4097"),
+    "tools": (ChatBody, chat(tools=[{}] * 1025), "tools: takes at most 1024, not 1025"),
+    "tool_calls": (
+        ChatBody,
+        chat(messages=[{"role": "user", "tool_calls": [CALL] * 2049}] * 2),
+        "tool_calls takes at most 4096, not 4098",
+    ),
+    "objects": (ChatBody, chat(messages=[{"content": [{}] * 65_536}]), "holds at most 65536 objects"),
+    "depth": (CompletionBody, body(structured_output={"json": {"a": json.loads("[" * 200 + "]" * 200)}}), "128 deep"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+async def test_what_is_far_too_much_is_refused(name: str) -> None:
+    kind, data, said = TOO_MUCH[name]
+    assert said in str(await refusal(kind, data))
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        (CompletionBody, body(stop_token_ids=[""] * MANY)),
+        (CompletionBody, body(stop=[1] * 16)),
+        (CompletionBody, body(structured_output={"choice": [1] * 1024})),
+        (CompletionBody, body(**{f"k{i}": 1 for i in range(MANY)})),
+        (CompletionBody, body(stream=True, stream_options={f"k{i}": 1 for i in range(MANY)})),
+        (ChatBody, chat(messages=[1] * 4096)),
+        (ChatBody, chat(messages=[{"role": "user", "content": [1] * MANY}])),
+        (ChatBody, chat(messages=[{"role": "user", "tool_calls": [{}] * 4096}])),
+        (ChatBody, chat(tools=[1] * 1024)),
+    ],
+)
+async def test_faults_are_not_collected(kind: Any, data: bytes) -> None:
+    """A body that is wrong everywhere costs no more than one that is wrong once."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(json.loads(data))
+    assert refused.value.error_count() <= 3
+
+
+async def test_body_is_bounded_even_where_grpc_takes_more() -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b" " * 2**20, "more_body": True}
+
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+    for most_bytes, told in ((2**30, 8_000_000), (2**20, 2**20)):
+        with pytest.raises(RefusedError, match=f"at most {told} bytes") as refused:
+            await read_body(scope, receive, most_bytes)  # type: ignore[arg-type]
+        assert refused.value.status == 413
+
+
+# What is no number, and what is said twice
+
+
+@pytest.mark.parametrize(
+    ("said", "param"),
+    [
+        ('"logit_bias": {"1": %s}', "logit_bias"),
+        ('"n": %s', "n"),
+        ('"temperature": %s', "temperature"),
+        ('"prompt": [%s]', "prompt"),
+        ('"structured_output": {"json": {"const": %s}}', "structured_output"),
+        ('"?": %s', None),
+    ],
+)
+@pytest.mark.parametrize("number", ["9" * 400, "9" * 5000, str(2**64), str(-(2**63) - 1)], ids=len)
+async def test_whole_number_beyond_64_bits_is_refused_by_the_name_of_its_parameter(
+    said: str, param: str | None, number: str
+) -> None:
+    refused = await refusal(CompletionBody, b'{"model": "m", ' + (said % number).encode() + b"}")
+    assert refused.param == param
+    assert "beyond 64 bits" in str(refused)
+    assert number not in str(refused)
+
+
+async def test_whole_numbers_of_64_bits_are_read_as_they_are() -> None:
+    for seed in (2**64 - 1, -(2**63)):
+        assert (await read(CompletionBody, body(seed=seed))).seed == seed
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+async def test_number_that_is_none_is_refused(number: str) -> None:
+    await refusal(
+        CompletionBody, b'{"model": "m", "prompt": "p", "structured_output": {"json": {"a": %s}}}' % number.encode()
+    )
+
+
+async def test_top_k_has_the_range_that_it_has_over_grpc() -> None:
+    SamplingParams(top_k=2**32 - 1)
+    with pytest.raises(InvalidRequestError, match="top_k must be in"):
+        SamplingParams(top_k=2**32)
+
+
+@pytest.mark.parametrize(
+    ("said", "param"),
+    [
+        ('"n": 1, "n": 1', "n"),
+        ('"structured_output": {"json": {"type": "object", "type": "array"}}', "type"),
+        (f'"stop": [{{"{SECRET}": 1, "{SECRET}": 2}}]', None),
+    ],
+)
+async def test_key_that_is_said_twice_is_refused(said: str, param: str | None) -> None:
+    refused = await refusal(CompletionBody, f'{{"model": "m", "prompt": "p", {said}}}'.encode())
+    assert refused.param == param
+    assert "twice" in str(refused)
+    assert SECRET not in str(refused)
+
+
+async def test_description_of_a_schema_is_taken() -> None:
+    schema = {"name": "x", "description": "y", "schema": {"type": "object"}}
+    taken = await read(ChatBody, chat(response_format={"type": "json_schema", "json_schema": schema}))
+    assert taken.response_format is not None
+    assert taken.response_format.json_schema is not None
+    assert json.loads(taken.response_format.json_schema.json_schema) == {"type": "object"}
 
 
 # The guard
@@ -291,6 +477,8 @@ async def test_pages_may_load_nothing_from_elsewhere_and_are_not_kept(tmp_path: 
         assert "access-control-allow-origin" not in answer.headers
         assert (await client.get("/playground.js")).status_code == 404
         assert (await client.get("/docs")).status_code == 404
+        assert (await client.get("/v1/models/")).status_code != 307
+        assert (await client.get("/health/")).status_code == 404, "nobody is sent to where the header host says"
 
 
 async def test_request_that_is_cut_by_the_end_of_the_drain_is_told() -> None:

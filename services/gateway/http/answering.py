@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from draftwire.services.gateway.access import Access, Caller
 from draftwire.services.gateway.core import GatewayCore
-from draftwire.services.gateway.http.asking import Route, model_fault
+from draftwire.services.gateway.http.asking import Route, in_names_of, model_fault
 from draftwire.services.gateway.http.bodies import header, read_body
 from draftwire.services.gateway.http.models import Drafters
 from draftwire.services.gateway.http.pieces import Piece, PieceMaker
@@ -57,7 +57,8 @@ class GeneratingRoute(Generic[Body]):
         fault = model_fault(body.model, target, [drafter.description.name for drafter in self._drafters()])
         if fault is not None:
             raise fault
-        await _while_connected(receive, self._answer(body, caller, header(scope, "traceparent") or "", send))
+        work = self._answer(body, caller, header(scope, "traceparent") or "", send)
+        await _while_connected(receive, in_names_of(self._route, body, work))
 
     async def _answer(self, body: Body, caller: Caller, traceparent: str, send: Send) -> None:
         num_prompts = self._route.num_prompts(body)

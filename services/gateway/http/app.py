@@ -34,7 +34,7 @@ def make_app(
         gate: whether the service is ready.
         pages: static files by path; without them, those of the playground.
     """
-    app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Guard, gate=gate)
     app.add_exception_handler(HTTPException, _no_route)
     most_bytes = core.config.connections.max_message_bytes

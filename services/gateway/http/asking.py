@@ -1,20 +1,14 @@
 """From the bodies of requests to what the core carries out."""
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
+from draftwire.errors import InvalidRequestError
 from draftwire.parameters import SamplingParams
-from draftwire.services.gateway.conversation import (
-    MAX_CHAT_MESSAGES,
-    MAX_TOOL_CALLS,
-    MAX_TOOLS,
-    ChatTurn,
-    Conversation,
-    Tool,
-    ToolCall,
-)
+from draftwire.services.gateway.conversation import ChatTurn, Conversation, Tool, ToolCall
 from draftwire.services.gateway.core import GatewayCore
+from draftwire.services.gateway.http.errors import HTTP_NAMES, renamed
 from draftwire.services.gateway.http.pieces import Wishes
 from draftwire.services.gateway.http.refused import RefusedError
 from draftwire.services.gateway.http.requests import (
@@ -25,7 +19,6 @@ from draftwire.services.gateway.http.requests import (
     Message,
     OutputForm,
     ToolBody,
-    dumped,
 )
 from draftwire.services.gateway.http.shapes import ChatShape, CompletionShape, Shape
 from draftwire.services.gateway.request import RequestedGeneration
@@ -48,6 +41,9 @@ class Route(Protocol, Generic[Body]):
 
     def wishes(self, body: Body) -> Wishes:
         """Returns what is to be told beside the text."""
+
+    def names(self, body: Body) -> Mapping[str, str]:
+        """Returns how this route calls what errors of the core call otherwise."""
 
     async def requested(self, body: Body, core: GatewayCore) -> RequestedGeneration:
         """Reads the prompts, and returns all that is asked for.
@@ -72,6 +68,10 @@ class Completions:
     def wishes(self, body: CompletionBody) -> Wishes:
         """See `Route`."""
         return Wishes(body.n, body.logprobs, body.prompt_logprobs, body.token_details)
+
+    def names(self, body: CompletionBody) -> Mapping[str, str]:
+        """See `Route`."""
+        return HTTP_NAMES
 
     async def requested(self, body: CompletionBody, core: GatewayCore) -> RequestedGeneration:
         """See `Route`."""
@@ -105,6 +105,11 @@ class Chat:
         """See `Route`."""
         return Wishes(body.n, _num_top(body), body.prompt_logprobs, body.token_details)
 
+    def names(self, body: ChatBody) -> Mapping[str, str]:
+        """See `Route`."""
+        length = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return {**HTTP_NAMES, **length, "the prompt": "messages"}
+
     async def requested(self, body: ChatBody, core: GatewayCore) -> RequestedGeneration:
         """See `Route`."""
         return RequestedGeneration(
@@ -116,6 +121,18 @@ class Chat:
             token_details=body.token_details,
             **_common(body),
         )
+
+
+async def in_names_of(route: Route[Body], body: Body, work: Coroutine[Any, Any, None]) -> None:
+    """Waits for work; what is wrong with a request is said in the words of its route.
+
+    Raises:
+        RefusedError: for an `InvalidRequestError`.
+    """
+    try:
+        await work
+    except InvalidRequestError as error:
+        raise renamed(error, route.names(body)) from error
 
 
 def _common(body: GenerateBody) -> dict[str, Any]:
@@ -166,7 +183,7 @@ def _chat_form(body: ChatBody) -> StructuredOutput | None:
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return _form(body.structured_output)
-    schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.json_schema
+    schema = '{"type": "object"}' if wanted.json_schema is None else wanted.json_schema.json_schema
     return StructuredOutput.json(schema)
 
 
@@ -175,17 +192,10 @@ def _num_top(body: ChatBody) -> int | None:
 
 
 def _conversation(body: ChatBody) -> Conversation:
-    for name, size, most in (
-        ("messages", len(body.messages), MAX_CHAT_MESSAGES),
-        ("tool_calls", sum(len(message.tool_calls) for message in body.messages), MAX_TOOL_CALLS),
-        ("tools", len(body.tools), MAX_TOOLS),
-    ):
-        if size > most:
-            raise RefusedError(400, f"{name} takes at most {most}, not {size}", param=name)
     return Conversation(
         turns=tuple(map(_turn, body.messages)),
         tools=tuple(map(_tool, body.tools)) if body.tool_choice == "auto" else (),
-        template_arguments=dumped(body.chat_template_kwargs) if body.chat_template_kwargs else "",
+        template_arguments="" if body.chat_template_kwargs == "{}" else body.chat_template_kwargs,
         continues_last=body.continue_final_message,
     )
 
@@ -202,8 +212,7 @@ def _turn(message: Message) -> ChatTurn:
 
 def _tool(tool: ToolBody) -> Tool:
     function = tool.function
-    parameters = "" if function.parameters is None else dumped(function.parameters)
-    return Tool(function.name, function.description, parameters)
+    return Tool(function.name, function.description, function.parameters)
 
 
 def model_fault(model: str, target: str, drafters: Sequence[str]) -> RefusedError | None:

@@ -5,8 +5,11 @@ import asyncio
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
+from draftwire.services.gateway.core import MAX_PROMPT_CHARACTERS
 from draftwire.services.gateway.http.refused import RefusedError
 
+MAX_BODY_BYTES = 2 * MAX_PROMPT_CHARACTERS
+"""Most that is read of a body, even where gRPC takes more: what is read of JSON takes many times as much memory."""
 BODY_SECONDS = 60.0
 """How long a body may take to arrive."""
 
@@ -23,6 +26,7 @@ async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
     Raises:
         RefusedError: it is said to be something else than JSON, is too large, or takes too long.
     """
+    most_bytes = min(most_bytes, MAX_BODY_BYTES)
     headers = Request(scope).headers
     # Pages of other origins can send other types without asking first.
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

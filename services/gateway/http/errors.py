@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from draftwire.errors import (
@@ -24,7 +25,6 @@ UNAVAILABLE_RETRY_S = 1.0
 HTTP_NAMES = {"num_choices": "n", "template_arguments": "chat_template_kwargs"}
 """What the parameters of gRPC that have another name here are called here."""
 
-_GRPC_NAME = re.compile(rf"\b({'|'.join(HTTP_NAMES)})\b")
 _WORD = re.compile(r"[a-z_]+")
 _PARAMETERS = frozenset([*CompletionBody.model_fields, *ChatBody.model_fields])
 
@@ -78,10 +78,20 @@ def body_of(error: BaseException) -> bytes:
     cause = _root_cause(error)
     kind = _kind_of(cause)
     said = isinstance(cause, DraftwireError | RefusedError)
-    message = _GRPC_NAME.sub(lambda match: HTTP_NAMES[match.group()], str(cause)) if said else _OPAQUE
+    message = _said_with(HTTP_NAMES, str(cause)) if said else _OPAQUE
     param = cause.param if isinstance(cause, RefusedError) else _param_of(message) if kind is _INVALID else None
     fields = {"message": message, "type": kind.type, "param": param, "code": kind.code}
     return json.dumps({"error": fields}).encode()
+
+
+def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> RefusedError:
+    """Returns an error that calls parameters as a route does: the keys of `names` by their values."""
+    message = _said_with(names, str(error))
+    return RefusedError(400, message, param=_param_of(message))
+
+
+def _said_with(names: Mapping[str, str], message: str) -> str:
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match.group()], message)
 
 
 def headers_of(error: BaseException) -> list[tuple[bytes, bytes]]:

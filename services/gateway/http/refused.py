@@ -2,7 +2,7 @@
 
 
 class RefusedError(Exception):
-    """A request that this edge refuses itself. The message holds nothing of the request but names of parameters."""
+    """A request that this edge refuses itself. The message holds nothing of the request but names and numbers."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)

@@ -6,12 +6,18 @@ A parameter that is null counts as left out, as in OpenAI's own server.
 import asyncio
 import json
 import re
+from collections.abc import Sized
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
+from draftwire.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS
+from draftwire.services.gateway.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
+from draftwire.services.gateway.http.parsing import NAME, parse
 from draftwire.services.gateway.http.refused import RefusedError
+from draftwire.services.gateway.request import MAX_CHOICES, MAX_STOP_STRINGS
+from draftwire.structured_output import MAX_CHOICES as MAX_FORM_CHOICES
 
 MAX_BODY_ON_LOOP = 64 * 2**10
 """Bytes. Larger ones are read on a thread."""
@@ -39,7 +45,6 @@ UNSUPPORTED = {
 }
 """Parameters of OpenAI and others that cannot be honoured, and why."""
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _DIGITS = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -48,15 +53,27 @@ def _wrong(message: str) -> PydanticCustomError:
     return PydanticCustomError("value", message.replace("{", "(").replace("}", ")"))
 
 
+class FirstFault(FailFast):
+    """Ends the reading of a list at its first wrong entry: each more would cost a kilobyte."""
+
+    __hash__ = object.__hash__  # which annotations of what may be None need
+
+
 class Strict(BaseModel):
-    """Takes nothing that it has no field for, and converts nothing."""
+    """Takes nothing that it has no field for, and converts nothing. However much is wrong, few faults are collected."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+        """Leaves out what is null, and of what has no field all but the first."""
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        said = {key: value for key, value in given.items() if value is not None}
+        stray = next((key for key in said if key not in known), None)
+        return {key: value for key, value in said.items() if key in known or key == stray}
 
 
 def _as_list(given: Any) -> Any:
@@ -76,6 +93,29 @@ def _as_json(given: Any) -> Any:
     return dumped(given) if isinstance(given, dict) else given
 
 
+def _as_object(given: Any) -> str:
+    """Returns as JSON what may be any object: a large one is written where the body is read."""
+    if not isinstance(given, dict):
+        raise _wrong("has to be an object")
+    return dumped(given)
+
+
+def _refuse_over(given: Sized, most: int) -> None:
+    if len(given) > most:
+        raise _wrong(f"takes at most {most}, not {len(given)}")
+
+
+def _few(most: int) -> BeforeValidator:
+    """Refuses a list that is far too long before anything is made of it."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, list):
+            _refuse_over(given, most)
+        return given
+
+    return BeforeValidator(check)
+
+
 def _are_ids(given: Any) -> bool:
     return isinstance(given, list) and all(type(one) is int for one in given)
 
@@ -83,6 +123,8 @@ def _are_ids(given: Any) -> bool:
 def _as_prompts(given: Any) -> list[str | list[int]]:
     if isinstance(given, str) or (given and _are_ids(given)):
         return [given]
+    if isinstance(given, list) and not _are_ids(given[:1]):
+        _refuse_over(given, MAX_CHOICES)
     if isinstance(given, list) and given and (all(isinstance(one, str) for one in given) or all(map(_are_ids, given))):
         return given
     raise _wrong("has to be a text, token ids, or a list of either, and not empty")
@@ -91,6 +133,7 @@ def _as_prompts(given: Any) -> list[str | list[int]]:
 def _as_biases(given: Any) -> Any:
     if not isinstance(given, dict):
         raise _wrong("has to be an object from token ids to numbers")
+    _refuse_over(given, MAX_BIASED_TOKENS)
     for token, bias in given.items():
         if not (isinstance(token, str) and _DIGITS.fullmatch(token)) or type(bias) not in (int, float):
             raise _wrong("has to be an object from token ids, as strings, to numbers")
@@ -109,9 +152,9 @@ class StreamOptions(Strict):
 class OutputForm(Strict):
     """The form of the text; exactly one."""
 
-    json_schema: dict[str, Any] | None = Field(None, alias="json")
+    json_schema: Annotated[str | None, BeforeValidator(_as_object)] = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], FirstFault(), _few(MAX_FORM_CHOICES)] | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
@@ -121,12 +164,16 @@ class OutputForm(Strict):
         return self
 
 
+TokenIds = Annotated[list[int], FirstFault(), _few(MAX_ALLOWED_TOKENS)]
+"""A set of tokens; none is larger than the largest vocabularies."""
+
+
 class GenerateBody(Strict):
     """What both routes take. Ranges are those of docs/parameters.md, and are checked where they are for gRPC."""
 
     model: str
     n: int = 1
-    stop: Annotated[list[str], BeforeValidator(_as_list)] = []
+    stop: Annotated[list[str], FirstFault(), _few(MAX_STOP_STRINGS), BeforeValidator(_as_list)] = []
     seed: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -143,9 +190,9 @@ class GenerateBody(Strict):
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: TokenIds | None = None
     min_tokens: int = 0
-    stop_token_ids: list[int] = []
+    stop_token_ids: TokenIds = []
     ignore_eos: bool = False
     cache_salt: str = ""
     prompt_logprobs: int | None = None
@@ -203,9 +250,9 @@ class Message(Strict):
     """One message of a conversation."""
 
     role: str
-    content: Annotated[list[TextPart], BeforeValidator(_as_parts)] = []
+    content: Annotated[list[TextPart], FirstFault(), BeforeValidator(_as_parts)] = []
     name: str = ""
-    tool_calls: list[MessageToolCall] = []
+    tool_calls: Annotated[list[MessageToolCall], FirstFault(), _few(MAX_TOOL_CALLS)] = []
     tool_call_id: str = ""
 
     @model_validator(mode="after")
@@ -220,7 +267,8 @@ class Function(Strict):
 
     name: str
     description: str = ""
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[str, BeforeValidator(_as_object)] = ""
+    """JSON; empty is not said."""
     strict: Literal[False] = False
     """Calls are not read, so nothing can be promised of them."""
 
@@ -237,7 +285,9 @@ class JsonSchema(Strict):
 
     name: str = ""
     """Has no effect here."""
-    json_schema: dict[str, Any] = Field(alias="schema")
+    description: str = ""
+    """Has no effect here."""
+    json_schema: Annotated[str, BeforeValidator(_as_object)] = Field(alias="schema")
     strict: bool = True
     """Has no effect here: texts have the form in any case."""
 
@@ -258,15 +308,15 @@ class ResponseFormat(Strict):
 class ChatBody(GenerateBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], FirstFault(), _few(MAX_CHAT_MESSAGES)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[ToolBody] = []
+    tools: Annotated[list[ToolBody], FirstFault(), _few(MAX_TOOLS)] = []
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[str, BeforeValidator(_as_object)] = "{}"
     continue_final_message: bool = False
 
     @model_validator(mode="after")
@@ -276,17 +326,15 @@ class ChatBody(GenerateBody):
             raise _wrong("max_completion_tokens: says something else than max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise _wrong("top_logprobs: says nothing without logprobs")
+        if not self.messages:
+            raise _wrong("messages: is empty")
+        num_calls = sum(len(message.tool_calls) for message in self.messages)
+        if num_calls > MAX_TOOL_CALLS:
+            raise _wrong(f"tool_calls: takes at most {MAX_TOOL_CALLS}, not {num_calls}")
         formats = self.response_format is not None and self.response_format.type != "text"
         if formats and self.structured_output is not None:
             raise _wrong("response_format: cannot be beside structured_output")
         return self
-
-    @field_validator("messages")
-    @classmethod
-    def _is_not_empty(cls, messages: list[Message]) -> list[Message]:
-        if not messages:
-            raise _wrong("is empty")
-        return messages
 
 
 Body = TypeVar("Body", bound=GenerateBody)
@@ -296,7 +344,8 @@ async def read(kind: type[Body], data: bytes) -> Body:
     """Reads the body of a request; a large one on a thread.
 
     Raises:
-        RefusedError: it is no JSON, or says something that the route does not take. What it says is not quoted.
+        RefusedError: it is no JSON, or says something that the route does not take. Of what it says only names and
+            numbers are quoted.
     """
     if len(data) > MAX_BODY_ON_LOOP:
         return await asyncio.to_thread(_read, kind, data)
@@ -304,12 +353,7 @@ async def read(kind: type[Body], data: bytes) -> Body:
 
 
 def _read(kind: type[Body], data: bytes) -> Body:
-    try:
-        given = from_json(data, allow_inf_nan=False)
-    except ValueError as error:  # names what is wrong and where, and quotes nothing
-        raise RefusedError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise RefusedError(400, "the body has to be a JSON object")
+    given = parse(data)
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -325,7 +369,7 @@ def _refusal(fault: ErrorDetails) -> RefusedError:
     top = path.partition(".")[0].partition("[")[0] or None
     if fault["type"] == "extra_forbidden":
         name = str(place[-1])
-        if not _NAME.fullmatch(name):  # may be anything, and is not ours to show
+        if not NAME.fullmatch(name):  # may be anything, and is not ours to show
             return RefusedError(
                 400, f"{path or 'the request'} has a key that means nothing here", code="unknown_parameter"
             )
@@ -352,6 +396,6 @@ def _path(place: tuple[int | str, ...]) -> str:
     for part in place:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif _NAME.fullmatch(part):
+        elif NAME.fullmatch(part):
             path += f".{part}" if path else part
     return path
