@@ -273,7 +273,15 @@ def test_when_one_fails_all_end_and_its_own_error_is_raised(failing: int) -> Non
         run(collect(core.generate(make_choices(3, max_tokens=100))))
     assert len(target.verdicts) < 50
     assert all_is_closed(target)
-    assert (core.num_requests, count_of(core, "failed")) == (0, 3)
+    assert (core.num_requests, count_of(core, "invalid"), count_of(core, "failed")) == (0, 3, 0)
+
+
+def test_only_what_is_wrong_with_the_request_is_no_failure_of_the_service() -> None:
+    core = make_core(target := FakeTarget())
+    target.on_opening = lambda spec: ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        run(collect(core.generate(make_choices(2))))
+    assert (count_of(core, "invalid"), count_of(core, "failed")) == (0, 2)
 
 
 def test_interruption_says_how_many_tokens_the_choice_had_that_failed() -> None:
