@@ -1,7 +1,7 @@
 """Spans of requests, for a collector of traces. See docs/tracing.md.
 
-Where tracing is off there is no tracer, and whoever would record asks for `None` and does nothing else: nothing of
-OpenTelemetry is imported then. Spans carry numbers and names, never prompts, texts or token ids.
+Where tracing is off there is no tracer, and whoever would record asks for `None` and does nothing else:
+OpenTelemetry's SDK is not imported then. Spans carry numbers and names, never prompts, texts or token ids.
 """
 
 import os
