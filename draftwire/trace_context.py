@@ -4,7 +4,7 @@ Source: W3C Trace Context, level 1, section 3.2.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _HEADER = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -27,6 +27,8 @@ class TraceContext:
     """64 bits, not 0."""
     is_sampled: bool = True
     """Whether the spans below it are to be recorded."""
+    is_local: bool = field(default=False, compare=False)
+    """Whether it is a span of this process. No header says so."""
 
     def __str__(self) -> str:
         """Returns the header, version 00."""

@@ -106,8 +106,14 @@ class ServiceMetrics:
         return self.histogram(name, documentation, bounds, of_model=of_model).labels()
 
     def serve(self, port: int, host: str) -> int:
-        """Serves `/metrics` on a thread and returns the port."""
+        """Serves `/metrics` on a thread and returns the port.
+
+        Always in Prometheus's text format: in OpenMetrics, names could not have colons and would be others.
+        """
         server, _ = start_http_server(port, host, self.registry)
+        answer = server.get_app()
+        assert answer is not None, "the library has just set it"
+        server.set_app(lambda environ, start: answer({**environ, "HTTP_ACCEPT": ""}, start))
         return int(server.server_port)
 
 

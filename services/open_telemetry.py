@@ -33,7 +33,7 @@ FLUSH_SECONDS = 3.0
 WARNING_SECONDS = 60.0
 """Between two log lines about lost spans."""
 QUEUE_SPANS = 8192
-"""Spans that wait at most; of more the oldest are lost. Some seconds' worth at a thousand rounds a second."""
+"""Spans that wait at most; those that come then are lost. Some seconds' worth at a thousand rounds a second."""
 
 
 class WallClock:
@@ -62,21 +62,35 @@ class ForgivingExporter(SpanExporter):
         """Takes what does the work."""
         self._exporter = exporter
         self._service = service
+        self._lock = threading.Lock()
+        self._num_waiting = 0
         self._num_lost = 0
         self._warned_at: float | None = None
 
+    def admit(self) -> bool:
+        """Returns whether one more span may wait to be exported; counts it as lost if not. On any thread."""
+        with self._lock:
+            if self._num_waiting < QUEUE_SPANS:
+                self._num_waiting += 1
+                return True
+            self._lose(1)
+            return False
+
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """See `SpanExporter.export`. On the SDK's thread."""
+        with self._lock:
+            self._num_waiting -= len(spans)
         try:
             result = self._exporter.export(spans)
         except Exception:  # the SDK would log it with all that it quotes
             result = SpanExportResult.FAILURE
         if result is not SpanExportResult.SUCCESS:
-            self._num_lost += len(spans)
-            self._warn()
+            with self._lock:
+                self._lose(len(spans))
         return result
 
-    def _warn(self) -> None:
+    def _lose(self, num_spans: int) -> None:
+        self._num_lost += num_spans
         now = time.monotonic()
         if self._warned_at is None or now - self._warned_at >= WARNING_SECONDS:
             log.warning(f"{self._service}.spans_lost", num_spans=self._num_lost)
@@ -87,6 +101,20 @@ class ForgivingExporter(SpanExporter):
         self._exporter.shutdown()
 
 
+class CountingProcessor(BatchSpanProcessor):
+    """Keeps the queue from overflowing, where the SDK would lose spans without telling the exporter."""
+
+    def __init__(self, exporter: ForgivingExporter) -> None:
+        """Takes what counts the spans."""
+        super().__init__(exporter, max_queue_size=QUEUE_SPANS)
+        self._admit = exporter.admit
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """See `SpanProcessor.on_end`."""
+        if self._admit():
+            super().on_end(span)
+
+
 class OtlpSpan:
     """A span under way."""
 
@@ -95,7 +123,7 @@ class OtlpSpan:
         self._span = span
         self._clock = clock
         own = span.get_span_context()
-        self.context = TraceContext(own.trace_id, own.span_id)
+        self.context = TraceContext(own.trace_id, own.span_id, is_local=True)
 
     def add_event(self, name: str, attributes: Attributes) -> None:
         """See `Span.add_event`."""
@@ -119,14 +147,13 @@ class OtlpTracer:
         names = {SERVICE_NAME: f"draftwire-{service}", SERVICE_INSTANCE_ID: instance, SERVICE_VERSION: __version__}
         # Who is not to be recorded has no tracer's span at all, so all of these are.
         self._provider = TracerProvider(resource=Resource.create(names), sampler=ALWAYS_ON, shutdown_on_exit=False)
-        forgiving = ForgivingExporter(exporter, service)
-        self._provider.add_span_processor(BatchSpanProcessor(forgiving, max_queue_size=QUEUE_SPANS))
+        self._provider.add_span_processor(CountingProcessor(ForgivingExporter(exporter, service)))
         self._tracer = self._provider.get_tracer("draftwire", __version__)
 
     @classmethod
     def to(cls, endpoint: str, service: str, instance: str) -> "OtlpTracer":
         """Returns a tracer whose spans go to a collector; see `open_tracer`. Does not wait for the collector."""
-        # The SDK logs every failure, and every span that finds the queue full: see `ForgivingExporter`.
+        # The SDK logs every failure: see `ForgivingExporter`.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=EXPORT_SECONDS)
         return cls(exporter, service, instance)
@@ -171,5 +198,5 @@ def _below(parent: TraceContext | None) -> Context:
     if parent is None:
         return Context()
     flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
-    own = trace.SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=flags)
+    own = trace.SpanContext(parent.trace_id, parent.span_id, is_remote=not parent.is_local, trace_flags=flags)
     return trace.set_span_in_context(trace.NonRecordingSpan(own), Context())

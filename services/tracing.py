@@ -1,9 +1,10 @@
 """Spans of requests, for a collector of traces. See docs/tracing.md.
 
-Where tracing is off there is no tracer, and whoever would record asks for `None` and does nothing else: nothing of
-OpenTelemetry is imported then. Spans carry numbers and names, never prompts, texts or token ids.
+Where tracing is off there is no tracer, and whoever would record asks for `None` and does nothing else:
+OpenTelemetry's SDK is not imported then. Spans carry numbers and names, never prompts, texts or token ids.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -67,14 +68,14 @@ class Tracer(Protocol):
 
 
 def open_tracer(settings: TracingSettings, service: str, instance: str) -> Tracer | None:
-    """Returns a tracer; None if tracing is off.
+    """Returns a tracer; None if tracing is off, be it by OpenTelemetry's own switch `OTEL_SDK_DISABLED`.
 
     Args:
         settings: where spans go.
         service: gateway, verifier or drafter.
         instance: names this process among those of the service.
     """
-    if settings.otlp_endpoint is None:
+    if settings.otlp_endpoint is None or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
     from draftwire.services.open_telemetry import OtlpTracer
 

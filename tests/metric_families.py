@@ -38,7 +38,9 @@ UNITS = {
     "failures$": "times",
 }
 """What names that a pattern is found in count. The first that is found says it."""
-IDLE = SimpleNamespace(sessions={}, dropped={}, prefix_tokens={}, room=Room(1, 16), draft_wait_s=0.0, idle=IdleWatch())
+IDLE = SimpleNamespace(
+    sessions={}, dropped={}, prefix_tokens={}, room=Room(1, 16), draft_wait_s=0.0, idle=IdleWatch(), clock=float
+)
 """A scheduler without work."""
 
 

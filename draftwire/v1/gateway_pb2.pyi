@@ -889,11 +889,11 @@ class GetServerResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TARGET_FIELD_NUMBER: _builtins.int
-    DRAFTERS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     REJECTION_SAMPLE_METHODS_FIELD_NUMBER: _builtins.int
     LOSSY_REJECTION_SAMPLE_METHODS_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     num_speculative_tokens: _builtins.int
     """Default of GenerateRequest.num_speculative_tokens."""
     max_speculative_tokens: _builtins.int
@@ -903,10 +903,6 @@ class GetServerResponse(_message.Message):
         """The verifier's model."""
 
     @_builtins.property
-    def drafters(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelDescription]:
-        """Models of the drafters that are connected, each once."""
-
-    @_builtins.property
     def rejection_sample_methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Rules that may be asked for, the default first."""
 
@@ -914,15 +910,19 @@ class GetServerResponse(_message.Message):
     def lossy_rejection_sample_methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Those of them that change the distribution of the text."""
 
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelDescription]:
+        """Models of the drafters that are connected, each once."""
+
     def __init__(
         self,
         *,
         target: _model_pb2.ModelDescription | None = ...,
-        drafters: _abc.Iterable[_model_pb2.ModelDescription] | None = ...,
         num_speculative_tokens: _builtins.int = ...,
         max_speculative_tokens: _builtins.int = ...,
         rejection_sample_methods: _abc.Iterable[_builtins.str] | None = ...,
         lossy_rejection_sample_methods: _abc.Iterable[_builtins.str] | None = ...,
+        drafters: _abc.Iterable[_model_pb2.ModelDescription] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

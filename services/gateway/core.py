@@ -167,6 +167,7 @@ class GatewayCore:
             traceparent: the request's header of that name, whatever it says; empty if there is none.
 
         Raises:
+            InvalidRequestError: the verifier refuses it, whose limits may be lower than the gateway's.
             NoRoomError: no verifier has room.
             UnavailableError: no verifier can be reached.
         """
@@ -204,12 +205,15 @@ class GatewayCore:
         except NoRoomError:
             self.metrics.requests_refused.labels("verifier").inc(num_unfinished)
             raise
+        except InvalidRequestError:
+            result = "invalid"
+            raise
         except (asyncio.CancelledError, GeneratorExit):
             result = "cancelled"
             raise
         finally:
             if trace is not None:
-                trace.end(result, sys.exception() if result == "failed" else None)
+                trace.end(result, sys.exception() if result in ("invalid", "failed") else None)
             if num_unfinished:
                 self.metrics.requests.labels(result).inc(num_unfinished)
             self.metrics.drafters_lost.inc(sum(loop.statistics.num_drafters_lost for loop in loops))

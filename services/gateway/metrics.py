@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from draftwire.services.gateway.round_times import RoundTimes, WhyPlain
 from draftwire.services.metrics import LONG_SECONDS, PREFIX, ServiceMetrics
 
-RESULTS = ("stop", "length", "cancelled", "failed")
+RESULTS = ("stop", "length", "cancelled", "invalid", "failed")
 """How a choice of a request ends."""
 PARTS = ("lost", "prefill", "draft", "wire", "queue", "verify", "gateway")
 """Of a round; see `RoundTimes`. The drafter's calibration and its drawing are one part here."""

@@ -2,8 +2,8 @@
 
     asked for ── draft ── wire ── queue ── verify ── wire ──▶ verdict ── gateway ──▶ the next round is asked for
 
-The rounds of a session lie end to end: each starts when the one before it left the gateway, so that none of a
-completion's time is counted twice, and none is left out.
+The rounds of a session lie end to end: each starts when the one before it left the gateway, so that no time is counted
+twice. Left out are the time before the first round is asked for, and rounds that are cut short.
 """
 
 import time
@@ -37,7 +37,6 @@ class RoundTimes:
     of themselves never makes more than what the gateway measured: what is beyond it is cut off.
     """
 
-    session_id: int
     epoch: int
     round: int
     started_at: float
@@ -147,7 +146,6 @@ class RoundWatch:
             left_s -= parts[-1]
         verify_s, queue_s, draft_s, calibration_s = parts
         times = RoundTimes(
-            session_id=verdict.fence.session_id,
             epoch=verdict.fence.epoch,
             round=verdict.fence.round,
             started_at=started_at,

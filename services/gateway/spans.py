@@ -25,8 +25,9 @@ class ChoiceSpans:
         """Takes the choice's span, which has begun."""
         self._tracer = tracer
         self._span = span
-        self.traceparent = str(span.context)
-        """What the choice's sessions are opened with."""
+        self.traceparent = str(span.context) if span.context.trace_id else ""
+        """What the choice's sessions are opened with. A span that nobody records has no ids, and verifiers would refuse
+        these."""
 
     def note(self, event: str, **attributes: int | str) -> None:
         """Notes that something happened now."""
@@ -95,8 +96,8 @@ class RequestSpans:
         """Ends the request.
 
         Args:
-            result: finished, failed or cancelled.
-            error: what ended it, if it failed. Its message is left out: it may quote the prompt.
+            result: finished, invalid, failed or cancelled.
+            error: what ended it, if it is invalid or failed. Its message is left out: it may quote the prompt.
         """
         self._span.end({PREFIX + "result": result}, type(error).__name__ if error is not None else "")
 

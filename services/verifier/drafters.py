@@ -38,7 +38,8 @@ class Drafters:
         self._by_id: dict[int, Drafter] = {}
 
     def __iter__(self) -> Iterator[Drafter]:
-        return iter(self._by_id.values())
+        """Iterates over those of now. On any thread."""
+        return iter(list(self._by_id.values()))
 
     def get(self, drafter_id: int) -> Drafter | None:
         """Returns a drafter that is known."""

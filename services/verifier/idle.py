@@ -5,13 +5,21 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class IdleWatch:
-    """Sums the time in which the engine idles and sessions wait. Times are by any one clock, seconds."""
+    """Sums the time in which the engine idles and sessions wait. Times are by any one clock, seconds.
 
-    waited_s: float = 0.0
+    Written by one thread; `waited` may be asked by others.
+    """
+
     _is_idle: bool = False
     _num_waiting: int = 0
-    _since: float | None = None
-    """Since when both are so."""
+    _waited: tuple[float, float | None] = (0.0, None)
+    """The sum of the stretches that are over, and since when both are so. One object, so that no thread sees a stretch
+    in both or in none."""
+
+    def waited(self, now: float) -> float:
+        """Returns the sum until now."""
+        waited_s, since = self._waited
+        return waited_s if since is None else waited_s + max(0.0, now - since)
 
     def set_idle(self, is_idle: bool, now: float) -> None:
         """Notes that the engine has no step to run, or has one again."""
@@ -25,8 +33,6 @@ class IdleWatch:
         self._look(now)
 
     def _look(self, now: float) -> None:
-        if self._is_idle and self._num_waiting:
-            self._since = now if self._since is None else self._since
-        elif self._since is not None:
-            self.waited_s += now - self._since
-            self._since = None
+        waited_s, since = self._waited
+        if (self._is_idle and self._num_waiting > 0) is (since is None):
+            self._waited = (waited_s, now) if since is None else (waited_s + now - since, None)

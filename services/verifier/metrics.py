@@ -1,6 +1,7 @@
 """Prometheus metrics of a verifier."""
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from prometheus_client import Counter, Gauge
@@ -24,6 +25,10 @@ class Drafted(Protocol):
     @property
     def idle(self) -> IdleWatch:
         """For how long the engine did nothing because all waited."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """By which it does so, seconds."""
 
 
 class Audited(Protocol):
@@ -124,18 +129,25 @@ class _WaitWatcher(Collector):
 
     def __init__(self, scheduler: Drafted) -> None:
         self._scheduler = scheduler
+        self._lock = threading.Lock()
+        self._told_s = 0.0
+        """What was exported last. A stretch may turn out to have ended just before it was looked at, and a counter must
+        not fall."""
 
     def collect(self) -> Iterable[Metric]:
         """See `prometheus_client.registry.Collector`."""
+        scheduler = self._scheduler
+        with self._lock:
+            self._told_s = told_s = max(self._told_s, scheduler.idle.waited(scheduler.clock()))
         yield CounterMetricFamily(
             PREFIX + "draft_wait_seconds",
             "From verdicts to the blocks that followed them, over all sessions: its rate is how many wait for drafts.",
-            self._scheduler.draft_wait_s,
+            scheduler.draft_wait_s,
         )
         yield CounterMetricFamily(
             PREFIX + "engine_waiting_for_drafts_seconds",
             "Time without a step in which a session waited for its drafter, or for the gateway after a verdict.",
-            self._scheduler.idle.waited_s,
+            told_s,
         )
 
 

@@ -53,7 +53,7 @@ ATTRIBUTES = {
 }
 """All that is ever said, by name of the span. `tokens` are numbers of tokens, never ids."""
 WORDS = re.compile(
-    r"(?:\d{1,20}|block|token|coupled|stop|length|finished|failed|cancelled"
+    r"(?:\d{1,20}|block|token|coupled|stop|length|finished|invalid|failed|cancelled"
     r"|plain|recovered|bonus|not_asked_for|no_drafter|warming_up|no_room|empty_block)?"
 )
 """All texts that they are said in."""
@@ -375,7 +375,8 @@ def test_without_a_collector_services_serve_and_stop_and_without_the_option_they
         told = imported_by(lines[name])
         assert f"draftwire.services.{name}.core" in told, "what is imported is seen"
         assert ("opentelemetry.sdk.trace" in told) is is_traced
-        assert any(module.partition(".")[0] == "opentelemetry" for module in told) is is_traced
+        if name != "gateway":  # FastAPI imports the interface, without the SDK
+            assert any(module.partition(".")[0] == "opentelemetry" for module in told) is is_traced
         assert lines[name].count(f"{name}.spans_lost") == int(is_traced)
         assert "library.message_logged" not in lines[name]
 

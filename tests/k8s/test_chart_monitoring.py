@@ -128,8 +128,9 @@ def test_nothing_is_left_of_monitoring_where_it_is_off() -> None:
     kinds = {manifest["kind"] for manifest in rendered.manifests}
     assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
     for service in SERVICES:
-        assert [port["name"] for port in rendered.container(service)["ports"]] == ["grpc"]
-        assert [port["name"] for port in rendered.one("Service", service)["spec"]["ports"]] == ["grpc"]
+        names = ["grpc", "http"] if service == "gateway" else ["grpc"]
+        assert [port["name"] for port in rendered.container(service)["ports"]] == names
+        assert [port["name"] for port in rendered.one("Service", service)["spec"]["ports"]] == names
     assert "DRAFTWIRE_GATEWAY_METRICS_PORT" not in rendered.environment("gateway")
 
 

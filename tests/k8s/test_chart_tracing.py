@@ -35,6 +35,7 @@ def test_ratio_of_none_is_none() -> None:
     ("settings", "message"),
     [
         ((f"tracing.endpoint={ENDPOINT}",), "networkPolicy.traces.to lets nobody through"),
+        (("tracing.endpoint=http://collector:4318", COLLECTOR), "port is not among networkPolicy.traces.ports"),
         (("tracing.sampleRatio=0.5",), "tracing.sampleRatio: says which requests are traced"),
         ((f"tracing.endpoint={ENDPOINT}", "tracing.sampleRatio=1.5", COLLECTOR), "/tracing/sampleRatio"),
         (("tracing.endpoint=collector:4317", COLLECTOR), "/tracing/endpoint"),
@@ -48,6 +49,12 @@ def test_values_that_trace_nothing_are_refused(settings: tuple[str, ...], messag
     assert message in done.stderr
 
 
-def test_collector_is_reached_without_policies() -> None:
-    settings = (f"tracing.endpoint={ENDPOINT}", "networkPolicy.enabled=false")
-    assert render("single-gpu", *settings).environment("drafter")["DRAFTWIRE_DRAFTER_OTLP_ENDPOINT"] == ENDPOINT
+def test_policy_lets_through_a_collector_on_another_port() -> None:
+    endpoint, ports = "https://collector:14317", "networkPolicy.traces.ports=[4317,14317]"
+    assert render("single-gpu", f"tracing.endpoint={endpoint}", ports, COLLECTOR).environment("gateway")
+
+
+@pytest.mark.parametrize("endpoint", [ENDPOINT, "http://collector:4318"])
+def test_collector_is_reached_without_policies(endpoint: str) -> None:
+    settings = (f"tracing.endpoint={endpoint}", "networkPolicy.enabled=false")
+    assert render("single-gpu", *settings).environment("drafter")["DRAFTWIRE_DRAFTER_OTLP_ENDPOINT"] == endpoint

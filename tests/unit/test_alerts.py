@@ -35,12 +35,17 @@ def changing(before: float, after: float) -> Shape:
     return lambda time_s: before * min(time_s, CHANGE) + after * max(0.0, time_s - CHANGE)
 
 
+def burst(count: float) -> Shape:
+    """A counter that grows by so much within a minute, an hour ago, and never else."""
+    return lambda time_s: count * (time_s > CHANGE)
+
+
 def always(value: float) -> Shape:
     return lambda time_s: value
 
 
-def fires(alert: str, *given: Series) -> bool:
-    return bool(evaluate(parse(RULES[alert]["expr"]), given, NOW))
+def fires(alert: str, *given: Series, now: float = NOW) -> bool:
+    return bool(evaluate(parse(RULES[alert]["expr"]), given, now))
 
 
 def requests(**per_second: float) -> list[Series]:
@@ -120,12 +125,15 @@ SILENT: list[tuple[str, list[Series]]] = [
     ("DraftwireNoVerifier", [peers("verifier", "connected", 1), peers("drafter", "connected", 0)]),
     ("DraftwireRequestsFail", requests(stop=0.9, cancelled=0.5, failed=0.01)),
     ("DraftwireRequestsFail", requests(stop=0.0, failed=0.0)),
+    ("DraftwireRequestsFail", requests(stop=0.9, invalid=0.5, failed=0.0)),
+    ("DraftwireRequestsFail", requests(stop=0.001, failed=0.002)),
     ("DraftwireRequestsRefused", [*requests(stop=1.0), of_gateway(REFUSED, steady(0.001), by="gateway")]),
     ("DraftwireFirstTokenSlow", first_tokens(quick=0.99, slow=0.01)),
     ("DraftwireFirstTokenSlow", first_tokens(quick=0.0, slow=0.0)),
     ("DraftwireRoundsSlow", round_time(0.02, 0.03)),
     ("DraftwireRoundsSlow", round_time(0.02, 0.06, rate=0.01)),
     ("DraftwireRoundsSlow", round_time(0.02, 0.06, part="prefill")),
+    ("DraftwireRoundsSlow", round_time(0.02, 0.06, part="gateway")),
     ("DraftwireAcceptanceCollapsed", acceptance(0.8, 0.7)),
     ("DraftwireAcceptanceCollapsed", acceptance(0.8, 0.4, drafted=0.1)),
     ("DraftwirePlainDecoding", rounds(no_drafter=1.0, warming_up=1.0, speculative=4.0)),
@@ -152,6 +160,14 @@ def test_alert_fires(alert: str, given: list[Series]) -> None:
 @pytest.mark.parametrize(("alert", "given"), SILENT, ids=[alert for alert, _ in SILENT])
 def test_alert_keeps_silent(alert: str, given: list[Series]) -> None:
     assert not fires(alert, *given)
+
+
+def test_failures_page_only_while_they_go_on() -> None:
+    """A burst is out of the share's range before the alert has been true for long enough."""
+    given = [of_gateway("requests_total", burst(100), result="failed"), *requests(stop=0.1)]
+    minutes = [minute for minute in range(60) if fires("DraftwireRequestsFail", *given, now=CHANGE + 60.0 * minute)]
+    assert RULES["DraftwireRequestsFail"]["for"] == "10m"
+    assert 1 <= len(minutes) < 10
 
 
 def test_every_alert_was_tried_both_ways() -> None:

@@ -273,7 +273,21 @@ def test_when_one_fails_all_end_and_its_own_error_is_raised(failing: int) -> Non
         run(collect(core.generate(make_choices(3, max_tokens=100))))
     assert len(target.verdicts) < 50
     assert all_is_closed(target)
-    assert (core.num_requests, count_of(core, "failed")) == (0, 3)
+    assert (core.num_requests, count_of(core, "invalid"), count_of(core, "failed")) == (0, 3, 0)
+
+
+@pytest.mark.parametrize(("error", "result"), [(InvalidRequestError("no"), "invalid"), (ValueError("bug"), "failed")])
+def test_trace_and_metrics_tell_a_wrong_request_from_a_failure_of_the_service(error: Exception, result: str) -> None:
+    core = make_core(target := FakeTarget())
+    target.on_opening = lambda spec: error
+    told: list[tuple[str, BaseException | None]] = []
+    trace = SimpleNamespace(choice=lambda generation: None, end=lambda *said: told.append(said))
+    core.tracing = SimpleNamespace(begin=lambda *_: trace)  # type: ignore[assignment]
+    with pytest.raises(type(error)):
+        run(collect(core.generate(make_choices(2))))
+    assert told == [(result, error)]
+    counts = {name: count_of(core, name) for name in ("invalid", "failed")}
+    assert counts == {"invalid": 0, "failed": 0} | {result: 2}
 
 
 def test_interruption_says_how_many_tokens_the_choice_had_that_failed() -> None:

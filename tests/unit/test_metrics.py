@@ -1,7 +1,9 @@
 """What services count: histograms as the library's, latencies shared among tokens, idle engines, labels of vLLM."""
 
+import urllib.request
 from types import SimpleNamespace
 
+import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,11 +12,16 @@ from prometheus_client import Histogram as LibraryHistogram
 
 from draftwire.errors import NoRoomError
 from draftwire.rounds import DraftTimings, Fence, Verdict
+from draftwire.services.gateway.access import Access
+from draftwire.services.gateway.config import GatewayConfig
+from draftwire.services.gateway.core import GatewayCore
+from draftwire.services.gateway.http.app import make_app
 from draftwire.services.gateway.latencies import Latencies
 from draftwire.services.gateway.metrics import PARTS, GatewayMetrics
 from draftwire.services.gateway.round_times import RoundTimes, RoundWatch, WhyPlain
 from draftwire.services.histogram import Histogram
 from draftwire.services.metrics import COUNTS, LONG_SECONDS, SECONDS, ServiceMetrics
+from draftwire.services.verifier.drafters import Drafters
 from draftwire.services.verifier.idle import IdleWatch
 from draftwire.services.verifier.metrics import VerifierMetrics
 from draftwire.token_source import TokenSource
@@ -22,6 +29,16 @@ from tests.metric_families import IDLE
 
 OF_MODEL = {"model_name": "big", "engine": "0"}
 BOUNDS = (0.5, 1.0, 2.0)
+ACCEPTED = {
+    "nothing": "",
+    "Prometheus 2": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "Prometheus 3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+}
+"""What scrapers send as `Accept`."""
+PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def value(metrics: ServiceMetrics, name: str, **labels: str) -> float | None:
@@ -203,21 +220,78 @@ def test_cache_is_counted_in_tokens_of_which_unread_ones_take_no_room_yet() -> N
 def test_engine_waits_only_while_it_idles_and_somebody_waits() -> None:
     watch = IdleWatch()
     watch.set_idle(True, 1.0)  # nobody waits
+    assert watch.waited(5.0) == 0.0
     watch.wait(1, 5.0)
     watch.wait(1, 6.0)
     watch.wait(-1, 7.0)
-    assert watch.waited_s == 0.0
+    assert watch.waited(7.5) == 2.5, "it goes on"
     watch.wait(-1, 8.0)
-    assert watch.waited_s == 3.0
+    assert watch.waited(9.0) == 3.0
     watch.wait(1, 20.0)
     watch.set_idle(False, 21.0)  # others have work
-    assert watch.waited_s == 4.0
+    assert watch.waited(22.0) == 4.0
     watch.set_idle(True, 30.0)
     watch.set_idle(True, 31.0)
     watch.set_idle(False, 32.0)
-    assert watch.waited_s == 6.0
+    assert watch.waited(33.0) == 6.0
     watch.wait(-1, 40.0)
-    assert watch.waited_s == 6.0
+    assert watch.waited(41.0) == 6.0
+
+
+def test_waiting_is_exported_while_it_goes_on_and_never_falls() -> None:
+    now = [0.0]
+    watch = IdleWatch()
+    metrics = VerifierMetrics()
+    metrics.watch_waits(SimpleNamespace(draft_wait_s=0.0, idle=watch, clock=lambda: now[0]))
+    watch.set_idle(True, 0.0)
+    watch.wait(1, 1.0)
+    name = "engine_waiting_for_drafts_seconds_total"
+    read = []
+    for now[0] in (3.0, 5.0):
+        read.append(value(metrics, name))
+    watch.set_idle(False, 4.75)  # the step was made before, and is noted only now
+    for now[0] in (5.5, 9.0):
+        read.append(value(metrics, name))
+    watch.set_idle(True, 10.0)
+    now[0] = 12.0
+    assert [*read, value(metrics, name)] == [2.0, 4.0, 4.0, 4.0, 5.75]
+
+
+def samples_of(text: str) -> list[str]:
+    return [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=list(ACCEPTED))
+def test_names_are_the_same_whatever_a_scraper_accepts(accepted: str) -> None:
+    metrics = ServiceMetrics()
+    metrics.counter("requests", "Requests.", ("result",)).labels("stop").inc()
+    request = urllib.request.Request(f"http://127.0.0.1:{metrics.serve(0, '127.0.0.1')}/metrics")
+    request.add_header("Accept", accepted)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        names = samples_of(answer.read().decode())
+        assert answer.headers["Content-Type"] == PLAIN
+    assert 'draftwire:requests_total{result="stop"}' in names
+    assert names == samples_of(generate_latest(metrics.registry).decode())
+    assert all(name.startswith("draftwire:") for name in names)
+
+
+@pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=list(ACCEPTED))
+async def test_names_are_the_same_on_the_gateways_own_port(accepted: str) -> None:
+    core = GatewayCore(GatewayConfig(), SimpleNamespace())  # type: ignore[arg-type]
+    app = make_app(core, list, Access(None), SimpleNamespace(refusal=""), pages={})
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://gateway") as client:
+        answer = await client.get("/metrics", headers={"accept": accepted})
+    assert answer.headers["content-type"] == PLAIN
+    assert samples_of(answer.text) == samples_of(generate_latest(core.metrics.registry).decode())
+    assert 'draftwire:requests_total{result="stop"}' in samples_of(answer.text)
+
+
+def test_drafters_may_come_while_they_are_read() -> None:
+    drafters = Drafters()
+    drafters.connect(1, "small")
+    read = iter(drafters)
+    drafters.connect(2, "small")
+    assert [drafter.id for drafter in read] == [1]
 
 
 def test_without_an_observer_rounds_are_not_timed() -> None:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from gateway_fakes import make_generation
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -46,8 +47,10 @@ class Hanging(SpanExporter):
     def __init__(self) -> None:
         self.is_over = threading.Event()
         self.is_called = threading.Event()
+        self.num_spans = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.num_spans += len(spans)
         self.is_called.set()
         self.is_over.wait(60.0)
         return SpanExportResult.FAILURE
@@ -77,6 +80,26 @@ def test_no_endpoint_means_no_tracer() -> None:
     assert open_tracer(TracingSettings(), "gateway", "one") is None
 
 
+@pytest.mark.parametrize("disabled", ["true", "TRUE "])
+def test_switch_of_opentelemetry_turns_tracing_off(disabled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", disabled)
+    assert open_tracer(TracingSettings("http://127.0.0.1:1"), "gateway", "one") is None
+
+
+async def test_span_that_nobody_records_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifiers refuse ids of zeros."""
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    async with tracing(InMemorySpanExporter()) as tracer:
+        request = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1)
+        assert request is not None
+        assert request.choice(make_generation()).traceparent == ""
+    monkeypatch.delenv("OTEL_SDK_DISABLED")
+    async with tracing(InMemorySpanExporter()) as tracer:
+        request = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1)
+        assert request is not None
+        assert TraceContext.parse_exactly(request.choice(make_generation()).traceparent) is not None
+
+
 async def test_spans_say_where_they_belong_and_when_they_were() -> None:
     exporter = InMemorySpanExporter()
     before = time.time_ns()
@@ -97,6 +120,7 @@ async def test_spans_say_where_they_belong_and_when_they_were() -> None:
         root.context.span_id,
         child.context.span_id,
     ]
+    assert [span.parent.is_remote for span in (generate, choice, one)] == [True, False, False]
     assert generate.kind.name == "SERVER"
     assert choice.kind.name == "INTERNAL"
     assert (generate.status.status_code.name, generate.status.description) == ("ERROR", "NoRoomError")
@@ -181,16 +205,35 @@ async def test_end_waits_for_a_hanging_collector_for_seconds_only(monkeypatch: p
 async def test_full_queue_neither_blocks_nor_grows(monkeypatch: pytest.MonkeyPatch, quiet_sdk: None) -> None:
     monkeypatch.setattr(open_telemetry, "FLUSH_SECONDS", 0.1)
     monkeypatch.setattr(open_telemetry, "QUEUE_SPANS", 600)
+    monkeypatch.setattr(open_telemetry, "WARNING_SECONDS", 0.0)
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     exporter = Hanging()
     tracer = OtlpTracer(exporter, "gateway", "one")
     started = time.monotonic()
-    for number in range(3000):
-        tracer.record("round", PARENT, 0.0, 1.0, {"draftwire.round": number})
-    assert time.monotonic() - started < 5.0
+    with capture_logs() as lines:
+        for number in range(3000):
+            tracer.record("round", PARENT, 0.0, 1.0, {"draftwire.round": number})
+        assert time.monotonic() - started < 5.0
+        assert exporter.is_called.wait(5.0)
     (processor,) = tracer._provider._active_span_processor._span_processors
-    assert len(processor._batch_processor._queue) <= 600  # type: ignore[attr-defined]
+    num_waiting = len(processor._batch_processor._queue)  # type: ignore[attr-defined]
+    assert num_waiting <= 600
+    assert {line["event"] for line in lines} == {"gateway.spans_lost"}
+    assert sum(line["num_spans"] for line in lines) == 3000 - num_waiting - exporter.num_spans
     await tracer.close()
+
+
+async def test_spans_that_went_out_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_telemetry, "QUEUE_SPANS", 600)
+    exporter = InMemorySpanExporter()
+    with capture_logs() as lines:
+        async with tracing(exporter) as tracer:
+            for _ in range(5):
+                for _ in range(500):
+                    tracer.record("round", PARENT, 0.0, 1.0, {})
+                tracer._provider.force_flush()
+    assert len(exporter.get_finished_spans()) == 2500
+    assert lines == []
 
 
 async def test_collector_that_is_down_is_told_of_in_one_line_of_ours(

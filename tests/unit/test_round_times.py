@@ -80,7 +80,7 @@ def test_first_round_is_prefill_and_the_next_has_its_parts() -> None:
     assert first.prefill_s == pytest.approx(0.5)
     assert first.queue_s == first.verify_s == first.wire_s == 0.0
     assert first.gateway_s == pytest.approx(0.001)
-    assert (second.session_id, second.epoch, second.round) == (7, 2, 1)
+    assert (second.epoch, second.round) == (2, 1)
     assert (second.is_first, second.why_plain, second.lost_s) == (False, None, 0.0)
     assert (second.num_draft_tokens, second.num_accepted_tokens, second.num_tokens) == (4, 2, 3)
     assert (second.queue_s, second.verify_s) == pytest.approx((0.005, 0.03))

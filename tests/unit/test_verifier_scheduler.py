@@ -594,7 +594,7 @@ def test_engine_is_known_to_stand_still_while_sessions_wait_for_blocks() -> None
     def idle_from(start: float) -> float:
         now[0] = start
         assert scheduler.next_step() is None
-        return scheduler.idle.waited_s
+        return scheduler.idle.waited(now[0])
 
     sessions = [scheduler.open(make_spec(session_id=number), lease_id=0) for number in (1, 2)]
     for session in sessions:
@@ -606,13 +606,13 @@ def test_engine_is_known_to_stand_still_while_sessions_wait_for_blocks() -> None
     step = next_step(scheduler)
     now[0] = 4.0
     complete(scheduler, step, [21])
-    assert scheduler.idle.waited_s == pytest.approx(2.0)
+    assert scheduler.idle.waited(now[0]) == pytest.approx(2.0)
     assert idle_from(5.0) == pytest.approx(2.0)
     now[0] = 6.0
     scheduler.close(*sessions[0].key)
     now[0] = 8.0
     scheduler.run_plain(PlainRun(sessions[1].fence, 1))
-    assert scheduler.idle.waited_s == pytest.approx(5.0)
+    assert scheduler.idle.waited(now[0]) == pytest.approx(5.0)
     step = next_step(scheduler)
     now[0] = 9.0
     complete(scheduler, step, [22])
@@ -621,7 +621,7 @@ def test_engine_is_known_to_stand_still_while_sessions_wait_for_blocks() -> None
     scheduler.close(*sessions[1].key)
     now[0] = 99.0
     assert scheduler.next_step() is None
-    assert scheduler.idle.waited_s == pytest.approx(6.0), "nobody has waited since"
+    assert scheduler.idle.waited(now[0]) == pytest.approx(6.0), "nobody has waited since"
 
 
 def test_time_in_the_queue_is_counted_from_each_rounds_own_start() -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.routing import Route as StarletteRoute
 
@@ -71,8 +71,7 @@ def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> N
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
         access.authenticate(header(request.scope, "authorization"))
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(core.metrics.registry), headers={"content-type": content_type})
+        return Response(generate_latest(core.metrics.registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 async def _page(page: Page) -> Response:

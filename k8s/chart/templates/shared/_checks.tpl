@@ -31,6 +31,9 @@
 {{- if and .tracing.endpoint .networkPolicy.enabled (not .networkPolicy.traces.to) -}}
 {{- fail "tracing.endpoint: networkPolicy.traces.to lets nobody through to it" -}}
 {{- end -}}
+{{- if and .tracing.endpoint .networkPolicy.enabled (not (has (regexFind "[0-9]+$" .tracing.endpoint) (toStrings .networkPolicy.traces.ports))) -}}
+{{- fail "tracing.endpoint: its port is not among networkPolicy.traces.ports" -}}
+{{- end -}}
 {{- if and (not .tracing.endpoint) (ne (float64 .tracing.sampleRatio) 1.0) -}}
 {{- fail "tracing.sampleRatio: says which requests are traced, and none are; set tracing.endpoint" -}}
 {{- end -}}
