@@ -1,46 +1,26 @@
 """`draftwire`: run the services, and talk to them."""
 
-import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from draftwire import __version__
 from draftwire.cli.chat import chat
 from draftwire.cli.check_rule import check_rule
 from draftwire.cli.demo import demo
-from draftwire.cli.exits import FAILED, READER_GONE, complain
+from draftwire.cli.exits import FAILED, complain, end_in_silence
 from draftwire.cli.generate import generate
 from draftwire.cli.health import health
 from draftwire.cli.models import models
 from draftwire.cli.synth import synth
 from draftwire.cli.token import token
 from draftwire.cli.up import up
+from draftwire.cli.writer import encode_as_utf8
 from draftwire.errors import DraftwireError
 from draftwire.services.options import SERVICES, refuse_unknown_variables, serve_command
 
-if TYPE_CHECKING:
-    from typer._click import Context  # of which typer's own is a subclass
-
-
-class Commands(TyperGroup):
-    """Ends in silence where whoever reads the output has closed it, as `| head -1` does."""
-
-    def invoke(self, ctx: "Context") -> object:
-        """See `TyperGroup`."""
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError as error:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in (sys.stdout, sys.stderr):  # what is left in buffers goes there when Python ends
-                os.dup2(nowhere, stream.fileno())
-            raise typer.Exit(READER_GONE) from error
-
-
 app = typer.Typer(
-    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Distributed speculative decoding that does not change a single probability.",
@@ -69,8 +49,24 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main() -> None:
-    """Runs the command line; an error that a user can act on is one line on standard error."""
+    """Runs the command line.
+
+    An error that a user can act on is one line on standard error. Where whoever reads the output has closed it, as
+    `| head -1` does, the command ends in silence.
+    """
     refuse_unknown_variables()
+    encode_as_utf8()
+    try:
+        _run()
+    except BrokenPipeError:
+        end_in_silence()
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer, and rich where it prints help, end with 1
+            end_in_silence()
+        raise
+
+
+def _run() -> None:
     try:
         app()
     except DraftwireError as error:

@@ -1,13 +1,14 @@
 """`draftwire chat`: a conversation."""
 
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from draftwire.cli.connection import Connection
-from draftwire.cli.exits import INTERRUPTED, complain
+from draftwire.cli.exits import INTERRUPTED, color_complaints, complain
 from draftwire.cli.option_groups import with_options
 from draftwire.cli.request import Request
 from draftwire.cli.statistics import show_statistics
@@ -32,6 +33,7 @@ def chat(
 
     Standard input may be a pipe: one message per line, and standard output is the answers.
     """
+    color_complaints(display.when)
     with connection.open() as client:
         client.wait_ready(connection.wait)
         conversation = Conversation(client, request.arguments(), system, TextWriter(display))
@@ -39,7 +41,7 @@ def chat(
         if sys.stdin.isatty():
             Session(conversation, display).run()
             return
-        for line in sys.stdin:
+        for line in _piped():
             if line.strip() and not command(conversation, display, line.strip()):
                 conversation.say(line.rstrip("\n"))
                 _end_answer(conversation, display)
@@ -101,9 +103,11 @@ class Conversation:
                 answer += piece.text
                 self.writer.tokens(piece.text, piece.token_texts, piece.sources)
             self.last = stream.completion
-        except BaseException:
+        except BaseException as error:
             if stream is not None:
                 stream.cancel()
+            if isinstance(error, DraftwireError):
+                self.writer.break_line()
             raise
         finally:
             if answer or self.last is not None:
@@ -156,7 +160,11 @@ class Session:
 
 
 def command(conversation: Conversation, display: Display, text: str) -> bool:
-    """Does what a line with a command says; returns False if it is none, but a message."""
+    """Does what a line with a command says; returns False if it is none, but a message.
+
+    Raises:
+        InvalidRequestError: there is no such command, and nobody at a terminal to be told and to go on.
+    """
     match text:
         case "/exit" | "/quit":
             conversation.is_over = True
@@ -169,6 +177,8 @@ def command(conversation: Conversation, display: Display, text: str) -> bool:
         case "/help":
             typer.echo(COMMANDS, err=True)
         case _ if text.startswith("/") and text[1:].isalpha():
+            if not sys.stdin.isatty():
+                raise InvalidRequestError(f"unknown command {text}: {COMMANDS}")
             typer.echo(f"unknown command {text}: {COMMANDS}", err=True)
         case _:
             return False
@@ -179,6 +189,18 @@ def _end_answer(conversation: Conversation, display: Display) -> None:
     conversation.writer.text("\n")
     if conversation.last is not None:
         show_statistics(conversation.last, display)
+
+
+def _piped() -> Iterator[str]:
+    """Yields the lines of standard input.
+
+    Raises:
+        InvalidRequestError: it is no UTF-8.
+    """
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is no UTF-8: {error}") from error
 
 
 def _ask() -> str:

@@ -31,8 +31,9 @@ def check_rule(
     Small models, random and adversarial, float64, several rounds; decisions are integrated exactly over their random
     numbers. Exits with 1 if a rule is not what it says, with 2 if there is no such rule.
     """
-    from rich.console import Console
     from rich.markup import escape
+
+    from draftwire.cli.console import make_console
 
     try:
         import torch
@@ -46,11 +47,11 @@ def check_rule(
     except InvalidRequestError as error:
         end(MISUSED, error)
     reports = []
-    with Console(stderr=True).status("") as status:
+    with make_console(stderr=True).status("") as status:
         for rule in rules:
             status.update(f"checking {escape(rule.name)}")
             reports.append(check(rule))
-    console = Console(highlight=False)
+    console = make_console()
     console.width = max(console.width, WIDTH)
     console.print(_table(reports))
     console.print(

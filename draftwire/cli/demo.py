@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from draftwire.cli.exits import color_complaints
 from draftwire.cli.generate import write_completions
 from draftwire.cli.option_groups import with_options
 from draftwire.cli.up import DEMO_PROMPT, PAGE, Drafter, Speculative, Target, interrupt_on_signals, stack_options
@@ -22,18 +23,18 @@ def demo(
     num_speculative_tokens: Speculative = 4,
 ) -> None:
     """Start everything on free ports, stream one completion, print what it took, stop everything."""
-    from rich.console import Console
-
+    from draftwire.cli.console import make_console
     from draftwire.client import Client
     from draftwire.services.local_stack import LocalStack
 
-    console = Console(stderr=True, highlight=False)
+    color_complaints(display.when)
+    console = make_console(stderr=True, when=display.when)
     writer = TextWriter(display)
     options = stack_options(target, drafter, num_speculative_tokens)
     interrupt_on_signals()
     with ExitStack() as cleanup:
         with console.status("starting drafter, verifier and gateway"):
-            stack = cleanup.enter_context(LocalStack(options))
+            stack = cleanup.enter_context(LocalStack(options, start_timeout_s=None))
         client = cleanup.enter_context(Client(stack.address))
         client.generate(prompt, max_tokens=8)  # the first request pays for lazy initialisation
         stream = client.stream(prompt, max_tokens=max_tokens, temperature=temperature, token_details=writer.is_colored)

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwire.cli.connection import Connection
+from draftwire.cli.exits import color_complaints
 from draftwire.cli.option_groups import with_options
 from draftwire.cli.request import Request
 from draftwire.cli.statistics import show_statistics
 from draftwire.cli.writer import Display, TextWriter
+from draftwire.errors import DraftwireError
 
 if TYPE_CHECKING:
     from draftwire.client import CompletionStream
@@ -31,6 +33,7 @@ def generate(
 
     On a terminal, colours say where each token came from. Elsewhere, standard output is the text and nothing else.
     """
+    color_complaints(display.when)
     writer = TextWriter(display)
     arguments = request.arguments()
     if request.max_tokens is None:
@@ -53,9 +56,13 @@ def write_completions(
     writer.legend()
     if is_single:
         writer.text(prompt)
-    for piece in stream:
-        if is_single:
-            writer.tokens(piece.text, piece.token_texts, piece.sources)
+    try:
+        for piece in stream:
+            if is_single:
+                writer.tokens(piece.text, piece.token_texts, piece.sources)
+    except (DraftwireError, KeyboardInterrupt):
+        writer.break_line()
+        raise
     for completion in stream.completions:
         if not is_single:
             writer.text(f"choice {completion.choice}:\n{prompt}")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from draftwire.cli.colors import visible
 from draftwire.cli.connection import Connection
 from draftwire.cli.option_groups import with_options
 
@@ -39,9 +40,9 @@ class Model:
         )
 
     def cells(self, role: str) -> tuple[str, ...]:
-        """Returns a row of the table."""
+        """Returns a row of the table, without characters that a terminal would obey."""
         sizes = (str(self.context_length), str(self.vocab_size))
-        return (role, self.name, self.dtype, *sizes, self.revision or "-")
+        return (role, visible(self.name), visible(self.dtype), *sizes, visible(self.revision) or "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +89,21 @@ def models(
     lossy = server.lossy_rejection_sample_methods
     rules = [name + (" (lossy)" if name in lossy else "") for name in server.rejection_sample_methods]
     typer.echo(f"draft tokens per round: {server.num_speculative_tokens}, at most {server.max_speculative_tokens}")
-    typer.echo(f"rules, the default first: {', '.join(rules)}")
+    typer.echo(f"rules, the default first: {visible(', '.join(rules))}")
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
+
+    from draftwire.cli.console import make_console
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in COLUMNS:
         table.add_column(heading, justify="right" if heading in ("context", "vocabulary") else "left")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    Console(highlight=False).print(table)
+    make_console().print(table)
 
 
 def _print_aligned(rows: list[tuple[str, ...]]) -> None:

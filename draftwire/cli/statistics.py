@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from draftwire.cli.colors import ColorWhen
+from draftwire.cli.colors import visible
 from draftwire.cli.writer import Display
 
 if TYPE_CHECKING:
@@ -17,13 +17,13 @@ BAR_WIDTH = 20
 
 def show_statistics(completion: "Completion", display: Display) -> None:
     """Shows what a completion took as the user wants it, and always what they must know of the text."""
-    from rich.console import Console
+    from draftwire.cli.console import make_console
 
-    console = Console(stderr=True, highlight=False, no_color=True if display.when is ColorWhen.NEVER else None)
+    console = make_console(stderr=True, when=display.when)
     if display.stats:
         _print_table(console, completion)
     elif not display.quiet:
-        console.print(f"[dim]{summary(completion)}[/dim]", soft_wrap=True)
+        console.print(visible(summary(completion)), style="dim", markup=False, soft_wrap=True)
     _warn(console, completion)
 
 
@@ -41,10 +41,10 @@ def _warn(console: "Console", completion: "Completion") -> None:
     from rich.markup import escape
 
     if completion.is_lossy:
-        name = escape(completion.rejection_sample_method)
+        name = escape(visible(completion.rejection_sample_method))
         console.print(f"[yellow]{name} is lossy: the text is not distributed as the target's[/yellow]", soft_wrap=True)
     if completion.drafter_error:
-        reason = escape(completion.drafter_error)
+        reason = escape(visible(completion.drafter_error))
         console.print(f"[yellow]went on without the drafter: {reason}[/yellow]", soft_wrap=True)
 
 
@@ -58,7 +58,7 @@ def _print_table(console: "Console", completion: "Completion") -> None:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True, overflow="crop")
     for name, value in _numbers(completion):
-        table.add_row(name, value)
+        table.add_row(name, Text(visible(value)))
     for label, shares in (("accepted at", _by_position(completion)), ("time in", _by_part(completion))):
         for name, value, share in shares:
             bar = Text(mark * round(BAR_WIDTH * share), style="green" if label == "accepted at" else "magenta")

@@ -41,10 +41,11 @@ def synth(
     The models are random; the drafter is the target's first layers, and what the further layers add is scaled until the
     two agree as far as wanted on texts of the target's own. Exits with 2 if that cannot be done.
     """
-    from rich.console import Console
     from rich.markup import escape
 
-    console = Console(stderr=True, highlight=False)
+    from draftwire.cli.console import make_console
+
+    console = make_console(stderr=True)
     started = time.monotonic()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
     try:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftwire.cli.colors import visible
 from draftwire.cli.exits import FAILED, end
 from draftwire.errors import InvalidRequestError
+from draftwire.services.options import variable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,28 +25,66 @@ if TYPE_CHECKING:
 
 DEMO_PROMPT = "def merge_sorted(a, b):"
 HTTP_PORT = 8000
+METRICS_PORTS = {"verifier": 9052, "drafter": 9053}
+"""The gateway takes a free one."""
 PAGE = f"http://127.0.0.1:{HTTP_PORT}"
 """Where `up` serves the playground, where nothing else is said."""
 SMALL_MODEL_BYTES = 64 * 2**20
 """Weights of models that one thread runs as fast as several."""
 COLORS = {"drafter": "cyan", "verifier": "magenta", "gateway": "green"}
 
-Target = Annotated[str | None, typer.Option(help="Target model: folder or hub name.", show_default="the embedded one")]
-Drafter = Annotated[str | None, typer.Option(help="Draft model: folder or hub name.", show_default="the embedded one")]
-Speculative = Annotated[int, typer.Option(min=0, help="Draft tokens per round where a request does not say.")]
+
+def _option(service: str, setting: str, text: str, **more: Any) -> Any:
+    """Makes an option of a service's setting, which the service's own variable sets too."""
+    return typer.Option(envvar=variable(service, setting), help=text, **more)
 
 
-def _port(text: str) -> Any:
-    return typer.Option(min=0, max=65535, help=text)
+def _port(service: str) -> Any:
+    return _option(service, "port", f"gRPC port of the {service}; 0 takes a free one.", min=0, max=65535)
+
+
+def port_or_none(text: str | int) -> int | None:
+    """Reads the port of the HTTP edge; "none" is None.
+
+    Raises:
+        typer.BadParameter: it is neither.
+    """
+    if str(text).lower() == "none":
+        return None
+    if not str(text).isdecimal() or int(text) > 65535:
+        raise typer.BadParameter(f"{text} is neither in 0..65535 nor none")
+    return int(text)
+
+
+def _model(service: str, what: str) -> Any:
+    return _option(service, "model", f"{what} model: folder or hub name.", show_default="the embedded one")
+
+
+Target = Annotated[str | None, _model("verifier", "Target")]
+Drafter = Annotated[str | None, _model("drafter", "Draft")]
+Speculative = Annotated[
+    int,
+    _option("gateway", "num_speculative_tokens", "Draft tokens per round where a request does not say.", min=0),
+]
+HttpPort = Annotated[
+    int | None,
+    _option(
+        "gateway",
+        "http_port",
+        'HTTP port of the gateway; 0 takes a free one, "none" serves none.',
+        parser=port_or_none,
+        metavar="INTEGER|none",
+    ),
+]
 
 
 def up(
     target: Target = None,
     drafter: Drafter = None,
-    port: Annotated[int, _port("gRPC port of the gateway.")] = 50051,
-    verifier_port: Annotated[int, _port("gRPC port of the verifier.")] = 50052,
-    drafter_port: Annotated[int, _port("gRPC port of the drafter.")] = 50053,
-    http_port: Annotated[int, _port("HTTP port of the gateway; 0 takes a free one.")] = HTTP_PORT,
+    port: Annotated[int, _port("gateway")] = 50051,
+    verifier_port: Annotated[int, _port("verifier")] = 50052,
+    drafter_port: Annotated[int, _port("drafter")] = 50053,
+    http_port: HttpPort = HTTP_PORT,
     num_speculative_tokens: Speculative = 4,
     log: Annotated[bool, typer.Option("--log", help="Lines of the services' logs, on a terminal too.")] = False,
 ) -> None:
@@ -56,9 +96,9 @@ def up(
     verifier --help`.
     """
     options = stack_options(target, drafter, num_speculative_tokens)
-    options["gateway"].update(port=port, http_port=http_port)
-    options["verifier"].update(port=verifier_port, metrics_port=9052)
-    options["drafter"].update(port=drafter_port, metrics_port=9053)
+    for name, own_port in (("gateway", port), ("verifier", verifier_port), ("drafter", drafter_port)):
+        options[name].update(port=own_port, metrics_port=_metrics_port(name, own_port))
+    options["gateway"]["http_port"] = http_port
     interrupt_on_signals()
     ended = run_until_stopped(options, shows_table=not log and sys.stderr.isatty())
     if ended is not None:
@@ -75,19 +115,19 @@ def run_until_stopped(options: dict[str, dict[str, Any]], shows_table: bool) -> 
         UnavailableError: they did not come up.
         KeyboardInterrupt: the user stopped them before they had come up.
     """
-    from rich.console import Console
-
+    from draftwire.cli.console import make_console
     from draftwire.services.local_stack import LocalStack
 
-    screen = Screen(Console(stderr=True, highlight=False))
+    screen = Screen(make_console(stderr=True))
     with ExitStack() as cleanup:
-        stack = LocalStack(options, on_log=screen.log)
+        # Large models are downloaded and read for as long as that takes: the user sees it, and can stop it.
+        stack = LocalStack(options, on_log=screen.log, start_timeout_s=None)
         if shows_table:
             screen.begin_table(cleanup, stack)
         cleanup.enter_context(stack)
+        page = f"; open [bold]{stack.http_address}[/bold], or" if stack.services["gateway"].http_port else ";"
         screen.say(
-            f"[bold]ready[/bold] on {stack.address}; open [bold]{stack.http_address}[/bold], or in another terminal: "
-            f'draftwire generate "{DEMO_PROMPT}"'
+            f'[bold]ready[/bold] on {stack.address}{page} in another terminal: draftwire generate "{DEMO_PROMPT}"'
         )
         try:
             return stack.wait()
@@ -135,11 +175,22 @@ def stack_options(target: str | None, drafter: str | None, num_speculative_token
     models = {"verifier": target or embedded_model("target"), "drafter": drafter or embedded_model("drafter")}
     # Bytes cost next to nothing on one machine, and what a sparse distribution leaves out costs acceptance.
     drafts = {"draft_mass": 0.99, "draft_max_support": 512}
-    return {
-        "verifier": {"model": models["verifier"], "threads": threads_for(models["verifier"])},
-        "drafter": {"model": models["drafter"], "threads": threads_for(models["drafter"]), **drafts},
-        "gateway": {"num_speculative_tokens": num_speculative_tokens},
-    }
+    options: dict[str, dict[str, Any]] = {"gateway": {"num_speculative_tokens": num_speculative_tokens}}
+    for service, more in (("verifier", {}), ("drafter", drafts)):
+        ours = {"threads": threads_for(models[service]), **more}
+        said = {name: _or_variable(service, name, default) for name, default in ours.items()}
+        options[service] = {"model": models[service], **said}
+    return options
+
+
+def _or_variable(service: str, setting: str, default: object) -> object:
+    """Returns what a service's variable says, as its option takes it; this default where the variable is not set."""
+    return os.environ.get(variable(service, setting), default)
+
+
+def _metrics_port(service: str, port: int) -> object:
+    """Returns the port of a service's `/metrics`: a free one wherever its own port is."""
+    return _or_variable(service, "metrics_port", METRICS_PORTS.get(service, 0) if port else 0)
 
 
 def threads_for(model: str) -> int:
@@ -184,5 +235,6 @@ def _log_text(service: str, line: Mapping[str, Any]) -> "Text":
 
     shown = {key: value for key, value in line.items() if key not in ("event", "level", "timestamp", "service")}
     pairs = " ".join(f"{key}={value}" for key, value in shown.items())
+    said = visible(f"{line['event']} {pairs}")
     style = {"warning": "yellow", "error": "red"}.get(str(line.get("level")), "")
-    return Text.assemble((f"{service:>8}", COLORS[service]), " ", (f"{line['event']} {pairs}", style))
+    return Text.assemble((f"{service:>8}", COLORS[service]), " ", (said, style))

@@ -1,5 +1,6 @@
 """Writes texts to standard output: in colours on a terminal, and elsewhere exactly as they are."""
 
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,16 @@ class Display:
         return ColorWhen.NEVER if self.no_color else self.color
 
 
+def encode_as_utf8() -> None:
+    """Makes texts UTF-8 in pipes and files, whatever the locale says; a terminal shows ? for what it lacks."""
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            if stream.isatty():
+                stream.reconfigure(errors="replace")
+            else:
+                stream.reconfigure(encoding="utf-8", errors="strict")
+
+
 class TextWriter:
     """Writes to standard output."""
 
@@ -40,6 +51,7 @@ class TextWriter:
         self.is_colored = wants_color(display.when, self._out)
         """Whether `tokens` needs to know of each token what text it has."""
         self._is_exact = not self.is_colored and not self._out.isatty()
+        self._is_in_line = False
 
     def legend(self) -> None:
         """Says on standard error which colour is what, if there are any."""
@@ -49,8 +61,7 @@ class TextWriter:
 
     def text(self, text: str) -> None:
         """Writes a text without colour."""
-        self._out.write(text if self._is_exact else visible(text))
-        self._out.flush()
+        self._write(text if self._is_exact else visible(text), text)
 
     def tokens(self, text: str, token_texts: Sequence[str] | None, sources: Sequence[TokenSource]) -> None:
         """Writes a text of tokens, in colours if there are any.
@@ -64,5 +75,16 @@ class TextWriter:
             self.text(text)
             return
         runs = groupby(zip(sources, token_texts, strict=True), lambda token: token[0])
-        self._out.write("".join(paint(visible("".join(text for _, text in run)), source) for source, run in runs))
+        painted = "".join(paint(visible("".join(text for _, text in run)), source) for source, run in runs)
+        self._write(painted, text)
+
+    def break_line(self) -> None:
+        """Ends a line that was begun on a terminal, where a message of something else follows; adds to no pipe."""
+        if self._is_in_line and self._out.isatty():
+            self.text("\n")
+
+    def _write(self, shown: str, text: str) -> None:
+        self._out.write(shown)
         self._out.flush()
+        if text:
+            self._is_in_line = not text.endswith("\n")

@@ -132,6 +132,7 @@ async def run_service(service: Service) -> int:
             port=port,
             metrics_port=metrics_port,
             **other_ports,
+            tls=service.credentials is not None,
             startup_ms=round(startup_s * 1e3),
         )
         run = asyncio.ensure_future(service.run())

@@ -95,9 +95,16 @@ def test_commands_reset_tell_and_leave(client: FakeClient) -> None:
     assert result.stdout == f"{TEXT}\n{TEXT}\n"
 
 
-def test_unknown_commands_are_told_and_paths_are_messages(client: FakeClient) -> None:
-    result = piped("/rest\n/etc/passwd\n", "--quiet")
+def test_unknown_commands_are_told_and_paths_are_messages(client: FakeClient, typing: Callable[..., Result]) -> None:
+    result = typing("/rest", "/etc/passwd", arguments=("--quiet",))
     assert result.stderr.startswith("unknown command /rest: /reset begins anew")
+    assert [asked for asked, _ in client.asked[1:]] == [[user("/etc/passwd")]]
+
+
+def test_unknown_command_ends_a_pipe_because_nobody_is_there_to_be_told(client: FakeClient) -> None:
+    result = piped("/etc/passwd\n/rest\ntwo\n", "--quiet")
+    assert isinstance(result.exception, InvalidRequestError)
+    assert str(result.exception).startswith("unknown command /rest: /reset begins anew")
     assert [asked for asked, _ in client.asked[1:]] == [[user("/etc/passwd")]]
 
 

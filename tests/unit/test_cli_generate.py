@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from cli_fakes import ROUNDS, TEXT, FakeClient, completion
@@ -115,6 +116,20 @@ def test_what_the_user_must_know_of_the_text_is_said_even_quietly(capsys: pytest
     told = capsys.readouterr().err
     assert "block is lossy" in told
     assert "went on without the drafter: gone [x]" in told
+
+
+@pytest.mark.parametrize("stats", [False, True])
+def test_nothing_that_a_gateway_says_of_a_text_is_obeyed_by_a_terminal_or_read_as_markup(
+    capsys: pytest.CaptureFixture[str], stats: bool
+) -> None:
+    told = replace(completion(is_lossy=True, drafter_error="\x1b[2J"), rejection_sample_method="[/x]\x9b")
+    show_statistics(told, Display(stats=stats))
+    lines = capsys.readouterr().err.splitlines()
+    assert any(re.search(r"rule +\[/x\]�", line) for line in lines)
+    assert lines[-2:] == [
+        "[/x]� is lossy: the text is not distributed as the target's",
+        "went on without the drafter: ␛[2J",
+    ]
 
 
 @pytest.mark.parametrize(("color", "text"), [("never", TEXT), ("always", SHOWN)])

@@ -55,6 +55,23 @@ def test_pipe_gets_aligned_columns_and_the_defaults() -> None:
     ]
 
 
+def hostile() -> gateway_pb2.GetServerResponse:
+    answer = gateway_pb2.GetServerResponse()
+    answer.CopyFrom(SERVER)
+    answer.target.name = answer.target.revision = answer.target.dtype = "\x1b[2J\x9b"
+    answer.rejection_sample_methods.append("[/x]\x1b[2J")
+    return answer
+
+
+def test_nothing_that_a_gateway_says_is_obeyed_by_a_terminal(client: FakeClient) -> None:
+    client.answer = hostile()
+    shown = CliRunner().invoke(app, ["models"]).stdout
+    assert shown.splitlines()[1].split() == ["target", "␛[2J�", "␛[2J�", "4096", "1000", "␛[2J�"]
+    assert shown.splitlines()[-1].endswith("block, typical (lossy), [/x]␛[2J")
+    described = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
+    assert described["target"]["name"] == "\x1b[2J\x9b"
+
+
 def test_json_has_every_fact() -> None:
     described = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
     assert described["target"] == {
@@ -73,6 +90,7 @@ def test_json_has_every_fact() -> None:
 
 
 def test_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
     reader, terminal = pty.openpty()
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")

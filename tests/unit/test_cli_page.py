@@ -42,19 +42,40 @@ def typed() -> list[tuple[str, list[str]]]:
     """Returns each command line of the page, as its command and the options given to it."""
     lines = re.findall(r"^    (?:.*\| )?draftwire (.*)$", PAGE, re.MULTILINE)
     assert len(lines) >= 15
-    found = []
-    for line in lines:
-        line = re.split(r" [|>]|2>", re.sub(r'"[^"]*"|\'[^\']*\'', "X", line))[0]
-        words = line.split()
-        name = max((name for name in COMMANDS_BY_NAME if line.startswith(name)), key=len, default="")
-        found.append((name, [word for word in words if word.startswith("-")]))
-    return found
+    return [parsed(line) for line in lines]
+
+
+def parsed(line: str) -> tuple[str, list[str]]:
+    """Returns the command that a line begins with, whole words of it, and the options given to it."""
+    words = re.split(r" [|>]|2>", re.sub(r'"[^"]*"|\'[^\']*\'', "X", line))[0].split()
+    names = (" ".join(words[:count]) for count in (2, 1))
+    name = next((name for name in names if name in COMMANDS_BY_NAME), "")
+    return name, [word for word in words if word.startswith("-")]
 
 
 @pytest.mark.parametrize(("name", "options"), typed())
-def test_options_in_examples_exist(name: str, options: list[str]) -> None:
-    command = COMMANDS_BY_NAME.get(name, ROOT)
-    assert set(options) <= options_of(command) | {"--install-completion", "--show-completion"}
+def test_commands_and_options_in_examples_exist(name: str, options: list[str]) -> None:
+    if name:
+        assert set(options) <= options_of(COMMANDS_BY_NAME[name])
+    else:
+        assert options in (["--install-completion"], ["--show-completion"])
+
+
+@pytest.mark.parametrize("line", ["upx", "upx --log", "serve", "demos --stats", "X up"])
+def test_misspelt_command_is_none(line: str) -> None:
+    assert parsed(line)[0] == ""
+
+
+def test_commands_of_two_words_are_read_whole() -> None:
+    assert parsed("serve verifier --port 1 2> log") == ("serve verifier", ["--port"])
+    assert parsed('up --log "x --y" | head') == ("up", ["--log"])
+
+
+def test_page_says_how_a_start_that_is_stopped_ends() -> None:
+    """What `up` itself does then is in the end-to-end tests, of a terminal."""
+    rows = dict(re.findall(r"^\| (\d+) \| (.*) \|$", PAGE.partition("## Exit statuses")[2], re.MULTILINE))
+    assert "once it is ready" in rows["0"]
+    assert "`up` that has not come up yet" in rows["130"]
 
 
 def test_every_option_in_the_text_is_one_of_some_command() -> None:

@@ -1,0 +1,122 @@
+"""How services are started and followed, with scripts in their place: whatever one says or does, no wait is endless."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftwire.errors import UnavailableError
+from draftwire.services.local_stack import LocalStack
+
+SCRIPT = """\
+#!{python} -SI
+import json, os, pathlib, sys, time
+name = sys.argv[2].rpartition(".")[2]
+def say(event, **values):
+    print(json.dumps({{"event": f"{{name}}.{{event}}", **values}}), file=sys.stderr, flush=True)
+def serve(**values):
+    say("server_started", **{{"port": 1, "metrics_port": 2, "http_port": 3, "tls": False, **values}})
+    sys.stdin.read()
+exec((pathlib.Path(__file__).parent / name).read_text())
+"""
+LONG = "print('x' * 1_000_000, file=sys.stderr); serve()"
+"""Far more than a pipe holds."""
+
+Play = Callable[..., LocalStack]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Makes a stack whose services do what their scripts say."""
+    program = tmp_path / "python"
+    program.write_text(SCRIPT.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def make(scripts: dict[str, str], **options: object) -> LocalStack:
+        for name, script in scripts.items():
+            (tmp_path / name).write_text(script)
+        return LocalStack({name: {} for name in scripts}, **{"start_timeout_s": 20.0, **options})  # type: ignore[arg-type]
+
+    return make
+
+
+def test_bytes_that_are_no_text_are_read_like_any_line(play: Play) -> None:
+    lines: list[object] = []
+    with play({"verifier": r"os.write(2, b'a\xffb\n'); " + LONG}, on_log=lambda _, line: lines.append(line["event"])):
+        assert lines[0] == "a�b"
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), SystemExit(1), ValueError("bug")])
+def test_listener_that_fails_is_raised_and_the_service_is_still_read(play: Play, error: BaseException) -> None:
+    calls = []
+
+    def fail(*line: object) -> None:
+        calls.append(line)
+        raise error
+
+    stack = play({"verifier": "say('begun'); print('x' * 1_000_000, file=sys.stderr)"}, on_log=fail)
+    with pytest.raises(type(error)):
+        stack.start()
+    assert stack.services["verifier"].process.wait(20) == 0, "it would wait for room in the pipe"
+    assert stack.wait() == "verifier"
+    assert len(calls) == 1
+
+
+def test_listener_that_fails_later_ends_the_wait(play: Play) -> None:
+    def fail(_name: str, line: object) -> None:
+        if "later" in str(line):
+            raise BrokenPipeError
+
+    script = "import threading; threading.Timer(0.3, say, ['later']).start(); serve()"
+    with play({"verifier": script}, on_log=fail) as stack, pytest.raises(BrokenPipeError):
+        stack.wait()
+
+
+def test_line_that_is_too_deep_for_the_parser_is_a_line(play: Play) -> None:
+    with play({"verifier": "print('[' * 100_000, file=sys.stderr); serve()"}):
+        pass
+
+
+def test_first_failure_ends_the_start_whatever_the_others_do(play: Play) -> None:
+    started = time.monotonic()
+    failing = "say('server_failed', reason='no model folder'); sys.exit(2)"
+    with pytest.raises(UnavailableError, match="drafter did not come up: no model folder"):
+        play({"verifier": "time.sleep(60)", "drafter": failing}).__enter__()
+    assert time.monotonic() - started < 10
+
+
+def test_service_that_ends_while_others_start_ends_the_start(play: Play) -> None:
+    ending = "import threading; threading.Timer(0.3, os._exit, [0]).start(); serve()"
+    with pytest.raises(UnavailableError, match="verifier did not come up"):
+        play({"verifier": ending, "drafter": "time.sleep(60)"}).__enter__()
+
+
+def test_deadline_is_of_all_services_and_can_be_none(play: Play) -> None:
+    slow = "time.sleep(0.5); serve()"
+    with pytest.raises(UnavailableError, match=r"drafter and verifier did not come up within 0\.1 s"):
+        play({"verifier": slow, "drafter": slow}, start_timeout_s=0.1).__enter__()
+    with play({"verifier": slow, "drafter": slow}, start_timeout_s=None) as stack:
+        assert stack.services["drafter"].port == 1
+
+
+@pytest.mark.parametrize(("has_tls", "scheme"), [(True, "https"), (False, "http")])
+def test_address_has_the_scheme_that_the_gateway_says(play: Play, has_tls: bool, scheme: str) -> None:
+    with play({"gateway": f"serve(tls={has_tls})"}) as stack:
+        assert stack.http_address == f"{scheme}://127.0.0.1:3"
+
+
+def test_wait_names_the_service_that_ended(play: Play) -> None:
+    with play({"verifier": "serve()", "drafter": "serve()"}) as stack:
+        stack.services["drafter"].process.kill()
+        assert stack.wait() == "drafter"
+
+
+def test_script_speaks_as_a_service_does() -> None:
+    """Keys of `server_started` that this stands in for, from the source that logs it."""
+    source = (Path(__file__).parents[2] / "services" / "rpc" / "process.py").read_text()
+    call = source.partition('.server_started"')[2].partition("\n        )\n")[0]
+    for name in ("port=", "metrics_port=", "tls=", "**other_ports"):
+        assert name in call
