@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from cli_fakes import ROUNDS, TEXT, FakeClient, completion
@@ -108,6 +109,15 @@ def test_nothing_drafted_divides_by_nothing(capsys: pytest.CaptureFixture[str]) 
     show_statistics(plain, Display(stats=True))
     assert "acceptance rate 0.000" in summary(plain)
     assert "position" not in capsys.readouterr().err
+
+
+def test_numbers_behind_an_interruption_are_told_apart_from_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    resumed = replace(completion(num_generated_tokens=2), num_resumed=3)
+    assert summary(resumed).startswith("6 tokens · resumed 3 times, numbers of the last part: ")
+    assert "resumed" not in summary(completion())
+    show_statistics(resumed, Display(stats=True))
+    lines = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert lines[:3] == [["tokens", "6"], ["resumed", "3", "times"], ["tokens", "of", "the", "last", "part", "2"]]
 
 
 def test_what_the_user_must_know_of_the_text_is_said_even_quietly(capsys: pytest.CaptureFixture[str]) -> None:
