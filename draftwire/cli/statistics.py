@@ -29,8 +29,10 @@ def show_statistics(completion: "Completion", display: Display) -> None:
 
 def summary(completion: "Completion") -> str:
     """Returns one line: tokens, tokens/s, block efficiency, acceptance rate, rounds, rule, seed."""
+    num_resumed = completion.num_resumed
+    resumed = f"resumed {num_resumed} times, numbers of the last part: " if num_resumed else ""
     return (
-        f"{completion.statistics.num_generated_tokens} tokens · {completion.tokens_per_second:.1f} tokens/s · "
+        f"{len(completion.token_ids)} tokens · {resumed}{completion.tokens_per_second:.1f} tokens/s · "
         f"block efficiency {completion.block_efficiency:.2f} · acceptance rate {completion.acceptance_rate:.3f} · "
         f"{completion.statistics.num_rounds} rounds · rule {completion.rejection_sample_method} · "
         f"seed {completion.seed}"
@@ -68,7 +70,10 @@ def _print_table(console: "Console", completion: "Completion") -> None:
 
 def _numbers(completion: "Completion") -> Iterator[tuple[str, str]]:
     statistics = completion.statistics
-    yield "tokens", str(statistics.num_generated_tokens)
+    yield "tokens", str(len(completion.token_ids))
+    if completion.num_resumed:
+        yield "resumed", f"{completion.num_resumed} times"
+        yield "tokens of the last part", str(statistics.num_generated_tokens)
     yield "tokens/s", f"{completion.tokens_per_second:.1f}"
     yield "time to first token", f"{statistics.time_to_first_token_us / 1e3:.1f} ms"
     yield "rounds", str(statistics.num_rounds)

@@ -9,7 +9,6 @@ Example:
 import asyncio
 import random
 from collections.abc import AsyncIterable, Awaitable, Iterable, Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +26,7 @@ from draftwire.client.channels import (
     LOADING_PAUSE_S,
     Readiness,
     addresses_of,
+    in_turn,
 )
 from draftwire.client.completion import Completion
 from draftwire.client.progress import Progress
@@ -193,7 +193,7 @@ class AsyncClient:
     async def server(self) -> gateway_pb2.GetServerResponse:
         """Returns which models answer, and the server's defaults."""
         try:
-            return await self._get_server(ANSWER_SECONDS, waits=False)
+            return await self._get_server(ANSWER_SECONDS)
         except grpc.RpcError as error:
             raise error_of(error) from error
 
@@ -206,11 +206,10 @@ class AsyncClient:
         readiness = Readiness(self._addresses, timeout_s)
         while True:
             try:
-                await self._get_server(readiness.left_s, waits=readiness.waits)
+                await self._get_server(readiness.left_s)
                 return
             except grpc.RpcError as error:
-                if readiness.is_given_up(error):
-                    raise readiness.failure(await self._why_not(error)) from error
+                readiness.check(error)
                 await asyncio.sleep(LOADING_PAUSE_S)
 
     async def _wait_if_asked(self, options: Options) -> None:
@@ -218,27 +217,18 @@ class AsyncClient:
         if wait_s is not None:
             await self.wait_ready(wait_s)
 
-    async def _why_not(self, error: grpc.RpcError) -> grpc.RpcError:
-        """Returns why a call that waited was not made, which its own status does not say: a certificate, say."""
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            try:
-                await self._get_server(1.0, waits=False)
-            except grpc.RpcError as refused:
-                return refused
-        return error
-
-    async def _get_server(self, timeout_s: float, *, waits: bool) -> gateway_pb2.GetServerResponse:
+    async def _get_server(self, timeout_s: float) -> gateway_pb2.GetServerResponse:
         """As `Client._get_server`."""
-        *others, last = self._open()
         request = gateway_pb2.GetServerRequest()
-
-        def ask(stub: "GatewayServiceAsyncStub") -> Awaitable[gateway_pb2.GetServerResponse]:
-            return stub.GetServer(request, timeout=timeout_s, wait_for_ready=waits, metadata=self._metadata)
-
-        for stub in others:
-            with suppress(grpc.RpcError):
-                return await _answer(ask(stub))
-        return await _answer(ask(last))
+        failure: grpc.RpcError | None = None
+        for stub, share_s in in_turn(self._open(), timeout_s):
+            try:
+                return await _answer(stub.GetServer(request, timeout=share_s, metadata=self._metadata))
+            except grpc.RpcError as error:
+                failure = error
+            self._open()  # may have been closed meanwhile
+        assert failure is not None, "there is a gateway"
+        raise failure
 
     def _start(self, request: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Any:
         stubs = self._open()

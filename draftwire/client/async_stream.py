@@ -39,6 +39,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         self._cancelled = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop
         self._call: Any = None
+        self._preparing: asyncio.Future[None] | None = None
 
     @property
     def completions(self) -> list[Completion]:
@@ -73,8 +74,9 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             try:
                 await self._read()
             except BaseException:
-                self._close()
-                self._is_over = True
+                if not self._cancelled.is_set():  # what its user ended says so every time, what failed says it once
+                    self._close()
+                    self._is_over = True
                 raise
         return self._pieces.popleft()
 
@@ -82,8 +84,9 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         """Ends the generation; the server frees what it held. A task that reads gets `UnavailableError`."""
         self._pieces.clear()
         self._cancelled.set()
-        if self._call is not None:
-            self._call.cancel()
+        for running in (self._preparing, self._call):
+            if running is not None:
+                running.cancel()
 
     async def aclose(self) -> None:
         """Ends the generation if it still runs."""
@@ -113,14 +116,9 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
 
     async def _read(self) -> None:
         """Takes what comes next, or makes the next call."""
+        self._check_wanted()
         if self._call is None:
-            await self._prepare()
-            self._progress.patience.begin()
-        if self._cancelled.is_set():
-            raise UnavailableError("the completion was cancelled")
-        if self._call is None:
-            self._loop = asyncio.get_running_loop()
-            self._call_now()
+            await self._begin()
         interruption, cause = None, None
         try:
             async for response in self._messages:
@@ -132,10 +130,24 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             if is_task_cancelled():
                 raise
             interruption = Interruption(UnavailableError("the call was cancelled on this side"), may_pass=True)
+        self._check_wanted()
         if self._progress.is_missing:
             await self._resume(interruption or interruption_of(None), cause)
         else:
             self._is_over = True
+
+    async def _begin(self) -> None:
+        """Makes the first call, when the server is there."""
+        self._loop = asyncio.get_running_loop()
+        self._preparing = asyncio.ensure_future(self._prepare())
+        try:
+            await self._preparing
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                raise
+        self._check_wanted()
+        self._progress.patience.begin()
+        self._call_now()
 
     async def _resume(self, interruption: Interruption, cause: grpc.RpcError | None) -> None:
         """Starts anew from the tokens that have come, after a pause.
@@ -144,11 +156,15 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             DraftwireError: that is of no use, or was tried for too long.
         """
         pause_s = self._progress.resume(interruption)
-        if pause_s is not None:
-            await self._pause(pause_s)
-        if pause_s is None or self._cancelled.is_set():
+        if pause_s is None:
             raise interruption.error from cause
+        await self._pause(pause_s)
+        self._check_wanted()
         self._call_now()
+
+    def _check_wanted(self) -> None:
+        if self._cancelled.is_set():
+            raise UnavailableError("the completion was cancelled")
 
     def _call_now(self) -> None:
         self._call = self._start(self._progress.request, self._progress.patience.left_s)

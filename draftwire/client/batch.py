@@ -4,10 +4,11 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import index
 
 from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt, is_several
-from draftwire.client.request import Options
+from draftwire.client.request import Options, check_seconds, naming
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
 from draftwire.keys import MAX_SEED, new_seed
 
@@ -80,11 +81,14 @@ class Batch:
             raise InvalidRequestError("generate_batch takes several prompts: a list or another iterable of them")
         if options.get("num_choices") not in (None, 1):
             raise InvalidRequestError("generate_batch gives one completion of each prompt; generate_many gives several")
-        if concurrency < 1:
+        check_seconds(options)
+        with naming("concurrency"):
+            self.concurrency = index(concurrency)
+        if self.concurrency < 1:
             raise InvalidRequestError(f"concurrency must be at least 1, not {concurrency}")
         seed = options.get("seed")
-        self.concurrency = concurrency
-        self._seed = new_seed() if seed is None else seed
+        with naming("seed"):
+            self._seed = new_seed() if seed is None else index(seed)
         self._options = options
         self._returns_exceptions = return_exceptions
         self._room_timeout_s = room_timeout_s
@@ -93,11 +97,11 @@ class Batch:
 
     def job(self, prompt: Prompt) -> Job:
         """Returns what to do for the next prompt."""
-        index = len(self._outcomes)
+        number = len(self._outcomes)
         self._outcomes.append(None)
         # The server is waited for once, before the first.
-        options: Options = {**self._options, "seed": seed_of(self._seed, index), "wait_for_server_s": None}
-        return Job(index, prompt, options, self._room_timeout_s)
+        options: Options = {**self._options, "seed": seed_of(self._seed, number), "wait_for_server_s": None}
+        return Job(number, prompt, options, self._room_timeout_s)
 
     def finish(self, job: Job, outcome: Completion | DraftwireError) -> None:
         """Takes what came of a prompt.

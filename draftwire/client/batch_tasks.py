@@ -27,25 +27,22 @@ class BatchTasks:
             DraftwireError: of the first prompt that failed, unless errors are returned; the others are cancelled.
             Exception: what the iterable of prompts raises; likewise.
         """
-        running: set[asyncio.Task[None]] = set()
         try:
-            async for prompt in _one_by_one(prompts):
-                running.add(asyncio.create_task(self._work(self._batch.job(prompt))))
-                if len(running) == self._batch.concurrency:  # the next prompt is taken when there is room for it
-                    running = await self._wait(running)
-            while running:
-                running = await self._wait(running)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            async with asyncio.TaskGroup() as group:  # ends the wait for the next prompt, too, when a task fails
+                await self._begin_all(prompts, group)
+        except BaseExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise first from first.__cause__
 
-    async def _wait(self, running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        """Waits for one at least, and returns those that still run."""
-        done, rest = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        for one in done:
-            one.result()
-        return rest
+    async def _begin_all(self, prompts: Iterable[Prompt] | AsyncIterable[Prompt], group: asyncio.TaskGroup) -> None:
+        running: set[asyncio.Task[None]] = set()
+        async for prompt in _one_by_one(prompts):
+            task = group.create_task(self._work(self._batch.job(prompt)))
+            running.add(task)
+            task.add_done_callback(running.discard)
+            await asyncio.sleep(0)  # where prompts come without waiting, tasks get their turn
+            while len(running) >= self._batch.concurrency:  # the next prompt is taken when there is room for it
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
 
     async def _work(self, job: Job) -> None:
         while True:

@@ -21,6 +21,7 @@ class BatchThreads:
         self._batch = batch
         self._open_stream = open_stream
         self._has_failed = threading.Event()
+        self._failures: list[BaseException] = []
         self._lock = threading.Lock()
         self._streams: set[CompletionStream] = set()
 
@@ -35,8 +36,9 @@ class BatchThreads:
         with ThreadPoolExecutor(self._batch.concurrency, "draftwire-batch") as pool:
             try:
                 for prompt in prompts:
-                    running.add(pool.submit(self._work, self._batch.job(prompt)))
-                    if len(running) == self._batch.concurrency:  # the next prompt is taken when there is room for it
+                    self._raise_failure()
+                    running.add(pool.submit(self._run, self._batch.job(prompt)))
+                    while len(running) >= self._batch.concurrency:  # the next prompt is taken when there is room for it
                         running = self._wait(running)
                 while running:
                     running = self._wait(running)
@@ -46,10 +48,21 @@ class BatchThreads:
 
     def _wait(self, running: set[Future[None]]) -> set[Future[None]]:
         """Waits for one at least, and returns those that still run."""
-        done, rest = wait(running, return_when=FIRST_COMPLETED)
-        for one in done:
-            one.result()
+        rest = wait(running, return_when=FIRST_COMPLETED).not_done
+        self._raise_failure()
         return rest
+
+    def _raise_failure(self) -> None:
+        """Raises what failed first, if anything has."""
+        if self._failures:
+            raise self._failures[0]
+
+    def _run(self, job: Job) -> None:
+        try:
+            self._work(job)
+        except BaseException as error:
+            self._failures.append(error)
+            self._cancel()  # at once: the caller's thread may wait for the next prompt
 
     def _work(self, job: Job) -> None:
         while not self._has_failed.is_set():

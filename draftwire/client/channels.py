@@ -1,16 +1,21 @@
 """What gRPC is told about a client's connections, and how long a gateway is waited for."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import grpc
 
 from draftwire.client.status import error_of
-from draftwire.errors import UnavailableError
+from draftwire.errors import InvalidRequestError, UnavailableError
+
+Choice = TypeVar("Choice")
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 ANSWER_SECONDS = 10.0
-"""How long a gateway may take to say what it serves."""
+"""How long gateways may take to say what they serve."""
+LEAST_ANSWER_SECONDS = 0.1
+"""How long they may take at least, however soon they are to be ready."""
 LOADING_PAUSE_S = 0.2
 """Between questions to a gateway that is up, but does not serve yet."""
 
@@ -32,8 +37,22 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 
 
 def addresses_of(address: str | Sequence[str]) -> list[str]:
-    """Returns each host:port of a list, or of a text that commas separate."""
-    return [one.strip() for one in (address.split(",") if isinstance(address, str) else address)]
+    """Returns each host:port of a list, or of a text that commas separate.
+
+    Raises:
+        InvalidRequestError: there is none, or one is empty.
+    """
+    addresses = [one.strip() for one in (address.split(",") if isinstance(address, str) else address)]
+    if not addresses or not all(addresses):
+        raise InvalidRequestError("address: no gateway, or an empty one, such as behind a trailing comma")
+    return addresses
+
+
+def in_turn(choices: Sequence[Choice], timeout_s: float) -> Iterator[tuple[Choice, float]]:
+    """Yields what to try one after the other, each with the seconds that it may take: its share of what is left."""
+    deadline = time.monotonic() + timeout_s
+    for number, choice in enumerate(choices):
+        yield choice, max(deadline - time.monotonic(), 0.0) / (len(choices) - number)
 
 
 class Readiness:
@@ -43,31 +62,25 @@ class Readiness:
         """Time runs from now on."""
         self._addresses = ", ".join(addresses)
         self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
-        self.waits = len(addresses) == 1
-        """Whether a call may wait for the connection: where there are several, one that is down must not keep us from
-        the others."""
+        self._deadline = time.monotonic() + max(timeout_s, LEAST_ANSWER_SECONDS)
 
     @property
     def left_s(self) -> float:
-        """How long the next question may take."""
-        return max(self._deadline - time.monotonic(), 0.1)
+        """How long the next question may take. It does not wait for the connection, and so its failure says why there
+        is none: a certificate, say.
+        """
+        return self._deadline - time.monotonic()
 
-    def is_given_up(self, error: grpc.RpcError) -> bool:
-        """Whether the time is over.
+    def check(self, error: grpc.RpcError) -> None:
+        """Returns if it is worth while to ask again, after a pause.
 
         Raises:
-            DraftwireError: it does not help to ask again.
+            DraftwireError: it does not help, or there is no time left for it.
         """
-        if time.monotonic() > self._deadline:
-            return True
-        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise error_of(error) from error
-        return False
-
-    def failure(self, error: grpc.RpcError) -> UnavailableError:
-        """Returns what to tell the user, with the reason of a call that did not wait: one that did does not say why."""
-        why = f" ({error.details()})"
-        return UnavailableError(
-            f"no gateway answered at {self._addresses} within {self._timeout_s:g} s{why}; `draftwire up` starts one"
-        )
+        if self.left_s <= LOADING_PAUSE_S:
+            raise UnavailableError(
+                f"no gateway answered at {self._addresses} within {self._timeout_s:g} s ({error.details()}); "
+                "`draftwire up` starts one"
+            ) from error

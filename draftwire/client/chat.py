@@ -31,10 +31,12 @@ def chat_to_proto(
     Raises:
         InvalidRequestError: something has another form, or a key that the gateway has no field for.
     """
-    if isinstance(messages, str | Mapping) or isinstance(tools, str | Mapping):
+    if isinstance(messages, str | Mapping) or isinstance(tools, str | Mapping) or not hasattr(tools, "__iter__"):
         raise InvalidRequestError("messages and tools are lists")
     if not isinstance(template_arguments, Mapping | None):
         raise InvalidRequestError("template_arguments has to be a dict")
+    if not isinstance(continue_final_message, bool):
+        raise InvalidRequestError("continue_final_message has to be true or false")
     return gateway_pb2.ChatPrompt(
         messages=[_message(f"messages[{index}]", message) for index, message in enumerate(messages)],
         tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)],

@@ -190,7 +190,8 @@ class CollectedCompletion:
         self.draft_logprobs: list[float] | None = [] if request.token_details else None
         self._prompt = prompt
         self._text: list[str] = []
-        self._num_resumed = 0
+        self._resumed_at: set[int] = set()
+        """How many tokens it had: an interruption may take several attempts, and is one."""
 
     def begin(self, prompt_text: str, prompt_token_ids: list[int]) -> Piece:
         """Puts the prompt in front."""
@@ -244,15 +245,17 @@ class CollectedCompletion:
             return gateway_pb2.GeneratedChoice(choice=self.choice, is_finished=True)
         if not self.token_ids:
             return None
-        self._num_resumed += 1
+        self._resumed_at.add(len(self.token_ids))
         return gateway_pb2.GeneratedChoice(choice=self.choice, token_ids=self.token_ids)
 
     def finish(self, finish: gateway_pb2.GenerateFinish) -> None:
         """Takes the end.
 
         Raises:
-            ProtocolViolationError: something is missing of the prompt.
+            ProtocolViolationError: something is missing of the prompt, or it is not said why it ended.
         """
+        if finish.reason not in _FINISH_REASONS:
+            raise ProtocolViolationError("the gateway does not say why it finished: it may be of another version")
         self._prompt.check_whole(finish.statistics.num_prompt_tokens)
         self.completion = Completion(
             text="".join(self._text),
@@ -263,7 +266,7 @@ class CollectedCompletion:
             is_lossy=finish.is_lossy,
             drafter_error=finish.drafter_error,
             statistics=finish.statistics,
-            num_resumed=self._num_resumed,
+            num_resumed=len(self._resumed_at),
             logprobs=self.logprobs,
             sources=self.sources,
             token_texts=self.token_texts,

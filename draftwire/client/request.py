@@ -1,7 +1,11 @@
 """What can be said of a completion besides its prompt, and the request that says it: one place for all clients."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Real
 from typing import Any, TypedDict
+
+from google.protobuf.message import Message
 
 from draftwire.client.completion import Completion
 from draftwire.client.forms import form_to_proto
@@ -10,7 +14,7 @@ from draftwire.client.prompts import Prompt, Prompts, is_several, prompt_fields
 from draftwire.errors import InvalidRequestError
 from draftwire.keys import new_seed
 from draftwire.structured_output import StructuredOutput
-from draftwire.v1 import gateway_pb2, session_pb2
+from draftwire.v1 import gateway_pb2
 
 RESUME_S = 30.0
 
@@ -112,24 +116,56 @@ def make_request(prompt: Prompt | Prompts, options: Options) -> gateway_pb2.Gene
     unknown = [name for name in options if name not in Options.__annotations__]
     if unknown:
         raise TypeError(f"there is no option {unknown[0]!r}; see draftwire.Options")
-    allowed = options.get("allowed_token_ids")
-    if allowed is not None and not len(allowed):
-        raise InvalidRequestError("allowed_token_ids is empty: no token is possible")
+    check_seconds(options)
     text = _given(options, TextOptions)
     text.setdefault("seed", new_seed())  # the same if it is resumed
     if isinstance(stop := text.get("stop"), str):
         text["stop"] = [stop]
+    with naming("prompt"):
+        request = gateway_pb2.GenerateRequest(**prompt_fields(prompt, **_given(options, ChatOptions)))
+    _set_fields(request, text)
+    _set_fields(request.sampling, _given(options, SamplingOptions))
+    if options.get("allowed_token_ids") is not None and not request.sampling.allowed_token_ids:
+        raise InvalidRequestError("allowed_token_ids is empty: no token is possible")
     form = form_to_proto(options.get("structured_output"))
+    if form is not None:
+        request.sampling.structured_output.CopyFrom(form)
+    return request
+
+
+def check_seconds(options: Options) -> None:
+    """Makes sure that what the client itself goes by are numbers.
+
+    Raises:
+        InvalidRequestError: one is none.
+    """
+    for name, value in _given(options, CallOptions).items():
+        if not isinstance(value, Real):
+            raise InvalidRequestError(f"{name}: a value has the wrong type")
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Says which value it was that does not fit, and not the value: it may be part of a prompt.
+
+    Raises:
+        InvalidRequestError: it did not.
+    """
     try:
-        return gateway_pb2.GenerateRequest(
-            sampling=session_pb2.SamplingParameters(**_given(options, SamplingOptions), structured_output=form),
-            **text,
-            **prompt_fields(prompt, **_given(options, ChatOptions)),
-        )
-    except UnicodeError as error:  # whose message would quote the prompt
-        raise InvalidRequestError("a text holds characters that UTF-8 cannot encode") from error
-    except (ValueError, TypeError) as error:  # a number that does not fit its field
-        raise InvalidRequestError(str(error)) from error
+        yield
+    except UnicodeError:
+        raise InvalidRequestError(f"{what}: a text holds characters that UTF-8 cannot encode") from None
+    except (ValueError, OverflowError):
+        raise InvalidRequestError(f"{what}: a number is out of range") from None
+    except (TypeError, AttributeError):
+        raise InvalidRequestError(f"{what}: a value has the wrong type") from None
+
+
+def _set_fields(message: Message, values: Mapping[str, Any]) -> None:
+    """Sets fields one by one: protobuf does not say which one a value does not fit."""
+    for name, value in values.items():
+        with naming(name):
+            message.MergeFrom(type(message)(**{name: value}))
 
 
 def make_patience(options: Options, num_gateways: int) -> Patience:

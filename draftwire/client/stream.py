@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -65,21 +66,23 @@ class CompletionStream(Iterator[Piece]):
             UnavailableError: it cannot be reached, or does not resume what was interrupted; or the stream is cancelled.
             DraftwireError: see the table in `docs/client.md`.
         """
-        while not self._pieces:
+        while True:
+            with suppress(IndexError):  # `cancel` on another thread may take them away
+                return self._pieces.popleft()
             if self._is_over:
                 raise StopIteration
             try:
                 self._read()
             except BaseException:
-                self.close()
-                self._is_over = True
+                if not self._cancelled.is_set():  # what its user ended says so every time, what failed says it once
+                    self.close()
+                    self._is_over = True
                 raise
-        return self._pieces.popleft()
 
     def cancel(self) -> None:
         """Ends the generation; the server frees what it held. For any thread. A reader gets `UnavailableError`."""
+        self._cancelled.set()  # first: a reader looks at it after each step, and undoes what came between
         self._pieces.clear()
-        self._cancelled.set()
         self._call.cancel()
 
     def close(self) -> None:
@@ -97,15 +100,16 @@ class CompletionStream(Iterator[Piece]):
 
     def _read(self) -> None:
         """Takes what comes next, or makes the next call."""
-        if self._cancelled.is_set():
-            raise UnavailableError("the completion was cancelled")
+        self._check_wanted()
         error: grpc.RpcError | None = None
         try:
             for response in self._messages:
                 self._pieces.extend(self._progress.take(response))
+                self._check_wanted()
                 return
         except grpc.RpcError as raised:
             error = raised
+        self._check_wanted()
         if self._progress.is_missing:
             self._resume(error)
         else:
@@ -119,11 +123,23 @@ class CompletionStream(Iterator[Piece]):
         """
         interruption = interruption_of(error)
         pause_s = self._progress.resume(interruption)
-        if pause_s is not None:
-            self._pause(pause_s)
-        if pause_s is None or self._cancelled.is_set():
+        if pause_s is None:
             raise interruption.error from error
+        self._pause(pause_s)
+        self._check_wanted()
         self._call_now()
+        if self._cancelled.is_set():  # which may have met the call before
+            self._call.cancel()
+
+    def _check_wanted(self) -> None:
+        """Makes sure that the stream was not cancelled.
+
+        Raises:
+            UnavailableError: it was, and what has come since is gone.
+        """
+        if self._cancelled.is_set():
+            self._pieces.clear()
+            raise UnavailableError("the completion was cancelled")
 
     def _call_now(self) -> None:
         self._call = self._start(self._progress.request, self._progress.patience.left_s)

@@ -8,8 +8,8 @@ Example:
 
 import random
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ from draftwire.client.channels import (
     LOADING_PAUSE_S,
     Readiness,
     addresses_of,
+    in_turn,
 )
 from draftwire.client.completion import Completion
 from draftwire.client.progress import Progress
@@ -187,7 +188,7 @@ class Client:
     def server(self) -> gateway_pb2.GetServerResponse:
         """Returns which models answer, and the server's defaults."""
         try:
-            return self._get_server(ANSWER_SECONDS, waits=False)
+            return self._get_server(ANSWER_SECONDS)
         except grpc.RpcError as error:
             raise error_of(error) from error
 
@@ -200,46 +201,49 @@ class Client:
         readiness = Readiness(self._addresses, timeout_s)
         while True:
             try:
-                self._get_server(readiness.left_s, waits=readiness.waits)
+                self._get_server(readiness.left_s)
                 return
             except grpc.RpcError as error:
-                if readiness.is_given_up(error):
-                    raise readiness.failure(self._why_not(error)) from error
+                readiness.check(error)
                 time.sleep(LOADING_PAUSE_S)
 
-    def _why_not(self, error: grpc.RpcError) -> grpc.RpcError:
-        """Returns why a call that waited was not made, which its own status does not say: a certificate, say."""
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            try:
-                self._get_server(1.0, waits=False)
-            except grpc.RpcError as refused:
-                return refused
-        return error
-
-    def _get_server(self, timeout_s: float, *, waits: bool) -> gateway_pb2.GetServerResponse:
+    def _get_server(self, timeout_s: float) -> gateway_pb2.GetServerResponse:
         """Returns the first answer of the gateways, asked in turn.
 
         Args:
-            timeout_s: how long each may take.
-            waits: whether that includes the time until it can be reached.
+            timeout_s: how long all of them may take.
 
         Raises:
             grpc.RpcError: that of the last one, if none answers.
             UnavailableError: the client is closed.
         """
-        self._check_open()
-        *others, last = self._stubs
-        request = gateway_pb2.GetServerRequest()
-        for stub in others:
-            with suppress(grpc.RpcError):
-                return stub.GetServer(request, timeout=timeout_s, wait_for_ready=waits, metadata=self._metadata)
-        return last.GetServer(request, timeout=timeout_s, wait_for_ready=waits, metadata=self._metadata)
+        failure: grpc.RpcError | None = None
+        with self._open() as stubs:
+            for stub, share_s in in_turn(stubs, timeout_s):
+                try:
+                    return stub.GetServer(gateway_pb2.GetServerRequest(), timeout=share_s, metadata=self._metadata)
+                except grpc.RpcError as error:
+                    failure = error
+        assert failure is not None, "there is a gateway"
+        raise failure
 
     def _start(self, request: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Any:
-        self._check_open()
-        stub = self._stubs[next(self._turns) % len(self._stubs)]
-        return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        with self._open() as stubs:
+            stub = stubs[next(self._turns) % len(stubs)]
+            return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise UnavailableError("the client is closed")
+    @contextmanager
+    def _open(self) -> Iterator[list[gateway_pb2_grpc.GatewayServiceStub]]:
+        """Gives the gateways.
+
+        Raises:
+            UnavailableError: the client is closed, or another thread has closed it meanwhile.
+        """
+        try:
+            if self._is_closed:
+                raise UnavailableError("the client is closed")
+            yield self._stubs
+        except ValueError as error:  # what gRPC says of a channel that is closed
+            if self._is_closed:
+                raise UnavailableError("the client is closed") from error
+            raise

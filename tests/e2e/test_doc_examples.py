@@ -35,7 +35,7 @@ PRINTED = {
     ("docs/choices.md", 0): r"0 .+1 .+2 .+3 .+",
     ("docs/client.md", 0): r".+",
     ("docs/client.md", 1): r"('.*' (accepted|recovered|bonus|plain)\n|\".*\" \w+\n)+(length|stop)",
-    ("docs/client.md", 2): r".+\['.+', '.+'\]|.+\[.+\]",
+    ("docs/client.md", 2): r".+\[(['\"]).+\1, (['\"]).+\2\]",
     ("docs/client.md", 3): r"(\d{10,20} ['\"].*['\"]\n?){4}",
     ("docs/client.md", 4): r".+InvalidRequestError: the prompt is empty",
     ("docs/client.md", 5): r".+",

@@ -111,6 +111,15 @@ def test_nothing_drafted_divides_by_nothing(capsys: pytest.CaptureFixture[str]) 
     assert "position" not in capsys.readouterr().err
 
 
+def test_numbers_behind_an_interruption_are_told_apart_from_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    resumed = replace(completion(num_generated_tokens=2), num_resumed=3)
+    assert summary(resumed).startswith("6 tokens · resumed 3 times, numbers of the last part: ")
+    assert "resumed" not in summary(completion())
+    show_statistics(resumed, Display(stats=True))
+    lines = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert lines[:3] == [["tokens", "6"], ["resumed", "3", "times"], ["tokens", "of", "the", "last", "part", "2"]]
+
+
 def test_what_the_user_must_know_of_the_text_is_said_even_quietly(capsys: pytest.CaptureFixture[str]) -> None:
     show_statistics(completion(is_lossy=True, drafter_error="gone [x]"), Display(quiet=True))
     told = capsys.readouterr().err

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from client_fakes import Code, Failure, delta, finish_of
 
@@ -219,6 +220,100 @@ def test_first_error_is_raised_and_what_runs_is_cancelled(run: Run) -> None:
     assert len(server.requests) <= 5, "no further ones are begun"
 
 
+async def test_failure_ends_the_wait_for_the_next_prompt() -> None:
+    server = Server()
+    server.failing = {"0": Code.INVALID_ARGUMENT}
+
+    async def prompts() -> AsyncIterator[str]:
+        yield "0"
+        await asyncio.sleep(SECONDS)
+
+    tasks = BatchTasks(
+        Batch(prompts(), {}, 4, False, SECONDS),
+        lambda job: AsyncCompletionStream(server.start, progress_of(job), nothing),
+    )
+    started_at = time.monotonic()
+    with pytest.raises(InvalidRequestError) as raised:
+        await tasks.run(prompts())
+    assert time.monotonic() - started_at < SECONDS / 2
+    assert isinstance(raised.value.__cause__, Failure)
+
+
+def test_no_prompt_is_begun_behind_a_failure_though_there_is_room(run: Run) -> None:
+    server = Server()
+    server.failing = {"0": Code.INVALID_ARGUMENT}
+
+    def prompts() -> Iterator[str]:
+        yield "0"
+        deadline = time.monotonic() + 20 * STEP_S
+        for number in range(1, 100):
+            while server.num_running and time.monotonic() < deadline:  # on threads, this lets it fail
+                time.sleep(STEP_S)
+            yield str(number)
+
+    with pytest.raises(InvalidRequestError):
+        run(server, prompts(), concurrency=1_000)
+    assert len(server.requests) < 50
+
+
+async def test_tasks_that_fail_are_noticed_where_prompts_come_without_waiting() -> None:
+    taken = 0
+
+    def prompts() -> Iterator[Any]:
+        nonlocal taken
+        for _ in range(100):
+            taken += 1
+            yield ["a", "b"]
+
+    tasks = BatchTasks(
+        Batch([], {}, 1_000, False, 1.0), lambda job: AsyncCompletionStream(Server().start, progress_of(job), nothing)
+    )
+    with pytest.raises(InvalidRequestError):
+        await tasks.run(prompts())
+    assert taken < 5
+
+
+def test_failure_on_a_thread_cancels_what_runs_before_the_next_prompt_comes() -> None:
+    server = Server()
+    server.failing = {"1": Code.INVALID_ARGUMENT}
+    server.hanging = {"0"}
+
+    def prompts() -> Iterator[str]:
+        yield "0"
+        while server.num_running == 0:
+            time.sleep(STEP_S)
+        yield "1"
+        deadline = time.monotonic() + SECONDS / 2
+        while server.num_cancelled < 2:  # the one that failed is the first
+            assert time.monotonic() < deadline, "nothing was cancelled"
+            time.sleep(STEP_S)
+
+    batch = Batch([], {}, 4, False, SECONDS)
+    with pytest.raises(InvalidRequestError):
+        BatchThreads(batch, lambda job: CompletionStream(server.start, progress_of(job))).run(prompts())
+
+
+@pytest.mark.parametrize("kind", [BatchThreads, BatchTasks])
+def test_first_of_several_failures_at_once_is_raised(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[int] = []
+
+    def fail(_self: Any, job: Job) -> None:
+        failed.append(job.index)
+        raise InvalidRequestError(f"prompt {job.index}")
+
+    async def fail_together(_self: BatchTasks, job: Job) -> None:
+        await asyncio.sleep(0.05 - time.monotonic() % 0.05)
+        fail(_self, job)
+
+    monkeypatch.setattr(kind, "_work", fail if kind is BatchThreads else fail_together)
+    for _ in range(20):
+        failed.clear()
+        work = kind(Batch([], {}, 8, False, 1.0), None)
+        with pytest.raises(InvalidRequestError) as raised:
+            asyncio.run(work.run(numbers(8)))
+        assert str(raised.value) == f"prompt {failed[0]}"
+
+
 def test_prompts_that_break_cancel_what_runs(run: Run) -> None:
     server = Server()
     server.hanging = {"0"}
@@ -244,11 +339,27 @@ def test_one_prompt_is_no_batch(prompts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "concurrency"), [({"num_choices": 2}, 1), ({}, 0), ({"seed": -1}, 1), ({"seed": 2**64}, 1)]
+    ("options", "concurrency", "named"),
+    [
+        ({"num_choices": 2}, 1, "several"),
+        ({}, 0, "concurrency"),
+        ({}, 2.5, "concurrency"),
+        ({}, "a", "concurrency"),
+        ({"seed": -1}, 1, "seed"),
+        ({"seed": 2**64}, 1, "seed"),
+        ({"seed": 1.5}, 1, "seed"),
+        ({"seed": "a"}, 1, "seed"),
+        ({"wait_for_server_s": "a"}, 1, "wait_for_server_s"),
+    ],
 )
-def test_batch_that_makes_no_sense_is_refused(options: Any, concurrency: int) -> None:
-    with pytest.raises(InvalidRequestError):
+def test_batch_that_makes_no_sense_is_refused(options: Any, concurrency: Any, named: str) -> None:
+    with pytest.raises(InvalidRequestError, match=named):
         Batch([], options, concurrency, False, 1.0)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    batch = Batch([], {"seed": np.int64(3)}, np.int64(2), False, 1.0)  # type: ignore[typeddict-item, arg-type]
+    assert (batch.job("a").options["seed"], batch.concurrency) == (seed_of(3, 0), 2)
 
 
 # Room

@@ -117,6 +117,35 @@ def test_value_that_cannot_be_sent_is_refused(options: Any) -> None:
         make_request("a", options)
 
 
+JUNK: list[Any] = [object(), {"type": "object"}, [object()], 10**30, -(10**30), 1.5, "\ud800", b"\xff"]
+
+
+@pytest.mark.parametrize("name", sorted(Options.__annotations__))
+def test_whatever_is_no_value_of_an_option_is_refused_by_its_name(name: str) -> None:
+    messages = []
+    for junk in JUNK:
+        try:
+            make_request([{"role": "user", "content": "hi"}], {name: junk})  # type: ignore[misc]
+        except InvalidRequestError as error:
+            messages.append(str(error))
+    assert len(messages) >= 3
+    assert all(name in message for message in messages), messages
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": -5}, {"allowed_token_ids": [1, -77]}, {"stop_token_ids": [-77]}])
+def test_refusal_names_the_option_and_keeps_its_value(options: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{next(iter(options))}: ") as refused:
+        make_request("a", options)
+    assert "77" not in str(refused.value)
+
+
+@pytest.mark.parametrize("prompt", [[1, -77], [77 * 2**40], [[1], [-77]], [1, "77"]])
+def test_token_id_that_is_none_is_not_quoted(prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^prompt: ") as refused:
+        make_request(prompt, {})
+    assert "77" not in str(refused.value)
+
+
 def test_without_a_seed_every_request_has_its_own() -> None:
     seeds = {make_request("a", {}).seed for _ in range(20)}
     assert len(seeds) == 20

@@ -6,6 +6,7 @@ Every test runs for the blocking stream and for the async one, which is driven f
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,7 +175,28 @@ def test_stream_that_was_left_is_not_taken_for_a_finished_one(clock: Clock) -> N
     stream = stream_of(Gateways([delta(0), delta(1), FINISH]), clock)
     for _ in stream:
         break
-    refused(stream, UnavailableError)
+    for _ in range(2):
+        refused(stream, UnavailableError)
+
+
+def test_cancelled_stream_is_unavailable_whatever_its_gateway_says(clock: Clock) -> None:
+    """Every time that it is read."""
+
+    class Cancelling(Gateways):
+        def start(self, request: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Any:
+            return CancellingCall(self, [])
+
+    class CancellingCall(Call):
+        def __iter__(self) -> Iterator[gateway_pb2.GenerateResponse]:
+            yield delta(0)
+            stream.cancel()
+            raise Failure(Code.RESOURCE_EXHAUSTED)
+
+    stream = stream_of(Cancelling([]), clock)
+    assert next(stream).token_ids == [0]
+    for _ in range(3):
+        with pytest.raises(UnavailableError, match="was cancelled"):
+            next(stream)
 
 
 def test_one_piece_is_taken_without_ending_the_stream(clock: Clock) -> None:
@@ -279,10 +301,27 @@ def test_it_is_tried_for_as_long_as_asked_with_growing_pauses(clock: Clock) -> N
 
 
 def test_patience_starts_anew_with_every_token(clock: Clock) -> None:
-    scripts = [[delta(0), LOST], *([LOST] * 8 for _ in range(1)), [delta(1), LOST], [FINISH]]
-    gateways = Gateways(*scripts)
+    """Twice 25 s, where 30 are allowed."""
+    started_at = clock.now
+    outage: list[list[Step]] = [[LOST]] * 16
+    gateways = Gateways([delta(0), LOST], *outage, [delta(1), LOST], *outage, [FINISH])
     assert read(stream_of(gateways, clock)) == [0, 1]
-    assert clock.pauses == pytest.approx([0.0, 0.1, 0.0])
+    assert clock.pauses == pytest.approx(2 * [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, *[2.0] * 11])
+    assert clock.now - started_at > 1.5 * RESUME_S
+
+
+def test_interruption_that_takes_several_attempts_is_one(clock: Clock) -> None:
+    stream = stream_of(Gateways([delta(0), LOST], [LOST], [LOST], [delta(1), LOST], [LOST], [FINISH]), clock)
+    assert read(stream) == [0, 1]
+    assert stream.completion is not None
+    assert stream.completion.num_resumed == 2
+
+
+def test_gateway_that_finishes_for_no_reason_is_not_believed(clock: Clock) -> None:
+    for reason in (0, 77):
+        finish = gateway_pb2.GenerateFinish(reason=reason)  # type: ignore[arg-type]
+        gateways = Gateways([gateway_pb2.GenerateResponse(finish=finish)])
+        refused(stream_of(gateways, clock), ProtocolViolationError)
 
 
 def test_resuming_may_be_switched_off(clock: Clock) -> None:
@@ -550,7 +589,7 @@ def test_cancelling_a_blocking_stream_ends_its_pause() -> None:
     stream = CompletionStream(gateways.start, paused_progress())
     started_at = time.monotonic()
     threading.Timer(0.1, stream.cancel).start()
-    refused(stream, NoRoomError)
+    refused(stream, UnavailableError)
     assert 0.05 < time.monotonic() - started_at < RESUME_S
     assert len(gateways.requests) == 1
 
@@ -561,10 +600,95 @@ async def test_cancelling_an_async_stream_ends_its_pause() -> None:
     await anext(stream)
     started_at = time.monotonic()
     asyncio.get_running_loop().call_later(0.1, stream.cancel)
-    with pytest.raises(NoRoomError):
+    with pytest.raises(UnavailableError, match="was cancelled"):
         await anext(stream)
     assert 0.05 < time.monotonic() - started_at < RESUME_S
     assert len(gateways.requests) == 1
+
+
+async def test_cancelling_an_async_stream_ends_the_wait_for_the_server() -> None:
+    async def prepare() -> None:
+        try:
+            await asyncio.sleep(1_000.0)
+        finally:
+            ended.set()
+
+    gateways, ended = Gateways([FINISH]), asyncio.Event()
+    stream = AsyncCompletionStream(gateways.start, paused_progress(), prepare)
+    asyncio.get_running_loop().call_later(0.05, stream.cancel)
+    with pytest.raises(UnavailableError, match="was cancelled"):
+        await asyncio.wait_for(anext(stream), RESUME_S)
+    assert ended.is_set()
+    assert gateways.requests == []
+
+
+async def test_cancelled_task_ends_the_wait_for_the_server() -> None:
+    async def prepare() -> None:
+        await asyncio.sleep(1_000.0)
+
+    gateways = Gateways([FINISH])
+    stream = AsyncCompletionStream(gateways.start, paused_progress(), prepare)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(stream), 0.05)
+    assert gateways.requests == []
+
+
+# A blocking stream that another thread cancels between two steps of its reader: the fakes cancel there
+
+
+def test_cancel_while_the_next_call_is_made_ends_that_call() -> None:
+    calls: list[Call] = []
+
+    class Interrupted(Gateways):
+        def start(self, request: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Any:
+            if calls:
+                stream.cancel()
+            calls.append(Noting(self, [delta(len(calls)), LOST]))
+            return calls[-1]
+
+    class Noting(Call):
+        is_cancelled = False
+
+        def cancel(self) -> None:
+            self.is_cancelled = True
+
+    stream = CompletionStream(Interrupted([]).start, paused_progress())
+    assert next(stream).token_ids == [0]
+    refused(stream, UnavailableError)
+    assert [call.is_cancelled for call in calls if isinstance(call, Noting)] == [True, True]
+
+
+def test_cancel_while_a_message_is_taken_leaves_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = paused_progress()
+    stream = CompletionStream(Gateways([delta(0), delta(1), FINISH]).start, progress)
+    take = progress.take
+
+    def cancelling(response: gateway_pb2.GenerateResponse) -> list[Piece]:
+        stream.cancel()
+        return take(response)
+
+    monkeypatch.setattr(progress, "take", cancelling)
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="was cancelled"):
+            next(stream)
+
+
+def test_cancel_before_a_piece_is_handed_out_is_no_error_of_the_program() -> None:
+    class Racing(deque[Piece]):
+        def __bool__(self) -> bool:
+            had_some = len(self) > 0
+            stream.cancel()
+            return had_some
+
+        def popleft(self) -> Piece:
+            if self:
+                return super().popleft()
+            raise IndexError
+
+    stream = CompletionStream(Gateways([delta(0), FINISH]).start, paused_progress())
+    stream._pieces = Racing([Piece([0], "a")])
+    with pytest.raises(UnavailableError, match="was cancelled"):
+        next(stream)
 
 
 async def test_pause_of_an_async_stream_lasts_as_long_as_it_should() -> None:

@@ -1,0 +1,144 @@
+"""How the Python clients connect: to what, and for how long. Against sockets that accept and say nothing."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from client_fakes import LOST
+
+from draftwire.client import AsyncClient, Client
+from draftwire.client.channels import addresses_of, in_turn
+from draftwire.errors import InvalidRequestError, UnavailableError
+
+SLACK_S = 0.7
+"""For a busy machine."""
+
+Ask = Callable[..., None]
+
+
+@pytest.fixture
+def silent() -> Iterator[list[str]]:
+    """Three addresses where connections are accepted and nothing is answered."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        yield [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+
+
+@pytest.fixture(params=["blocking", "async"])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    def with_async(addresses: Any, method: str, *arguments: Any) -> None:
+        async def call() -> None:
+            async with AsyncClient(addresses) as client:
+                await getattr(client, method)(*arguments)
+
+        asyncio.run(call())
+
+    def blocking(addresses: Any, method: str, *arguments: Any) -> None:
+        with Client(addresses) as client:
+            getattr(client, method)(*arguments)
+
+    return blocking if request.param == "blocking" else with_async
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_gateways_that_never_answer_are_waited_for_no_longer_than_asked(
+    silent: list[str], ask: Ask, count: int
+) -> None:
+    started_at = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"within 1 s"):
+        ask(silent[:count], "wait_ready", 1.0)
+    assert 0.7 < time.monotonic() - started_at < 1.0 + SLACK_S
+
+
+def test_question_what_they_serve_takes_as_long_for_several(
+    silent: list[str], ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("sync", "aio"):
+        monkeypatch.setattr(f"draftwire.client.{module}.ANSWER_SECONDS", 0.5)
+    started_at = time.monotonic()
+    with pytest.raises(UnavailableError):
+        ask(silent, "server")
+    assert 0.4 < time.monotonic() - started_at < 0.5 + SLACK_S
+
+
+def test_reason_why_there_is_no_connection_is_told_within_the_time(ask: Ask) -> None:
+    started_at = time.monotonic()
+    with pytest.raises(UnavailableError, match=r"no gateway answered at 127\.0\.0\.1:1 within 1 s \(.*refused"):
+        ask("127.0.0.1:1", "wait_ready", 1.0)
+    assert 0.7 < time.monotonic() - started_at < 1.0 + SLACK_S
+
+
+def test_time_that_one_does_not_need_is_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("draftwire.client.channels.time.monotonic", lambda: now)
+    shares = in_turn("abc", 9.0)
+    assert next(shares) == ("a", 3.0)
+    now += 1.0
+    assert next(shares) == ("b", 4.0)
+    now += 10.0
+    assert next(shares) == ("c", 0.0)
+
+
+# Addresses
+
+
+@pytest.mark.parametrize("address", [[], "", " ", "a:1,", "a:1,,b:2", ["a:1", ""]])
+def test_no_gateway_and_an_empty_one_are_refused(address: Any) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(InvalidRequestError, match="address"):
+            kind(address)
+
+
+def test_addresses_are_a_list_or_separated_by_commas() -> None:
+    assert addresses_of(" a:1, b:2") == addresses_of(("a:1", "b:2 ")) == ["a:1", "b:2"]
+
+
+# Closing
+
+
+class Closing:
+    """A gateway whose client is closed, by another thread, between its check and its call."""
+
+    def __init__(self, client: Client) -> None:
+        self._client, self._stub = client, client._stubs[0]
+
+    def __getattr__(self, method: str) -> Any:
+        self._client.close()
+        return getattr(self._stub, method)
+
+
+def test_client_that_is_closed_during_a_call_says_so() -> None:
+    for call in (Client.server, lambda client: client.generate("a"), lambda client: client.wait_ready(1.0)):
+        client = Client()
+        client._stubs = [Closing(client)]  # type: ignore[list-item]
+        with pytest.raises(UnavailableError, match="the client is closed"):
+            call(client)
+
+
+async def test_async_client_that_is_closed_between_two_gateways_says_so() -> None:
+    client = AsyncClient("127.0.0.1:1,127.0.0.1:2")
+
+    class Lost:
+        async def GetServer(self, *_: Any, **__: Any) -> None:
+            await client.close()
+            raise LOST
+
+    client._open()
+    client._stubs[0] = Lost()  # type: ignore[call-overload]
+    with pytest.raises(UnavailableError, match="the client is closed"):
+        await client.server()
+
+
+def test_mistake_that_is_none_of_closing_stays_one() -> None:
+    class Mistaken:
+        def GetServer(self, *_: Any, **__: Any) -> None:
+            raise ValueError("else")
+
+    with Client() as client:
+        client._stubs = [Mistaken()]  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="else"):
+            client.server()
