@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from draftwire import errors
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
 from draftwire.parameters import SamplingParams
+from draftwire.services.gateway.http.answering import STREAM_HEADERS
 from draftwire.services.gateway.http.errors import body_of, headers_of, is_expected, status_of
 from draftwire.services.gateway.http.guard import Guard
 from draftwire.services.gateway.http.pages import HEADERS, read_pages
@@ -196,7 +197,7 @@ async def test_expected_error_is_not_logged() -> None:
 
 async def test_stream_that_fails_ends_with_the_error_as_an_event() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
         raise UnavailableError("gone")
 
@@ -298,7 +299,7 @@ async def test_request_that_is_cut_by_the_end_of_the_drain_is_told() -> None:
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         begun.set()
         await asyncio.sleep(60)
 

@@ -61,18 +61,22 @@ class _Answer:
         self._send = send
         self._has_begun = False
         self._has_ended = False
+        self._is_stream = False
 
     async def send(self, message: Message) -> None:
-        self._has_begun |= message["type"] == "http.response.start"
-        self._has_ended |= message["type"] == "http.response.body" and not message.get("more_body", False)
+        # Sending waits for the reader, and may be cut before anything went out.
         await self._send(message)
+        if message["type"] == "http.response.start":
+            self._has_begun = True
+            self._is_stream = dict(message.get("headers", [])).get(b"content-type", b"").startswith(b"text/event-stream")
+        self._has_ended |= message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def fail(self, error: BaseException) -> None:
-        """Says why there is no answer, or no more of it."""
-        if self._has_ended:
+        """Says why there is no answer, or no more of a stream. Another answer just ends, before its end."""
+        if self._has_ended or (self._has_begun and not self._is_stream):
             return
         content = body_of(error)
-        if self._has_begun:  # of a stream: nothing else takes so long that it can fail in the middle
+        if self._has_begun:
             content = event(content.decode())
         else:
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
