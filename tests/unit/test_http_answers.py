@@ -193,3 +193,21 @@ async def test_whole_answer_that_fails_in_the_middle_gets_no_end_and_no_event() 
 
     await Guard(app, Gate())({"type": "http", "path": "/v1/completions"}, None, send)  # type: ignore[arg-type]
     assert [message.get("more_body") for message in sent] == [None, True]
+
+
+@pytest.mark.parametrize(
+    ("top", "expected"),
+    [
+        ([("a", -0.1), ("b", -2.5)], {"a": -0.1, "b": -2.5, "drawn": -7.0}),
+        ([("a", -0.1), ("drawn", -7.0)], {"a": -0.1, "drawn": -7.0}),
+        ([("drawn", -0.5), ("a", -1.0)], {"drawn": -0.5, "a": -1.0}),
+        ([], {"drawn": -7.0}),
+    ],
+)
+def test_likeliest_tokens_of_completions_have_the_drawn_one_with_them(
+    top: list[tuple[str, float]], expected: dict[str, float]
+) -> None:
+    tokens = [ToldToken("first", None, [], 0), ToldToken("drawn", -7.0, top, 0)]
+    one = Piece(0, "firstdrawn", tokens, reason="stop")
+    answer = json.loads("".join(Writer(CompletionShape(), Wishes(1, 2), "m").answer([one], ENDINGS)))
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [None, expected]

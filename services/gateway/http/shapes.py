@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,7 +72,7 @@ class CompletionShape:
         return {
             "tokens": Told(tokens, lambda token: token.text),
             "token_logprobs": Told(tokens, lambda token: token.logprob),
-            "top_logprobs": Told(tokens, lambda token: _by_text(token.top) if token.logprob is not None else None),
+            "top_logprobs": Told(tokens, _likeliest_and_drawn),
             "text_offset": Told(tokens, lambda token: token.offset),
         }
 
@@ -99,10 +99,12 @@ class ChatShape:
         return {"content": Told(tokens, _chat_entry), "refusal": None}
 
 
-def _by_text(top: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Returns the likeliest tokens by what they read as; of several that read alike the likeliest."""
+def _likeliest_and_drawn(token: ToldToken) -> dict[str, float] | None:
+    """Returns the likeliest tokens and the drawn one by what they read as; of several that read alike the likeliest."""
+    if token.logprob is None:
+        return None
     said: dict[str, float] = {}
-    for text, logprob in top:
+    for text, logprob in (*token.top, (token.text, token.logprob)):
         said.setdefault(text, logprob)
     return said
 
