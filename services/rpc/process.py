@@ -46,6 +46,9 @@ class Listener(Protocol):
             UnavailableError: the port cannot be had.
         """
 
+    async def run(self) -> None:
+        """Returns once it was stopped, and raises what else ended it. Called after `start`."""
+
     async def stop(self) -> None:
         """Ends what the drain has left. Called whether it was started or not."""
 
@@ -135,7 +138,7 @@ async def run_service(service: Service) -> int:
             tls=service.credentials is not None,
             startup_ms=round(startup_s * 1e3),
         )
-        run = asyncio.ensure_future(service.run())
+        run = asyncio.ensure_future(_run(service))
         stop = asyncio.ensure_future(stopping.wait())
         await asyncio.wait({run, stop}, return_when=asyncio.FIRST_COMPLETED)
         watch.cancel()
@@ -155,7 +158,10 @@ async def run_service(service: Service) -> int:
             log.exception(f"{service.name}.server_failed", reason=reason)
         return 1 if run else 2
     finally:
-        await asyncio.gather(server.stop(grace=1.0), *(listener.stop() for listener in service.listeners))
+        stops = (server.stop(grace=1.0), *(listener.stop() for listener in service.listeners))
+        for fault in await asyncio.gather(*stops, return_exceptions=True):
+            if fault is not None:  # what else there is has to be stopped too
+                log.error(f"{service.name}.stop_failed", exc_info=fault)
         for task in (watch, run):
             if task:
                 task.cancel()
@@ -176,6 +182,19 @@ def _bind(server: grpc.aio.Server, service: Service) -> int:
         return int(server.add_secure_port(address, service.credentials))
     except RuntimeError as error:
         raise UnavailableError(f"cannot listen on {address}: is something else running there?") from error
+
+
+async def _run(service: Service) -> None:
+    """Works until it is cancelled, or the service or one of its listeners ends."""
+    works = [asyncio.ensure_future(work) for work in (service.run(), *(one.run() for one in service.listeners))]
+    try:
+        done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+        for work in done:
+            work.result()
+    finally:
+        for work in works:
+            work.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
 
 
 async def _watch(service: Service, gate: ServiceGate, probe: health.aio.HealthServicer) -> None:

@@ -98,7 +98,8 @@ def server_context(files: TlsFiles | None, settings: TlsSettings) -> ssl.SSLCont
         nonlocal used, made
         now = files.current()
         if now is not used:
-            with suppress(OSError):  # they changed once more, just now: the next handshake looks again
+            # They changed once more, just now, or are not taken: nothing changes, and the next handshake looks again.
+            with suppress(OSError, TypeError, ValueError):
                 made = _server_context(now, settings)
                 used = now
         connection.context = made
@@ -116,7 +117,8 @@ def _server_context(material: TlsMaterial, settings: TlsSettings) -> ssl.SSLCont
     context.num_tickets = 0
     context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     if settings.requires_client_cert and material.ca is not None:
-        context.load_verify_locations(cadata=material.ca.decode())
+        # Comments between the certificates may be in any encoding; `ssl` takes nothing but ASCII here.
+        context.load_verify_locations(cadata=material.ca.decode("ascii", errors="ignore"))
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 

@@ -146,7 +146,7 @@ def test_body_beyond_the_limit_is_not_read(scripted: LocalStack) -> None:
         client.completions.create(model="x", prompt="x" * 2**20)
     assert refused.value.status_code == 413
     with socket.create_connection(("127.0.0.1", scripted.services["gateway"].http_port), timeout=SECONDS) as raw:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         raw.sendall(head + b"transfer-encoding: chunked\r\n\r\n")
         chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
         for _ in range(17):

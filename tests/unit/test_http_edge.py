@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from draftwire import errors
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
 from draftwire.parameters import SamplingParams
+from draftwire.services.gateway.http.answering import STREAM_HEADERS
 from draftwire.services.gateway.http.asking import Chat, in_names_of
 from draftwire.services.gateway.http.bodies import read_body
 from draftwire.services.gateway.http.errors import body_of, headers_of, is_expected, status_of
@@ -382,7 +383,7 @@ async def test_expected_error_is_not_logged() -> None:
 
 async def test_stream_that_fails_ends_with_the_error_as_an_event() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
         raise UnavailableError("gone")
 
@@ -467,7 +468,7 @@ async def test_pages_may_load_nothing_from_elsewhere_and_are_not_kept(tmp_path: 
     (tmp_path / "index.html").write_text("<p>hello")
     core = GatewayCore(GatewayConfig(), None)  # type: ignore[arg-type]
     app = make_app(core, list, Access(None), Gate(), read_pages(tmp_path))
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://gateway") as client:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
         answer = await client.get("/")
         assert (answer.status_code, answer.text) == (200, "<p>hello")
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -486,7 +487,7 @@ async def test_request_that_is_cut_by_the_end_of_the_drain_is_told() -> None:
     sent: list[dict[str, Any]] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         begun.set()
         await asyncio.sleep(60)
 
@@ -499,3 +500,63 @@ async def test_request_that_is_cut_by_the_end_of_the_drain_is_told() -> None:
     with pytest.raises(asyncio.CancelledError):
         await call
     assert b"the gateway stops" in sent[-1]["body"]
+
+
+# Origins
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": "localhost:8000"}, 204),
+        ({"host": "LOCALHOST"}, 204),
+        ({"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"}, 204),
+        ({"host": "[::1]:8000", "origin": "http://[::1]:8000"}, 204),
+        ({"host": "10.1.2.3"}, 204),
+        ({"host": "rebound.example:8000"}, 403),
+        ({"host": "localhost.rebound.example"}, 403),
+        ({"host": "rebound.example:8000", "origin": "http://rebound.example:8000"}, 403),
+        ({"host": "user@localhost@rebound.example"}, 403),
+        ({"host": "[::1"}, 403),
+        ({"host": ""}, 403),
+        ({"host": "localhost:8000", "origin": "http://page.example"}, 403),
+        ({"host": "localhost:8000", "origin": "http://localhost:9000"}, 403),
+        ({"host": "localhost:8000", "origin": "null"}, 403),
+    ],
+)
+async def test_gateway_that_believes_everybody_here_answers_no_page_of_another_origin(
+    headers: dict[str, str], status: int
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    for is_open, expected in ((True, status), (False, 204)):
+        transport = httpx2.ASGITransport(Guard(app, Gate(), is_open=is_open))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            answer = await client.get("/v1/models", headers=headers)
+        assert answer.status_code == expected
+        assert expected == 204 or answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("host", "has_tokens", "status"),
+    [("127.0.0.1", False, 403), ("localhost", False, 403), ("127.0.0.1", True, 200), ("0.0.0.0", False, 200)],
+)
+async def test_names_are_refused_where_this_machine_is_believed(
+    tmp_path: Path, host: str, has_tokens: bool, status: int
+) -> None:
+    from draftwire.services.gateway.access import Access
+    from draftwire.services.gateway.config import GatewayConfig
+    from draftwire.services.gateway.core import GatewayCore
+    from draftwire.services.gateway.http.app import make_app
+    from draftwire.services.settings import ServerSettings, TlsSettings
+
+    config = GatewayConfig(
+        server=ServerSettings(port=1, host=host),
+        tls=TlsSettings(allow_plaintext=True, tls_require_client_cert=False),
+        tokens_file=tmp_path / "tokens.toml" if has_tokens else None,
+    )
+    app = make_app(GatewayCore(config, None), list, Access(None), Gate(), {})  # type: ignore[arg-type]
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://rebound.example") as client:
+        assert (await client.get("/health")).status_code == status

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -20,7 +21,14 @@ from typer.testing import CliRunner
 from draftwire.client import Client
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.services.options import serve_command
-from draftwire.services.rpc.tls import Dialler, RenewedChannel, read_material, server_credentials, watch_tls
+from draftwire.services.rpc.tls import (
+    Dialler,
+    RenewedChannel,
+    read_material,
+    server_context,
+    server_credentials,
+    watch_tls,
+)
 from draftwire.services.settings import ConnectionSettings, TlsSettings
 
 OK = grpc.StatusCode.OK
@@ -381,3 +389,34 @@ async def test_client_says_why_it_does_not_reach_a_gateway(settings: TlsSettings
         unreached = pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED")
         with Client(address, tls_ca=foreign, tls_target_name=NAME) as client, unreached:
             await asyncio.to_thread(client.wait_ready, 0.5)
+
+
+@pytest.mark.parametrize("comment", ["# Société".encode(), "# Société".encode("latin-1")], ids=["utf-8", "latin-1"])
+def test_comment_between_the_believed_certificates_may_be_in_any_encoding(
+    settings: TlsSettings, comment: bytes
+) -> None:
+    assert settings.tls_ca is not None
+    settings.tls_ca.write_bytes(comment + b"\n" + settings.tls_ca.read_bytes() + comment)
+    settings = replace(settings, tls_require_client_cert=True)
+    context = server_context(watch_tls(settings), settings)
+    assert context is not None
+    assert len(context.get_ca_certs()) == 1
+
+
+def test_files_that_are_taken_by_nobody_change_nothing_at_a_handshake(
+    settings: TlsSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = server_context(watch_tls(settings), settings)
+    assert context is not None
+    assert settings.tls_cert is not None
+    handshake = SimpleNamespace(context=None)
+    for error in (OSError, TypeError, ValueError):
+        settings.tls_cert.write_bytes(settings.tls_cert.read_bytes() + b"\n")
+
+        def broken(*_: object, error: type[Exception] = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr("draftwire.services.rpc.tls._server_context", broken)
+            context.sni_callback(handshake, None, context)  # type: ignore[misc]
+        assert handshake.context is not None

@@ -1,8 +1,9 @@
 """Carries out a request: who asks, what for, and how the answer goes out."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, suppress
+from itertools import chain
 from typing import Any, Generic
 
 from starlette.types import Message, Receive, Scope, Send
@@ -18,6 +19,8 @@ from draftwire.services.gateway.http.shapes import END, Writer
 from draftwire.services.gateway.loop import Delta
 from draftwire.services.gateway.request import Generation, check_num_choices
 
+PART_BYTES = 2**16
+"""How much of a whole answer is sent at once: other requests have their turn between two parts."""
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -76,7 +79,7 @@ class GeneratingRoute(Generic[Body]):
                 whole = {generation.choice: Piece(generation.choice) for generation in generations}
                 async for piece in pieces:
                     whole[piece.choice].add(piece)
-            await _send_whole(send, writer.answer(list(whole.values()), maker.endings))
+            await send_whole(send, writer.answer(list(whole.values()), maker.endings))
 
     async def _pieces(
         self, generations: Sequence[Generation], maker: PieceMaker, caller: Caller, traceparent: str
@@ -105,10 +108,33 @@ async def _stream(
     await send(_part(end, is_last=True))
 
 
-async def _send_whole(send: Send, content: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": [*headers, (b"cache-control", b"no-store")]})
-    await send(_part(content, is_last=True))
+async def send_whole(send: Send, texts: Iterator[str]) -> None:
+    """Sends an answer as fast as it is read. A long one is never there as a whole, and so cannot say how long it is."""
+    parts = _parts(texts)
+    part, following = next(parts), next(parts, None)
+    headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+    if following is None:
+        headers.append((b"content-length", str(len(part)).encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if following is None:
+        await send(_part(part, is_last=True))
+        return
+    for one in chain((part, following), parts):
+        await send(_part(one))
+        await asyncio.sleep(0)  # sending waits for the reader alone
+    await send(_part(b"", is_last=True))  # waits until the parts are read: a drain cuts nothing off
+
+
+def _parts(texts: Iterator[str]) -> Iterator[bytes]:
+    """Yields parts of `PART_BYTES` or a little more, but for the last one."""
+    collected = bytearray()
+    for text in texts:
+        collected += text.encode()
+        if len(collected) >= PART_BYTES:
+            yield bytes(collected)
+            collected.clear()
+    if collected:
+        yield bytes(collected)
 
 
 def _part(content: bytes, *, is_last: bool = False) -> Message:

@@ -20,6 +20,7 @@ from draftwire.services.gateway.http.guard import Gate, Guard
 from draftwire.services.gateway.http.models import Drafters, ModelList
 from draftwire.services.gateway.http.pages import HEADERS, Page, read_pages
 from draftwire.services.gateway.http.refused import RefusedError
+from draftwire.services.settings import is_loopback
 
 
 def make_app(
@@ -35,7 +36,8 @@ def make_app(
         pages: static files by path; without them, those of the playground.
     """
     app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Guard, gate=gate)
+    is_open = core.config.tokens_file is None and is_loopback(core.config.server.host)
+    app.add_middleware(Guard, gate=gate, is_open=is_open)
     app.add_exception_handler(HTTPException, _no_route)
     most_bytes = core.config.connections.max_message_bytes
     for path, route in (("/v1/completions", Completions()), ("/v1/chat/completions", Chat())):

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwire.errors import UnavailableError
 from draftwire.services.gateway.http.errors import body_of, headers_of, is_expected, status_of
+from draftwire.services.gateway.http.origins import refuse_other_origins
 from draftwire.services.gateway.http.shapes import event
 
 log = structlog.get_logger()
@@ -28,10 +29,18 @@ class Gate(Protocol):
 class Guard:
     """ASGI middleware around the routes."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        """Takes what it guards."""
+    def __init__(self, app: ASGIApp, gate: Gate, *, is_open: bool = False) -> None:
+        """Takes what it guards.
+
+        Args:
+            app: the routes.
+            gate: whether the service is ready.
+            is_open: whether it answers everybody on this machine, and so has to see to it that no page of another
+                origin asks for them.
+        """
         self._app = app
         self._gate = gate
+        self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on."""
@@ -40,6 +49,8 @@ class Guard:
             return
         answer = _Answer(send)
         try:
+            if self._is_open:
+                refuse_other_origins(scope)
             if self._gate.refusal and scope["path"].startswith("/v1/"):
                 raise UnavailableError(f"service is {self._gate.refusal}")
             await self._app(scope, receive, answer.send)
@@ -61,18 +72,24 @@ class _Answer:
         self._send = send
         self._has_begun = False
         self._has_ended = False
+        self._is_stream = False
 
     async def send(self, message: Message) -> None:
-        self._has_begun |= message["type"] == "http.response.start"
-        self._has_ended |= message["type"] == "http.response.body" and not message.get("more_body", False)
+        # Sending waits for the reader, and may be cut before anything went out.
         await self._send(message)
+        if message["type"] == "http.response.start":
+            self._has_begun = True
+            self._is_stream = (
+                dict(message.get("headers", [])).get(b"content-type", b"").startswith(b"text/event-stream")
+            )
+        self._has_ended |= message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def fail(self, error: BaseException) -> None:
-        """Says why there is no answer, or no more of it."""
-        if self._has_ended:
+        """Says why there is no answer, or no more of a stream. Another answer just ends, before its end."""
+        if self._has_ended or (self._has_begun and not self._is_stream):
             return
         content = body_of(error)
-        if self._has_begun:  # of a stream: nothing else takes so long that it can fail in the middle
+        if self._has_begun:
             content = event(content.decode())
         else:
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]

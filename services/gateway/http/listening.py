@@ -4,12 +4,13 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from draftwire.errors import UnavailableError
+from draftwire.services.gateway.http.connection import Connection
 from draftwire.services.gateway.http.guard import Gate
 from draftwire.services.settings import ConnectionSettings
 
@@ -67,7 +68,7 @@ class HttpListener:
         tls = self._tls
         config = uvicorn.Config(
             self._make_app(gate),
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -87,12 +88,17 @@ class HttpListener:
             self._running.result()
         return int(listening.getsockname()[1])
 
+    async def run(self) -> None:
+        """See `draftwire.services.rpc.process.Listener`."""
+        assert self._running is not None, "it was started"
+        await asyncio.wait({self._running})
+        self._running.result()
+
     async def stop(self) -> None:
         """Takes no more connections, and cuts those that do not end soon."""
         if self._server is not None and self._running is not None:
             self._server.should_exit = True
-            with suppress(asyncio.CancelledError):
-                await self._running
+            await asyncio.wait({self._running})  # a failure is raised by `run`
 
     def _bind(self) -> socket.socket:
         host = self._host.removeprefix("[").removesuffix("]")

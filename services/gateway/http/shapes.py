@@ -3,7 +3,8 @@
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from draftwire.services.gateway.http.pieces import IMPOSSIBLE, Ending, Piece, ToldToken, Wishes
@@ -11,6 +12,27 @@ from draftwire.services.gateway.http.usage import metrics_of, usage_of
 from draftwire.services.gateway.text import REPLACEMENT
 
 Object = dict[str, Any]
+
+SLICE = 64
+"""Entries of a list that are written at once, of a whole answer: each is of one token, with at most 20 others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A list with one entry for each token, made when it is written: of a long answer it is never there as a whole."""
+
+    tokens: Sequence[ToldToken]
+    tell: Callable[[ToldToken], Any]
+
+    def entries(self) -> list[Any]:
+        """Returns the list."""
+        return [self.tell(token) for token in self.tokens]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: slice) -> "Told":
+        return Told(self.tokens[part], self.tell)
 
 
 class Shape(Protocol):
@@ -28,7 +50,7 @@ class Shape(Protocol):
         """Returns more of the text of a choice."""
 
     def logprobs(self, tokens: Sequence[ToldToken]) -> Object:
-        """Returns what is told of tokens."""
+        """Returns what is told of tokens, in lists of the kind `Told`."""
 
 
 class CompletionShape:
@@ -48,10 +70,10 @@ class CompletionShape:
     def logprobs(self, tokens: Sequence[ToldToken]) -> Object:
         """See `Shape`."""
         return {
-            "tokens": [token.text for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [_by_text(token.top) if token.logprob is not None else None for token in tokens],
-            "text_offset": [token.offset for token in tokens],
+            "tokens": Told(tokens, lambda token: token.text),
+            "token_logprobs": Told(tokens, lambda token: token.logprob),
+            "top_logprobs": Told(tokens, _likeliest_and_drawn),
+            "text_offset": Told(tokens, lambda token: token.offset),
         }
 
 
@@ -74,22 +96,22 @@ class ChatShape:
 
     def logprobs(self, tokens: Sequence[ToldToken]) -> Object:
         """See `Shape`."""
-        content = [
-            {
-                **_with_bytes(token.text, IMPOSSIBLE if token.logprob is None else token.logprob),
-                "top_logprobs": [_with_bytes(text, logprob) for text, logprob in token.top],
-            }
-            for token in tokens
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": Told(tokens, _chat_entry), "refusal": None}
 
 
-def _by_text(top: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Returns the likeliest tokens by what they read as; of several that read alike the likeliest."""
+def _likeliest_and_drawn(token: ToldToken) -> dict[str, float] | None:
+    """Returns the likeliest tokens and the drawn one by what they read as; of several that read alike the likeliest."""
+    if token.logprob is None:
+        return None
     said: dict[str, float] = {}
-    for text, logprob in top:
+    for text, logprob in (*token.top, (token.text, token.logprob)):
         said.setdefault(text, logprob)
     return said
+
+
+def _chat_entry(token: ToldToken) -> Object:
+    said = _with_bytes(token.text, IMPOSSIBLE if token.logprob is None else token.logprob)
+    return {**said, "top_logprobs": [_with_bytes(text, logprob) for text, logprob in token.top]}
 
 
 def _with_bytes(text: str, logprob: float) -> Object:
@@ -109,16 +131,18 @@ class Writer:
         self._chunk_head = _dumped({**self._head, "object": shape.chunk})[:-1] + ',"choices":['
         self._begun: set[int] = set()
 
-    def answer(self, pieces: Sequence[Piece], endings: Sequence[Ending]) -> bytes:
-        """Returns a whole answer."""
-        choices = []
+    def answer(self, pieces: Sequence[Piece], endings: Sequence[Ending]) -> Iterator[str]:
+        """Yields a whole answer in parts, each made when it is asked for, of a size that takes milliseconds."""
+        yield _dumped({**self._head, "object": self._shape.whole})[:-1] + ',"choices":['
+        separator = ""
         for piece in sorted(pieces, key=lambda one: one.choice):
             choice = self._choice(piece, self._shape.of_whole(piece))
             if self._wishes.details:
                 choice["draftwire"] = {"tokens": piece.details, "rounds": piece.rounds}
-            choices.append(choice)
-        cost = {"usage": usage_of(endings), "metrics": metrics_of(endings)}
-        return _dumped({**self._head, "object": self._shape.whole, "choices": choices, **cost}).encode()
+            yield separator
+            yield from _in_parts(choice)
+            separator = ","
+        yield "]," + _dumped({"usage": usage_of(endings), "metrics": metrics_of(endings)})[1:]
 
     def chunk(self, piece: Piece, *, tells_usage: bool) -> bytes:
         """Returns one server-sent event.
@@ -151,8 +175,28 @@ class Writer:
         return choice
 
 
-def _dumped(value: Object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def _dumped(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_listed)
+
+
+def _listed(value: object) -> list[Any]:
+    assert isinstance(value, Told), "answers are made of what JSON knows, and of lists that are made when needed"
+    return value.entries()
+
+
+def _in_parts(value: object) -> Iterator[str]:
+    """Yields JSON: an object member by member, a long list slice by slice, anything else at once."""
+    if isinstance(value, dict) and value:
+        for index, (name, member) in enumerate(value.items()):
+            yield ("," if index else "{") + _dumped(name) + ":"
+            yield from _in_parts(member)
+        yield "}"
+    elif isinstance(value, list | Told) and len(value) > SLICE:
+        for start in range(0, len(value), SLICE):
+            yield ("," if start else "[") + _dumped(value[start : start + SLICE])[1:-1]
+        yield "]"
+    else:
+        yield _dumped(value)
 
 
 def event(data: str) -> bytes:
