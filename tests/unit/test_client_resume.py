@@ -179,7 +179,8 @@ def test_stream_that_was_left_is_not_taken_for_a_finished_one(clock: Clock) -> N
         refused(stream, UnavailableError)
 
 
-def test_cancelled_stream_is_unavailable_whatever_its_gateway_says(clock: Clock) -> None:
+@pytest.mark.parametrize("code", [Code.RESOURCE_EXHAUSTED, Code.INVALID_ARGUMENT])
+def test_cancelled_stream_is_unavailable_whatever_its_gateway_says(clock: Clock, code: grpc.StatusCode) -> None:
     """Every time that it is read."""
 
     class Cancelling(Gateways):
@@ -190,7 +191,7 @@ def test_cancelled_stream_is_unavailable_whatever_its_gateway_says(clock: Clock)
         def __iter__(self) -> Iterator[gateway_pb2.GenerateResponse]:
             yield delta(0)
             stream.cancel()
-            raise Failure(Code.RESOURCE_EXHAUSTED)
+            raise Failure(code)
 
     stream = stream_of(Cancelling([]), clock)
     assert next(stream).token_ids == [0]
