@@ -279,7 +279,7 @@ def test_names_are_the_same_whatever_a_scraper_accepts(accepted: str) -> None:
 async def test_names_are_the_same_on_the_gateways_own_port(accepted: str) -> None:
     core = GatewayCore(GatewayConfig(), SimpleNamespace())  # type: ignore[arg-type]
     app = make_app(core, list, Access(None), SimpleNamespace(refusal=""), pages={})
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://gateway") as client:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1") as client:
         answer = await client.get("/metrics", headers={"accept": accepted})
     assert answer.headers["content-type"] == PLAIN
     assert samples_of(answer.text) == samples_of(generate_latest(core.metrics.registry).decode())
