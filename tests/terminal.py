@@ -62,6 +62,14 @@ class Terminal:
         """Presses keys; "\\x03" is Ctrl-C, "\\x04" Ctrl-D."""
         os.write(self._own, keys.encode())
 
+    def ends_after(self, keys: str, seconds: float) -> bool:
+        """Presses keys, and returns whether the command has ended some seconds later."""
+        self.type(keys)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._read():
+            pass
+        return self.process.poll() is not None
+
     def wait(self, seconds: float = 60.0) -> int:
         """Reads to the end and returns the exit status."""
         deadline = time.monotonic() + seconds
