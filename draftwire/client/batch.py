@@ -8,7 +8,7 @@ from operator import index
 
 from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt, is_several
-from draftwire.client.request import Options, check_seconds, naming
+from draftwire.client.request import Options, check_number, check_seconds, naming
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
 from draftwire.keys import MAX_SEED, new_seed
 
@@ -82,6 +82,7 @@ class Batch:
         if options.get("num_choices") not in (None, 1):
             raise InvalidRequestError("generate_batch gives one completion of each prompt; generate_many gives several")
         check_seconds(options)
+        check_number("room_timeout_s", room_timeout_s)
         with naming("concurrency"):
             self.concurrency = index(concurrency)
         if self.concurrency < 1:

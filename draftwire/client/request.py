@@ -140,8 +140,17 @@ def check_seconds(options: Options) -> None:
         InvalidRequestError: one is none.
     """
     for name, value in _given(options, CallOptions).items():
-        if not isinstance(value, Real):
-            raise InvalidRequestError(f"{name}: a value has the wrong type")
+        check_number(name, value)
+
+
+def check_number(name: str, value: object) -> None:
+    """Makes sure that a value that the client itself goes by is a number.
+
+    Raises:
+        InvalidRequestError: it is none.
+    """
+    if not isinstance(value, Real):
+        raise InvalidRequestError(f"{name}: a value has the wrong type")
 
 
 @contextmanager

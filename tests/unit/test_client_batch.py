@@ -367,6 +367,11 @@ def test_batch_that_makes_no_sense_is_refused(options: Any, concurrency: Any, na
         Batch([], options, concurrency, False, 1.0)
 
 
+def test_time_to_wait_for_room_that_is_no_number_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="room_timeout_s"):
+        Batch([], {}, 1, False, "a")  # type: ignore[arg-type]
+
+
 def test_integers_of_numpy_are_integers() -> None:
     batch = Batch([], {"seed": np.int64(3)}, np.int64(2), False, 1.0)  # type: ignore[typeddict-item, arg-type]
     assert (batch.job("a").options["seed"], batch.concurrency) == (seed_of(3, 0), 2)
