@@ -25,8 +25,10 @@ fi
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' draftwire/__init__.py)
 revision=$(git rev-parse HEAD)
 for service in gateway verifier drafter; do
-  if [ $service = gateway ]; then image=draftwire-$service:$tag; else image=draftwire-$service:$model_tag; fi
-  "$DOCKER" build --network none --target $service --tag "$image" --build-arg PIP_NO_INDEX=1 \
+  image=draftwire-$service:$model_tag
+  # The gateway is the same for both builds, and has the tags of both.
+  also=(); if [ $service = gateway ]; then also=(--tag draftwire-gateway:"$tag"); fi
+  "$DOCKER" build --network none --target $service --tag "$image" "${also[@]}" --build-arg PIP_NO_INDEX=1 \
     --build-arg TORCH_BUILD="$TORCH_BUILD" --build-arg VERSION="$version" --build-arg REVISION="$revision" .
   echo "$image: $("$DOCKER" image inspect -f '{{.Size}}' "$image") bytes"
 done

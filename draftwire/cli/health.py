@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from draftwire.cli.exits import MISUSED, end
 from draftwire.cli.tls_options import TlsCa, TlsCert, TlsKey, TlsTargetName
-from draftwire.errors import InvalidRequestError
 from draftwire.services.options import SERVICES, settings_of, variable
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def health(
     from draftwire.client.security import Security
 
     if service not in SERVICES:
-        raise InvalidRequestError(f"unknown service {service!r}; known: {', '.join(sorted(SERVICES))}")
+        end(MISUSED, f"unknown service {service!r}; known: {', '.join(sorted(SERVICES))}")
     if address is None and tls_ca is None and tls_cert is None and tls_key is None:
         own = OwnService.of(service, tls_target_name)
         address, security = own.address, own.security
