@@ -41,7 +41,9 @@ class Forms:
         job = self._threads.submit(self._compile, wanted, generated_ids, allowance)
         self._num_waiting += 1
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(job), COMPILE_SECONDS)
+            # Not `wait_for`: until Python 3.12 it forgets a cancellation that comes when the result is already there.
+            async with asyncio.timeout(COMPILE_SECONDS):
+                return await asyncio.wrap_future(job)
         except TimeoutError as error:
             if allowance.has_waited:
                 raise NoRoomError("other forms are being read") from error

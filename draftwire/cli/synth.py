@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftwire.cli.exits import MISUSED, end
+from draftwire.cli.exits import FAILED, MISUSED, end
 from draftwire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def synth(
     """Make a synthetic pair: as fast as real models of the shape, with texts that mean nothing.
 
     The models are random; the drafter is the target's first layers, and what the further layers add is scaled until the
-    two agree as far as wanted on texts of the target's own. Exits with 2 if that cannot be done.
+    two agree as far as wanted on texts of the target's own. Exits with 2 if that cannot be done,
+    and with 1 if memory or disk are too small for it.
     """
     from rich.markup import escape
 
@@ -51,6 +52,7 @@ def synth(
     try:
         try:
             import torch
+            from safetensors import SafetensorError
 
             from draftwire.devices import prepare
             from draftwire.models.synthesis import synthesize, write_pair
@@ -72,9 +74,16 @@ def synth(
                 seed=seed,
                 on_trial=lambda trial: _print_trial(console, trial, started),
             )
-            write_pair(pair, out)
+            try:
+                write_pair(pair, out)
+            except (OSError, SafetensorError) as error:
+                end(FAILED, f"{out} cannot be written: {error}")
     except InvalidRequestError as error:
         end(MISUSED, error)
+    except RuntimeError as error:  # which is how torch says on every device that there is no memory
+        if "allocate" not in str(error):
+            raise
+        end(FAILED, f"no memory for a pair of shape {shape} on {device}: {str(error).partition(chr(10))[0]}")
     _print_pair(pair, time.monotonic() - started)
     typer.echo(f"draftwire up --target {out / 'target'} --drafter {out / 'drafter'}")
 

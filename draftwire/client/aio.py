@@ -74,7 +74,7 @@ class AsyncClient:
         self._addresses = addresses_of(address)
         security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token)
         self._credentials = security.credentials()
-        self._channel_options = security.channel_options(CHANNEL_OPTIONS)
+        self._security = security
         self._metadata = security.metadata
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[GatewayServiceAsyncStub] = []
@@ -254,9 +254,10 @@ class AsyncClient:
         return self._stubs
 
     def _open_channel(self, address: str) -> grpc.aio.Channel:
+        options = self._security.channel_options(address, CHANNEL_OPTIONS)
         if self._credentials is None:
-            return grpc.aio.insecure_channel(address, options=self._channel_options)
-        return grpc.aio.secure_channel(address, self._credentials, options=self._channel_options)
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, self._credentials, options=options)
 
 
 async def _answer(call: Awaitable[Answer]) -> Answer:

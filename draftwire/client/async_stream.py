@@ -171,8 +171,9 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         self._messages: AsyncIterator[gateway_pb2.GenerateResponse] = aiter(self._call)
 
     async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._cancelled.wait(), seconds)
+        with suppress(TimeoutError):  # `wait_for` may forget a cancellation until Python 3.12
+            async with asyncio.timeout(seconds):
+                await self._cancelled.wait()
 
 
 def is_task_cancelled() -> bool:

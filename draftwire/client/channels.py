@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import grpc
 
+from draftwire.client.patience import seconds_until
+from draftwire.client.request import check_number
 from draftwire.client.status import error_of
 from draftwire.errors import InvalidRequestError, UnavailableError
 
@@ -52,14 +54,19 @@ def in_turn(choices: Sequence[Choice], timeout_s: float) -> Iterator[tuple[Choic
     """Yields what to try one after the other, each with the seconds that it may take: its share of what is left."""
     deadline = time.monotonic() + timeout_s
     for number, choice in enumerate(choices):
-        yield choice, max(deadline - time.monotonic(), 0.0) / (len(choices) - number)
+        yield choice, seconds_until(deadline) / (len(choices) - number)
 
 
 class Readiness:
     """How long gateways may still take to come up."""
 
     def __init__(self, addresses: Sequence[str], timeout_s: float) -> None:
-        """Time runs from now on."""
+        """Time runs from now on.
+
+        Raises:
+            InvalidRequestError: the seconds are no number.
+        """
+        check_number("timeout_s", timeout_s)
         self._addresses = ", ".join(addresses)
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + max(timeout_s, LEAST_ANSWER_SECONDS)

@@ -7,8 +7,16 @@ from draftwire.errors import DraftwireError, NoRoomError
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Between attempts; doubled from one to the next."""
 
+LONGEST_SECONDS = 1e9
+"""Some 31 years. gRPC takes a deadline that does not fit into 2**63 nanoseconds for one that has passed."""
+
 NOT_BEGUN_SECONDS = 5.0
 """How long a completion that has not begun is tried where there are several gateways: they may be restarted in turn."""
+
+
+def seconds_until(deadline: float) -> float:
+    """Returns how long a call may take that ends by a time of the monotonic clock, infinity allowed."""
+    return min(max(0.0, deadline - time.monotonic()), LONGEST_SECONDS)
 
 
 class Patience:
@@ -42,7 +50,7 @@ class Patience:
     @property
     def left_s(self) -> float | None:
         """Seconds until the deadline; None if there is none."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return None if self._deadline is None else seconds_until(self._deadline)
 
     def renew(self) -> None:
         """Something came."""

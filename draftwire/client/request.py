@@ -1,5 +1,6 @@
 """What can be said of a completion besides its prompt, and the request that says it: one place for all clients."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -149,8 +150,8 @@ def check_number(name: str, value: object) -> None:
     Raises:
         InvalidRequestError: it is none.
     """
-    if not isinstance(value, Real):
-        raise InvalidRequestError(f"{name}: a value has the wrong type")
+    if not isinstance(value, Real) or math.isnan(value):
+        raise InvalidRequestError(f"{name}: a value is no number")
 
 
 @contextmanager

@@ -45,10 +45,14 @@ class Security:
         key, cert = (_read(path, name) for path, name in ((self.tls_key, "tls_key"), (self.tls_cert, "tls_cert")))
         return grpc.ssl_channel_credentials(_read(self.tls_ca, "tls_ca"), key, cert)
 
-    def channel_options(self, options: Sequence[tuple[str, int]]) -> list[tuple[str, int | str]]:
-        """Returns options of a channel, and what belongs to the certificates."""
+    def channel_options(self, address: str, options: Sequence[tuple[str, int]]) -> list[tuple[str, int | str]]:
+        """Returns options of a channel to host:port, and what belongs to the address and the certificates."""
         name = self.tls_target_name
-        return [*options, *([("grpc.ssl_target_name_override", name)] if name is not None else [])]
+        return [
+            *options,
+            *([("grpc.enable_http_proxy", 0)] if is_loopback(address) else []),
+            *([("grpc.ssl_target_name_override", name)] if name is not None else []),
+        ]
 
     def open_channel(self, address: str, options: Sequence[tuple[str, int]]) -> grpc.Channel:
         """Returns a channel to host:port.
@@ -56,10 +60,18 @@ class Security:
         Raises:
             InvalidRequestError: a file cannot be read.
         """
-        credentials, own = self.credentials(), self.channel_options(options)
+        credentials, own = self.credentials(), self.channel_options(address, options)
         if credentials is None:
             return grpc.insecure_channel(address, options=own)
         return grpc.secure_channel(address, credentials, options=own)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether host:port is on this machine. gRPC would send it to a proxy of the environment all the same, which is
+    another machine, unless `no_proxy` names it.
+    """
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _read(path: str | Path | None, option: str) -> bytes | None:

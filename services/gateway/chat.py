@@ -81,7 +81,8 @@ class ChatTemplate:
         job = self._threads.submit(self._render, conversation, render_time)
         self._num_waiting += 1
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(job), RENDER_SECONDS)
+            async with asyncio.timeout(RENDER_SECONDS):  # `wait_for` may forget a cancellation, see services/forms.py
+                return await asyncio.wrap_future(job)
         except TimeoutError as error:
             raise _late_error(render_time) from error
         finally:

@@ -317,6 +317,8 @@ class GenerationLoop:
         Raises:
             DraftwireError: it was not the verifier's fault, or no verifier is left.
         """
+        if isinstance(error, NoRoomError):  # what has begun is moved; only what has not may be tried again as a whole
+            error = UnavailableError(str(error))
         if not isinstance(error, UnavailableError):
             raise error
         log.warning("gateway.verifier_lost", session_id=self._session_id, epoch=self._epoch, reason=str(error))

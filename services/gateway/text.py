@@ -8,6 +8,8 @@ REPLACEMENT = "\ufffd"
 MAX_HELD = 16
 """Replacement characters that are held back because they may still become others. A tokenizer that falls back to bytes
 shows every byte of a run as one until the whole run is valid."""
+MAX_SILENT, KEPT_SILENT = 64, 4
+"""Tokens without text that are kept, such as special ones, and how many are left of them when they are more."""
 PROMPT_TOKENS = range(4, 17)
 """Tokens of the prompt that are decoded along, because some tokenizers treat the start of a text in its own way: the
 fewest that do not begin inside a character."""
@@ -38,10 +40,13 @@ class IncrementalDetokenizer:
             certain -= 1
         piece = text[self._shown : certain]
         self._shown = max(self._shown, certain)
-        if certain == len(text) and piece:  # no character is open: what came before the last piece is not needed again
-            self._window = self._window[self._settled :]
-            self._settled = len(self._window)
-            self._shown = len(self._decode(self._window))
+        if certain == len(text):  # no character is open
+            if piece:  # what came before it is not needed again
+                self._window = self._window[self._settled :]
+                self._settled = len(self._window)
+                self._shown = len(self._decode(self._window))
+            elif len(self._window) - self._settled > MAX_SILENT:
+                self._drop_silent(text)
         return piece
 
     def finish(self) -> str:
@@ -49,6 +54,12 @@ class IncrementalDetokenizer:
         text = self._decode(self._window)
         piece, self._shown = text[self._shown :], len(text)
         return piece
+
+    def _drop_silent(self, text: str) -> None:
+        """Forgets most of the last tokens if they have no text, as special ones: each round would decode all again."""
+        shorter = self._window[: self._settled] + self._window[-KEPT_SILENT:]
+        if self._decode(shorter) == text:
+            self._window = shorter
 
     def _decode(self, ids: list[int]) -> str:
         return decoded(self._tokenizer, ids)

@@ -40,6 +40,8 @@ def client_options(settings: ConnectionSettings, *, bulk: bool) -> Options:
     largest = settings.max_message_bytes
     return [
         *_options_of_both(settings, largest if bulk else min(largest, CONTROL_MESSAGE_BYTES)),
+        # Services reach each other directly, whatever proxy the environment has for the outside.
+        ("grpc.enable_http_proxy", 0),
         # Equal channels share one connection otherwise.
         ("grpc.use_local_subchannel_pool", int(bulk)),
         ("grpc.initial_reconnect_backoff_ms", 100),

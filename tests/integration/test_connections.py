@@ -1,5 +1,6 @@
 """Connections that are cut without being closed, that are idle, and that carry too much."""
 
+import asyncio
 import queue
 import time
 from collections.abc import Iterator
@@ -8,7 +9,9 @@ import pytest
 from conftest import read_metric
 
 from benchmarks.relay import Connection, Relay, free_port
-from draftwire.client import Client
+from draftwire.client import AsyncClient, Client
+from draftwire.client.health import check_health
+from draftwire.client.security import Security
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.models.scripted import expected_tokens
 from draftwire.services.local_stack import LocalStack
@@ -213,6 +216,25 @@ def test_message_above_the_limit_fails_its_call_alone(rig: Rig, client: Client) 
     with pytest.raises(InvalidRequestError, match="context"):
         client.generate("x" * (MIB - 1000), max_tokens=5)
     assert running.finish() == running.expected
+
+
+def test_proxy_of_the_environment_is_for_the_outside_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many machines have one, and few say that it is of no use for their own address."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    async def generate(address: str) -> list[int]:
+        async with AsyncClient(address) as client:
+            return (await client.generate(PROMPT, max_tokens=5)).token_ids
+
+    with LocalStack({"verifier": {"model": SCRIPT}, "drafter": {"model": SCRIPT}, "gateway": {}}) as stack:
+        with Client(stack.address) as client:
+            completion = client.generate(PROMPT, max_tokens=5)
+            assert completion.statistics.num_accepted_tokens > 0, "the drafter reaches the verifier"
+        assert asyncio.run(generate(stack.address.replace("127.0.0.1", "localhost"))) == completion.token_ids
+        check_health(stack.address, "", Security(), 10.0)
 
 
 def test_verifier_whose_prompts_cannot_fit_does_not_start() -> None:

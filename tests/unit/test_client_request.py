@@ -1,12 +1,21 @@
 """What the Python clients make of their options."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftwire.client import Options, StructuredOutput
-from draftwire.client.request import ChatOptions, SamplingOptions, TextOptions, make_patience, make_request
+from draftwire.client.patience import LONGEST_SECONDS
+from draftwire.client.request import (
+    ChatOptions,
+    SamplingOptions,
+    TextOptions,
+    check_seconds,
+    make_patience,
+    make_request,
+)
 from draftwire.errors import InvalidRequestError
 from draftwire.v1 import gateway_pb2, session_pb2
 
@@ -149,6 +158,20 @@ def test_token_id_that_is_none_is_not_quoted(prompt: Any) -> None:
 def test_without_a_seed_every_request_has_its_own() -> None:
     seeds = {make_request("a", {}).seed for _ in range(20)}
     assert len(seeds) == 20
+
+
+@pytest.mark.parametrize("timeout_s", [1e10, math.inf])
+def test_timeout_beyond_all_that_grpc_can_count_is_a_long_one(timeout_s: float) -> None:
+    patience = make_patience({"timeout_s": timeout_s}, 1)
+    patience.begin()
+    assert patience.left_s == LONGEST_SECONDS
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "wait_for_server_s", "resume_s"])
+@pytest.mark.parametrize("value", ["5", math.nan])
+def test_seconds_that_are_no_number_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{name}: a value is no number"):
+        check_seconds({name: value})  # type: ignore[misc]
 
 
 def test_calls_are_tried_for_as_long_as_the_options_say() -> None:

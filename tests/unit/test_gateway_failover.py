@@ -561,6 +561,16 @@ def test_loss_that_is_not_the_verifiers_fault_is_raised_at_once(error: Draftwire
     assert len(first.closed) == 1
 
 
+def test_session_that_loses_its_room_is_moved_and_never_begun_anew() -> None:
+    """Whoever gets `NoRoomError` may send the whole request again, so it must not come once there are tokens."""
+    first, second = two_targets()
+    first.after_verdict = lambda count: first.lose(first.session, NoRoomError("full")) if count == 2 else None
+    result = run(collect(make_loop([first, second], None, LIMITS)))
+    assert_whole_story(result)
+    assert (len(first.attempts), len(second.attempts)) == (1, 1)
+    assert statistics_of(result).num_verifiers_lost == 1
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_refusal_that_is_not_the_verifiers_fault_is_raised_at_once(is_first: bool) -> None:
     first, second = two_targets()

@@ -76,7 +76,9 @@ def test_ratios_are_of_lately_and_when_nothing_happened_of_all_time() -> None:
     assert fresh.ratio("a", "b") is None
 
 
-def test_service_is_read_over_http_and_one_that_does_not_answer_has_no_numbers() -> None:
+def test_service_is_read_over_http_and_one_that_does_not_answer_has_no_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200 if self.path == "/metrics" else 404)
@@ -88,6 +90,8 @@ def test_service_is_read_over_http_and_one_that_does_not_answer_has_no_numbers()
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody there: it is of no use for this machine
+        monkeypatch.delenv("no_proxy", raising=False)
         read = fetch(server.server_port)
         server.shutdown()
         port = server.server_port

@@ -2,16 +2,19 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -438,6 +441,28 @@ def test_command_refuses_with_status_2(arguments: list[str], message: str, tmp_p
     assert code == 2
     assert message in output
     assert not (tmp_path / "out" / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "message"),
+    [
+        ("synthesize", RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "no memory for a pair"),
+        ("synthesize", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "no memory for a pair"),
+        ("write_pair", OSError(28, "No space left on device"), "cannot be written: .*No space left"),
+        ("write_pair", SafetensorError("I/O error: No space left on device"), "cannot be written: .*No space left"),
+    ],
+)
+def test_machine_that_is_too_small_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path, place: str, error: Exception, message: str
+) -> None:
+    def fail(*_arguments: Any, **_options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(synthesis, place, fail)
+    code, output = run("--shape", "tiny", "--out", str(tmp_path / "out"))
+    assert code == 1
+    assert re.search(message, output.replace("\n", ""))
+    assert "Traceback" not in output
 
 
 def test_command_refuses_a_file_as_folder(tmp_path) -> None:

@@ -1,5 +1,6 @@
 """Tokens to text: what is shown is never taken back, whatever the tokens and however the text arrives."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -122,6 +123,39 @@ def test_an_unfinished_character_is_shown_as_replacement_at_the_end_only(tokeniz
     assert detokenizer.finish() == REPLACEMENT
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    parts=st.lists(st.tuples(TRICKY_TEXT, st.integers(0, 200)), max_size=5),
+    is_metaspace=st.booleans(),
+    chunk=st.integers(1, 8),
+)
+def test_tokens_without_text_change_nothing_and_are_not_kept(
+    tokenizer: PreTrainedTokenizerBase, parts: list[tuple[str, int]], is_metaspace: bool, chunk: int
+) -> None:
+    """As after the end of a text that is to go on: the model repeats a special token."""
+    used = byte_fallback_tokenizer() if is_metaspace else tokenizer
+    (special, *_) = used.all_special_ids
+    ids: list[int] = []
+    for text, count in parts:
+        known = re.sub("[^ab ]", "", text) if is_metaspace else text  # long runs of single bytes are shown as they are
+        ids += used(known, add_special_tokens=False)["input_ids"] + [special] * count
+    prompt_ids = used("x", add_special_tokens=False)["input_ids"]
+    detokenizer = IncrementalDetokenizer(used, prompt_ids)
+    pieces = [detokenizer.push(ids[start : start + chunk]) for start in range(0, len(ids), chunk)]
+    whole = decoded(used, prompt_ids + ids)
+    assert "".join([*pieces, detokenizer.finish()]) == whole.removeprefix(decoded(used, prompt_ids))
+    if parts and parts[-1][1] == 200 and REPLACEMENT not in whole:
+        assert len(detokenizer._window) < 150
+
+
+def test_many_tokens_without_text_are_decoded_only_a_few_times_each(tokenizer: PreTrainedTokenizerBase) -> None:
+    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer("x")["input_ids"])
+    for _ in range(1000):
+        assert detokenizer.push(tokenizer.all_special_ids[:1]) == ""
+        assert len(detokenizer._window) < 80
+    assert detokenizer.push(tokenizer("!")["input_ids"]) == "!"
+
+
 @pytest.mark.parametrize("bytes_in_prompt", [1, 2, 3, 4])
 def test_a_character_begun_in_the_prompt_is_not_shown_twice(
     tokenizer: PreTrainedTokenizerBase, bytes_in_prompt: int
@@ -137,7 +171,9 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerBase:
     names = ["<unk>", "▁", *"abx", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
     fast = Tokenizer(model)
-    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fast.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>")
 
 
