@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -13,6 +14,12 @@ import time
 from types import TracebackType
 
 SGR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def _take_terminal() -> None:
+    """Makes a typed Ctrl-C a signal, also where the tests run in the background of a shell that ignores it there."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -30,7 +37,7 @@ class Terminal:
             stderr=terminal,
             env={**inherited, "TERM": "xterm-256color", **environment},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that a typed Ctrl-C is a signal
+            preexec_fn=_take_terminal,
         )
         os.close(terminal)
         self.shown = ""

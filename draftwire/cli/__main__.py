@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from draftwire import __version__
+from draftwire.cli.bench import bench
 from draftwire.cli.chat import chat
 from draftwire.cli.check_rule import check_rule
 from draftwire.cli.demo import demo
@@ -34,6 +35,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(chat)
 app.command()(models)
+app.command()(bench)
 app.command()(health)
 app.command()(check_rule)
 app.command()(token)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.services.options import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 if TYPE_CHECKING:
-    from draftwire.client import Client
+    from draftwire.client import AsyncClient, Client
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 """The client's own default, which cannot be read without importing gRPC."""
@@ -45,14 +45,30 @@ class Connection:
         """
         from draftwire.client import Client
 
-        security = {
+        with Client(self.address, **self._credentials()) as client, _ended_where_it_cannot_be_now():
+            yield client
+
+    @contextmanager
+    def open_async(self) -> "Iterator[AsyncClient]":
+        """As `open`, with a client for an event loop, which has to close it."""
+        from draftwire.client import AsyncClient
+
+        with _ended_where_it_cannot_be_now():
+            yield AsyncClient(self.address, **self._credentials())
+
+    def _credentials(self) -> dict[str, Any]:
+        return {
             "tls_ca": self.tls_ca,
             "tls_cert": self.tls_cert,
             "tls_key": self.tls_key,
             "tls_target_name": self.tls_target_name,
+            "token": self.token,
         }
-        with Client(self.address, **security, token=self.token) as client:
-            try:
-                yield client
-            except (UnavailableError, NoRoomError) as error:
-                end(NOT_NOW, error)
+
+
+@contextmanager
+def _ended_where_it_cannot_be_now() -> Iterator[None]:
+    try:
+        yield
+    except (UnavailableError, NoRoomError) as error:
+        end(NOT_NOW, error)

@@ -1,5 +1,6 @@
 """The command line on a terminal and in pipes, with the embedded pair."""
 
+import json
 import re
 import secrets
 import subprocess
@@ -99,6 +100,39 @@ def test_reader_that_has_seen_enough_ends_the_generation_in_silence(stack: Local
     wait_for_one_more_cancelled(stack, before)
 
 
+def test_bench_shows_a_bar_on_a_terminal_and_prints_json_to_a_pipe(stack: LocalStack) -> None:
+    command = [
+        "bench",
+        "--requests",
+        "3",
+        "--runs",
+        "2",
+        "--max-tokens",
+        "16",
+        "--ignore-eos",
+        "--address",
+        stack.address,
+    ]
+    with Terminal(*command) as terminal:
+        assert terminal.wait() == 0
+    assert "plain, run 2 of 2" in terminal.shown
+    assert re.search(r"block efficiency\s+[\d.]+\s+1\.00", terminal.text)
+    piped = run(*command, "--json", "--temperature", "0", "--num-speculative-tokens", "3")
+    assert (piped.returncode, piped.stderr) == (0, "")
+    results = json.loads(piped.stdout)
+    assert results["options"] == {
+        "ignore_eos": True,
+        "max_tokens": 16,
+        "num_speculative_tokens": 3,
+        "temperature": 0.0,
+    }
+    for name in ("speculation", "plain"):
+        assert results[name]["tokens"] == 2 * 3 * 16
+        assert 0.0 < results[name]["time_to_first_token_ms"]["p50"] < results[name]["completion_ms"]["p50"]
+    assert results["plain"]["block_efficiency"] == 1.0 < results["speculation"]["block_efficiency"] <= 4.0
+    assert results["speedup"]["least"] <= results["speedup"]["median"] <= results["speedup"]["most"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -107,6 +141,7 @@ def test_reader_that_has_seen_enough_ends_the_generation_in_silence(stack: Local
         (["generate", "x", "--top-k", "-1"], "^error: top_k: "),
         (["generate", "x", "--num-choices", "-1"], "^error: num_choices: "),
         (["generate", "x", "--regex", "("], "regex|expression"),
+        (["bench", "--temperature", "-1"], "temperature must be in"),
         (["generate", "x", "--tls-ca", "/nowhere"], "tls_ca: /nowhere cannot be read"),
         (["generate", "x", "--token", "\n"], "a token consists of"),
         (["chat"], r"has no chat template; send a text prompt: `draftwire generate` continues texts"),
@@ -132,7 +167,12 @@ def test_models_of_the_running_pair_are_listed(stack: LocalStack) -> None:
 
 @pytest.mark.parametrize(
     ("command", "address"),
-    [(["generate", "x"], "127.0.0.1:99999"), (["models"], "no port at all"), (["chat"], "127.0.0.1:1")],
+    [
+        (["generate", "x"], "127.0.0.1:99999"),
+        (["models"], "no port at all"),
+        (["bench"], "127.0.0.1:1"),
+        (["chat"], "127.0.0.1:1"),
+    ],
 )
 def test_no_gateway_is_one_line_and_status_3(command: list[str], address: str) -> None:
     result = run(*command, "--address", address, "--wait", "0.3")

@@ -1,0 +1,253 @@
+"""`draftwire bench`: how fast a gateway is, with speculation beside plain decoding."""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from draftwire.cli.connection import Connection
+from draftwire.cli.option_groups import with_options
+from draftwire.cli.request import Request
+from draftwire.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from draftwire.client import AsyncClient
+    from draftwire.client.measuring import Run
+    from draftwire.client.prompts import Prompt
+
+MAX_TOKENS = 128
+"""Where the user does not say."""
+PROMPTS = (
+    "def merge_sorted(a, b):",
+    "import os\nimport sys\n",
+    "class Stack:\n    def __init__(self):",
+    "def test_parse():\n",
+    "from collections import",
+    "def read_config(path):\n    with open(path) as file:",
+    '"""Utilities for strings."""\n\nimport re\n',
+    "for i in range(10):\n",
+)
+"""Of the kind that the embedded pair knows."""
+PERCENTILES = (50, 90, 99)
+TIMES = {
+    "time_to_first_token_ms": "ms to first token",
+    "time_per_token_ms": "ms per token",
+    "completion_ms": "ms per completion",
+}
+"""Titles of what there are percentiles of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured."""
+
+    prompts: "list[Prompt]"
+    options: dict[str, Any]
+    num_requests: int
+    concurrency: int
+    num_runs: int
+    beside_plain: bool
+
+    @property
+    def variants(self) -> dict[str, dict[str, Any]]:
+        """Returns the options of each column, by its name."""
+        if self.options["num_speculative_tokens"] == 0:
+            return {"plain": self.options}
+        columns = {"speculation": self.options}
+        return columns | ({"plain": {**self.options, "num_speculative_tokens": 0}} if self.beside_plain else {})
+
+    def jobs(self, run: int, options: dict[str, Any], num_requests: int) -> "list[tuple[Prompt, Any]]":
+        """Returns the requests of a run. No two of all share a prefix in the server's cache, also where prompts are
+        equal; seeds are those of the run, whatever the column.
+        """
+        salt, jobs = token_hex(16), []
+        for number, prompt in enumerate(islice(cycle(self.prompts), num_requests)):
+            seed = options["seed"]
+            if seed is not None:
+                seed = (seed + run * self.num_requests + number) % 2**64
+            jobs.append((prompt, {**options, "seed": seed, "cache_salt": f"{salt} {number}"}))
+        return jobs
+
+
+@with_options
+def bench(
+    connection: Connection,
+    request: Request,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="File with a prompt in each line; in a .jsonl file as JSON: a text, token ids or chat messages.",
+            show_default="eight beginnings of Python files",
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Completions of a run; prompts are used again and again.")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, help="Completions at a time.")] = 4,
+    runs: Annotated[int, typer.Option(min=1, help="How often all is repeated; medians are shown.")] = 3,
+    beside_plain: Annotated[
+        bool, typer.Option(help="Decode the same prompts plainly too, after each run, and compare.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Measure how fast a gateway completes prompts, with speculation and plainly."""
+    import asyncio
+
+    from draftwire.cli.console import make_console
+
+    arguments = request.arguments()
+    if request.max_tokens is None:
+        arguments["max_tokens"] = MAX_TOKENS
+    plan = Plan(
+        prompts=list(PROMPTS) if prompts is None else list(read_prompts(prompts)),
+        options=arguments,
+        num_requests=requests,
+        concurrency=concurrency,
+        num_runs=runs,
+        beside_plain=beside_plain,
+    )
+    with connection.open_async() as client, _progress(make_console(stderr=True)) as progress:
+        columns = asyncio.run(_measure(client, plan, connection.wait, progress))
+    results = {
+        "requests": requests,
+        "concurrency": concurrency,
+        "runs": runs,
+        "prompts": len(plan.prompts),
+        "options": {
+            name: value
+            for name, value in plan.options.items()
+            if value is not None and value is not False and value != ()
+        },
+        **{name: summary(column) for name, column in columns.items()},
+    }
+    if len(columns) == 2:
+        results["speedup"] = speedup(columns["speculation"], columns["plain"])
+    if as_json:
+        typer.echo(json.dumps(results, indent=2, default=str))
+    else:
+        _print_table(make_console(), results)
+
+
+def read_prompts(path: Path) -> "Iterator[Prompt]":
+    """Yields the prompts of a file, but for empty lines.
+
+    Raises:
+        InvalidRequestError: there is none, or a line is no JSON where it has to be.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error}") from error
+    given = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not given:
+        raise InvalidRequestError(f"{path} holds no prompt")
+    for number, line in given:
+        if path.suffix != ".jsonl":
+            yield line
+            continue
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise InvalidRequestError(f"{path}: line {number} is no JSON") from error
+
+
+async def _measure(client: "AsyncClient", plan: Plan, wait_s: float, progress: "Progress") -> "dict[str, list[Run]]":
+    """Returns the runs of each column. Runs of the columns take turns, so that what else a machine does hits all."""
+    from draftwire.client.measuring import measure
+
+    columns: dict[str, list[Run]] = {name: [] for name in plan.variants}
+    async with client:
+        await client.wait_ready(wait_s)
+        bar = progress.add_task("warming up", total=plan.num_runs * len(columns) * plan.num_requests)
+        for options in plan.variants.values():  # the first requests pay for connections and lazy initialisation
+            short = {**options, "max_tokens": min(8, options["max_tokens"]), "min_tokens": None}
+            await measure(client, plan.jobs(0, short, plan.concurrency), plan.concurrency)
+        for run in range(plan.num_runs):
+            for name, options in plan.variants.items():
+                progress.update(bar, description=f"{name}, run {run + 1} of {plan.num_runs}")
+                jobs = plan.jobs(run, options, plan.num_requests)
+                columns[name].append(await measure(client, jobs, plan.concurrency, lambda: progress.advance(bar)))
+    return columns
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Returns the smallest value that at least so many percent of all do not exceed; None if there are none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)] if ordered else None
+
+
+def summary(runs: "Sequence[Run]") -> dict[str, Any]:
+    """Returns medians over runs, and percentiles over all completions in milliseconds."""
+    timings = [timing for run in runs for timing in run.timings]
+    rates = [run.acceptance_rate for run in runs if run.acceptance_rate is not None]
+    times = {
+        "time_to_first_token_ms": [timing.first_token_s * 1e3 for timing in timings],
+        "time_per_token_ms": [timing.per_token_s * 1e3 for timing in timings if timing.per_token_s is not None],
+        "completion_ms": [timing.duration_s * 1e3 for timing in timings],
+    }
+    return {
+        "tokens": sum(run.num_tokens for run in runs),
+        "tokens_per_second": statistics.median(run.tokens_per_second for run in runs),
+        "completions_per_second": statistics.median(run.completions_per_second for run in runs),
+        "block_efficiency": statistics.median(run.block_efficiency for run in runs),
+        "acceptance_rate": statistics.median(rates) if rates else None,
+        **{
+            name: {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+            for name, values in times.items()
+        },
+        "tokens_per_second_of_runs": [run.tokens_per_second for run in runs],
+    }
+
+
+def speedup(speculation: "Sequence[Run]", plain: "Sequence[Run]") -> dict[str, float]:
+    """Returns tokens/s of each run over those of the plain run beside it: median, least and most."""
+    ratios = [fast.tokens_per_second / slow.tokens_per_second for fast, slow in zip(speculation, plain, strict=True)]
+    return {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+
+
+def _progress(console: "Console") -> "Progress":
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _cells(column: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the rows of a column, each with its title."""
+    yield "tokens/s", f"{column['tokens_per_second']:.1f}"
+    yield "completions/s", f"{column['completions_per_second']:.2f}"
+    for name, title in TIMES.items():
+        for percent in PERCENTILES:
+            value = column[name][f"p{percent}"]
+            yield f"{title}, p{percent}", "-" if value is None else f"{value:.1f}"
+    yield "block efficiency", f"{column['block_efficiency']:.2f}"
+    rate = column["acceptance_rate"]
+    yield "acceptance rate", "-" if rate is None else f"{rate:.3f}"
+
+
+def _print_table(console: "Console", results: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    names = [name for name in ("speculation", "plain") if name in results]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right")
+    for cells in zip(*(_cells(results[name]) for name in names), strict=True):
+        table.add_row(cells[0][0], *(value for _, value in cells))
+    console.print(f"{results['runs']} runs of {results['requests']} completions, {results['concurrency']} at a time")
+    console.print(table)
+    if ratio := results.get("speedup"):
+        span = f"{ratio['least']:.2f} to {ratio['most']:.2f}"
+        console.print(f"speculation makes {ratio['median']:.2f} times the tokens/s of plain decoding (runs: {span})")

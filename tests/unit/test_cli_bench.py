@@ -1,0 +1,178 @@
+"""`draftwire bench`: what is asked for, and what is made of the times."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fakes import completion
+
+from draftwire.cli.bench import PROMPTS, Plan, percentile, read_prompts, speedup, summary
+from draftwire.client.measuring import Run, Timing, measure
+from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
+
+
+def plan(**changes: Any) -> Plan:
+    values: dict[str, Any] = {
+        "prompts": list(PROMPTS),
+        "options": {"num_speculative_tokens": None, "seed": None, "max_tokens": 9},
+        "num_requests": 10,
+        "concurrency": 3,
+        "num_runs": 2,
+        "beside_plain": True,
+    }
+    return Plan(**{**values, **changes})
+
+
+def run(*seconds: tuple[float, float], duration_s: float = 2.0) -> Run:
+    """Returns completions of six tokens, each by its time to the first token and its whole time."""
+    return Run([Timing(completion(), first, whole) for first, whole in seconds], duration_s)
+
+
+# What is asked for
+
+
+def test_columns_differ_in_speculation_alone() -> None:
+    columns = plan().variants
+    assert list(columns) == ["speculation", "plain"]
+    assert columns["plain"] == {**columns["speculation"], "num_speculative_tokens": 0}
+    assert list(plan(beside_plain=False).variants) == ["speculation"]
+    assert list(plan(options={"num_speculative_tokens": 0}).variants) == ["plain"]
+
+
+def test_no_request_shares_its_cached_prefix_and_prompts_are_used_again() -> None:
+    one = plan()
+    jobs = [job for run in range(2) for options in one.variants.values() for job in one.jobs(run, options, 10)]
+    assert len({options["cache_salt"] for _, options in jobs}) == len(jobs) == 40
+    assert [prompt for prompt, _ in jobs[:10]] == [*PROMPTS, *PROMPTS[:2]]
+    assert {options["seed"] for _, options in jobs} == {None}
+
+
+def test_seeds_are_those_of_the_run_and_all_different() -> None:
+    one = plan(options={"num_speculative_tokens": None, "seed": 2**64 - 3})
+    fast, plain = ([o["seed"] for _, o in one.jobs(0, options, 10)] for options in one.variants.values())
+    later = [options["seed"] for _, options in one.jobs(1, one.options, 10)]
+    assert fast == plain
+    assert len({*fast, *later}) == 20
+    assert min(fast) == 0
+
+
+def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("def f(x):\n\n  \nïmport\n")
+    (tmp_path / "b.jsonl").write_text('"a\\nb"\n[1, 2]\n[{"role": "user", "content": "x"}]\n')
+    assert list(read_prompts(tmp_path / "a.txt")) == ["def f(x):", "ïmport"]
+    assert list(read_prompts(tmp_path / "b.jsonl")) == ["a\nb", [1, 2], [{"role": "user", "content": "x"}]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\n \n", "no prompt"),
+        ("a.jsonl", b'"a"\nb\n', "line 2 is no JSON"),
+        ("a.txt", b"\xff", "cannot be read"),
+    ],
+)
+def test_file_without_prompts_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=message):
+        list(read_prompts(tmp_path / name))
+
+
+# What is made of it
+
+
+def test_percentile_is_a_value_that_occurred() -> None:
+    values = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert [percentile(values, percent) for percent in (1, 20, 50, 90, 100)] == [1.0, 1.0, 3.0, 5.0, 5.0]
+    assert percentile([], 50) is None
+
+
+def test_numbers_of_a_column() -> None:
+    column = summary([run((0.1, 0.6), (0.3, 1.3)), run((0.2, 0.7), duration_s=1.0), run((0.2, 0.7), duration_s=3.0)])
+    assert column["tokens"] == 24
+    assert column["tokens_per_second_of_runs"] == [6.0, 6.0, 2.0]
+    assert column["tokens_per_second"] == 6.0
+    assert column["completions_per_second"] == 1.0
+    assert column["block_efficiency"] == 2.0
+    assert column["acceptance_rate"] == 0.75
+    assert column["time_to_first_token_ms"] == pytest.approx({"p50": 200.0, "p90": 300.0, "p99": 300.0})
+    assert column["time_per_token_ms"] == pytest.approx({"p50": 100.0, "p90": 200.0, "p99": 200.0})
+    assert column["completion_ms"] == pytest.approx({"p50": 700.0, "p90": 1300.0, "p99": 1300.0})
+
+
+def test_without_drafts_there_is_no_acceptance_rate() -> None:
+    plain = Run([Timing(completion(num_draft_tokens=0, num_accepted_tokens=0), 0.1, 0.2)], 1.0)
+    assert summary([plain])["acceptance_rate"] is None
+
+
+def test_speedup_compares_runs_that_lay_side_by_side() -> None:
+    fast = [run((0.1, 0.2), duration_s=seconds) for seconds in (1.0, 2.0, 1.0)]
+    slow = [run((0.1, 0.2), duration_s=seconds) for seconds in (2.0, 6.0, 8.0)]
+    assert speedup(fast, slow) == {"median": 3.0, "least": 2.0, "most": 8.0}
+
+
+# Measuring
+
+
+class FakeStream:
+    """Takes 10 ms, and counts how many do at once."""
+
+    def __init__(self, owner: "FakeAsyncClient", fails: bool) -> None:
+        self._owner = owner
+        self._fails = fails
+        self.completion = completion()
+
+    async def __aenter__(self) -> "FakeStream":
+        self._owner.running += 1
+        self._owner.most = max(self._owner.most, self._owner.running)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._owner.running -= 1
+
+    async def __aiter__(self) -> Any:
+        await asyncio.sleep(0.01)
+        if self._fails:
+            raise NoRoomError("full")
+        yield type("Echo", (), {"token_ids": []})
+        await asyncio.sleep(0.01)
+        yield type("Piece", (), {"token_ids": [1]})
+        await asyncio.sleep(0.01)
+
+
+class FakeAsyncClient:
+    """Remembers the order of prompts."""
+
+    def __init__(self, failing: tuple[str, ...] = ()) -> None:
+        self.running = self.most = 0
+        self.asked: list[str] = []
+        self._failing = failing
+
+    def stream(self, prompt: str, **_options: Any) -> FakeStream:
+        self.asked.append(prompt)
+        return FakeStream(self, prompt in self._failing)
+
+
+def jobs(count: int) -> list[Any]:
+    return [(str(number), {}) for number in range(count)]
+
+
+async def test_so_many_run_at_a_time_and_each_is_timed_from_its_start_to_its_first_token_and_its_end() -> None:
+    client: Any = FakeAsyncClient()
+    ended: list[None] = []
+    result = await measure(client, jobs(7), 3, lambda: ended.append(None))
+    assert (client.most, client.running, len(ended), len(result.timings)) == (3, 0, 7, 7)
+    assert client.asked == [str(number) for number in range(7)]
+    for timing in result.timings:
+        assert 0.019 < timing.first_token_s < timing.duration_s
+        assert timing.duration_s >= timing.first_token_s + 0.009
+    assert result.duration_s >= 0.085
+    assert result.num_tokens == 42
+
+
+async def test_failure_ends_all() -> None:
+    client: Any = FakeAsyncClient(failing=("2",))
+    with pytest.raises(DraftwireError, match="full"):
+        await measure(client, jobs(50), 4)
+    assert client.running == 0
+    assert len(client.asked) < 20
