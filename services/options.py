@@ -47,7 +47,7 @@ SERVICES: dict[str, type] = {"drafter": DrafterConfig, "verifier": VerifierConfi
 ENTRIES = {
     "drafter": "draftwire.services.drafter.launch",
     "verifier": "draftwire.services.verifier.launch",
-    "gateway": "draftwire.services.gateway.server",
+    "gateway": "draftwire.services.gateway.launch",
 }
 """Modules whose `serve` runs a service."""
 

@@ -229,3 +229,15 @@ tokenizer = load_tokenizer(tokenizer_files(AutoTokenizer.from_pretrained("models
 print(json.dumps([tokenizer.decode(tokenizer("def f(x):")["input_ids"]), "torch" in sys.modules]))
 """
     assert python(code) == ["def f(x):", False]
+
+
+def test_gateway_leaves_torch_alone_where_it_is_installed() -> None:
+    code = """
+import asyncio, json, sys
+from draftwire.services.gateway import launch
+asyncio.run = lambda coroutine: coroutine.close() or 7
+status = launch.serve(None)
+import transformers
+print(json.dumps([status, sys.modules["torch"], transformers.is_torch_available()]))
+"""
+    assert python(code) == [7, None, False]
