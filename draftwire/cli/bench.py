@@ -69,13 +69,16 @@ class Plan:
     def jobs(self, run: int, options: dict[str, Any], num_requests: int) -> "list[tuple[Prompt, Any]]":
         """Returns the requests of a run. No two of all share a prefix in the server's cache, also where prompts are
         equal; seeds are those of the run, whatever the column.
+
+        Raises:
+            InvalidRequestError: the seed is out of range.
         """
-        salt, jobs = token_hex(16), []
+        from draftwire.client.batch import seed_of
+
+        salt, seed, jobs = token_hex(16), options["seed"], []
         for number, prompt in enumerate(islice(cycle(self.prompts), num_requests)):
-            seed = options["seed"]
-            if seed is not None:
-                seed = (seed + run * self.num_requests + number) % 2**64
-            jobs.append((prompt, {**options, "seed": seed, "cache_salt": f"{salt} {number}"}))
+            own_seed = None if seed is None else seed_of(seed, run * self.num_requests + number)
+            jobs.append((prompt, {**options, "seed": own_seed, "cache_salt": f"{salt} {number}"}))
         return jobs
 
 
@@ -146,7 +149,7 @@ def read_prompts(path: Path) -> "Iterator[Prompt]":
         InvalidRequestError: there is none, or a line is no JSON where it has to be.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeError) as error:
         raise InvalidRequestError(f"{path} cannot be read: {error}") from error
     given = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

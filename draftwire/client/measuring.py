@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from draftwire.client.aio import AsyncClient
 from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt
-from draftwire.client.request import Options
+from draftwire.client.request import Options, check_is_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,16 @@ async def measure(
 
     Args:
         client: connected, so that no completion pays for it.
-        jobs: each prompt with its options, which ask for one completion.
+        jobs: each prompt with its options.
         concurrency: at least 1.
         on_end: called at the end of each completion.
 
     Raises:
+        InvalidRequestError: a job asks for several completions.
         DraftwireError: one fails; the others are ended.
     """
+    for prompt, options in jobs:
+        check_is_one(prompt, options)
     timings: list[Timing | None] = [None] * len(jobs)
     waiting = iter(range(len(jobs)))
 

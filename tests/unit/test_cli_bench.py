@@ -54,14 +54,15 @@ def test_seeds_are_those_of_the_run_and_all_different() -> None:
     later = [options["seed"] for _, options in one.jobs(1, one.options, 10)]
     assert fast == plain
     assert len({*fast, *later}) == 20
-    assert min(fast) == 0
+    with pytest.raises(InvalidRequestError, match="seed"):
+        one.jobs(0, {**one.options, "seed": -1}, 1)
 
 
 def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("def f(x):\n\n  \nïmport\n")
-    (tmp_path / "b.jsonl").write_text('"a\\nb"\n[1, 2]\n[{"role": "user", "content": "x"}]\n')
+    (tmp_path / "b.jsonl").write_text('"a\\nb\u2028"\n[1, 2]\n[{"role": "user", "content": "x"}]\n')
     assert list(read_prompts(tmp_path / "a.txt")) == ["def f(x):", "ïmport"]
-    assert list(read_prompts(tmp_path / "b.jsonl")) == ["a\nb", [1, 2], [{"role": "user", "content": "x"}]]
+    assert list(read_prompts(tmp_path / "b.jsonl")) == ["a\nb\u2028", [1, 2], [{"role": "user", "content": "x"}]]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,14 @@ async def test_so_many_run_at_a_time_and_each_is_timed_from_its_start_to_its_fir
         assert timing.duration_s >= timing.first_token_s + 0.009
     assert result.duration_s >= 0.085
     assert result.num_tokens == 42
+
+
+@pytest.mark.parametrize(("prompt", "options"), [(["a", "b"], {}), ("a", {"num_choices": 2})])
+async def test_job_for_several_completions_is_refused(prompt: Any, options: Any) -> None:
+    client: Any = FakeAsyncClient()
+    with pytest.raises(InvalidRequestError, match="generate_many"):
+        await measure(client, [("a", {}), (prompt, options)], 2)
+    assert client.asked == []
 
 
 async def test_failure_ends_all() -> None:
