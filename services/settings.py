@@ -1,10 +1,10 @@
 """Settings that several services have, and how bad ones are refused."""
 
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from draftwire.addresses import is_loopback
 from draftwire.errors import InvalidRequestError
 
 
@@ -98,14 +98,6 @@ class TlsSettings:
 
 
 _OR_PLAINTEXT = ", or allow_plaintext where the network encrypts on its own"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address never leaves this machine: 127.0.0.0/8, ::1 or localhost."""
-    try:
-        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 LEAST_MESSAGE_BYTES = 2**20

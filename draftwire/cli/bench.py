@@ -14,7 +14,7 @@ import typer
 
 from draftwire.cli.connection import Connection
 from draftwire.cli.option_groups import with_options
-from draftwire.cli.request import Request
+from draftwire.cli.request import MAX_TOKENS, Request
 from draftwire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from draftwire.client.measuring import Run
     from draftwire.client.prompts import Prompt
 
-MAX_TOKENS = 128
-"""Where the user does not say."""
 PROMPTS = (
     "def merge_sorted(a, b):",
     "import os\nimport sys\n",
@@ -96,7 +94,9 @@ def bench(
             show_default="eight beginnings of Python files",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Completions of a run; prompts are used again and again.")] = 16,
+    requests: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Completions of a run; prompts are used again and again.")
+    ] = 16,
     concurrency: Annotated[int, typer.Option(min=1, help="Completions at a time.")] = 4,
     runs: Annotated[int, typer.Option(min=1, help="How often all is repeated; medians are shown.")] = 3,
     beside_plain: Annotated[
@@ -112,11 +112,13 @@ def bench(
     arguments = request.arguments()
     if request.max_tokens is None:
         arguments["max_tokens"] = MAX_TOKENS
+    elif request.max_tokens == 0:
+        raise InvalidRequestError("max_tokens: without tokens there is nothing to measure")
     plan = Plan(
         prompts=list(PROMPTS) if prompts is None else list(read_prompts(prompts)),
         options=arguments,
         num_requests=requests,
-        concurrency=concurrency,
+        concurrency=min(concurrency, requests),
         num_runs=runs,
         beside_plain=beside_plain,
     )
@@ -124,7 +126,7 @@ def bench(
         columns = asyncio.run(_measure(client, plan, connection.wait, progress))
     results = {
         "requests": requests,
-        "concurrency": concurrency,
+        "concurrency": plan.concurrency,
         "runs": runs,
         "prompts": len(plan.prompts),
         "options": {
@@ -146,23 +148,35 @@ def read_prompts(path: Path) -> "Iterator[Prompt]":
     """Yields the prompts of a file, but for empty lines.
 
     Raises:
-        InvalidRequestError: there is none, or a line is no JSON where it has to be.
+        InvalidRequestError: there is none, or a line is none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (OSError, UnicodeError) as error:
         raise InvalidRequestError(f"{path} cannot be read: {error}") from error
-    given = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    given = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not given:
         raise InvalidRequestError(f"{path} holds no prompt")
     for number, line in given:
-        if path.suffix != ".jsonl":
-            yield line
-            continue
         try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise InvalidRequestError(f"{path}: line {number} is no JSON") from error
+            yield line if path.suffix != ".jsonl" else _prompt_of(line)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{path}: line {number}: {error}") from error
+
+
+def _prompt_of(line: str) -> "Prompt":
+    from draftwire.client.prompts import is_several, prompt_fields
+    from draftwire.client.request import naming
+
+    try:
+        prompt = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError("this is no JSON") from error
+    if is_several(prompt):
+        raise InvalidRequestError("a line holds one prompt")
+    with naming("prompt"):
+        prompt_fields(prompt)
+    return prompt  # type: ignore[no-any-return]
 
 
 async def _measure(client: "AsyncClient", plan: Plan, wait_s: float, progress: "Progress") -> "dict[str, list[Run]]":
@@ -205,6 +219,9 @@ def summary(runs: "Sequence[Run]") -> dict[str, Any]:
         "completions_per_second": statistics.median(run.completions_per_second for run in runs),
         "block_efficiency": statistics.median(run.block_efficiency for run in runs),
         "acceptance_rate": statistics.median(rates) if rates else None,
+        "is_lossy": any(timing.completion.is_lossy for timing in timings),
+        "without_drafter": sum(bool(timing.completion.drafter_error) for timing in timings),
+        "resumed": sum(timing.completion.num_resumed > 0 for timing in timings),
         **{
             name: {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
             for name, values in times.items()
@@ -253,4 +270,16 @@ def _print_table(console: "Console", results: dict[str, Any]) -> None:
     console.print(table)
     if ratio := results.get("speedup"):
         span = f"{ratio['least']:.2f} to {ratio['most']:.2f}"
-        console.print(f"speculation makes {ratio['median']:.2f} times the tokens/s of plain decoding (runs: {span})")
+        speed = f"speculation makes {ratio['median']:.2f} times the tokens/s of plain decoding ({span})"
+        console.print(speed, soft_wrap=True)
+    for warning in _warnings(results.get("speculation", results[names[0]])):
+        console.print(f"[yellow]{warning}[/yellow]", soft_wrap=True)
+
+
+def _warnings(column: dict[str, Any]) -> Iterator[str]:
+    if column["is_lossy"]:
+        yield "the rule is lossy: the texts are not distributed as the target's"
+    if column["without_drafter"]:
+        yield f"{column['without_drafter']} completions went on without the drafter"
+    if column["resumed"]:
+        yield f"{column['resumed']} completions were resumed: block efficiency and acceptance are of their last parts"

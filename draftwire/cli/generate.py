@@ -7,16 +7,13 @@ import typer
 from draftwire.cli.connection import Connection
 from draftwire.cli.exits import color_complaints
 from draftwire.cli.option_groups import with_options
-from draftwire.cli.request import Request
+from draftwire.cli.request import MAX_TOKENS, Request
 from draftwire.cli.statistics import show_statistics
 from draftwire.cli.writer import Display, TextWriter
 from draftwire.errors import DraftwireError
 
 if TYPE_CHECKING:
     from draftwire.client import CompletionStream
-
-MAX_TOKENS = 128
-"""Where the user does not say."""
 
 
 @with_options

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from draftwire.structured_output import StructuredOutput
 
 
+MAX_TOKENS = 128
+"""Of a completion, where the user does not say."""
+
+
 def rule_names(incomplete: str) -> list[str]:
     """Completes the name of a verification rule."""
     return [name for name in RULE_FACTS if name.startswith(incomplete)]
@@ -24,7 +28,7 @@ class Request:
 
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens to generate.", show_default="128; in a chat, what the context leaves"),
+        typer.Option(help="Most tokens to generate.", show_default=f"{MAX_TOKENS}; in a chat, what the context leaves"),
     ] = None
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; the server's default is 1.")] = None
     top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = None

@@ -3,6 +3,8 @@
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from draftwire.client.patience import LONGEST_SECONDS
+from draftwire.client.request import check_number
 from draftwire.client.security import Security
 from draftwire.errors import UnavailableError
 
@@ -19,13 +21,14 @@ def check_health(address: str, grpc_name: str, security: Security, timeout_s: fl
         timeout_s: how long connecting and answering may take.
 
     Raises:
-        InvalidRequestError: a file cannot be read.
+        InvalidRequestError: a file cannot be read, or the time is no number.
         UnavailableError: it does not serve, or does not answer; the message says which.
     """
+    check_number("timeout_s", timeout_s)
     request = health_pb2.HealthCheckRequest(service=grpc_name)
     with security.open_channel(address, ()) as channel:
         try:
-            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s).status
+            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=min(timeout_s, LONGEST_SECONDS)).status
         except grpc.RpcError as error:
             raise UnavailableError(f"{address} does not answer: {error.details()}") from error
     if status != _SERVING:

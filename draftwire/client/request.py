@@ -150,7 +150,9 @@ def check_number(name: str, value: object) -> None:
     Raises:
         InvalidRequestError: it is none.
     """
-    if not isinstance(value, Real) or math.isnan(value):
+    with naming(name):
+        is_number = isinstance(value, Real) and not math.isnan(value)
+    if not is_number:
         raise InvalidRequestError(f"{name}: a value is no number")
 
 

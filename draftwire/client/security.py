@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 
+from draftwire.addresses import host_of, is_loopback
 from draftwire.errors import InvalidRequestError
 
 
@@ -50,7 +51,8 @@ class Security:
         name = self.tls_target_name
         return [
             *options,
-            *([("grpc.enable_http_proxy", 0)] if is_loopback(address) else []),
+            # gRPC would ask a proxy of the environment for this machine too, unless `no_proxy` names it.
+            *([("grpc.enable_http_proxy", 0)] if is_loopback(host_of(address)) else []),
             *([("grpc.ssl_target_name_override", name)] if name is not None else []),
         ]
 
@@ -64,14 +66,6 @@ class Security:
         if credentials is None:
             return grpc.insecure_channel(address, options=own)
         return grpc.secure_channel(address, credentials, options=own)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether host:port is on this machine. gRPC would send it to a proxy of the environment all the same, which is
-    another machine, unless `no_proxy` names it.
-    """
-    host = address.rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _read(path: str | Path | None, option: str) -> bytes | None:

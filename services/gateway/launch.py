@@ -1,14 +1,17 @@
 """Starts a gateway. It computes nothing, so torch stays out of its process, also where it is installed."""
 
+import os
 import sys
 
 from draftwire.services.gateway.config import GatewayConfig
 
 
 def serve(config: GatewayConfig) -> int:
-    """Runs a gateway until it is told to stop, and returns its exit status; see `draftwire.services.gateway.server`."""
-    # transformers imports torch wherever it finds it, for parts that no tokenizer needs.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    from draftwire.services.gateway import server
+    """Runs a gateway until a signal ends it, and returns the process's exit status."""
+    if "transformers" not in sys.modules:
+        # It imports torch wherever it finds it, for parts that no tokenizer needs, and complains where it finds none.
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from draftwire.services.gateway.server import serve as serve_here
 
-    return server.serve(config)
+    return serve_here(config)

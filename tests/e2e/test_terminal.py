@@ -66,9 +66,9 @@ def cancelled(stack: LocalStack) -> float:
     )
 
 
-def wait_for_one_more_cancelled(stack: LocalStack, before: float) -> None:
+def wait_until_cancelled(stack: LocalStack, count: float) -> None:
     deadline = time.monotonic() + 20.0
-    while cancelled(stack) != before + 1:
+    while cancelled(stack) != count:
         assert time.monotonic() < deadline, "the generation goes on"
         time.sleep(0.1)
 
@@ -83,7 +83,7 @@ def test_interrupt_while_text_is_streamed_ends_with_130_and_ends_the_generation(
         terminal.type("\x03")
         assert terminal.wait() == 130
     assert "Traceback" not in terminal.shown
-    wait_for_one_more_cancelled(stack, before)
+    wait_until_cancelled(stack, before + 1)
 
 
 def test_reader_that_has_seen_enough_ends_the_generation_in_silence(stack: LocalStack) -> None:
@@ -97,7 +97,7 @@ def test_reader_that_has_seen_enough_ends_the_generation_in_silence(stack: Local
     assert process.stderr.read() == b""
     assert process.wait(60) == 141
     process.stderr.close()
-    wait_for_one_more_cancelled(stack, before)
+    wait_until_cancelled(stack, before + 1)
 
 
 def test_bench_shows_a_bar_on_a_terminal_and_prints_json_to_a_pipe(stack: LocalStack) -> None:
@@ -133,6 +133,18 @@ def test_bench_shows_a_bar_on_a_terminal_and_prints_json_to_a_pipe(stack: LocalS
     assert results["speedup"]["least"] <= results["speedup"]["median"] <= results["speedup"]["most"]
 
 
+def test_interrupt_ends_bench_and_what_it_has_begun(stack: LocalStack) -> None:
+    before = cancelled(stack)
+    long = ["--max-tokens", "450", "--ignore-eos", "--requests", "2", "--concurrency", "2"]
+    with Terminal("bench", *long, "--address", stack.address) as terminal:
+        terminal.wait_for("speculation, run 1 of 3")
+        time.sleep(0.3)
+        terminal.type("\x03")
+        assert terminal.wait() == 130
+    assert "Traceback" not in terminal.shown
+    wait_until_cancelled(stack, before + 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -142,6 +154,7 @@ def test_bench_shows_a_bar_on_a_terminal_and_prints_json_to_a_pipe(stack: LocalS
         (["generate", "x", "--num-choices", "-1"], "^error: num_choices: "),
         (["generate", "x", "--regex", "("], "regex|expression"),
         (["bench", "--temperature", "-1"], "temperature must be in"),
+        (["bench", "--max-tokens", "0"], "nothing to measure"),
         (["generate", "x", "--tls-ca", "/nowhere"], "tls_ca: /nowhere cannot be read"),
         (["generate", "x", "--token", "\n"], "a token consists of"),
         (["chat"], r"has no chat template; send a text prompt: `draftwire generate` continues texts"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cli_fakes import completion
 
-from draftwire.cli.bench import PROMPTS, Plan, percentile, read_prompts, speedup, summary
+from draftwire.cli.bench import PROMPTS, Plan, _warnings, percentile, read_prompts, speedup, summary
 from draftwire.client.measuring import Run, Timing, measure
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
 
@@ -59,9 +59,9 @@ def test_seeds_are_those_of_the_run_and_all_different() -> None:
 
 
 def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("def f(x):\n\n  \nïmport\n")
+    (tmp_path / "a.txt").write_bytes("\ufeffdef f(x):\r\n\n  \nïm\rport\n".encode())
     (tmp_path / "b.jsonl").write_text('"a\\nb\u2028"\n[1, 2]\n[{"role": "user", "content": "x"}]\n')
-    assert list(read_prompts(tmp_path / "a.txt")) == ["def f(x):", "ïmport"]
+    assert list(read_prompts(tmp_path / "a.txt")) == ["def f(x):", "ïm\rport"]
     assert list(read_prompts(tmp_path / "b.jsonl")) == ["a\nb\u2028", [1, 2], [{"role": "user", "content": "x"}]]
 
 
@@ -69,7 +69,11 @@ def test_prompts_are_read_line_by_line(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.txt", b"\n \n", "no prompt"),
-        ("a.jsonl", b'"a"\nb\n', "line 2 is no JSON"),
+        ("a.jsonl", b'"a"\nb\n', "line 2: this is no JSON"),
+        ("a.jsonl", b"[" * 100_000, "line 1: this is no JSON"),
+        ("a.jsonl", b'\n["a", "b"]', "line 2: a line holds one prompt"),
+        ("a.jsonl", b"5", "line 1: a prompt is text, token ids or chat messages"),
+        ("a.jsonl", b"[-1]", "line 1: prompt: a number is out of range"),
         ("a.txt", b"\xff", "cannot be read"),
     ],
 )
@@ -104,6 +108,14 @@ def test_numbers_of_a_column() -> None:
 def test_without_drafts_there_is_no_acceptance_rate() -> None:
     plain = Run([Timing(completion(num_draft_tokens=0, num_accepted_tokens=0), 0.1, 0.2)], 1.0)
     assert summary([plain])["acceptance_rate"] is None
+
+
+def test_what_must_be_known_of_the_numbers_is_counted() -> None:
+    strange = completion(is_lossy=True, drafter_error="gone")
+    column = summary([Run([Timing(completion(), 0.1, 0.2), Timing(strange, 0.1, 0.2)], 1.0)])
+    assert (column["is_lossy"], column["without_drafter"], column["resumed"]) == (True, 1, 0)
+    assert len(list(_warnings(column))) == 2
+    assert not list(_warnings(summary([run((0.1, 0.2))])))
 
 
 def test_speedup_compares_runs_that_lay_side_by_side() -> None:

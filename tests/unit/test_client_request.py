@@ -172,6 +172,8 @@ def test_timeout_beyond_all_that_grpc_can_count_is_a_long_one(timeout_s: float) 
 def test_seconds_that_are_no_number_are_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=f"{name}: a value is no number"):
         check_seconds({name: value})  # type: ignore[misc]
+    with pytest.raises(InvalidRequestError, match=f"{name}: a number is out of range"):
+        check_seconds({name: 10**400})  # type: ignore[misc]
 
 
 def test_calls_are_tried_for_as_long_as_the_options_say() -> None:

@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from draftwire.addresses import host_of, is_loopback
 from draftwire.errors import InvalidRequestError
 from draftwire.services.drafter.config import DrafterConfig
 from draftwire.services.gateway.config import DiscoverySettings, GatewayConfig, LoopSettings
@@ -32,7 +33,6 @@ from draftwire.services.settings import (
     ModelSettings,
     ServerSettings,
     TlsSettings,
-    is_loopback,
 )
 from draftwire.services.verifier.config import VerifierConfig
 
@@ -372,7 +372,9 @@ def test_nothing_leaves_the_machine_unencrypted_by_mistake(
         build(config_class, values_of(config_class, **changes))
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "0:0:0:0:0:0:0:1", "localhost", "LocalHost"]
+)
 def test_addresses_that_never_leave_the_machine_are_known(host: str) -> None:
     assert is_loopback(host)
 
@@ -380,6 +382,23 @@ def test_addresses_that_never_leave_the_machine_are_known(host: str) -> None:
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "[::]", "128.0.0.1", "localhost.example", "127.0.0.1.example"])
 def test_every_other_address_is_taken_to_leave_it(host: str) -> None:
     assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("a.example:1", "a.example"),
+        ("[::1]:1", "[::1]"),
+        ("dns:///localhost:1", "localhost"),
+        ("dns:a.example:1", "a.example"),
+        ("dns://8.8.8.8/a.example:1", "a.example"),
+        ("ipv4:127.0.0.1:1", "127.0.0.1"),
+        ("ipv6:[::1]:1", "[::1]"),
+        ("127.evil.example:1", "127.evil.example"),
+    ],
+)
+def test_host_is_found_in_whatever_way_an_address_is_written(address: str, host: str) -> None:
+    assert host_of(address) == host
 
 
 # The command

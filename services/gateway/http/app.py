@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.routing import Route as StarletteRoute
 
+from draftwire.addresses import is_loopback
 from draftwire.services.gateway.access import Access
 from draftwire.services.gateway.core import GatewayCore
 from draftwire.services.gateway.http.answering import GeneratingRoute
@@ -20,7 +21,6 @@ from draftwire.services.gateway.http.guard import Gate, Guard
 from draftwire.services.gateway.http.models import Drafters, ModelList
 from draftwire.services.gateway.http.pages import HEADERS, Page, read_pages
 from draftwire.services.gateway.http.refused import RefusedError
-from draftwire.services.settings import is_loopback
 
 
 def make_app(

@@ -1,0 +1,19 @@
+"""Which addresses are where."""
+
+import re
+from ipaddress import ip_address
+
+_SCHEME = re.compile(r"^(dns:(//[^/]*/)?|ipv[46]:)")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host never leaves this machine: 127.0.0.0/8, ::1 or localhost."""
+    try:
+        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def host_of(address: str) -> str:
+    """Returns the host of host:port, or of a target as gRPC writes it, such as dns:///host:port."""
+    return _SCHEME.sub("", address).rpartition(":")[0]
