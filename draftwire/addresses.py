@@ -1,4 +1,4 @@
-"""Which addresses are where."""
+"""Whether an address is on this machine."""
 
 import re
 from ipaddress import ip_address

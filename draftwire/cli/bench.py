@@ -169,14 +169,14 @@ def _prompt_of(line: str) -> "Prompt":
     from draftwire.client.request import naming
 
     try:
-        prompt = json.loads(line)
+        prompt: Prompt = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError("this is no JSON") from error
     if is_several(prompt):
         raise InvalidRequestError("a line holds one prompt")
     with naming("prompt"):
         prompt_fields(prompt)
-    return prompt  # type: ignore[no-any-return]
+    return prompt
 
 
 async def _measure(client: "AsyncClient", plan: Plan, wait_s: float, progress: "Progress") -> "dict[str, list[Run]]":

@@ -58,12 +58,17 @@ def test_terminal_gets_no_colors_where_they_are_not_wanted(stack: LocalStack) ->
         assert terminal.shown.startswith(PROMPT)
 
 
-def cancelled(stack: LocalStack) -> float:
+def exported(stack: LocalStack, series: str) -> float:
+    """Returns the sum of the gateway's series that match an expression."""
     url = f"http://127.0.0.1:{stack.services['gateway'].metrics_port}/metrics"
     text = urllib.request.urlopen(url, timeout=10).read().decode()
-    return sum(
-        map(float, re.findall(r'^draftwire:requests_total\{.*result="cancelled".*\} (\S+)$', text, re.MULTILINE))
-    )
+    values = re.findall(rf"^{series} (\S+)$", text, re.MULTILINE)
+    assert values, f"no {series}"
+    return sum(map(float, values))
+
+
+def cancelled(stack: LocalStack) -> float:
+    return exported(stack, r'draftwire:requests_total\{.*result="cancelled".*\}')
 
 
 def wait_until_cancelled(stack: LocalStack, count: float) -> None:
@@ -138,7 +143,10 @@ def test_interrupt_ends_bench_and_what_it_has_begun(stack: LocalStack) -> None:
     long = ["--max-tokens", "450", "--ignore-eos", "--requests", "2", "--concurrency", "2"]
     with Terminal("bench", *long, "--address", stack.address) as terminal:
         terminal.wait_for("speculation, run 1 of 3")
-        time.sleep(0.3)
+        deadline = time.monotonic() + 20.0
+        while exported(stack, r"draftwire:num_requests_running(?:\{.*\})?") < 2:
+            assert time.monotonic() < deadline, "nothing runs"
+            time.sleep(0.02)
         terminal.type("\x03")
         assert terminal.wait() == 130
     assert "Traceback" not in terminal.shown

@@ -81,6 +81,13 @@ def test_readiness_is_the_services_and_liveness_the_processs(server: Server) -> 
         ask("verifier", "--address", address, "--live")
 
 
+@pytest.mark.parametrize("seconds", ["1e10", "inf"])
+def test_endless_timeout_is_a_long_one(server: Server, seconds: str) -> None:
+    server.set("draftwire.v1.VerifierService", SERVING)
+    address = f"127.0.0.1:{server.port}"
+    assert ask("verifier", "--address", address, "--timeout", seconds) == f"{address} is serving"
+
+
 def test_service_of_another_kind_is_not_well(server: Server) -> None:
     server.set("draftwire.v1.DrafterService", SERVING)
     with pytest.raises(UnavailableError, match="does not answer"):
