@@ -30,7 +30,7 @@ chaos: $(INSTALLED)  ## break services and links at random under load, and check
 
 chart: $(INSTALLED)  ## lint, render and validate the Helm chart; helm is on PATH, or in the folder HELM_DIR
 	test -x "$$HELM_DIR/helm" || helm version --short
-	$(BIN)/python -m pytest tests/k8s
+	$(BIN)/python -m pytest tests/slow -k chart
 
 images: $(INSTALLED)  ## container images of the three services
 	PYTHON=$(BIN)/python deploy/build_images.sh

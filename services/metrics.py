@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -75,6 +76,7 @@ class ServiceMetrics:
             "From the start of the process until it served.",
             registry=self.registry,
         )
+        self._server: WSGIServer | None = None
 
     def counter(
         self, name: str, documentation: str, labels: tuple[str, ...] = (), *, of_model: bool = False
@@ -114,7 +116,15 @@ class ServiceMetrics:
         answer = server.get_app()
         assert answer is not None, "the library has just set it"
         server.set_app(lambda environ, start: answer({**environ, "HTTP_ACCEPT": ""}, start))
+        self._server = server
         return int(server.server_port)
+
+    def stop_serving(self) -> None:
+        """Ends `serve`, if it was called."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
 
 
 class OfModel:

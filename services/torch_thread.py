@@ -1,6 +1,7 @@
 """The one thread of a process that touches models, caches and tensors."""
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +29,8 @@ class TorchThread:
         self._stopped = False
         self._clock = clock
         self._began_at: float | None = None  # set by the thread only
-        threading.Thread(target=self._run_all, name="torch", daemon=True).start()
+        context = contextvars.copy_context()  # so that log lines say which service they are of
+        threading.Thread(target=context.run, args=(self._run_all,), name="torch", daemon=True).start()
 
     async def run(
         self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs

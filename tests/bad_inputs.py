@@ -1208,7 +1208,7 @@ BLOCKS = f"blocks of at most {MAX_DRAFT_TOKENS} tokens ({SESSION_DRAFT_TOKENS} i
 INTRODUCTION = f"""\
 # Bad inputs
 
-What the services answer to input that is wrong, hostile or out of order. `tests/integration/test_bad_inputs.py` tries
+What the services answer to input that is wrong, hostile or out of order. `tests/served/test_bad_inputs.py` tries
 every line of this page on one running stack, while completions run beside: these get their whole text with their
 drafter, nothing is left of the sessions, all services go on serving, and none of them logs a traceback.
 `python -m tests.bad_inputs --write docs/bad-inputs.md` writes the page.

@@ -15,15 +15,14 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from conftest import read_metric
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from observing import is_alive, read_metric
 from transformers import AutoModelForCausalLM
 
 from benchmarks.law import CONTEXT_LENGTH
 from benchmarks.relay import free_port
 from draftwire.client import Client, Completion
 from draftwire.services.local_stack import LocalStack, LogLine
-from tests.integration.test_orphans import is_alive
 
 PROMPT = [0, 2, 1, 1]
 LENGTH = CONTEXT_LENGTH - len(PROMPT)
@@ -34,7 +33,7 @@ END_SECONDS = 8.0
 COMMON: dict[str, object] = {"threads": 1, "kv_cache_tokens": 4096, "drain_seconds": 5.0}
 PR_SET_CHILD_SUBREAPER = 36
 """Source: prctl(2)."""
-FAULTS = Path(__file__).parent / "rank_faults"
+FAULTS = Path(__file__).parent / "injected" / "rank_faults"
 
 
 class Group:
@@ -202,7 +201,7 @@ def greedy_text(model: Path) -> list[int]:
 
 @contextmanager
 def rank_faults(folder: Path) -> Iterator[Path]:
-    """Lets processes that are started meanwhile fail as files in a folder ask them to; see `tests/rank_faults`."""
+    """Lets processes that are started meanwhile fail as files in a folder ask; see `tests/injected/rank_faults`."""
     with pytest.MonkeyPatch.context() as patched:
         path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH", "")]))
         patched.setenv("PYTHONPATH", path)

@@ -1,8 +1,66 @@
-"""Settings for all tests."""
+"""Settings for all tests, and how many stacks of services a run has started."""
 
 import os
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 # Read when torch is imported: idle torch threads must sleep, for the tests start more processes than there are cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# And one thread each: processes that take two threads on two cores run fifty times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+pytest_plugins = ["tests.stacks"]
+
+SLOW = Path(__file__).parent / "slow"
+STARTED = {"in one process": 0, "as processes": 0}
+"""Stacks that this run has started, on all workers of it."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what lies in `tests/slow`."""
+    for item in items:
+        if SLOW in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _stacks_are_counted() -> None:
+    from draftwire.services.local_stack import LocalStack
+
+    started = LocalStack.start
+
+    def start(self: LocalStack) -> None:
+        STARTED["as processes"] += 1
+        started(self)
+
+    LocalStack.start = start  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Counts the stacks of this process, and passes the counts on if it is a worker."""
+    import sys
+
+    in_process = sys.modules.get("tests.in_process")
+    if in_process is not None:
+        STARTED["in one process"] += in_process.InProcessStack.num_started
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["stacks"] = STARTED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Adds what a worker has started."""
+    for kind, count in getattr(node, "workeroutput", {}).get("stacks", {}).items():
+        STARTED[kind] += count
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the counts."""
+    counts = ", ".join(f"{count} {kind}" for kind, count in STARTED.items())
+    terminalreporter.write_line(f"stacks started: {counts}")

@@ -14,6 +14,7 @@ from draftwire.services.drafter.core import BlockLink, DrafterCore
 from draftwire.services.drafter.spans import DrafterSpans
 from draftwire.services.drafter.wire import GrpcBlockLink, Introduction, check_block_fits
 from draftwire.services.leases import SessionFailed
+from draftwire.services.logging import configure_logging
 from draftwire.services.outbox import Outbox
 from draftwire.services.ranks.followers import Followers
 from draftwire.services.ranks.guard import end_if_lost
@@ -21,7 +22,8 @@ from draftwire.services.ranks.place import Place
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.channels import check_prompt_fits, in_messages
 from draftwire.services.rpc.model_service import ModelServicer
-from draftwire.services.rpc.process import Service, run_service
+from draftwire.services.rpc.process import run_service
+from draftwire.services.rpc.service import Service
 from draftwire.services.rpc.streams import exchange
 from draftwire.services.rpc.tls import Dialler, server_credentials, watch_tls
 from draftwire.services.tracing import open_tracer
@@ -105,10 +107,22 @@ def serve(config: DrafterConfig, place: Place, followers: Followers) -> int:
         place: as `GroupGuard`.
         followers: as `GroupGuard`.
     """
+    configure_logging(config.server.log_format, "drafter")
     return asyncio.run(_serve(config, place, followers))
 
 
 async def _serve(config: DrafterConfig, place: Place, followers: Followers) -> int:
+    return await run_service(make_service(config, place, followers))
+
+
+def make_service(config: DrafterConfig, place: Place | None = None, followers: Followers | None = None) -> Service:
+    """Makes a drafter that is ready to be started, in a running event loop.
+
+    Args:
+        config: what can be set.
+        place: as `GroupGuard`.
+        followers: as `GroupGuard`.
+    """
     tls = watch_tls(config.tls)
     dialler = Dialler(config.connections, config.tls, tls)
 
@@ -135,7 +149,7 @@ async def _serve(config: DrafterConfig, place: Place, followers: Followers) -> i
         drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterServicer(core), server)
         add_ModelServiceServicer_to_server(ModelServicer(lambda: core.card), server)
 
-    service = Service(
+    return Service(
         name="drafter",
         grpc_names=("draftwire.v1.DrafterService", "draftwire.v1.ModelService"),
         settings=config.server,
@@ -149,6 +163,5 @@ async def _serve(config: DrafterConfig, place: Place, followers: Followers) -> i
         num_sessions=lambda: core.num_sessions,
         watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
         tracer=tracer,
+        is_lost=lambda: core.group.is_lost,
     )
-    status = await run_service(service)
-    return status or int(core.group.is_lost)

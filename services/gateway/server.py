@@ -44,8 +44,10 @@ from draftwire.services.gateway.sources import sources_of
 from draftwire.services.gateway.spans import RequestTracing
 from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.wire import DrafterLink, VerifierLink
+from draftwire.services.logging import configure_logging
 from draftwire.services.rpc import messages
-from draftwire.services.rpc.process import Service, run_service
+from draftwire.services.rpc.process import run_service
+from draftwire.services.rpc.service import Service
 from draftwire.services.rpc.tls import Dialler, server_context, server_credentials, watch_tls
 from draftwire.services.rpc.unknown_fields import refuse_unknown_fields
 from draftwire.services.tracing import open_tracer
@@ -304,10 +306,16 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
 
 def serve(config: GatewayConfig) -> int:
     """Runs a gateway until a signal ends it, and returns the process's exit status."""
+    configure_logging(config.server.log_format, "gateway")
     return asyncio.run(_serve(config))
 
 
 async def _serve(config: GatewayConfig) -> int:
+    return await run_service(await make_service(config))
+
+
+async def make_service(config: GatewayConfig) -> Service:
+    """Makes a gateway that is ready to be started."""
     tls = watch_tls(config.tls)
     access = Access(config.tokens_file)
     limits = (Dialler(config.connections, config.tls, tls), config.startup_timeout_s)
@@ -350,7 +358,7 @@ async def _serve(config: GatewayConfig) -> int:
             )
         )
 
-    service = Service(
+    return Service(
         name="gateway",
         listeners=listeners,
         grpc_names=("draftwire.v1.GatewayService",),
@@ -365,4 +373,3 @@ async def _serve(config: GatewayConfig) -> int:
         num_sessions=lambda: core.num_requests,
         tracer=tracer,
     )
-    return await run_service(service)

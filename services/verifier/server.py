@@ -9,6 +9,7 @@ import grpc
 
 from draftwire.errors import ProtocolViolationError
 from draftwire.rounds import PromptRead, Verdict
+from draftwire.services.logging import configure_logging
 from draftwire.services.outbox import Outbox
 from draftwire.services.ranks.followers import Followers
 from draftwire.services.ranks.guard import end_if_lost
@@ -16,7 +17,8 @@ from draftwire.services.ranks.place import Place
 from draftwire.services.rpc import messages
 from draftwire.services.rpc.channels import FRAME_BYTES, check_prompt_fits, in_messages
 from draftwire.services.rpc.model_service import ModelServicer
-from draftwire.services.rpc.process import Service, run_service
+from draftwire.services.rpc.process import run_service
+from draftwire.services.rpc.service import Service
 from draftwire.services.rpc.streams import exchange
 from draftwire.services.rpc.tls import server_credentials, watch_tls
 from draftwire.services.tracing import open_tracer
@@ -159,10 +161,22 @@ def serve(config: VerifierConfig, place: Place, followers: Followers) -> int:
         place: as `GroupGuard`.
         followers: as `GroupGuard`.
     """
+    configure_logging(config.server.log_format, "verifier")
     return asyncio.run(_serve(config, place, followers))
 
 
 async def _serve(config: VerifierConfig, place: Place, followers: Followers) -> int:
+    return await run_service(make_service(config, place, followers))
+
+
+def make_service(config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> Service:
+    """Makes a verifier that is ready to be started, in a running event loop.
+
+    Args:
+        config: what can be set.
+        place: as `GroupGuard`.
+        followers: as `GroupGuard`.
+    """
     tls = watch_tls(config.tls)
     core = VerifierCore(config, place, followers)
     tracer = open_tracer(config.tracing, "verifier", f"{core.instance_id:016x}")
@@ -176,7 +190,7 @@ async def _serve(config: VerifierConfig, place: Place, followers: Followers) -> 
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(core), server)
         add_ModelServiceServicer_to_server(ModelServicer(lambda: core.card), server)
 
-    service = Service(
+    return Service(
         name="verifier",
         grpc_names=("draftwire.v1.VerifierService", "draftwire.v1.ModelService"),
         settings=config.server,
@@ -190,6 +204,5 @@ async def _serve(config: VerifierConfig, place: Place, followers: Followers) -> 
         num_sessions=lambda: core.num_sessions,
         watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
         tracer=tracer,
+        is_lost=lambda: core.group.is_lost,
     )
-    status = await run_service(service)
-    return status or int(core.group.is_lost)

@@ -117,6 +117,6 @@ def test_wait_names_the_service_that_ended(play: Play) -> None:
 def test_script_speaks_as_a_service_does() -> None:
     """Keys of `server_started` that this stands in for, from the source that logs it."""
     source = (Path(__file__).parents[2] / "services" / "rpc" / "process.py").read_text()
-    call = source.partition('.server_started"')[2].partition("\n        )\n")[0]
-    for name in ("port=", "metrics_port=", "tls=", "**other_ports"):
+    call = source.partition('.server_started"')[2].partition("\n    )\n")[0]
+    for name in ("tls=", "**running.ports"):
         assert name in call

@@ -30,7 +30,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpListener:
-    """See `draftwire.services.rpc.process.Listener`."""
+    """See `draftwire.services.rpc.service.Listener`."""
 
     name = "http"
 
@@ -89,7 +89,7 @@ class HttpListener:
         return int(listening.getsockname()[1])
 
     async def run(self) -> None:
-        """See `draftwire.services.rpc.process.Listener`."""
+        """See `draftwire.services.rpc.service.Listener`."""
         assert self._running is not None, "it was started"
         await asyncio.wait({self._running})
         self._running.result()

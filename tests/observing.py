@@ -1,0 +1,51 @@
+"""What tests see of running services from outside, and how they wait for it."""
+
+import re
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Stack(Protocol):
+    """Running services: of `LocalStack` or `InProcessStack`."""
+
+    @property
+    def services(self) -> dict[str, Any]:
+        """By name."""
+
+
+def read_metric(stack: Stack, service: str, name: str, labels: str = "", host: str = "127.0.0.1") -> float:
+    """Reads one number from a service's `/metrics`: the only one of that name, or the one with these labels.
+
+    What `labels` does not name may have any value.
+    """
+    url = f"http://{host}:{stack.services[service].metrics_port}/metrics"
+    text = urllib.request.urlopen(url, timeout=10).read().decode()
+    name, wanted = name.partition("{")[0], {*re.findall(r'\w+="[^"]*"', name), *re.findall(r'\w+="[^"]*"', labels)}
+    lines = re.finditer(rf"^draftwire:{name}(?:_total)?(?:{{(.*)}})? (\S+)$", text, re.MULTILINE)
+    for labels_of_line, value in (line.groups() for line in lines):
+        if wanted <= set(re.findall(r'\w+="[^"]*"', labels_of_line or "")):
+            return float(value)
+    raise AssertionError(f"{service} exports no {name}{wanted or ''}")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: one that has ended and that nobody has waited for does not."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], object], reason: str = "what the test waits for", seconds: float = 20.0) -> None:
+    """Returns once a condition holds, looked at a hundred times a second.
+
+    Raises:
+        AssertionError: it did not hold in time; the message names the reason for waiting.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {reason}"
+        time.sleep(0.01)

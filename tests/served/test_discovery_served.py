@@ -1,0 +1,190 @@
+"""A gateway that hears from Kubernetes where its verifiers and drafters are, while they come and go."""
+
+import queue
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from kubernetes_api import KubernetesApi, endpoint_slice, pod
+from observing import read_metric
+
+from benchmarks.relay import free_port
+from draftwire.client import Client, Completion
+from draftwire.models.scripted import expected_tokens
+from tests.in_process import InProcessStack
+
+SCRIPT = "scripted:acceptance=1,verify_ms=10,context_length=4096"
+PROMPT = [1, 2, 3, 4, 5]
+DEADLINE_S = 15.0
+LONG = 1200
+"""Tokens of a completion that takes seconds."""
+
+ADDRESSES = {"verifier-1": "127.0.0.11", "verifier-2": "127.0.0.12", "drafter-1": "127.0.0.21"}
+
+
+class Cluster:
+    """Pods, each with an address of its own and the port of its service, and what the API says of them."""
+
+    def __init__(self, api: KubernetesApi, exits: ExitStack) -> None:
+        self.api = api
+        self.events: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.pods: dict[str, InProcessStack] = {}
+        self._ports = {"verifier": free_port(), "drafter": free_port()}
+        with ThreadPoolExecutor() as starting:
+            for name, stack in starting.map(self._start, ADDRESSES):
+                self.pods[name] = exits.enter_context(_Stopped(stack))
+        self.show(["verifier-1"], [])
+        options = {"discovery": "kubernetes", "verifier_service": "verifier", "drafter_service": "drafter"}
+        settings = {**options, "namespace": "default", "max_requests": 64}
+        self.gateway = exits.enter_context(InProcessStack({"gateway": settings}, on_log=self._note))
+        self.client = exits.enter_context(Client(self.gateway.address))
+
+    def show(self, verifiers: list[str], drafters: list[str], **conditions: dict[str, bool]) -> None:
+        """Lets the API say which pods there are; `conditions` are of pods by their names in snake_case."""
+        while not self.events.empty():
+            self.events.get()
+        for service, names in (("verifier", verifiers), ("drafter", drafters)):
+            pods = [pod(ADDRESSES[name], **conditions.get(name.replace("-", "_"), {})) for name in names]
+            ports = [{"name": "metrics", "port": 1}, {"name": "grpc", "port": self._ports[service]}]
+            self.api.put(endpoint_slice(f"{service}-abcde", service, pods, ports))
+
+    def wait_for(self, event: str, name: str) -> None:
+        """Waits until the gateway has logged an event, about a pod unless the name is empty."""
+        deadline = time.monotonic() + DEADLINE_S
+        wanted = (f"gateway.{event}", ADDRESSES.get(name, ""))
+        while self.events.get(timeout=max(0.01, deadline - time.monotonic())) != wanted:
+            pass
+
+    def wait_until(self, holds: Any) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not holds():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def num_peers(self, role: str, state: str) -> float:
+        return read_metric(self.gateway, "gateway", "num_peers", f'role="{role}",state="{state}"')
+
+    def metric(self, name: str, metric: str) -> float:
+        return read_metric(self.pods[name], name.partition("-")[0], metric, host=ADDRESSES[name])
+
+    def complete(self, max_tokens: int = 40) -> Completion:
+        completion = self.client.generate(PROMPT, max_tokens=max_tokens, temperature=0.0)
+        assert completion.token_ids == expected_tokens(len(PROMPT), max_tokens)
+        assert completion.num_resumed == 0
+        return completion
+
+    def _start(self, name: str) -> tuple[str, InProcessStack]:
+        service = name.partition("-")[0]
+        options = {"model": SCRIPT, "host": ADDRESSES[name], "port": self._ports[service], "drain_seconds": 0.5}
+        stack = InProcessStack({service: options})
+        stack.__enter__()
+        return name, stack
+
+    def _note(self, _service: str, line: Any) -> None:
+        self.events.put((str(line["event"]), str(line.get("address", "")).rpartition(":")[0]))
+
+
+class _Stopped:
+    """Stops a stack that runs already."""
+
+    def __init__(self, stack: InProcessStack) -> None:
+        self.stack = stack
+
+    def __enter__(self) -> InProcessStack:
+        return self.stack
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    kubeconfig = tmp_path_factory.mktemp("kubernetes") / "kubeconfig"
+    with ExitStack() as exits:
+        api = exits.enter_context(KubernetesApi())
+        kubeconfig.write_text(api.kubeconfig())
+        monkeypatch = exits.enter_context(pytest.MonkeyPatch.context())
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
+        yield Cluster(api, exits)
+
+
+@pytest.fixture
+def background() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+def test_drafter_that_is_added_drafts_and_one_that_is_removed_does_not(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    cluster.show(["verifier-1"], [])
+    assert cluster.complete().statistics.num_drafts == 0
+    cluster.show(["verifier-1"], ["drafter-1"])
+    cluster.wait_for("peer_connected", "drafter-1")
+    cluster.wait_until(lambda: cluster.complete().statistics.num_drafts > 0)
+    cluster.wait_until(lambda: cluster.metric("drafter-1", "num_sessions") == 0)
+    running = background.submit(cluster.complete, LONG)
+    cluster.wait_until(lambda: cluster.metric("drafter-1", "num_sessions") == 1)
+    cluster.show(["verifier-1"], [])
+    cluster.wait_for("peer_left", "drafter-1")
+    assert cluster.complete().statistics.num_drafts == 0
+    assert not running.done()
+    assert cluster.metric("drafter-1", "num_sessions") == 1, "it drafts on for the session that it has"
+    statistics = running.result(DEADLINE_S).statistics
+    assert statistics.num_drafters_lost == 0
+    cluster.wait_until(lambda: cluster.num_peers("drafter", "leaving") == 0)
+
+
+def test_drafter_that_comes_and_goes_again_and_again_drafts_while_it_is_there(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    running = [background.submit(cluster.complete, LONG) for _ in range(2)]
+    for _ in range(3):
+        cluster.show(["verifier-1"], ["drafter-1"])
+        cluster.wait_for("peer_found", "drafter-1")
+        cluster.wait_until(lambda: cluster.complete().statistics.num_drafts > 0)
+        cluster.show(["verifier-1"], [])
+        cluster.wait_for("peer_left", "drafter-1")
+        assert cluster.complete().statistics.num_drafts == 0
+    assert all(future.result(DEADLINE_S) for future in running)
+
+
+def test_verifier_that_is_added_takes_sessions_and_the_first_can_be_drained(
+    cluster: Cluster, background: ThreadPoolExecutor
+) -> None:
+    cluster.show(["verifier-1"], ["drafter-1"])
+    cluster.wait_until(lambda: cluster.metric("verifier-1", "num_sessions") == 0)
+    running: list[Future[Completion]] = [background.submit(cluster.complete, LONG) for _ in range(4)]
+    cluster.wait_until(lambda: cluster.metric("verifier-1", "num_sessions") == 4)
+    cluster.show(["verifier-1", "verifier-2"], ["drafter-1"])
+    cluster.wait_for("peer_connected", "verifier-2")
+    running += [background.submit(cluster.complete, LONG) for _ in range(4)]
+    cluster.wait_until(lambda: cluster.metric("verifier-2", "num_sessions") == 4)
+
+    leaves = {"ready": False, "serving": True, "terminating": True}
+    cluster.show(["verifier-1", "verifier-2"], ["drafter-1"], verifier_1=leaves)
+    cluster.wait_for("peer_left", "verifier-1")
+    running += [background.submit(cluster.complete, LONG) for _ in range(2)]
+    cluster.wait_until(lambda: cluster.metric("verifier-2", "num_sessions") == 6)
+    assert cluster.metric("verifier-1", "num_sessions") == 4
+    assert cluster.num_peers("verifier", "leaving") == 1
+    cluster.pods["verifier-1"].stop()  # drains for less than its sessions take
+    cluster.show(["verifier-2"], ["drafter-1"])
+    completions = [future.result(2 * DEADLINE_S) for future in running]
+    assert [completion.statistics.num_verifiers_lost for completion in completions] == [1] * 4 + [0] * 6
+    cluster.wait_until(lambda: cluster.num_peers("verifier", "leaving") == 0)
+    assert cluster.num_peers("verifier", "connected") == 1
+
+
+def test_outage_of_the_api_changes_nothing_for_completions(cluster: Cluster) -> None:
+    cluster.show(["verifier-2"], ["drafter-1"])
+    cluster.api.stop()
+    cluster.wait_for("discovery_failed", "")
+    cluster.complete()
+    assert cluster.num_peers("verifier", "connected") == 1
+    cluster.api.start()
+    cluster.show(["verifier-2"], [])
+    cluster.wait_for("peer_left", "drafter-1")

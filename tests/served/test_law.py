@@ -1,0 +1,102 @@
+"""The output of the three processes follows the target's law, however many requests share their steps."""
+
+from pathlib import Path
+
+import pytest
+from observing import read_metric
+from tiny_models import save_tiny_model
+
+from benchmarks.law import (
+    CONTEXT_LENGTH,
+    LOSSLESS,
+    VOCAB_SIZE,
+    compare,
+    draw_completions,
+    exact_law,
+    stack_options,
+)
+from draftwire.parameters import SamplingParams
+from draftwire.services.local_stack import LocalStack
+from tests.in_process import InProcessStack, slow_verifiers
+
+ALPHA = 1e-6
+"""Probability of a false alarm of each test. Seeds are fixed, but block borders depend on timing."""
+
+
+@pytest.fixture(scope="module")
+def law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
+    return exact_law(pair[0], SamplingParams())
+
+
+@pytest.fixture(scope="module")
+def deep_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deep")
+    return save_tiny_model(folder, VOCAB_SIZE, seed=4, context_length=CONTEXT_LENGTH, num_layers=6)
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize(("concurrency", "samples"), [(1, 300), (3, 500), (16, 2_000)])
+def test_sampled_outputs_follow_the_law_of_the_target(
+    stack: InProcessStack, law: dict[tuple[int, ...], float], rule: str, concurrency: int, samples: int
+) -> None:
+    """Beside requests of all other kinds, which share steps and cached prefixes. False alarm: 1e-6, by chi-square."""
+    completions = list(draw_completions(stack.address, rule, SamplingParams(), range(samples), concurrency))
+    result = compare(rule, completions, law, concurrency)
+    print(result)
+    assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
+    assert 0.15 < result.acceptance_rate < 0.8, "some draft tokens were rejected and some accepted"
+    assert all(not completion.drafter_error for completion in completions)
+    assert sum(completion.statistics.num_cached_prompt_tokens > 0 for completion in completions) > 0.9 * samples
+    assert result.p_value > ALPHA, result
+
+
+@pytest.mark.parametrize("decoders", [("transformers", "transformers"), ("lean", "transformers")])
+def test_the_law_is_the_same_on_either_decoder(
+    pair: tuple[Path, Path],
+    law: dict[tuple[int, ...], float],
+    decoders: tuple[str, str],
+) -> None:
+    """The tests above run on the lean one on both sides. False alarm: 1e-6, by chi-square."""
+    options = stack_options(*pair)
+    for service, decoder in zip(("verifier", "drafter"), decoders, strict=True):
+        options[service]["decoder"] = decoder
+    with slow_verifiers(), InProcessStack(options) as running:
+        completions = list(draw_completions(running.address, "block", SamplingParams(), range(400), 32))
+    result = compare("block", completions, law, 32)
+    assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
+    assert result.p_value > ALPHA, result
+
+
+LAYERS: dict[str, tuple[str, dict[str, object]]] = {
+    "pairs": ("block", {"layer_parallel_size": 2}),
+    "groups of three": ("token", {"layer_parallel_size": 3}),
+    "all layers at once": ("coupled", {"layer_groups": "0-5"}),
+    "groups of four, without calibration": ("block", {"layer_parallel_size": 4, "bonus_calibration": False}),
+    "groups of four on two ranks": ("token", {"layer_parallel_size": 4, "layer_parallel_ranks": 2}),
+}
+
+
+@pytest.mark.parametrize(("rule", "layers"), LAYERS.values(), ids=LAYERS)
+def test_the_law_is_the_same_however_approximately_is_drafted(
+    pair: tuple[Path, Path],
+    deep_drafter: Path,
+    law: dict[tuple[int, ...], float],
+    rule: str,
+    layers: dict[str, object],
+) -> None:
+    """With a drafter of six layers, of which some run at the same time. False alarm: 1e-6, by chi-square."""
+    options = stack_options(pair[0], deep_drafter)
+    options["drafter"] |= layers
+    has_ranks = "layer_parallel_ranks" in layers
+    with slow_verifiers(), LocalStack(options) if has_ranks else InProcessStack(options) as running:
+        completions = list(draw_completions(running.address, rule, SamplingParams(), range(400), 32))
+        result = compare(rule, completions, law, 32)
+        print(result)
+        assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
+        assert 0.15 < result.acceptance_rate < 0.8, "some draft tokens were rejected and some accepted"
+        assert all(not completion.drafter_error for completion in completions)
+        assert result.p_value > ALPHA, result
+        for name in ("calibration_seconds", "draft_pass_seconds"):
+            assert read_metric(running, "drafter", f"{name}_count") > 10, "how many depends on how many share a step"
+        first, second = (f'spec_decode_num_draft_tokens_per_pos_total{{position="{place}"}}' for place in (0, 1))
+        assert read_metric(running, "verifier", first) >= read_metric(running, "verifier", second) > 0

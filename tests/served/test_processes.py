@@ -1,0 +1,94 @@
+"""What only processes can show: they are killed, stopped and asked to end."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from observing import wait_until
+from test_services import PROMPT, greedy_ids
+
+from benchmarks.law import stack_options
+from draftwire.client import Client
+from draftwire.errors import UnavailableError
+from draftwire.services.local_stack import LocalStack
+from tests.in_process import InProcessStack
+
+
+@pytest.fixture(scope="module")
+def own_stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    """Processes that go on after what is done to them here."""
+    options = stack_options(*pair)
+    options["gateway"] = {"block_timeout_s": 0.3}
+    with LocalStack(options) as running:
+        yield running
+
+
+def test_hung_drafter_costs_its_timeout_only(own_stack: LocalStack, pair: tuple[Path, Path]) -> None:
+    drafter = own_stack.services["drafter"].process
+    with Client(own_stack.address) as client:
+        client.generate(PROMPT, max_tokens=10)
+        stream = client.stream(PROMPT, temperature=0.0, max_tokens=55, num_speculative_tokens=1)
+        ids: list[int] = []
+        try:
+            for piece in stream:
+                if not ids:
+                    drafter.send_signal(signal.SIGSTOP)
+                ids += piece.token_ids
+        finally:
+            drafter.send_signal(signal.SIGCONT)
+        assert ids == greedy_ids(pair[0], PROMPT, 55)
+
+
+def test_second_server_on_a_port_in_use_ends_with_a_clear_error_and_status_2(
+    own_stack: LocalStack, pair: tuple[Path, Path]
+) -> None:
+    options = {"verifier": {**stack_options(*pair)["verifier"], "port": own_stack.services["verifier"].port}}
+    second = LocalStack(options)
+    with pytest.raises(UnavailableError, match="cannot listen"), second:
+        pass
+    assert second.services["verifier"].process.wait(20) == 2
+
+
+def test_killed_drafter_costs_speed_only_and_a_killed_verifier_its_request(pair: tuple[Path, Path]) -> None:
+    """And the gateway finds the verifier that comes next. A stack of its own, which does not live on."""
+    with LocalStack(stack_options(*pair)) as stack, Client(stack.address) as client:
+        stream = client.stream(PROMPT, temperature=0.0, max_tokens=55, num_speculative_tokens=1)
+        ids: list[int] = []
+        for piece in stream:
+            if not ids:
+                stack.services["drafter"].process.kill()
+            ids += piece.token_ids
+        assert ids == greedy_ids(pair[0], PROMPT, 55)
+        assert stream.completion is not None
+        wait_until(lambda: not client.server().drafters, "the gateway notices that the drafter is gone")
+        after = client.generate(PROMPT, temperature=0.0, max_tokens=55)
+        assert after.token_ids == ids
+        assert after.statistics.num_drafts == 0
+
+        verifier = stack.services["verifier"]
+        verifier.process.kill()
+        with pytest.raises(UnavailableError):
+            client.generate(PROMPT, max_tokens=50)
+
+        def ids_again() -> list[int] | None:
+            try:
+                return client.generate(PROMPT, temperature=0.0, max_tokens=55).token_ids
+            except UnavailableError:
+                return None
+
+        with InProcessStack({"verifier": {**stack_options(*pair)["verifier"], "port": verifier.port}}):
+            wait_until(lambda: ids_again() == ids, "the gateway finds the next verifier at the same address")
+
+
+def test_sigterm_lets_running_requests_finish_and_ends_with_status_0(pair: tuple[Path, Path]) -> None:
+    with LocalStack(stack_options(*pair)) as stack:
+        with Client(stack.address) as client:
+            pieces = iter(client.stream(PROMPT, max_tokens=60, num_speculative_tokens=1))
+            count = len(next(pieces).token_ids)
+            for service in stack.services.values():
+                service.process.send_signal(signal.SIGTERM)
+            count += sum(len(piece.token_ids) for piece in pieces)
+            assert count == 60
+        for service in stack.services.values():
+            assert service.process.wait(20) == 0

@@ -1,0 +1,220 @@
+"""A drafter of two processes: its loss costs speed only, and no process of it outlives another, whatever breaks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from observing import is_alive, read_metric
+
+from benchmarks.law import VOCAB_SIZE
+from draftwire.client import Client, Completion
+from draftwire.services.local_stack import LocalStack
+from tests.breakable_group import (
+    COMMON,
+    END_SECONDS,
+    LENGTH,
+    PROMPT,
+    TIMEOUT_S,
+    Group,
+    break_under_load,
+    fail_in_a_step,
+    greedy_text,
+    kill_follower_of_idle,
+    kill_rank_0,
+    rank_faults,
+)
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter with layers enough to run some of them together."""
+    return save_tiny_model(tmp_path_factory.mktemp("drafter"), VOCAB_SIZE, seed=9, num_layers=6)
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder in which a test asks for faults."""
+    with rank_faults(tmp_path_factory.mktemp("faults")) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def expected(pair: tuple[Path, Path]) -> list[int]:
+    """What the target says at temperature 0, by transformers."""
+    return greedy_text(pair[0])
+
+
+@pytest.fixture(scope="module")
+def group(model: Path, faults: Path) -> Iterator[Group]:
+    options = {"model": model, "layer_parallel_size": 4, "layer_parallel_ranks": 2}
+    group = Group("drafter", {**options, "layer_parallel_timeout_s": TIMEOUT_S})
+    group.start()
+    yield group
+    group.stack.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(group: Group, pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    """A gateway with a verifier and the group."""
+    options = {"verifier": {**COMMON, "model": pair[0]}, "gateway": {"block_timeout_s": 1.0}}
+    with LocalStack({"verifier": options["verifier"]}) as verifier:
+        address = f"127.0.0.1:{verifier.services['verifier'].port}"
+        with LocalStack({"gateway": {**options["gateway"], "verifier": address, "drafter": group.address}}) as running:
+            yield running
+
+
+def complete(gateway: LocalStack, num_speculative_tokens: int = 4) -> Completion:
+    with Client(gateway.address) as client:
+        return client.generate(
+            PROMPT, temperature=0.0, max_tokens=LENGTH, num_speculative_tokens=num_speculative_tokens
+        )
+
+
+def complete_with_drafts(gateway: LocalStack) -> Completion:
+    """Returns a completion that the drafter took part in, which it does again a while after it was lost."""
+    deadline = time.monotonic() + 20.0
+    while not (done := complete(gateway)).statistics.num_drafts:
+        assert time.monotonic() < deadline, "the drafter takes no part"
+    return done
+
+
+# What comes out
+
+
+def test_blocks_of_two_processes_are_judged_and_the_text_is_the_targets_own(
+    gateway: LocalStack, expected: list[int]
+) -> None:
+    assert complete_with_drafts(gateway).token_ids == expected
+    for num_speculative_tokens in (1, 8):
+        assert complete(gateway, num_speculative_tokens).token_ids == expected
+
+
+def test_idle_group_outlives_the_timeout(group: Group, gateway: LocalStack, expected: list[int]) -> None:
+    time.sleep(TIMEOUT_S + 1.0)
+    assert complete_with_drafts(gateway).token_ids == expected
+    assert group.of("group_lost") == []
+
+
+def test_step_that_fails_outside_the_group_ends_its_sessions_only(
+    group: Group, gateway: LocalStack, faults: Path, expected: list[int]
+) -> None:
+    (faults / "drafter_step").touch()
+    done = complete(gateway)
+    assert done.token_ids == expected
+    assert done.statistics.num_drafters_lost == 1
+    assert len(group.of("step_failed")) == 1
+    assert group.rank_0.poll() is None
+    assert is_alive(group.follower)
+
+
+# What breaks
+
+
+def test_killed_follower_ends_the_group_at_once_and_every_completion_goes_on(
+    group: Group, gateway: LocalStack, expected: list[int]
+) -> None:
+    break_under_load(group, gateway, expected, lambda: os.kill(group.follower, signal.SIGKILL), END_SECONDS)
+    assert len(group.of("group_lost")) == 1
+    assert group.ended_statuses == [-signal.SIGKILL]
+
+
+def test_stopped_follower_ends_the_group_within_the_timeout_and_every_completion_goes_on(
+    group: Group, gateway: LocalStack, expected: list[int]
+) -> None:
+    seconds = TIMEOUT_S + END_SECONDS
+    break_under_load(group, gateway, expected, lambda: os.kill(group.follower, signal.SIGSTOP), seconds)
+    assert group.ended_statuses == [-signal.SIGKILL], "a stopped process is killed"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_fails_in_the_middle_of_a_step_ends_the_group_at_once_and_every_completion_goes_on(
+    group: Group, gateway: LocalStack, faults: Path, expected: list[int], rank: int
+) -> None:
+    fail_in_a_step(group, gateway, expected, faults, rank)
+
+
+def test_killed_rank_0_takes_the_others_with_it_even_one_that_is_stopped(
+    group: Group, gateway: LocalStack, expected: list[int]
+) -> None:
+    kill_rank_0(group, gateway, expected)
+
+
+def test_idle_group_that_loses_a_follower_says_so_before_any_request(group: Group) -> None:
+    kill_follower_of_idle(group)
+
+
+def test_group_that_was_lost_takes_part_again_when_it_is_back(
+    group: Group, gateway: LocalStack, expected: list[int]
+) -> None:
+    group.ensure()
+    os.kill(group.follower, signal.SIGKILL)
+    group.wait_for_end(END_SECONDS)
+    alone = complete(gateway)
+    assert alone.token_ids == expected
+    assert alone.statistics.num_drafts == 0
+    group.ensure()
+    assert complete_with_drafts(gateway).token_ids == expected
+
+
+# How it is started and stopped
+
+
+def test_sigterm_drains_and_all_processes_end_with_status_0(
+    group: Group, gateway: LocalStack, expected: list[int]
+) -> None:
+    group.ensure()
+    complete_with_drafts(gateway)
+    with Client(gateway.address) as client:
+        pieces = iter(client.stream(PROMPT, temperature=0.0, max_tokens=LENGTH, num_speculative_tokens=1))
+        token_ids = list(next(pieces).token_ids)
+        assert read_metric(group.stack, "drafter", "num_sessions") > 0
+        group.rank_0.send_signal(signal.SIGTERM)
+        token_ids += [token for piece in pieces for token in piece.token_ids]
+    assert token_ids == expected
+    assert group.rank_0.wait(END_SECONDS) == 0
+    assert not is_alive(group.follower)
+    assert group.ended_statuses == []
+    assert len(group.of("follower_stopped")) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        ({}, {}, "layer_parallel_ranks share what runs together: set layer_parallel_size or layer_groups"),
+        ({"layer-parallel-size": 4, "decoder": "transformers"}, {}, "need decoder lean, or auto, not transformers"),
+        ({"layer-parallel-size": 4, "device": "cuda:1"}, {}, "with layer_parallel_ranks, cuda gives each process"),
+        ({"layer-parallel-size": 4, "model": "scripted:"}, {}, "nothing that layer_parallel_ranks could share"),
+        ({"layer-groups": "0 1-3 4"}, {}, "0 1-3 4"),  # of a model with six layers
+        (
+            {"layer-parallel-size": 4},
+            {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+            "torchrun started 3 processes (WORLD_SIZE), but layer_parallel_ranks is 2",
+        ),
+    ],
+)
+def test_what_two_processes_cannot_share_is_refused_before_they_serve(
+    model: Path, options: dict[str, object], environment: dict[str, str], message: str
+) -> None:
+    settings = {
+        "model": model,
+        "port": 0,
+        "metrics-port": 0,
+        "log-format": "json",
+        "layer-parallel-ranks": 2,
+        **options,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "draftwire.services.drafter", *(f"--{key}={value}" for key, value in settings.items())],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr

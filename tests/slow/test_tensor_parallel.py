@@ -1,0 +1,259 @@
+"""A verifier of two processes: what comes out of it, and that no process of it outlives another, whatever breaks."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from observing import is_alive, read_metric
+
+from benchmarks.law import compare, draw_completions, exact_law
+from benchmarks.relay import free_port
+from draftwire.client import Client
+from draftwire.errors import UnavailableError
+from draftwire.parameters import SamplingParams
+from draftwire.services.local_stack import LocalStack
+from tests.breakable_group import (
+    COMMON,
+    END_SECONDS,
+    LENGTH,
+    PROMPT,
+    TIMEOUT_S,
+    Group,
+    break_under_load,
+    fail_in_a_step,
+    greedy_text,
+    kill_follower_of_idle,
+    kill_rank_0,
+    rank_faults,
+)
+
+ALPHA = 1e-6
+"""Probability of a false alarm of the test of the law."""
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder in which a test asks for faults."""
+    with rank_faults(tmp_path_factory.mktemp("faults")) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def expected(pair: tuple[Path, Path]) -> list[int]:
+    """What the target says at temperature 0, by transformers."""
+    return greedy_text(pair[0])
+
+
+@pytest.fixture(scope="module")
+def group(pair: tuple[Path, Path], faults: Path) -> Iterator[Group]:
+    options = {"model": pair[0], "tensor_parallel_size": 2, "tensor_parallel_timeout_s": TIMEOUT_S}
+    group = Group("verifier", options)
+    group.start()
+    yield group
+    group.stack.stop()
+
+
+@pytest.fixture(scope="module")
+def plain_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def gateway(group: Group, plain_port: int, pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    """A gateway with a drafter, the group, and a plain verifier that is not there yet."""
+    options: dict[str, dict[str, object]] = {
+        "drafter": {**COMMON, "model": pair[1]},
+        "gateway": {"verifier": f"{group.address},127.0.0.1:{plain_port}"},
+    }
+    options["gateway"]["failover_timeout_s"] = 30.0
+    with contextlib.ExitStack() as stack:
+        drafter = stack.enter_context(LocalStack({"drafter": options["drafter"]}))
+        options["gateway"]["drafter"] = f"127.0.0.1:{drafter.services['drafter'].port}"
+        yield stack.enter_context(LocalStack({"gateway": options["gateway"]}))
+
+
+@pytest.fixture(scope="module")
+def plain(gateway: LocalStack, plain_port: int, pair: tuple[Path, Path]) -> Iterator[LocalStack]:
+    """The plain verifier of the same weights."""
+    with LocalStack({"verifier": {**COMMON, "model": pair[0], "port": plain_port}}) as running:
+        yield running
+
+
+# What comes out
+
+
+def test_greedy_output_of_two_processes_is_the_targets_own_as_transformers_computes_it(
+    gateway: LocalStack, expected: list[int]
+) -> None:
+    with Client(gateway.address) as client:
+        for num_speculative_tokens in (0, 1, 4, 8):
+            done = client.generate(
+                PROMPT, temperature=0.0, max_tokens=LENGTH, num_speculative_tokens=num_speculative_tokens
+            )
+            assert done.token_ids == expected
+
+
+def test_sampled_outputs_of_two_processes_follow_the_law_of_the_target(
+    gateway: LocalStack, pair: tuple[Path, Path]
+) -> None:
+    """Beside requests of all other kinds, which share steps and cached prefixes. False alarm: 1e-6, by chi-square."""
+    completions = list(draw_completions(gateway.address, "block", SamplingParams(), range(300), 8))
+    result = compare("block", completions, exact_law(pair[0], SamplingParams()), 8)
+    assert result.share_of_rounds_with_draft > 0.1, "the drafter took part"
+    assert result.p_value > ALPHA, result
+
+
+def test_start_is_told_in_the_log_and_as_a_metric(group: Group) -> None:
+    (started,) = group.of("server_started")
+    assert 0 < started["startup_ms"] < 100_000
+    assert abs(read_metric(group.stack, "verifier", "startup_seconds") * 1e3 - started["startup_ms"]) < 1.0
+    told = group.of("weights_read")[-1]
+    assert told["share"] == 1.0
+    assert told["read_bytes"] == told["total_bytes"] > 0
+
+
+def test_idle_group_outlives_the_timeout(group: Group, gateway: LocalStack, expected: list[int]) -> None:
+    time.sleep(TIMEOUT_S + 1.0)
+    with Client(gateway.address) as client:
+        assert client.generate(PROMPT, temperature=0.0, max_tokens=LENGTH).token_ids == expected
+    assert group.of("group_lost") == []
+
+
+def test_step_that_fails_outside_the_group_ends_its_sessions_only(
+    group: Group, gateway: LocalStack, faults: Path, expected: list[int]
+) -> None:
+    (faults / "verifier_step").touch()
+    with Client(gateway.address) as client:
+        done = client.generate(PROMPT, temperature=0.0, max_tokens=LENGTH)
+    assert done.token_ids == expected
+    assert done.statistics.num_verifiers_lost == 1
+    assert len(group.of("step_failed")) == 1
+    assert group.rank_0.poll() is None
+    assert is_alive(group.follower)
+
+
+# What breaks
+
+
+@pytest.mark.usefixtures("plain")
+def test_killed_follower_ends_the_group_at_once_and_its_sessions_move(
+    group: Group, gateway: LocalStack, expected: list[int]
+) -> None:
+    break_under_load(group, gateway, expected, lambda: os.kill(group.follower, signal.SIGKILL), END_SECONDS)
+    assert len(group.of("group_lost")) == 1
+    assert group.ended_statuses == [-signal.SIGKILL]
+
+
+@pytest.mark.usefixtures("plain")
+def test_stopped_follower_ends_the_group_within_the_timeout_and_its_sessions_move(
+    group: Group, gateway: LocalStack, expected: list[int]
+) -> None:
+    seconds = TIMEOUT_S + END_SECONDS
+    break_under_load(group, gateway, expected, lambda: os.kill(group.follower, signal.SIGSTOP), seconds)
+    assert group.ended_statuses == [-signal.SIGKILL], "a stopped process is killed"
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_fails_in_the_middle_of_a_step_ends_the_group_at_once_and_its_sessions_move(
+    group: Group, gateway: LocalStack, faults: Path, expected: list[int], rank: int
+) -> None:
+    fail_in_a_step(group, gateway, expected, faults, rank)
+
+
+@pytest.mark.usefixtures("plain")
+def test_killed_rank_0_takes_the_others_with_it_even_one_that_is_stopped(
+    group: Group, gateway: LocalStack, expected: list[int]
+) -> None:
+    kill_rank_0(group, gateway, expected)
+
+
+def test_idle_group_that_loses_a_follower_says_so_before_any_request(group: Group) -> None:
+    kill_follower_of_idle(group)
+
+
+# How it is started and stopped
+
+
+def test_sigterm_lets_running_requests_finish_and_all_processes_end_with_status_0(
+    group: Group, gateway: LocalStack
+) -> None:
+    group.ensure()
+    with Client(gateway.address) as client:
+        pieces = iter(client.stream(PROMPT, max_tokens=LENGTH, num_speculative_tokens=1))
+        count = len(next(pieces).token_ids)
+        group.rank_0.send_signal(signal.SIGTERM)
+        count += sum(len(piece.token_ids) for piece in pieces)
+    assert count == LENGTH
+    assert group.rank_0.wait(END_SECONDS) == 0
+    assert not is_alive(group.follower)
+    assert group.ended_statuses == []
+    assert len(group.of("follower_stopped")) == 1
+
+
+def test_model_that_cannot_be_shared_out_is_refused_with_the_sizes_that_can(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(pair[0], tmp_path / "one_head")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": 1}))
+    options = {"verifier": {**COMMON, "model": folder, "tensor_parallel_size": 2}}
+    with pytest.raises(UnavailableError, match="cannot be spread over 2 processes; over 1 it can"):
+        LocalStack(options).__enter__()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        if text in line:
+            return line
+    raise AssertionError(f"{text} was not said: {said}")
+
+
+def test_torchrun_starts_all_ranks_and_none_of_them_outlives_another(pair: tuple[Path, Path]) -> None:
+    options = {"model": pair[0], "port": 0, "log-format": "json", "threads": 1, "kv-cache-tokens": 4096}
+    options |= {"tensor-parallel-size": 2, "tensor-parallel-timeout-s": TIMEOUT_S}
+    launcher = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"),
+            *("-m", "draftwire.services.verifier", *(f"--{name}={value}" for name, value in options.items())),
+        ],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        read_until(launcher, "verifier.server_started")
+        rank_0, rank_1 = children_of(launcher.pid)
+        os.kill(rank_1, signal.SIGKILL)
+        assert launcher.wait(TIMEOUT_S + END_SECONDS) != 0
+        assert not is_alive(rank_0)
+    finally:
+        launcher.kill()
+
+
+def test_launcher_of_another_size_is_refused(pair: tuple[Path, Path]) -> None:
+    environment: dict[str, Any] = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "draftwire.services.verifier", f"--model={pair[0]}", "--tensor-parallel-size=2"],
+        env={**os.environ, **environment, "MASTER_PORT": "29500"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "torchrun started 3 processes (WORLD_SIZE), but tensor_parallel_size is 2" in done.stderr

@@ -1,0 +1,76 @@
+"""The stacks that tests share: one of each kind in a process, started by whoever asks first.
+
+A test that needs a clean stack, or one of other options, starts its own and says why. See `InProcessStack`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from draftwire.client import Client
+    from tests.in_process import InProcessStack
+
+SCRIPT = "scripted:acceptance=0.8/0.5,verify_ms=2"
+SCRIPTED_ROOM = 2048
+"""Tokens of the KV cache of the scripted verifier: little, so that it can be filled."""
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a target and a drafter with three tokens, whose law can be enumerated; see `benchmarks.law`."""
+    from benchmarks.law import save_tiny_pair
+
+    return save_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def stack(pair: tuple[Path, Path]) -> "Iterator[InProcessStack]":
+    """The tiny pair. Also the stack of the laws."""
+    from benchmarks.law import stack_options
+    from tests.in_process import InProcessStack
+
+    with InProcessStack(stack_options(*pair)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(stack: "InProcessStack") -> "Iterator[Client]":
+    """A client of the tiny pair."""
+    from draftwire.client import Client
+
+    with Client(stack.address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def scripted_stack() -> "Iterator[InProcessStack]":
+    """No models: a script says what is accepted. The verifier has little room and takes its time."""
+    from benchmarks.law import stack_options
+    from tests.in_process import InProcessStack
+
+    options = stack_options(Path(SCRIPT), Path(SCRIPT))
+    options["verifier"]["kv_cache_tokens"] = SCRIPTED_ROOM
+    with InProcessStack(options) as running:
+        yield running
+
+
+@pytest.fixture
+def scripted_client(scripted_stack: "InProcessStack") -> "Iterator[Client]":
+    """A client of the scripted pair."""
+    from draftwire.client import Client
+
+    with Client(scripted_stack.address) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="session")
+def embedded_stack() -> "Iterator[InProcessStack]":
+    """The pair that the quickstart runs, as `draftwire up` sets it up."""
+    from draftwire.cli.up import stack_options
+    from tests.in_process import InProcessStack
+
+    with InProcessStack(stack_options(None, None, 4)) as running:
+        yield running
