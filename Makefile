@@ -5,7 +5,7 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 SOURCES := draftwire services tests benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo up test test-fast check-rules fuzz chaos chart images pictures lint format types protos protos-check install clean
+.PHONY: demo up test test-fast check-rules fuzz chaos mutants chart images pictures lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
@@ -27,6 +27,9 @@ fuzz: $(INSTALLED)  ## feed a million broken draft blocks to the decoder
 
 chaos: $(INSTALLED)  ## break services and links at random under load, and check every token
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
+
+mutants: $(INSTALLED)  ## plant mistakes, one at a time, and show which test notices each
+	$(BIN)/python -m tests.mutants
 
 chart: $(INSTALLED)  ## lint, render and validate the Helm chart; helm is on PATH, or in the folder HELM_DIR
 	test -x "$$HELM_DIR/helm" || helm version --short

@@ -1,0 +1,123 @@
+"""The lists of mistakes that `python -m tests.mutants` plants: each fits the sources, and some test can see it."""
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import ROOT, Mutant, load_mutants
+from tests.mutants.selection import ImportGraph
+
+LEAST, LEAST_NEW = 80, 20
+PACKAGES = (
+    "draftwire",
+    "draftwire/audit",
+    "draftwire/checking",
+    "draftwire/cli",
+    "draftwire/client",
+    "draftwire/drafting",
+    "draftwire/models",
+    "draftwire/training",
+    "draftwire/verification",
+    "services",
+    "services/drafter",
+    "services/gateway",
+    "services/gateway/http",
+    "services/gateway/playground",
+    "services/ranks",
+    "services/rpc",
+    "services/verifier",
+)
+MUTANTS = load_mutants()
+
+
+@cache
+def source_of(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+def test_there_are_enough_mutants_and_enough_of_new_kinds() -> None:
+    assert len(MUTANTS) >= LEAST
+    assert sum(mutant.new for mutant in MUTANTS) >= LEAST_NEW
+
+
+def test_names_are_unique() -> None:
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+
+
+def test_no_mutant_is_planted_twice() -> None:
+    planted = Counter((mutant.file, mutant.planted(source_of(mutant.file))) for mutant in MUTANTS)
+    assert max(planted.values()) == 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_has_a_mutant_of_a_new_kind(package: str) -> None:
+    assert any(mutant.new and Path(mutant.file).parent == Path(package) for mutant in MUTANTS)
+
+
+def fault_of(mutant: Mutant) -> str:
+    """Returns what is wrong with a mutant; empty if nothing is."""
+    try:
+        planted = mutant.planted(source_of(mutant.file))
+        if mutant.file.endswith(".py"):
+            compile(planted, mutant.file, "exec", dont_inherit=True)
+    except (OSError, ValueError, SyntaxError) as error:
+        return f"{mutant.name}: {error}"
+    return "" if mutant.name.isidentifier() and mutant.origin else f"{mutant.name}: no name or no origin"
+
+
+def test_each_mutant_fits_its_source_and_compiles() -> None:
+    assert list(filter(None, map(fault_of, MUTANTS))) == []
+
+
+def test_some_unit_test_is_selected_for_each_file() -> None:
+    graph = ImportGraph(ROOT)
+    for file in sorted({mutant.file for mutant in MUTANTS}):
+        waves = graph.waves(file)
+        assert waves, file
+        assert waves[0].name == "nearest", file
+        assert all((ROOT / test).exists() for wave in waves for test in wave.files)
+
+
+def test_what_a_mutant_replaces_must_be_there_once() -> None:
+    mutant = Mutant("one", "any.py", find="a < b", replace="a <= b", origin="review")
+    assert mutant.planted("if a < b:") == "if a <= b:"
+    with pytest.raises(ValueError, match="0 times"):
+        mutant.planted("if a > b:")
+    with pytest.raises(ValueError, match="2 times"):
+        mutant.planted("a < b or a < b")
+    with pytest.raises(ValueError, match="changes nothing"):
+        Mutant("two", "any.py", find="a", replace="a", origin="review").planted("a")
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, source in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(source)
+
+
+def test_nearest_tests_come_first_and_types_alone_do_not_count(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "services/pool.py": "",
+            "services/loop.py": "from draftwire.services.pool import (\n    Pool,\n)\n",
+            "services/typed.py": "if TYPE_CHECKING:\n    from draftwire.services.pool import Pool\nimport os\n",
+            "services/stack.py": 'COMMAND = [f"draftwire.services.{name}"]\n',
+            "services/gateway/__main__.py": "import draftwire.services.loop\n",
+            "tests/unit/fakes.py": "def make():\n    from draftwire.services import pool\n",
+            "tests/unit/test_pool.py": "import draftwire.services.pool\n",
+            "tests/unit/test_fakes.py": "from fakes import make\n",
+            "tests/unit/test_loop.py": "from draftwire.services.loop import Loop\n",
+            "tests/unit/test_typed.py": "from draftwire.services.typed import Typed\n",
+            "tests/served/conftest.py": "from draftwire.services.stack import Stack\n",
+            "tests/served/test_all.py": "def test() -> None: ...\n",
+        },
+    )
+    waves = ImportGraph(tmp_path).waves("services/pool.py")
+    assert [(wave.name, wave.files) for wave in waves] == [
+        ("nearest", ("tests/unit/test_pool.py",)),
+        ("unit", ("tests/unit/test_fakes.py", "tests/unit/test_loop.py")),
+        ("served", ("tests/served/test_all.py",)),
+    ]
