@@ -50,7 +50,7 @@ def stack_with(
         drafter.wait(30)
 
 
-@pytest.mark.parametrize("way", ["argmax", "too_cold"])
+@pytest.mark.parametrize("way", ["argmax", pytest.param("too_cold", marks=pytest.mark.slow)])
 def test_drafter_that_draws_otherwise_than_it_says_is_quarantined_without_a_gap(
     pair: tuple[Path, Path], way: str
 ) -> None:

@@ -17,6 +17,8 @@ from tiny_models import save_tiny_model
 from benchmarks.law import LOSSLESS, options_of, stack_options
 from tests.in_process import InProcessStack, slow_verifiers
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("none", "temperature", "top_p", "logit_bias", "min_tokens", "stop", "many")
 OWN = {"temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop", "logprobs"}
 """What the package itself has a parameter for."""

@@ -35,7 +35,15 @@ def deep_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.parametrize(("concurrency", "samples"), [(1, 300), (3, 500), (16, 2_000)])
+@pytest.mark.parametrize(
+    ("concurrency", "samples"),
+    [
+        (16, 600),
+        pytest.param(1, 300, marks=pytest.mark.slow),
+        pytest.param(3, 500, marks=pytest.mark.slow),
+        pytest.param(16, 2_000, marks=pytest.mark.slow),
+    ],
+)
 def test_sampled_outputs_follow_the_law_of_the_target(
     stack: InProcessStack, law: dict[tuple[int, ...], float], rule: str, concurrency: int, samples: int
 ) -> None:
@@ -50,6 +58,7 @@ def test_sampled_outputs_follow_the_law_of_the_target(
     assert result.p_value > ALPHA, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoders", [("transformers", "transformers"), ("lean", "transformers")])
 def test_the_law_is_the_same_on_either_decoder(
     pair: tuple[Path, Path],
@@ -76,7 +85,11 @@ LAYERS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize(("rule", "layers"), LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize(
+    ("rule", "layers"),
+    [pytest.param(*case, marks=[] if name == "pairs" else pytest.mark.slow) for name, case in LAYERS.items()],
+    ids=LAYERS,
+)
 def test_the_law_is_the_same_however_approximately_is_drafted(
     pair: tuple[Path, Path],
     deep_drafter: Path,
