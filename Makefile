@@ -5,7 +5,7 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 SOURCES := draftwire services tests benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo up test test-fast check-rules fuzz chaos mutants chart images pictures lint format types protos protos-check install clean
+.PHONY: demo up test test-fast test-slow evidence check-rules fuzz chaos mutants chart images pictures lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
@@ -13,11 +13,20 @@ demo: $(INSTALLED)  ## start the three services, stream one completion, stop the
 up: $(INSTALLED)  ## start the three services, and the page at http://127.0.0.1:8000
 	$(BIN)/draftwire up
 
-test: $(INSTALLED)  ## all tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED)  ## what everyone runs before a commit, at most 10 minutes on two cores
+	$(BIN)/python -m tests.tiers test
 
-test-fast: $(INSTALLED)  ## unit and contract tests only
-	$(BIN)/python -m pytest tests/unit tests/contract
+test-fast: $(INSTALLED)  ## unit and contract tests only, at most 3 minutes
+	$(BIN)/python -m tests.tiers fast
+
+test-slow: $(INSTALLED)  ## the other tests, at most 30 minutes
+	$(BIN)/python -m tests.tiers slow
+
+evidence: $(INSTALLED)  ## by hand, an hour: a million broken blocks, chaos for a minute, memory over 20 minutes, laws of 20,000
+	$(BIN)/python -m tests.fuzz --messages 1000000
+	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
+	$(BIN)/python -m benchmarks.law --samples 20000
+	$(BIN)/python -m benchmarks.soak --minutes 20
 
 check-rules: $(INSTALLED)  ## prove every verification rule by enumeration
 	$(BIN)/draftwire check-rule

@@ -1,6 +1,7 @@
 """Settings for all tests, and how many stacks of services a run has started."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ pytest_plugins = ["tests.stacks"]
 
 SLOW = Path(__file__).parent / "slow"
 STARTED = {"in one process": 0, "as processes": 0}
-"""Stacks that this run has started, on all workers of it."""
+"""Stacks that this run has started, on all its workers."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _stacks_are_counted() -> None:
+def _processes_are_counted() -> None:
     from draftwire.services.local_stack import LocalStack
 
     started = LocalStack.start
@@ -40,17 +41,20 @@ def _stacks_are_counted() -> None:
     LocalStack.start = start  # type: ignore[method-assign]
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Counts the stacks of this process, and passes the counts on if it is a worker."""
-    import sys
-
+    """Counts the stacks of this process, for the controller if this is a worker, else for the report."""
     in_process = sys.modules.get("tests.in_process")
     if in_process is not None:
         STARTED["in one process"] += in_process.InProcessStack.num_started
     output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["stacks"] = STARTED
+        return
+    for plugin in session.config.pluginmanager.get_plugins():
+        if hasattr(plugin, "add_global_property"):
+            for kind, count in STARTED.items():
+                plugin.add_global_property(f"stacks {kind}", str(count))
 
 
 @pytest.hookimpl(optionalhook=True)

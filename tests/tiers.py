@@ -1,0 +1,162 @@
+"""Runs tiers of tests and says what they took: `python -m tests.tiers fast | test | slow | summary`.
+
+A tier is one or two runs of pytest, one after the other: what starts no services in two workers, then what does, alone,
+since it uses all cores by itself. Each tier leaves a report in `build/tests`; `summary` adds up those of `test` and
+`slow`, as CI does, and fails where a tier took half as long again as it may.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+REPORTS = Path("build") / "tests"
+NUM_SLOWEST = 10
+TOLERANCE = 1.5
+"""A tier that takes so many times what it may fails the summary."""
+OUTCOMES = ("failed", "passed", "skipped", "error")
+
+WITHOUT_SERVICES = ("tests/unit", "tests/contract")
+IN_TWO_WORKERS = ("-n", "2")
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What is run, one run of pytest after the other."""
+
+    budget_s: float
+    runs: tuple[tuple[str, ...], ...]
+    """Arguments of each run."""
+
+
+TIERS = {
+    "fast": Tier(180.0, ((*WITHOUT_SERVICES, *IN_TWO_WORKERS, "-m", "not slow"),)),
+    "test": Tier(
+        600.0,
+        (
+            (*WITHOUT_SERVICES, *IN_TWO_WORKERS, "-m", "not slow"),
+            ("tests/served", "-m", "not slow"),
+        ),
+    ),
+    "slow": Tier(
+        1800.0,
+        (
+            (*WITHOUT_SERVICES, *IN_TWO_WORKERS, "-m", "slow"),
+            ("tests/served", "tests/slow", "-m", "slow"),
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of a tier."""
+
+    tier: str
+    seconds: float
+    counts: dict[str, int] = field(default_factory=dict)
+    """Tests by outcome, of `OUTCOMES`."""
+    slowest: list[tuple[float, str]] = field(default_factory=list)
+    """Seconds and names of tests, setup and teardown included."""
+    stacks: str = ""
+    """How many stacks of services were started, in words."""
+
+    @property
+    def is_over_budget(self) -> bool:
+        """Whether it took half as long again as it may."""
+        return self.seconds > TOLERANCE * TIERS[self.tier].budget_s
+
+    def __str__(self) -> str:
+        tier = TIERS[self.tier]
+        over = "  OVER BUDGET" if self.is_over_budget else ""
+        return f"{self.tier:5} {self.seconds:7.1f} s of {tier.budget_s:g} s; {self.stacks}{over}"
+
+
+def run_tier(name: str, extra: Sequence[str]) -> int:
+    """Runs a tier, prints its report and keeps it.
+
+    Args:
+        name: of the tier.
+        extra: arguments for each run of pytest.
+
+    Returns:
+        The exit status of the first run of pytest that failed, or 0. Later runs are made all the same.
+    """
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    started, statuses, files = time.monotonic(), [], []
+    for number, arguments in enumerate(TIERS[name].runs):
+        files.append(REPORTS / f"{name}-{number}.xml")
+        command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={files[-1]}", *extra]
+        print("$", *command[1:], flush=True)
+        statuses.append(subprocess.run(command, check=False).returncode)
+    report = read_report(name, time.monotonic() - started, files)
+    (REPORTS / f"{name}.json").write_text(json.dumps(asdict(report)))
+    print_slowest([report])
+    print(report, flush=True)
+    return next((status for status in statuses if status), 0)
+
+
+def read_report(tier: str, seconds: float, files: Sequence[Path]) -> Report:
+    """Returns what runs of pytest wrote down."""
+    counts: Counter[str] = Counter()
+    tests: list[tuple[float, str]] = []
+    stacks: Counter[str] = Counter()
+    for path in files:
+        for case in ElementTree.parse(path).iter("testcase"):
+            name = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
+            tests.append((float(case.get("time", 0.0)), name))
+            counts[next((tag for tag in ("error", "failure", "skipped") if case.find(tag) is not None), "passed")] += 1
+        for kind in ElementTree.parse(path).iter("property"):
+            if str(kind.get("name")).startswith("stacks "):
+                stacks[str(kind.get("name")).removeprefix("stacks ")] += int(kind.get("value", 0))
+    counts["failed"] = counts.pop("failure", 0)
+    started = ", ".join(f"{count} stacks {kind}" for kind, count in stacks.items())
+    return Report(tier, seconds, dict(counts), sorted(tests, reverse=True)[:NUM_SLOWEST], started)
+
+
+def print_slowest(reports: Sequence[Report]) -> None:
+    """Prints the slowest tests of some tiers."""
+    print(f"the {NUM_SLOWEST} slowest tests:")
+    for seconds, name in sorted((test for report in reports for test in report.slowest), reverse=True)[:NUM_SLOWEST]:
+        print(f"  {seconds:6.1f} s  {name}")
+
+
+def summarize(names: Sequence[str]) -> int:
+    """Prints what tiers took that were run before, and last a line as pytest ends with; returns an exit status."""
+    reports = [Report(**json.loads((REPORTS / f"{name}.json").read_text())) for name in names]
+    print_slowest(reports)
+    for report in reports:
+        print(report)
+    print(summary_line(reports), flush=True)
+    has_failed = any(report.counts.get(outcome) for report in reports for outcome in ("failed", "error"))
+    return int(has_failed or any(report.is_over_budget for report in reports))
+
+
+def summary_line(reports: Sequence[Report]) -> str:
+    """Returns the line that one run of pytest over all these tests would end with."""
+    counts: Counter[str] = Counter()
+    for report in reports:
+        counts.update(report.counts)
+    outcomes = ", ".join(f"{counts[name]} {name}" for name in OUTCOMES if counts[name])
+    return f" {outcomes or 'no tests ran'} in {sum(report.seconds for report in reports):.2f}s ".center(80, "=")
+
+
+def main() -> int:
+    """Runs a tier, or sums up."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("tier", choices=[*TIERS, "summary"])
+    parser.add_argument("extra", nargs="*", help="for pytest, after --")
+    arguments = parser.parse_args()
+    if arguments.tier == "summary":
+        return summarize(("test", "slow"))
+    return run_tier(arguments.tier, arguments.extra)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
