@@ -98,6 +98,7 @@ def test_package_that_closes_a_stream_ends_the_generation(scripted: InProcessSta
     wait_until(lambda: num_sessions(scripted) == 0)
 
 
+@pytest.mark.slow  # thousands of rounds, until all buffers on the way are full
 def test_who_does_not_read_holds_up_nobody_and_misses_nothing(scripted: InProcessStack) -> None:
     with connected(scripted) as client:
         sleeper = client.completions.create(**asked(scripted, 12_000), stream=True)

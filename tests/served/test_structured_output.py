@@ -16,6 +16,7 @@ from benchmarks.law import CONTEXT_LENGTH, JUDGED, LOSSLESS, PROMPT, compare, dr
 from draftwire.client import Client, StructuredOutput
 from draftwire.errors import InvalidRequestError
 from draftwire.parameters import SamplingParams
+from draftwire.services.local_stack import LocalStack
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 from tests.in_process import InProcessStack
 
@@ -185,11 +186,12 @@ def test_a_text_whose_verifier_is_killed_goes_on_with_its_form(tmp_path: Path) -
     assert re.fullmatch(expression, completion.text)
 
 
+@pytest.mark.slow
 def test_a_target_of_two_processes_follows_the_form(target: Path, tmp_path: Path) -> None:
     options = stack_options(target, save_model(tmp_path, 9))
     options["verifier"] |= {"tensor_parallel_size": 2, "tensor_parallel_timeout_s": 10.0}
     law = masked_law(target)
-    with InProcessStack(options) as stack, Client(stack.address) as client:
+    with LocalStack(options) as stack, Client(stack.address) as client:
         wait_until(lambda: client.generate(PROMPT, max_tokens=30).statistics.num_drafts > 0)
         asked = {"structured_output": FORM, "logprobs": 0, "logprobs_mode": "processed"}
         completions = [client.generate(PROMPT, seed=seed, **asked) for seed in range(12)]

@@ -351,7 +351,7 @@ def imported_by(stack_lines: list[str]) -> set[str]:
     return {line.rpartition("|")[2].strip() for line in stack_lines if line.startswith("import time:")}
 
 
-@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("is_traced", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_without_a_collector_services_serve_and_stop_and_without_the_option_they_import_nothing(
     is_traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
