@@ -6,6 +6,7 @@ was noticed by a test that fails there too is planted again, and that test left 
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -55,11 +56,21 @@ class Workers:
             serves: whether tests that start services are run too.
         """
         self._serves = serves
+        self._all = [Tree(folder / str(number)) for number in range(count)]
         self._trees: SimpleQueue[Tree] = SimpleQueue()
-        for number in range(count):
-            self._trees.put(Tree(folder / str(number)))
+        for tree in self._all:
+            self._trees.put(tree)
         self._graph = ImportGraph(ROOT)
         self._threads = ThreadPoolExecutor(count)
+        self._is_over = False
+
+    def stop(self) -> None:
+        """Ends what runs, and starts nothing more."""
+        self._is_over = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for tree in self._all:
+            tree.stop()
+        self._threads.shutdown()
 
     def run_all(self, mutants: Sequence[Mutant], unreliable: Sequence[str]) -> list[Result]:
         """Plants mistakes, prints a line for each, and returns what became of them."""
@@ -88,6 +99,8 @@ class Workers:
         tree.plant(mutant)
         try:
             for wave in self.waves(mutant.file):
+                if self._is_over:
+                    break
                 outcome = tree.run(wave.files, LIMITS_S[wave.name], deselect=unreliable)
                 if outcome.failed:
                     first = outcome.failed[0]
@@ -159,11 +172,13 @@ def main() -> int:
     parser.add_argument("--fast", action="store_true", help="unit and contract tests alone")
     arguments = parser.parse_args()
     mutants = _chosen(arguments.names)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended as by Ctrl-C
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         workers = Workers(Path(folder), arguments.workers, serves=not arguments.fast)
-        if arguments.baseline:
-            return _baseline(workers, mutants)
-        return _report(workers, mutants, arguments.json)
+        try:
+            return _baseline(workers, mutants) if arguments.baseline else _report(workers, mutants, arguments.json)
+        finally:
+            workers.stop()
 
 
 if __name__ == "__main__":

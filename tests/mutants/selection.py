@@ -11,7 +11,7 @@ FOLDERS = ("draftwire", "services", "tests", "benchmarks")
 LINK = "draftwire/services"
 """Leads to `services`, whose modules are imported under its name."""
 FAST = ("tests/unit/", "tests/contract/")
-NEAREST = 6
+NEAREST = 8
 """Test files of the first wave, at most."""
 
 _IMPORT = re.compile(r"[ \t]*(?:import|from)[ \t]")

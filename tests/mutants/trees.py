@@ -42,6 +42,7 @@ class Tree:
         self._stamps = count(1)
         self._original = b""
         self._modified_ns = 0
+        self._process: subprocess.Popen[bytes] | None = None
         listed = subprocess.run(
             ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True
         )
@@ -84,7 +85,7 @@ class Tree:
         command += [f"--deselect={test}" for test in deselect]
         environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", VARIABLE: str(report)}
         with (self._scratch / "output").open("wb") as output:
-            process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [*command, *tests],
                 cwd=self.root,
                 env=environment,
@@ -99,12 +100,19 @@ class Tree:
                 status = None
             finally:
                 _end_session(process)
+        self._process = None
         failed = tuple(report.read_text().splitlines()) if report.exists() else ()
         if status is None:
             return Outcome(failed, f"no end within {limit_s:g} s")
         # 0: all passed, 1: some failed, 2: some could not be collected, 5: none was selected
         is_usual = status in (0, 5) or (status in (1, 2) and bool(failed))
         return Outcome(failed, "" if is_usual else f"pytest ended with {status}")
+
+    def stop(self) -> None:
+        """Ends what runs. May be called on any thread."""
+        process = self._process
+        if process is not None:
+            _end_session(process)
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
