@@ -1,9 +1,9 @@
 """Bad inputs of every kind, each with the answer that it has to get, and the page that lists them.
 
-    python -m tests.bad_inputs --write docs/bad-inputs.md
+    python -m tests.bad_inputs --write tests/bad-inputs.md
 
 `CASES` is the table; `Stage` is what its inputs are tried on: one running stack, to which it plays a user, a gateway
-and a drafter, good ones but for the one bad input.
+and a drafter, good ones but for the one bad input. A `Request` needs no stack: its edge refuses it alone.
 """
 
 import argparse
@@ -239,7 +239,8 @@ class Stage:
     def unary(self, service: str, grpc_name: str, method: str) -> Any:
         return self._channels[service].unary_unary(f"/draftwire.v1.{grpc_name}/{method}", serialized)
 
-    def generate(self) -> Any:
+    @property
+    def completing(self) -> Any:
         return self._channels["gateway"].unary_stream("/draftwire.v1.GatewayService/Generate", serialized)
 
     def streaming(self, service: str, method: str, response: Any) -> Any:
@@ -267,21 +268,35 @@ class Stage:
         finally:
             stream.close()
 
-    def open_target(self, **fields: Any) -> Answer:
-        request = verifier_pb2.OpenTargetSessionRequest(**fields)
-        call = self.unary("verifier", "VerifierService", "OpenTargetSession")
-        return answer_to(lambda: call(request, timeout=SECONDS))
+    def opening(self, service: str, **fields: Any) -> Answer:
+        request, name = OPENINGS[service]
+        call = self.unary(service, f"{service.capitalize()}Service", name)
+        return answer_to(lambda: call(request(**fields), timeout=SECONDS))
 
-    def open_draft(self, **fields: Any) -> Answer:
-        request = drafter_pb2.OpenDraftSessionRequest(**fields)
-        call = self.unary("drafter", "DrafterService", "OpenDraftSession")
-        return answer_to(lambda: call(request, timeout=SECONDS))
+    def generate(self, request: gateway_pb2.GenerateRequest) -> Answer:
+        """Answers a `Request`, as the next three do."""
+        return answer_to(lambda: self.completing(request, timeout=SECONDS))
+
+    def open_target(self, changes: Mapping[str, Any]) -> Answer:
+        with self.target_stream() as (stream, lease_id):
+            answer = self.opening("verifier", **target_fields(lease_id, **changes))
+            return answer if answer.kind != OK else _first_of(stream)
+
+    def open_draft(self, changes: Mapping[str, Any]) -> Answer:
+        with self.draft_stream() as (_, lease_id):
+            return self.opening("drafter", **draft_fields(self.addresses["verifier"], lease_id, **changes))
+
+    def offer(self, make: "MakeBlock") -> Answer:
+        with self.target_side() as session, self.push_stream() as stream:
+            stream.send(self.hello())
+            stream.next()
+            return after_block(self, session, stream, lambda: stream.send(blocks(make(session))))
 
     @contextmanager
     def target_side(self) -> Iterator[TargetSide]:
         with self.target_stream() as (stream, lease_id):
             fields = target_fields(lease_id)
-            assert self.open_target(**fields).kind == OK
+            assert self.opening("verifier", **fields).kind == OK
             session = TargetSide(
                 stream, lease_id, fields["session_id"], fields["permit_key"], CommittedTokens(fields["token_ids"])
             )
@@ -292,8 +307,8 @@ class Stage:
     @contextmanager
     def draft_side(self) -> Iterator[DraftSide]:
         with self.target_side() as target, self.draft_stream(target.stream.events) as (stream, lease_id):
-            fields = draft_fields(self, lease_id, target)
-            assert self.open_draft(**fields).kind == OK
+            fields = draft_fields(self.addresses["verifier"], lease_id, target)
+            assert self.opening("drafter", **fields).kind == OK
             yield DraftSide(target, stream, lease_id)
 
     def hello(self, **changes: Any) -> verifier_pb2.PushDraftBlocksRequest:
@@ -360,7 +375,7 @@ def target_fields(own_lease_id: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-def draft_fields(stage: Stage, own_lease_id: int, target: TargetSide | None = None, **changes: Any) -> dict[str, Any]:
+def draft_fields(address: str, own_lease_id: int, target: TargetSide | None = None, **changes: Any) -> dict[str, Any]:
     """Returns a good opening of a session on the drafter, or one that differs from it."""
     permit_key = target.permit_key if target is not None else secrets.token_bytes(KEY_BYTES)
     return {
@@ -370,7 +385,7 @@ def draft_fields(stage: Stage, own_lease_id: int, target: TargetSide | None = No
         "prompt_len": len(PROMPT),
         "rejection_sample_method": "block",
         "drafting_key": secrets.token_bytes(KEY_BYTES),
-        "verifier_address": stage.addresses["verifier"],
+        "verifier_address": address,
         "target_vocab_size": VOCAB_SIZE,
         "max_draft_tokens": SESSION_DRAFT_TOKENS,
         "max_len": MAX_LEN,
@@ -382,18 +397,32 @@ def draft_fields(stage: Stage, own_lease_id: int, target: TargetSide | None = No
 # Ways to try an input. Each returns what tries it on a stage.
 
 Attempt = Callable[[Stage], Answer]
+MakeBlock = Callable[[TargetSide], session_pb2.DraftBlock]
+
+OPENINGS: Mapping[str, tuple[Any, str]] = {
+    "verifier": (verifier_pb2.OpenTargetSessionRequest, "OpenTargetSession"),
+    "drafter": (drafter_pb2.OpenDraftSessionRequest, "OpenDraftSession"),
+}
+OPEN_TARGET, OPEN_DRAFT = ((service, f"{service.capitalize()}Service", name) for service, (_, name) in OPENINGS.items())
+EVERY_ID = range(VOCAB_SIZE)
 
 
-def generate(bad: bytes | None = None, metadata: Sequence[tuple[str, str]] = (), **fields: Any) -> Attempt:
-    """A completion with some other fields, or with other bytes altogether."""
-    request = gateway_pb2.GenerateRequest(**{"token_ids": gateway_pb2.TokenIds(ids=PROMPT), "max_tokens": 4, **fields})
-    message = request if bad is None else bad
-    return lambda stage: answer_to(lambda: stage.generate()(message, timeout=SECONDS, metadata=metadata))
+def _fields(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a request; those that are sampling parameters stand in a message of their own."""
+    names = session_pb2.SamplingParameters.DESCRIPTOR.fields_by_name
+    sampling = {name: value for name, value in given.items() if name in names}
+    others = {name: value for name, value in given.items() if name not in names}
+    return others | ({"sampling": session_pb2.SamplingParameters(**sampling)} if sampling else {})
 
 
-def sampled(**parameters: Any) -> Attempt:
-    """A completion with some sampling parameters."""
-    return generate(sampling=session_pb2.SamplingParameters(**parameters))
+def generate(**fields: Any) -> "Request":
+    """A completion with some other fields or sampling parameters."""
+    good = {"token_ids": GOOD_PROMPT.token_ids, "max_tokens": 4}
+    return Request("generate", lambda: gateway_pb2.GenerateRequest(**(good | _fields(fields))))
+
+
+def generate_bytes(message: bytes, metadata: Sequence[tuple[str, str]] = ()) -> Attempt:
+    return lambda stage: answer_to(lambda: stage.completing(message, timeout=SECONDS, metadata=metadata))
 
 
 def prompt_ids(ids: Sequence[int]) -> Attempt:
@@ -406,8 +435,12 @@ def several(prompts: Sequence[gateway_pb2.Prompt], **fields: Any) -> Attempt:
 
 def resumed(*came: tuple[int, Sequence[int]]) -> Attempt:
     """A completion of which something came: of each of some choices these ids."""
-    choices = [gateway_pb2.GeneratedChoice(choice=choice, token_ids=ids) for choice, ids in came]
-    return generate(generated_choices=choices)
+
+    def make() -> gateway_pb2.GenerateRequest:
+        choices = [gateway_pb2.GeneratedChoice(choice=choice, token_ids=ids) for choice, ids in came]
+        return gateway_pb2.GenerateRequest(token_ids=GOOD_PROMPT.token_ids, max_tokens=4, generated_choices=choices)
+
+    return Request("generate", make)
 
 
 def chat(messages: Sequence[gateway_pb2.ChatMessage], tools: Sequence[gateway_pb2.Tool] = ()) -> Attempt:
@@ -415,13 +448,13 @@ def chat(messages: Sequence[gateway_pb2.ChatMessage], tools: Sequence[gateway_pb
 
 
 def expired(stage: Stage) -> Answer:
-    return answer_to(lambda: stage.generate()(gateway_pb2.GenerateRequest(text="t1"), timeout=1e-3))
+    return answer_to(lambda: stage.completing(gateway_pb2.GenerateRequest(text="t1"), timeout=1e-3))
 
 
 def cancelled(stage: Stage) -> Answer:
     """Two hundred completions, each cancelled as soon as it was sent."""
     request = gateway_pb2.GenerateRequest(text="t1 t2", num_speculative_tokens=4)
-    calls = [stage.generate()(request, timeout=SECONDS) for _ in range(200)]
+    calls = [stage.completing(request, timeout=SECONDS) for _ in range(200)]
     for call in calls:
         call.cancel()
     answers = {answer_to(lambda call=call: call).kind for call in calls}
@@ -460,17 +493,9 @@ def streams(service: str, method: str) -> Attempt:
     return lambda stage: stage.wait_for(run(stage.addresses[service]))
 
 
-def open_target(bad: bytes | None = None, **changes: Any) -> Attempt:
+def open_target(**changes: Any) -> "Request":
     """An opening of a session on the verifier; one that is answered well has to get its first verdict."""
-
-    def attempt(stage: Stage) -> Answer:
-        with stage.target_stream() as (stream, lease_id):
-            if bad is not None:
-                return unary("verifier", "VerifierService", "OpenTargetSession", bad)(stage)
-            answer = stage.open_target(**target_fields(lease_id, **changes))
-            return answer if answer.kind != OK else _first_of(stream)
-
-    return attempt
+    return Request("open_target", lambda: _fields(changes))
 
 
 def _first_of(stream: Stream) -> Answer:
@@ -492,21 +517,25 @@ def _became(event: Any) -> Answer:
     return Answer(str(event.WhichOneof("event")))
 
 
-def open_target_twice(stage: Stage) -> Answer:
-    with stage.target_stream() as (_, lease_id):
-        fields = target_fields(lease_id)
-        assert stage.open_target(**fields).kind == OK
-        return stage.open_target(**fields)
+def opened_twice(service: str) -> Attempt:
+    def attempt(stage: Stage) -> Answer:
+        leased = stage.target_stream() if service == "verifier" else stage.draft_stream()
+        with leased as (_, lease_id):
+            verifier = stage.addresses["verifier"]
+            fields = target_fields(lease_id) if service == "verifier" else draft_fields(verifier, lease_id)
+            assert stage.opening(service, **fields).kind == OK
+            return stage.opening(service, **fields)
+
+    return attempt
 
 
 def open_target_after_close(stage: Stage) -> Answer:
     with stage.target_side() as session:
         other = target_fields(session.lease_id)
-        close = session_pb2.CloseSession(session_id=other["session_id"])
-        session.command(close_session=close)
+        session.command(close_session=session_pb2.CloseSession(session_id=other["session_id"]))
         session.command(**session.plain_run())
         session.stream.next()
-        return stage.open_target(**other)
+        return stage.opening("verifier", **other)
 
 
 def command(*makers: Callable[[TargetSide], dict[str, Any]], of_another: bool = False) -> Attempt:
@@ -606,44 +635,52 @@ def blocks(*given: session_pb2.DraftBlock) -> verifier_pb2.PushDraftBlocksReques
     return verifier_pb2.PushDraftBlocksRequest(blocks=verifier_pb2.DraftBlocks(blocks=given))
 
 
-def block(make: Callable[[TargetSide], session_pb2.DraftBlock], times: int = 1, is_strange: bool = False) -> Attempt:
-    """A block for a session in its round 1, then a good one.
+def block(make: "MakeBlock") -> "Request":
+    """A block for a session in its round 1, then a good one."""
+    return Request("offer", lambda: make)
 
-    Args:
-        make: makes the block.
-        times: how often it is sent.
-        is_strange: whether another drafter has a part in the session.
-    """
+
+def same_block(times: int) -> Attempt:
+    """A good block, so often in one message."""
 
     def attempt(stage: Stage) -> Answer:
-        with stage.target_side() as session, stage.push_stream() as stream, stage.push_stream() as other:
-            for one in (stream, other):
-                one.send(stage.hello())
-                one.next()
-            before = stage.refusals()
-            bad = blocks(*[make(session)] * times)
-            if is_strange:  # the other one shows its permit with a block that is stale
-                first = fence_to_proto(replace(session.fence, round=0))
-                _send_alone(stage.dropped, other, blocks(session.block(fence=first)))
-                _send_alone(stage.refusals, stream, bad)
-            else:
-                stream.send(bad)
-            (other if is_strange else stream).send(blocks(session.block(token_ids=[2], calibration_duration_us=77)))
-            response = session.stream.next(3.0)
-            if isinstance(response, Answer):
-                return response
-            event = response.events[0]
-            after = stage.refusals()
-            violations = [name for name, count in after.items() if count != before.get(name, 0.0)]
-            if event.WhichOneof("event") == "refusal":
-                session.command(**session.plain_run())
-                assert session.stream.next().events[0].WhichOneof("event") == "verdict", "the session goes on"
-                return Answer(refused(", ".join(violations)), event.refusal.message)
-            if event.WhichOneof("event") == "verdict" and event.verdict.calibration_duration_us == 77:
-                return Answer(f"{IGNORED}, counted as `{violations[0]}`" if violations else IGNORED)
-            return _became(event)
+        with stage.target_side() as session, stage.push_stream() as stream:
+            stream.send(stage.hello())
+            return after_block(stage, session, stream, lambda: stream.send(blocks(*[session.block()] * times)))
 
     return attempt
+
+
+def strange_block(stage: Stage) -> Answer:
+    """A block without a permit, where another drafter has a part in the session."""
+    with stage.target_side() as session, stage.push_stream() as stream, stage.push_stream() as own:
+        for one in (stream, own):
+            one.send(stage.hello())
+            one.next()
+        # Its drafter shows its permit with a block that is stale.
+        first = fence_to_proto(replace(session.fence, round=0))
+        _send_alone(stage.dropped, own, blocks(session.block(fence=first)))
+        bad = blocks(session.block(permit=None))
+        return after_block(stage, session, own, lambda: _send_alone(stage.refusals, stream, bad))
+
+
+def after_block(stage: Stage, session: TargetSide, stream: Stream, send: Callable[[], None]) -> Answer:
+    """Sends what is tried and then, on the stream, a good block; returns what became of the first."""
+    before = stage.refusals()
+    send()
+    stream.send(blocks(session.block(token_ids=[2], calibration_duration_us=77)))
+    response = session.stream.next(3.0)
+    if isinstance(response, Answer):
+        return response
+    event = response.events[0]
+    violations = [name for name, count in stage.refusals().items() if count != before.get(name, 0.0)]
+    if event.WhichOneof("event") == "refusal":
+        session.command(**session.plain_run())
+        assert session.stream.next().events[0].WhichOneof("event") == "verdict", "the session goes on"
+        return Answer(refused(", ".join(violations)), event.refusal.message)
+    if event.WhichOneof("event") == "verdict" and event.verdict.calibration_duration_us == 77:
+        return Answer(f"{IGNORED}, counted as `{violations[0]}`" if violations else IGNORED)
+    return _became(event)
 
 
 def _send_alone(counts: Callable[[], dict[str, float]], stream: Stream, message: Any) -> None:
@@ -654,7 +691,7 @@ def _send_alone(counts: Callable[[], dict[str, float]], stream: Stream, message:
         time.sleep(0.01)
 
 
-def distributed(encoding: int, data: bytes, tokens: Sequence[int] = (1,), **sizes: Any) -> Attempt:
+def distributed(encoding: int, data: bytes, tokens: Sequence[int] = (1,), **sizes: Any) -> "Request":
     """A block with other distributions."""
 
     def make(session: TargetSide) -> session_pb2.DraftBlock:
@@ -664,7 +701,7 @@ def distributed(encoding: int, data: bytes, tokens: Sequence[int] = (1,), **size
     return block(make)
 
 
-def sparse(weights: Mapping[int, int] | Sequence[tuple[int, int]], **changes: Any) -> Attempt:
+def sparse(weights: Mapping[int, int] | Sequence[tuple[int, int]], **changes: Any) -> "Request":
     """A block of one token, 1, with a sparse distribution of token ids and weights."""
     pairs = list(weights.items()) if isinstance(weights, Mapping) else list(weights)
     less = [weight - 1 for _, weight in pairs]
@@ -674,16 +711,16 @@ def sparse(weights: Mapping[int, int] | Sequence[tuple[int, int]], **changes: An
     return distributed(session_pb2.DISTRIBUTION_ENCODING_SPARSE_UINT16, data, **sizes)
 
 
-def dense(*row: float) -> Attempt:
+def dense(*row: float) -> "Request":
     """A block of one token, 1, with a dense distribution."""
     return distributed(session_pb2.DISTRIBUTION_ENCODING_DENSE_FLOAT32, struct.pack(f"<{len(row)}f", *row))
 
 
-def fenced(**changes: int) -> Callable[[TargetSide], session_pb2.DraftBlock]:
+def fenced(**changes: int) -> "MakeBlock":
     return lambda session: session.block(fence=fence_to_proto(replace(session.fence, **changes)))
 
 
-def permitted(number: int | None, token: bytes | None = None) -> Callable[[TargetSide], session_pb2.DraftBlock]:
+def permitted(number: int | None, token: bytes | None = None) -> "MakeBlock":
     """A block with another permit; genuine where no token is given, absent without a number."""
 
     def make(session: TargetSide) -> session_pb2.DraftBlock:
@@ -703,46 +740,32 @@ def block_flood(stage: Stage) -> Answer:
     return push(hello(), lambda _: many)(stage)
 
 
-def open_draft(bad: bytes | None = None, **changes: Any) -> Attempt:
+def open_draft(**changes: Any) -> "Request":
     """An opening of a session on the drafter."""
-
-    def attempt(stage: Stage) -> Answer:
-        with stage.draft_stream() as (_, lease_id):
-            if bad is not None:
-                return unary("drafter", "DrafterService", "OpenDraftSession", bad)(stage)
-            return stage.open_draft(**draft_fields(stage, lease_id, **changes))
-
-    return attempt
-
-
-def open_draft_twice(stage: Stage) -> Answer:
-    with stage.draft_stream() as (_, lease_id):
-        fields = draft_fields(stage, lease_id)
-        assert stage.open_draft(**fields).kind == OK
-        return stage.open_draft(**fields)
+    return Request("open_draft", lambda: _fields(changes))
 
 
 def open_draft_after_close(stage: Stage) -> Answer:
     with stage.draft_side() as drafting:
-        other = draft_fields(stage, drafting.lease_id)
+        other = draft_fields(stage.addresses["verifier"], drafting.lease_id)
         drafting.command(close_session=session_pb2.CloseSession(session_id=other["session_id"]))
         drafting.command(**drafting.calibration())
         drafting.target.stream.next()
-        return stage.open_draft(**other)
+        return stage.opening("drafter", **other)
 
 
 def open_draft_elsewhere(service: str) -> Attempt:
     """An opening whose verifier is another service."""
-    return lambda stage: open_draft(verifier_address=stage.addresses[service])(stage)
+    return lambda stage: stage.open_draft({"verifier_address": stage.addresses[service]})
 
 
 def open_draft_cancelled(stage: Stage) -> Answer:
     """Fifty openings, each cancelled as soon as it was sent, whose verifier is not there."""
     with stage.draft_stream() as (_, lease_id):
-        call = stage.unary("drafter", "DrafterService", "OpenDraftSession")
+        call = stage.unary(*OPEN_DRAFT)
         running = []
         for number in range(50):
-            fields = draft_fields(stage, lease_id, verifier_address=f"127.0.0.1:{number + 1}")
+            fields = draft_fields(f"127.0.0.1:{number + 1}", lease_id)
             running.append(call.future(drafter_pb2.OpenDraftSessionRequest(**fields), timeout=SECONDS))
         time.sleep(0.02)
         for one in running:
@@ -783,6 +806,22 @@ def _after_calibration(drafting: DraftSide) -> Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """What one edge answers alone. Tried on a `Stage`, or on the edge without servers: see `test_refusals.py`."""
+
+    method: str
+    make: Callable[[], Any]
+    """Makes its content, of which there may be megabytes."""
+
+    def __call__(self, place: Any) -> Answer:
+        answer: Answer = getattr(place, self.method)(self.make())
+        return answer
+
+
+Row = tuple[str, str, Attempt] | tuple[str, str, Attempt, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Case:
     """One bad input."""
 
@@ -803,325 +842,353 @@ class Case:
         return f"{self.service} {self.call}: {self.what}"
 
     @property
+    def is_request(self) -> bool:
+        """Whether an edge refuses it alone, so that it can be tried without servers."""
+        return isinstance(self.attempt, Request) and (self.answer in (INVALID, FAILED) or "refused" in self.answer)
+
+    @property
     def shown_answer(self) -> str:
         return f"`{self.answer}`" if self.answer in STATUSES else self.answer
 
 
-def _text(count: int) -> str:
-    return "t1 " * count
-
-
-def _gateway_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Attempt, str]]:
-    yield "no prompt at all", INVALID, generate(bad=b""), "prompt"
-    yield "empty text", INVALID, generate(token_ids=None, text=""), "prompt is empty"
-    yield "empty list of ids", INVALID, prompt_ids([]), "prompt is empty"
-    yield "a prompt as long as the context", INVALID, prompt_ids([1] * CONTEXT_LENGTH), "context"
-    yield "a prompt of 1,000,000 tokens", INVALID, prompt_ids([1] * 10**6), "token_ids"
-    yield "a text of 4,000,001 characters", INVALID, generate(token_ids=None, text="x" * 4_000_001), "characters"
-    yield "a text as long as the context", INVALID, generate(token_ids=None, text=_text(64)), "context"
-    yield "an id that is the vocabulary's size", INVALID, prompt_ids([1, VOCAB_SIZE]), "token ids"
-    yield "an id of 2^32 - 1", INVALID, prompt_ids([LARGEST]), "token ids"
-    yield "a chat without messages", INVALID, chat([]), "prompt is empty"
-    yield "a chat, though the model has no template", INVALID, chat([gateway_pb2.ChatMessage(role="user")]), "template"
-    many = [gateway_pb2.ChatMessage()] * 200_000
-    yield "a chat of 200,000 empty messages", INVALID, chat(many), "messages"
-    yield "a chat of 4,097 messages", INVALID, chat(many[:4097]), "messages takes at most 4096"
-    hello = gateway_pb2.ChatMessage(role="user", content="hello")
+def _gateway_rows() -> list[Row]:
+    user, no_message = gateway_pb2.ChatMessage(role="user", content="hello"), gateway_pb2.ChatMessage()
     called = gateway_pb2.ChatMessage(role="assistant", tool_calls=[gateway_pb2.ToolCall(name="t")] * 4097)
-    yield "a chat with 4,097 tool calls", INVALID, chat([hello, called]), "tool_calls"
-    yield "a chat with 1,025 tools", INVALID, chat([hello], tools=[gateway_pb2.Tool(name="t")] * 1025), "tools"
     long_tool = gateway_pb2.Tool(name="t", parameters="x" * 10**6)
-    yield "a chat with a tool of 1,000,001 characters", INVALID, chat([hello], tools=[long_tool]), "tools"
-    long = gateway_pb2.ChatMessage(role="user", content="x" * 3_999_997)
-    yield "a chat of 4,000,001 characters", INVALID, chat([long]), "characters"
-    unknown = gateway_pb2.GenerateRequest(text="t1").SerializeToString() + UNKNOWN_FIELD
-    yield "a field that does not exist", INVALID, generate(bad=unknown), "field 16383 of GenerateRequest"
-    sampling = session_pb2.SamplingParameters.FromString(UNKNOWN_FIELD)
-    yield "a sampling parameter that does not exist", INVALID, generate(sampling=sampling), "SamplingParameters"
-    message = gateway_pb2.ChatMessage.FromString(UNKNOWN_FIELD)
-    yield "a chat message with a field that does not exist", INVALID, chat([message]), "ChatMessage"
-    for name, values in {
+    long_message = gateway_pb2.ChatMessage(role="user", content="x" * 3_999_997)
+    long_prompt = gateway_pb2.Prompt(token_ids=gateway_pb2.TokenIds(ids=[1] * 10**6))
+    unknown_message = gateway_pb2.ChatMessage.FromString(UNKNOWN_FIELD)
+    text = gateway_pb2.GenerateRequest(text="t1", max_tokens=4).SerializeToString()
+    unknown = gateway_pb2.GenerateRequest.FromString(text + UNKNOWN_FIELD)
+    salted = gateway_pb2.GenerateRequest(text="t1", cache_salt="zz").SerializeToString()
+    form = session_pb2.StructuredOutput
+    choices = session_pb2.StructuredOutputChoices
+    regex = form(regex="a")
+    bounds = {
         "temperature": (NAN, INFINITY, -0.1, 100.5),
         "top_p": (NAN, INFINITY, 0.0, 1.5),
         "min_p": (NAN, INFINITY, -0.1, 1.5),
         "repetition_penalty": (NAN, INFINITY, 0.0, 101.0),
         "presence_penalty": (NAN, INFINITY, -2.5, 2.5),
         "frequency_penalty": (NAN, -INFINITY, -2.5, 2.5),
-    }.items():
-        for value in values:
-            yield f"`{name}` {_number(value)}", INVALID, sampled(**{name: value}), name
-    for value in (NAN, INFINITY, -100.5):
-        yield f"a `logit_bias` of {_number(value)}", INVALID, sampled(logit_bias={1: value}), "logit_bias"
-    yield "`logit_bias` of an id beyond the vocabulary", INVALID, sampled(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias"
-    biased = dict.fromkeys(range(100_000), 1.0)
-    yield "`logit_bias` of 100,000 ids", INVALID, sampled(logit_bias=biased), "logit_bias"
-    yield "an allowed id beyond the vocabulary", INVALID, sampled(allowed_token_ids=[1, LARGEST]), "allowed_token_ids"
-    yield "1,000,000 allowed ids", INVALID, sampled(allowed_token_ids=[1] * 10**6), "allowed_token_ids"
-    sampling = session_pb2.SamplingParameters(allowed_token_ids=[1], min_tokens=2)
-    yield (
-        "allowed ids that `min_tokens` keeps away",
-        INVALID,
-        generate(sampling=sampling, stop_token_ids=[1]),
-        "min_tokens",
-    )
-    sampling = session_pb2.SamplingParameters(min_tokens=2)
-    yield (
-        "every id a stop token, and `min_tokens`",
-        INVALID,
-        generate(sampling=sampling, stop_token_ids=range(VOCAB_SIZE)),
-        "min_tokens",
-    )
-    for title, form in {
-        "`structured_output` without a form": session_pb2.StructuredOutput(),
-        "an empty `regex`": session_pb2.StructuredOutput(regex=""),
-        "no `choices`": session_pb2.StructuredOutput(choices=session_pb2.StructuredOutputChoices()),
-        "a choice that comes twice": session_pb2.StructuredOutput(
-            choices=session_pb2.StructuredOutputChoices(texts=["a", "a"])
+    }
+    forms = {
+        "`structured_output` without a form": form(),
+        "an empty `regex`": form(regex=""),
+        "no `choices`": form(choices=choices()),
+        "a choice that comes twice": form(choices=choices(texts=["a", "a"])),
+        "1,025 `choices`": form(choices=choices(texts=map(str, range(1_025)))),
+        "a `json_schema` of 65,537 bytes": form(json_schema=" " * 65_537),
+        "a `grammar`, though the model has no stop token": form(grammar='start: "a"'),
+    }
+    return [
+        ("no prompt at all", INVALID, generate(token_ids=None, max_tokens=None), "prompt"),
+        ("empty text", INVALID, generate(token_ids=None, text=""), "prompt is empty"),
+        ("empty list of ids", INVALID, prompt_ids([]), "prompt is empty"),
+        ("a prompt as long as the context", INVALID, prompt_ids([1] * CONTEXT_LENGTH), "context"),
+        ("a prompt of 1,000,000 tokens", INVALID, prompt_ids([1] * 10**6), "token_ids"),
+        ("a text of 4,000,001 characters", INVALID, generate(token_ids=None, text="x" * 4_000_001), "characters"),
+        ("a text as long as the context", INVALID, generate(token_ids=None, text="t1 " * 64), "context"),
+        ("an id that is the vocabulary's size", INVALID, prompt_ids([1, VOCAB_SIZE]), "token ids"),
+        ("an id of 2^32 - 1", INVALID, prompt_ids([LARGEST]), "token ids"),
+        ("a chat without messages", INVALID, chat([]), "prompt is empty"),
+        ("a chat, though the model has no template", INVALID, chat([gateway_pb2.ChatMessage(role="user")]), "template"),
+        ("a chat of 200,000 empty messages", INVALID, chat([no_message] * 200_000), "messages"),
+        ("a chat of 4,097 messages", INVALID, chat([no_message] * 4097), "messages takes at most 4096"),
+        ("a chat with 4,097 tool calls", INVALID, chat([user, called]), "tool_calls"),
+        ("a chat with 1,025 tools", INVALID, chat([user], tools=[gateway_pb2.Tool(name="t")] * 1025), "tools"),
+        ("a chat with a tool of 1,000,001 characters", INVALID, chat([user], tools=[long_tool]), "tools"),
+        ("a chat of 4,000,001 characters", INVALID, chat([long_message]), "characters"),
+        (
+            "a field that does not exist",
+            INVALID,
+            Request("generate", lambda: unknown),
+            "field 16383 of GenerateRequest",
         ),
-        "1,025 `choices`": session_pb2.StructuredOutput(
-            choices=session_pb2.StructuredOutputChoices(texts=map(str, range(1_025)))
+        (
+            "a sampling parameter that does not exist",
+            INVALID,
+            generate(sampling=session_pb2.SamplingParameters.FromString(UNKNOWN_FIELD)),
+            "SamplingParameters",
         ),
-        "a `json_schema` of 65,537 bytes": session_pb2.StructuredOutput(json_schema=" " * 65_537),
-        "a `grammar`, though the model has no stop token": session_pb2.StructuredOutput(grammar='start: "a"'),
-    }.items():
-        yield title, INVALID, sampled(structured_output=form), "structured_output"
-    form = session_pb2.StructuredOutput(regex="a")
-    yield "a form and `min_tokens`", INVALID, sampled(structured_output=form, min_tokens=1), "structured_output"
-    yield (
-        "a form and allowed ids",
-        INVALID,
-        sampled(structured_output=form, allowed_token_ids=[1]),
-        "structured_output",
-    )
-    yield "`top_k` of 2^32 - 1", OK, sampled(top_k=LARGEST)
-    yield "`temperature`, `top_p` and `min_p` of 5e-324", OK, sampled(temperature=5e-324, top_p=5e-324, min_p=5e-324)
-    yield "`max_tokens` 0", OK, generate(max_tokens=0)
-    yield "`max_tokens` 2^32 - 1", INVALID, generate(max_tokens=LARGEST), "max_tokens"
-    yield "`min_tokens` 2^32 - 1", INVALID, sampled(min_tokens=LARGEST), "min_tokens"
-    yield "17 stop strings", INVALID, generate(stop=["a"] * 17), "stop"
-    yield "500,000 stop strings", INVALID, generate(stop=["a"] * 500_000), "stop"
-    yield "an empty stop string", INVALID, generate(stop=[""]), "stop"
-    yield "a stop string of 257 characters", INVALID, generate(stop=["a" * 257]), "stop"
-    yield "a stop token beyond the vocabulary", INVALID, generate(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"
-    yield "1,000,000 stop tokens, all the same", INVALID, generate(stop_token_ids=[1] * 10**6), "stop_token_ids"
-    yield "`num_speculative_tokens` 17", INVALID, generate(num_speculative_tokens=17), "num_speculative_tokens"
-    yield "`num_speculative_tokens` 2^32 - 1", INVALID, generate(num_speculative_tokens=LARGEST), "num_speculative"
-    yield "an unknown rule", INVALID, generate(rejection_sample_method="magic"), "block, token"
-    yield "an empty rule", INVALID, generate(rejection_sample_method=""), "block, token"
-    rule = generate(rejection_sample_method="\U0001f600" * 10**6)
-    yield "a rule with a name of 1,000,000 emoji", INVALID, rule, "block, token"
-    yield "a `cache_salt` of 257 characters", INVALID, generate(cache_salt="s" * 257), "cache_salt"
-    yield "`num_choices` 0", INVALID, generate(num_choices=0), "num_choices"
-    yield "`num_choices` 129", INVALID, generate(num_choices=129), "num_choices"
-    yield "`num_choices` 2^32 - 1", INVALID, generate(num_choices=LARGEST), "num_choices"
-    yield "an empty list of prompts", INVALID, several([]), "prompts is empty"
-    yield "a list with a prompt that is none", INVALID, several([GOOD_PROMPT, gateway_pb2.Prompt()]), "prompt"
-    yield "a list with an empty prompt", INVALID, several([GOOD_PROMPT, gateway_pb2.Prompt(text="")]), "empty"
-    yield (
-        "a list of 2 prompts and 65 choices of each",
-        INVALID,
-        several([GOOD_PROMPT] * 2, num_choices=65),
-        "num_choices",
-    )
-    yield "a list of 1,000,000 prompts", INVALID, several([gateway_pb2.Prompt()] * 10**6), "prompts"
-    long = gateway_pb2.Prompt(token_ids=gateway_pb2.TokenIds(ids=[1] * 10**6))
-    yield "a list with a prompt of 1,000,000 tokens", INVALID, several([GOOD_PROMPT, long]), "token_ids"
-    form = session_pb2.SamplingParameters(structured_output=session_pb2.StructuredOutput(regex="a*"))
-    yield "`ignore_eos` beside a structured output", INVALID, generate(ignore_eos=True, sampling=form), "ignore_eos"
-    yield "`logprobs` 21", INVALID, generate(logprobs=21), "logprobs"
-    yield "`logprobs` 2^32 - 1", INVALID, generate(logprobs=LARGEST), "logprobs"
-    yield "`logprobs` 20 of a vocabulary of 3", OK, generate(logprobs=20, prompt_logprobs=20)
-    yield "`prompt_logprobs` 21", INVALID, generate(prompt_logprobs=21), "prompt_logprobs"
-    yield "an unknown `logprobs_mode`", INVALID, generate(logprobs_mode="raw_logits"), "logprobs_mode"
-    yield "an empty `logprobs_mode`", INVALID, generate(logprobs_mode=""), "logprobs_mode"
-    yield "a resumed text longer than `max_tokens`", INVALID, resumed((0, [1] * 5)), "generated_choices"
-    yield "a resumed text of 1,000,000 tokens", INVALID, resumed((0, [1] * 10**6)), "generated_choices"
-    yield "a resumed id beyond the vocabulary", INVALID, resumed((0, [LARGEST])), "generated_choices"
-    yield "a resumed choice that there is not", INVALID, resumed((1, [1])), "generated_choices"
-    yield "a choice that is resumed twice", INVALID, resumed((0, [1]), (0, [1])), "generated_choices"
-    yield "1,000,000 resumed choices", INVALID, resumed(*[(0, [])] * 10**6), "generated_choices"
-    yield "bytes that are no message", INVALID, generate(bad=GARBAGE), "message"
-    text = gateway_pb2.GenerateRequest(text="t1", max_tokens=4).SerializeToString()
-    yield "a message that is cut off", INVALID, generate(bad=text[:-3]), "message"
-    yield "a prompt that is not UTF-8", INVALID, generate(bad=text.replace(b"t1", NOT_UTF8)), "message"
-    salted = gateway_pb2.GenerateRequest(text="t1", cache_salt="zz").SerializeToString()
-    yield "a `cache_salt` that is not UTF-8", INVALID, generate(bad=salted.replace(b"zz", NOT_UTF8)), "message"
-    yield "a message above `max_message_bytes`", EXHAUSTED, generate(text="x" * (MAX_MESSAGE_BYTES + 1)), "larger"
-    yield "1 MB of metadata", EXHAUSTED, generate(metadata=[("x-large", "x" * 10**6)])
-    yield "a deadline of 1 ms", LATE, expired
-    yield "200 completions cancelled at once", CANCELLED, cancelled
+        ("a chat message with a field that does not exist", INVALID, chat([unknown_message]), "ChatMessage"),
+        *(
+            (f"`{name}` {_number(value)}", INVALID, generate(**{name: value}), name)
+            for name, values in bounds.items()
+            for value in values
+        ),
+        *(
+            (f"a `logit_bias` of {_number(value)}", INVALID, generate(logit_bias={1: value}), "logit_bias")
+            for value in (NAN, INFINITY, -100.5)
+        ),
+        ("`logit_bias` of an id beyond the vocabulary", INVALID, generate(logit_bias={VOCAB_SIZE: 1.0}), "logit_bias"),
+        ("`logit_bias` of 100,000 ids", INVALID, generate(logit_bias=dict.fromkeys(range(100_000), 1.0)), "logit_bias"),
+        ("an allowed id beyond the vocabulary", INVALID, generate(allowed_token_ids=[1, LARGEST]), "allowed_token_ids"),
+        ("1,000,000 allowed ids", INVALID, generate(allowed_token_ids=[1] * 10**6), "allowed_token_ids"),
+        (
+            "allowed ids that `min_tokens` keeps away",
+            INVALID,
+            generate(allowed_token_ids=[1], min_tokens=2, stop_token_ids=[1]),
+            "min_tokens",
+        ),
+        (
+            "every id a stop token, and `min_tokens`",
+            INVALID,
+            generate(min_tokens=2, stop_token_ids=EVERY_ID),
+            "min_tokens",
+        ),
+        *((title, INVALID, generate(structured_output=bad), "structured_output") for title, bad in forms.items()),
+        ("a form and `min_tokens`", INVALID, generate(structured_output=regex, min_tokens=1), "structured_output"),
+        (
+            "a form and allowed ids",
+            INVALID,
+            generate(structured_output=regex, allowed_token_ids=[1]),
+            "structured_output",
+        ),
+        ("`top_k` of 2^32 - 1", OK, generate(top_k=LARGEST)),
+        ("`temperature`, `top_p` and `min_p` of 5e-324", OK, generate(temperature=5e-324, top_p=5e-324, min_p=5e-324)),
+        ("`max_tokens` 0", OK, generate(max_tokens=0)),
+        ("`max_tokens` 2^32 - 1", INVALID, generate(max_tokens=LARGEST), "max_tokens"),
+        ("`min_tokens` 2^32 - 1", INVALID, generate(min_tokens=LARGEST), "min_tokens"),
+        ("17 stop strings", INVALID, generate(stop=["a"] * 17), "stop"),
+        ("500,000 stop strings", INVALID, generate(stop=["a"] * 500_000), "stop"),
+        ("an empty stop string", INVALID, generate(stop=[""]), "stop"),
+        ("a stop string of 257 characters", INVALID, generate(stop=["a" * 257]), "stop"),
+        ("a stop token beyond the vocabulary", INVALID, generate(stop_token_ids=[VOCAB_SIZE]), "stop_token_ids"),
+        ("1,000,000 stop tokens, all the same", INVALID, generate(stop_token_ids=[1] * 10**6), "stop_token_ids"),
+        ("`num_speculative_tokens` 17", INVALID, generate(num_speculative_tokens=17), "num_speculative_tokens"),
+        ("`num_speculative_tokens` 2^32 - 1", INVALID, generate(num_speculative_tokens=LARGEST), "num_speculative"),
+        ("an unknown rule", INVALID, generate(rejection_sample_method="magic"), "block, token"),
+        ("an empty rule", INVALID, generate(rejection_sample_method=""), "block, token"),
+        (
+            "a rule with a name of 1,000,000 emoji",
+            INVALID,
+            generate(rejection_sample_method="\U0001f600" * 10**6),
+            "block, token",
+        ),
+        ("a `cache_salt` of 257 characters", INVALID, generate(cache_salt="s" * 257), "cache_salt"),
+        ("`num_choices` 0", INVALID, generate(num_choices=0), "num_choices"),
+        ("`num_choices` 129", INVALID, generate(num_choices=129), "num_choices"),
+        ("`num_choices` 2^32 - 1", INVALID, generate(num_choices=LARGEST), "num_choices"),
+        ("an empty list of prompts", INVALID, several([]), "prompts is empty"),
+        ("a list with a prompt that is none", INVALID, several([GOOD_PROMPT, gateway_pb2.Prompt()]), "prompt"),
+        ("a list with an empty prompt", INVALID, several([GOOD_PROMPT, gateway_pb2.Prompt(text="")]), "empty"),
+        (
+            "a list of 2 prompts and 65 choices of each",
+            INVALID,
+            several([GOOD_PROMPT] * 2, num_choices=65),
+            "num_choices",
+        ),
+        ("a list of 1,000,000 prompts", INVALID, several([gateway_pb2.Prompt()] * 10**6), "prompts"),
+        ("a list with a prompt of 1,000,000 tokens", INVALID, several([GOOD_PROMPT, long_prompt]), "token_ids"),
+        (
+            "`ignore_eos` beside a structured output",
+            INVALID,
+            generate(ignore_eos=True, structured_output=form(regex="a*")),
+            "ignore_eos",
+        ),
+        ("`logprobs` 21", INVALID, generate(logprobs=21), "logprobs"),
+        ("`logprobs` 2^32 - 1", INVALID, generate(logprobs=LARGEST), "logprobs"),
+        ("`logprobs` 20 of a vocabulary of 3", OK, generate(logprobs=20, prompt_logprobs=20)),
+        ("`prompt_logprobs` 21", INVALID, generate(prompt_logprobs=21), "prompt_logprobs"),
+        ("an unknown `logprobs_mode`", INVALID, generate(logprobs_mode="raw_logits"), "logprobs_mode"),
+        ("an empty `logprobs_mode`", INVALID, generate(logprobs_mode=""), "logprobs_mode"),
+        ("a resumed text longer than `max_tokens`", INVALID, resumed((0, [1] * 5)), "generated_choices"),
+        ("a resumed text of 1,000,000 tokens", INVALID, resumed((0, [1] * 10**6)), "generated_choices"),
+        ("a resumed id beyond the vocabulary", INVALID, resumed((0, [LARGEST])), "generated_choices"),
+        ("a resumed choice that there is not", INVALID, resumed((1, [1])), "generated_choices"),
+        ("a choice that is resumed twice", INVALID, resumed((0, [1]), (0, [1])), "generated_choices"),
+        ("1,000,000 resumed choices", INVALID, resumed(*[(0, [])] * 10**6), "generated_choices"),
+        ("bytes that are no message", INVALID, generate_bytes(GARBAGE), "message"),
+        ("a message that is cut off", INVALID, generate_bytes(text[:-3]), "message"),
+        ("a prompt that is not UTF-8", INVALID, generate_bytes(text.replace(b"t1", NOT_UTF8)), "message"),
+        ("a `cache_salt` that is not UTF-8", INVALID, generate_bytes(salted.replace(b"zz", NOT_UTF8)), "message"),
+        ("a message above `max_message_bytes`", EXHAUSTED, generate(text="x" * (MAX_MESSAGE_BYTES + 1)), "larger"),
+        ("1 MB of metadata", EXHAUSTED, generate_bytes(text, [("x-large", "x" * 10**6)])),
+        ("a deadline of 1 ms", LATE, expired),
+        ("200 completions cancelled at once", CANCELLED, cancelled),
+    ]
 
 
 def _number(value: float) -> str:
     return "NaN" if math.isnan(value) else "infinity" if value == INFINITY else f"{value:g}"
 
 
-def _open_target_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Attempt, str]]:
-    def sampling(**parameters: Any) -> Attempt:
-        stops = parameters.pop("stop_token_ids", ())
-        return open_target(sampling=session_pb2.SamplingParameters(**parameters), stop_token_ids=stops)
+def _open_target_rows() -> list[Row]:
+    away = {"min_tokens": 2, "stop_token_ids": [1], "allowed_token_ids": [1]}
+    opening = verifier_pb2.OpenTargetSessionRequest(rejection_sample_method="zz").SerializeToString()
+    return [
+        ("an unknown lease", FAILED, open_target(lease_id=1), "lease"),
+        ("no lease", FAILED, open_target(lease_id=0), "lease"),
+        ("a session that is open", INVALID, opened_twice("verifier"), "open already"),
+        ("a session that was closed before", FAILED, open_target_after_close, "closed"),
+        ("epoch 2^32 - 1", DONE, open_target(epoch=LARGEST)),
+        ("`choice` 2^32 - 1", DONE, open_target(choice=LARGEST)),
+        ("`first_round` 2^32 - 1", INVALID, open_target(first_round=LARGEST), "first_round"),
+        ("no ids", INVALID, open_target(token_ids=[], prompt_len=0), "prompt"),
+        ("as many ids as the context", INVALID, open_target(token_ids=[1] * CONTEXT_LENGTH), "prompt tokens"),
+        ("1,000,000 ids", INVALID, open_target(token_ids=[1] * 10**6), "prompt tokens"),
+        ("an id beyond the vocabulary", INVALID, open_target(token_ids=[1, VOCAB_SIZE], prompt_len=2), "token id"),
+        ("`prompt_len` 0", INVALID, open_target(prompt_len=0), "prompt_len"),
+        ("`prompt_len` beyond the ids", INVALID, open_target(prompt_len=LARGEST), "prompt_len"),
+        ("`max_len` without room for a token", INVALID, open_target(max_len=len(PROMPT)), "max_len"),
+        ("`max_len` beyond the context", INVALID, open_target(max_len=LARGEST), "max_len"),
+        ("`max_draft_tokens` 2^32 - 1", INVALID, open_target(max_draft_tokens=LARGEST), "num_speculative_tokens"),
+        ("`plain_rounds` 2^32 - 1", DONE, open_target(plain_rounds=LARGEST)),
+        ("no `verifying_key`", INVALID, open_target(verifying_key=b""), "key"),
+        ("a `verifying_key` of 17 bytes", INVALID, open_target(verifying_key=bytes(17)), "key"),
+        ("a `permit_key` of 15 bytes", INVALID, open_target(permit_key=bytes(15)), "key"),
+        ("an unknown rule", INVALID, open_target(rejection_sample_method="magic"), "block, token"),
+        ("a `cache_salt` of 257 characters", INVALID, open_target(cache_salt="s" * 257), "cache_salt"),
+        ("a `traceparent` that names no span", INVALID, open_target(traceparent=NO_SPAN), "traceparent"),
+        ("a `temperature` of NaN", INVALID, open_target(temperature=NAN), "temperature"),
+        ("a `logit_bias` of NaN", INVALID, open_target(logit_bias={1: NAN}), "logit_bias"),
+        ("a bias beyond the vocabulary", INVALID, open_target(logit_bias={LARGEST: 1.0}), "logit_bias"),
+        (
+            "an allowed id beyond the vocabulary",
+            INVALID,
+            open_target(allowed_token_ids=[VOCAB_SIZE]),
+            "allowed_token_ids",
+        ),
+        (
+            "every id a stop token, and `min_tokens`",
+            INVALID,
+            open_target(min_tokens=2, stop_token_ids=EVERY_ID),
+            "min_tokens",
+        ),
+        ("allowed ids that `min_tokens` keeps away", INVALID, open_target(**away), "min_tokens"),
+        ("`logprobs` 21", INVALID, open_target(logprobs=21), "logprobs"),
+        ("`prompt_logprobs` 2^32 - 1", INVALID, open_target(prompt_logprobs=LARGEST), "prompt_logprobs"),
+        ("an unknown `logprobs_mode`", INVALID, open_target(logprobs_mode="magic"), "logprobs_mode"),
+        ("log-probabilities of a vocabulary of 3, 20 of each", DONE, open_target(logprobs=20, prompt_logprobs=20)),
+        ("stop tokens beyond the vocabulary", DONE, open_target(min_tokens=2, stop_token_ids=[LARGEST])),
+        ("bytes that are no message", INVALID, unary(*OPEN_TARGET, GARBAGE), "message"),
+        ("a rule that is not UTF-8", INVALID, unary(*OPEN_TARGET, opening.replace(b"zz", NOT_UTF8)), "message"),
+        ("a message above `max_message_bytes`", EXHAUSTED, open_target(cache_salt="x" * (MAX_MESSAGE_BYTES + 1))),
+    ]
 
-    yield "an unknown lease", FAILED, open_target(lease_id=1), "lease"
-    yield "no lease", FAILED, open_target(lease_id=0), "lease"
-    yield "a session that is open", INVALID, open_target_twice, "open already"
-    yield "a session that was closed before", FAILED, open_target_after_close, "closed"
-    yield "epoch 2^32 - 1", DONE, open_target(epoch=LARGEST)
-    yield "`choice` 2^32 - 1", DONE, open_target(choice=LARGEST)
-    yield "`first_round` 2^32 - 1", INVALID, open_target(first_round=LARGEST), "first_round"
-    yield "no ids", INVALID, open_target(token_ids=[], prompt_len=0), "prompt"
-    yield "as many ids as the context", INVALID, open_target(token_ids=[1] * CONTEXT_LENGTH), "prompt tokens"
-    yield "1,000,000 ids", INVALID, open_target(token_ids=[1] * 10**6), "prompt tokens"
-    yield "an id beyond the vocabulary", INVALID, open_target(token_ids=[1, VOCAB_SIZE], prompt_len=2), "token id"
-    yield "`prompt_len` 0", INVALID, open_target(prompt_len=0), "prompt_len"
-    yield "`prompt_len` beyond the ids", INVALID, open_target(prompt_len=LARGEST), "prompt_len"
-    yield "`max_len` without room for a token", INVALID, open_target(max_len=len(PROMPT)), "max_len"
-    yield "`max_len` beyond the context", INVALID, open_target(max_len=LARGEST), "max_len"
-    yield "`max_draft_tokens` 2^32 - 1", INVALID, open_target(max_draft_tokens=LARGEST), "num_speculative_tokens"
-    yield "`plain_rounds` 2^32 - 1", DONE, open_target(plain_rounds=LARGEST)
-    yield "no `verifying_key`", INVALID, open_target(verifying_key=b""), "key"
-    yield "a `verifying_key` of 17 bytes", INVALID, open_target(verifying_key=bytes(17)), "key"
-    yield "a `permit_key` of 15 bytes", INVALID, open_target(permit_key=bytes(15)), "key"
-    yield "an unknown rule", INVALID, open_target(rejection_sample_method="magic"), "block, token"
-    yield "a `cache_salt` of 257 characters", INVALID, open_target(cache_salt="s" * 257), "cache_salt"
-    yield "a `traceparent` that names no span", INVALID, open_target(traceparent=NO_SPAN), "traceparent"
-    yield "a `temperature` of NaN", INVALID, sampling(temperature=NAN), "temperature"
-    yield "a `logit_bias` of NaN", INVALID, sampling(logit_bias={1: NAN}), "logit_bias"
-    yield "a bias beyond the vocabulary", INVALID, sampling(logit_bias={LARGEST: 1.0}), "logit_bias"
-    yield "an allowed id beyond the vocabulary", INVALID, sampling(allowed_token_ids=[VOCAB_SIZE]), "allowed_token_ids"
-    every = range(VOCAB_SIZE)
-    yield "every id a stop token, and `min_tokens`", INVALID, sampling(min_tokens=2, stop_token_ids=every), "min_tokens"
-    away = sampling(min_tokens=2, stop_token_ids=[1], allowed_token_ids=[1])
-    yield "allowed ids that `min_tokens` keeps away", INVALID, away, "min_tokens"
-    yield "`logprobs` 21", INVALID, open_target(logprobs=21), "logprobs"
-    yield "`prompt_logprobs` 2^32 - 1", INVALID, open_target(prompt_logprobs=LARGEST), "prompt_logprobs"
-    yield "an unknown `logprobs_mode`", INVALID, open_target(logprobs_mode="magic"), "logprobs_mode"
-    yield "log-probabilities of a vocabulary of 3, 20 of each", DONE, open_target(logprobs=20, prompt_logprobs=20)
-    yield "stop tokens beyond the vocabulary", DONE, sampling(min_tokens=2, stop_token_ids=[LARGEST])
-    yield "bytes that are no message", INVALID, open_target(bad=GARBAGE), "message"
-    request = verifier_pb2.OpenTargetSessionRequest(rejection_sample_method="zz").SerializeToString()
-    yield "a rule that is not UTF-8", INVALID, open_target(bad=request.replace(b"zz", NOT_UTF8)), "message"
-    yield "a message above `max_message_bytes`", EXHAUSTED, open_target(cache_salt="x" * (MAX_MESSAGE_BYTES + 1))
 
-
-def _run_target_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Attempt, str]]:
+def _run_target_rows() -> list[Row]:
     def close(session: TargetSide) -> dict[str, Any]:
         return {"close_session": session_pb2.CloseSession(session_id=session.session_id)}
 
     def close_unknown(session: TargetSide) -> dict[str, Any]:
         return {"close_session": session_pb2.CloseSession(session_id=session.session_id, epoch=LARGEST)}
 
-    yield "a command without content", FAILED, command(lambda _: {}), "without content"
-    yield "bytes that are no message", INVALID, raw_command("verifier", GARBAGE), "message"
-    yield "a plain run for a round from the future", ends(FAILED), command(lambda s: s.plain_run(round=9))
-    yield "a plain run for round 2^32 - 1", ends(FAILED), command(lambda s: s.plain_run(round=LARGEST))
-    yield "a plain run for an old round", IGNORED, command(lambda s: s.plain_run(round=0))
-    yield "a plain run for another epoch", IGNORED, command(lambda s: s.plain_run(epoch=LARGEST))
-    yield "a plain run for another prefix", ends(FAILED), command(lambda s: s.plain_run(prefix_hash=1))
-    yield "a plain run for a longer prefix", ends(FAILED), command(lambda s: s.plain_run(prefix_len=LARGEST))
-    yield "a plain run of no rounds", ends(INVALID), command(lambda s: s.plain_run(0))
-    yield "a plain run of 2^32 - 1 rounds", DONE, command(lambda s: s.plain_run(LARGEST))
-    yield "the same plain run twice", IGNORED, command(TargetSide.plain_run, TargetSide.plain_run)
-    yield "a plain run for an unknown session", IGNORED, command(lambda s: s.plain_run(session_id=1))
-    yield "an unknown session closed, twice", IGNORED, command(close_unknown, close_unknown)
-    yield "another stream's session closed", IGNORED, command(close, of_another=True)
-    yield "a plain run for another stream's session", IGNORED, command(lambda s: s.plain_run(9), of_another=True)
-    yield "20,000 plain runs for unknown sessions", IGNORED, command_flood("verifier", "plain_run")
-    yield "20,000 unknown sessions closed", IGNORED, command_flood("verifier", "close_session")
-    yield "2,000 streams, opened and dropped", CANCELLED, streams("verifier", "RunTargetSessions")
+    return [
+        ("a command without content", FAILED, command(lambda _: {}), "without content"),
+        ("bytes that are no message", INVALID, raw_command("verifier", GARBAGE), "message"),
+        ("a plain run for a round from the future", ends(FAILED), command(lambda s: s.plain_run(round=9))),
+        ("a plain run for round 2^32 - 1", ends(FAILED), command(lambda s: s.plain_run(round=LARGEST))),
+        ("a plain run for an old round", IGNORED, command(lambda s: s.plain_run(round=0))),
+        ("a plain run for another epoch", IGNORED, command(lambda s: s.plain_run(epoch=LARGEST))),
+        ("a plain run for another prefix", ends(FAILED), command(lambda s: s.plain_run(prefix_hash=1))),
+        ("a plain run for a longer prefix", ends(FAILED), command(lambda s: s.plain_run(prefix_len=LARGEST))),
+        ("a plain run of no rounds", ends(INVALID), command(lambda s: s.plain_run(0))),
+        ("a plain run of 2^32 - 1 rounds", DONE, command(lambda s: s.plain_run(LARGEST))),
+        ("the same plain run twice", IGNORED, command(TargetSide.plain_run, TargetSide.plain_run)),
+        ("a plain run for an unknown session", IGNORED, command(lambda s: s.plain_run(session_id=1))),
+        ("an unknown session closed, twice", IGNORED, command(close_unknown, close_unknown)),
+        ("another stream's session closed", IGNORED, command(close, of_another=True)),
+        ("a plain run for another stream's session", IGNORED, command(lambda s: s.plain_run(9), of_another=True)),
+        ("20,000 plain runs for unknown sessions", IGNORED, command_flood("verifier", "plain_run")),
+        ("20,000 unknown sessions closed", IGNORED, command_flood("verifier", "close_session")),
+        ("2,000 streams, opened and dropped", CANCELLED, streams("verifier", "RunTargetSessions")),
+    ]
 
 
-def _push_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Attempt, str]]:
+def _push_rows() -> list[Row]:
     model_size = {"vocab_size": LARGEST, "context_length": LARGEST}
-    yield "blocks before the hello", FAILED, push(lambda _: blocks()), "hello"
-    yield "the hello twice", FAILED, push(hello(), hello()), "hello"
-    yield "a request without content", FAILED, push(lambda _: b""), "hello"
-    yield "bytes that are no message", INVALID, push(hello(), lambda _: GARBAGE), "message"
-    yield "protocol version 0", FAILED, push(hello(protocol_version=0)), "version"
-    yield "protocol version 2^32 - 1", FAILED, push(hello(protocol_version=LARGEST)), "version"
-    yield "another fingerprint", FAILED, push(hello(vocabulary_fingerprint=bytes(32))), "vocabulary"
-    yield "a fingerprint of 1 MB", FAILED, push(hello(vocabulary_fingerprint=bytes(10**6))), "vocabulary"
-    yield "a model name of 1 MB", INVALID, push(hello(name="x" * 10**6)), "name"
-    yield "a model name of 1,000 emoji", INVALID, push(hello(name="\U0001f600" * 1000)), "name"
-    yield "vocabulary and context of 2^32 - 1", OK, push(hello(**model_size))
-    yield "a message above `max_message_bytes`", EXHAUSTED, push(lambda _: b"\x0a" + bytes(MAX_MESSAGE_BYTES))
-    yield "20,000 blocks for unknown sessions", OK, block_flood
-    yield "2,000 streams, opened and dropped", CANCELLED, streams("verifier", "PushDraftBlocks")
-    yield "the same block 100 times", DONE, block(TargetSide.block, times=100)
-    yield "a block for an old round", IGNORED, block(fenced(round=0))
-    yield "a block for a round from the future", refused("prefix"), block(fenced(round=LARGEST))
-    yield "a block for another prefix", refused("prefix"), block(fenced(prefix_hash=1))
-    yield "a block for another epoch", IGNORED, block(fenced(epoch=LARGEST))
-    yield "a block without a fence", IGNORED, block(lambda s: s.block(fence=None))
     peer = f"{IGNORED}, counted as `peer`"
-    yield "a forged permit", peer, block(permitted(0, bytes(KEY_BYTES)))
-    yield "a permit of 1 byte", peer, block(permitted(0, b"\0"))
-    yield "a permit of 1 MB", peer, block(permitted(LARGEST, bytes(10**6)))
-    yield "a block without a permit", peer, block(permitted(None))
-    yield "a block of another drafter", peer, block(permitted(None), is_strange=True)
-    yield "a token tree", refused("encoding"), block(lambda s: s.block(parent_indices=[-1, 0]))
-    yield "encoding 0", refused("encoding"), distributed(0, b"")
-    yield "encoding 99", refused("encoding"), distributed(99, b"")
-    yield "no distributions", refused("no_distributions"), distributed(session_pb2.DISTRIBUTION_ENCODING_NONE, b"")
-    yield "no tokens", refused("length"), block(lambda s: s.block(token_ids=[]))
-    yield "5 tokens where 4 are the limit", refused("length"), block(lambda s: s.block(token_ids=[1] * 5))
-    yield "1,000,000 tokens", refused("length"), block(lambda s: s.block(token_ids=[1] * 10**6))
-    yield "a token beyond the vocabulary", refused("token_id"), block(lambda s: s.block(token_ids=[LARGEST]))
     one_hot = session_pb2.DISTRIBUTION_ENCODING_ONE_HOT
-    yield "a vocabulary of 2^32 - 1", refused("encoding"), distributed(one_hot, b"", vocab_size=LARGEST)
-    yield "a vocabulary of 0", refused("encoding"), distributed(one_hot, b"", vocab_size=0)
-    yield "data where none belong", refused("encoding"), distributed(one_hot, bytes(10**6))
-    yield "a dense row with a NaN", refused("weights"), dense(0.5, NAN, 0.5)
-    yield "a dense row with an infinity", refused("weights"), dense(0.5, INFINITY, 0.5)
-    yield "a dense row with a negative entry", refused("weights"), dense(-0.5, 1.0, 0.5)
-    yield "a dense row that sums to 2", refused("weights"), dense(1.0, 0.5, 0.5)
-    yield "a dense row that is too short", refused("encoding"), dense(0.5, 0.5)
-    yield "a token that its row makes impossible", refused("outside_support"), dense(0.5, 0.0, 0.5)
     half = 2**15
-    yield "weights that sum to 65,535", refused("weights"), sparse({1: half, 2: half - 1})
-    yield "an id twice", refused("token_id"), sparse([(1, half), (1, half)])
-    yield "an id beyond the vocabulary in a row", refused("token_id"), sparse({1: half, VOCAB_SIZE: half})
-    yield "a support without the token", refused("outside_support"), sparse({0: half, 2: half})
-    yield "a support of 2^32 - 1 tokens", refused("encoding"), sparse({1: half, 2: half}, support_sizes=[LARGEST])
-    yield "more wide weights than weights", refused("encoding"), sparse({1: half, 2: half}, wide_sizes=[LARGEST])
-    yield "1,000,000 supports", refused("encoding"), sparse({1: half, 2: half}, support_sizes=[2] * 10**6)
+    return [
+        ("blocks before the hello", FAILED, push(lambda _: blocks()), "hello"),
+        ("the hello twice", FAILED, push(hello(), hello()), "hello"),
+        ("a request without content", FAILED, push(lambda _: b""), "hello"),
+        ("bytes that are no message", INVALID, push(hello(), lambda _: GARBAGE), "message"),
+        ("protocol version 0", FAILED, push(hello(protocol_version=0)), "version"),
+        ("protocol version 2^32 - 1", FAILED, push(hello(protocol_version=LARGEST)), "version"),
+        ("another fingerprint", FAILED, push(hello(vocabulary_fingerprint=bytes(32))), "vocabulary"),
+        ("a fingerprint of 1 MB", FAILED, push(hello(vocabulary_fingerprint=bytes(10**6))), "vocabulary"),
+        ("a model name of 1 MB", INVALID, push(hello(name="x" * 10**6)), "name"),
+        ("a model name of 1,000 emoji", INVALID, push(hello(name="\U0001f600" * 1000)), "name"),
+        ("vocabulary and context of 2^32 - 1", OK, push(hello(**model_size))),
+        ("a message above `max_message_bytes`", EXHAUSTED, push(lambda _: b"\x0a" + bytes(MAX_MESSAGE_BYTES))),
+        ("20,000 blocks for unknown sessions", OK, block_flood),
+        ("2,000 streams, opened and dropped", CANCELLED, streams("verifier", "PushDraftBlocks")),
+        ("the same block 100 times", DONE, same_block(100)),
+        ("a block for an old round", IGNORED, block(fenced(round=0))),
+        ("a block for a round from the future", refused("prefix"), block(fenced(round=LARGEST))),
+        ("a block for another prefix", refused("prefix"), block(fenced(prefix_hash=1))),
+        ("a block for another epoch", IGNORED, block(fenced(epoch=LARGEST))),
+        ("a block without a fence", IGNORED, block(lambda s: s.block(fence=None))),
+        ("a forged permit", peer, block(permitted(0, bytes(KEY_BYTES)))),
+        ("a permit of 1 byte", peer, block(permitted(0, b"\0"))),
+        ("a permit of 1 MB", peer, block(permitted(LARGEST, bytes(10**6)))),
+        ("a block without a permit", peer, block(permitted(None))),
+        ("a block of another drafter", peer, strange_block),
+        ("a token tree", refused("encoding"), block(lambda s: s.block(parent_indices=[-1, 0]))),
+        ("encoding 0", refused("encoding"), distributed(0, b"")),
+        ("encoding 99", refused("encoding"), distributed(99, b"")),
+        ("no distributions", refused("no_distributions"), distributed(session_pb2.DISTRIBUTION_ENCODING_NONE, b"")),
+        ("no tokens", refused("length"), block(lambda s: s.block(token_ids=[]))),
+        ("5 tokens where 4 are the limit", refused("length"), block(lambda s: s.block(token_ids=[1] * 5))),
+        ("1,000,000 tokens", refused("length"), block(lambda s: s.block(token_ids=[1] * 10**6))),
+        ("a token beyond the vocabulary", refused("token_id"), block(lambda s: s.block(token_ids=[LARGEST]))),
+        ("a vocabulary of 2^32 - 1", refused("encoding"), distributed(one_hot, b"", vocab_size=LARGEST)),
+        ("a vocabulary of 0", refused("encoding"), distributed(one_hot, b"", vocab_size=0)),
+        ("data where none belong", refused("encoding"), distributed(one_hot, bytes(10**6))),
+        ("a dense row with a NaN", refused("weights"), dense(0.5, NAN, 0.5)),
+        ("a dense row with an infinity", refused("weights"), dense(0.5, INFINITY, 0.5)),
+        ("a dense row with a negative entry", refused("weights"), dense(-0.5, 1.0, 0.5)),
+        ("a dense row that sums to 2", refused("weights"), dense(1.0, 0.5, 0.5)),
+        ("a dense row that is too short", refused("encoding"), dense(0.5, 0.5)),
+        ("a token that its row makes impossible", refused("outside_support"), dense(0.5, 0.0, 0.5)),
+        ("weights that sum to 65,535", refused("weights"), sparse({1: half, 2: half - 1})),
+        ("an id twice", refused("token_id"), sparse([(1, half), (1, half)])),
+        ("an id beyond the vocabulary in a row", refused("token_id"), sparse({1: half, VOCAB_SIZE: half})),
+        ("a support without the token", refused("outside_support"), sparse({0: half, 2: half})),
+        ("a support of 2^32 - 1 tokens", refused("encoding"), sparse({1: half, 2: half}, support_sizes=[LARGEST])),
+        ("more wide weights than weights", refused("encoding"), sparse({1: half, 2: half}, wide_sizes=[LARGEST])),
+        ("1,000,000 supports", refused("encoding"), sparse({1: half, 2: half}, support_sizes=[2] * 10**6)),
+    ]
 
 
-def _open_draft_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Attempt, str]]:
-    def sampling(**parameters: Any) -> Attempt:
-        return open_draft(sampling=session_pb2.SamplingParameters(**parameters))
-
-    yield "an unknown lease", FAILED, open_draft(lease_id=1), "lease"
-    yield "a session that is open", INVALID, open_draft_twice, "open already"
-    yield "a session that was closed before", FAILED, open_draft_after_close, "closed"
-    yield "epoch 2^32 - 1", OK, open_draft(epoch=LARGEST)
-    yield "no ids", INVALID, open_draft(token_ids=[], prompt_len=0), "prompt"
-    yield "1,000,000 ids", INVALID, open_draft(token_ids=[1] * 10**6), "max_len"
-    yield "ids beyond the drafter's vocabulary", OK, open_draft(token_ids=[1, LARGEST], prompt_len=2)
-    yield "`prompt_len` beyond the ids", INVALID, open_draft(prompt_len=LARGEST), "prompt_len"
-    yield "`max_len` beyond the context", INVALID, open_draft(max_len=LARGEST), "max_len"
-    yield "`max_draft_tokens` 0", INVALID, open_draft(max_draft_tokens=0), "num_speculative_tokens"
-    yield "`max_draft_tokens` 2^32 - 1", INVALID, open_draft(max_draft_tokens=LARGEST), "num_speculative_tokens"
-    yield "`target_vocab_size` 0", INVALID, open_draft(target_vocab_size=0), "target_vocab_size"
-    yield "a `drafting_key` of 15 bytes", INVALID, open_draft(drafting_key=bytes(15)), "key"
-    yield "no permit", INVALID, open_draft(permit=None), "permit"
-    short = session_pb2.DraftPermit(token=b"\0")
-    yield "a permit of 1 byte", INVALID, open_draft(permit=short), "permit"
-    yield "an unknown rule", INVALID, open_draft(rejection_sample_method="magic"), "block, token"
-    yield "a `cache_salt` of 257 characters", INVALID, open_draft(cache_salt="s" * 257), "cache_salt"
-    yield "a `traceparent` that names no span", INVALID, open_draft(traceparent=NO_SPAN), "traceparent"
-    yield "a `top_p` of NaN", INVALID, sampling(top_p=NAN), "top_p"
-    yield "a `logit_bias` of infinity", INVALID, sampling(logit_bias={1: INFINITY}), "logit_bias"
-    yield "no verifier's address", INVALID, open_draft(verifier_address=""), "verifier_address"
-    yield "an address that is none", INVALID, open_draft(verifier_address="no\0where\n"), "verifier_address"
-    yield "an address of 1 MB", INVALID, open_draft(verifier_address="x" * 10**6 + ":1"), "verifier_address"
-    yield "an address where nobody listens", UNAVAILABLE, open_draft(verifier_address="127.0.0.1:1"), "127.0.0.1:1"
-    yield "the address of a gateway", UNAVAILABLE, open_draft_elsewhere("gateway")
-    yield "the drafter's own address", UNAVAILABLE, open_draft_elsewhere("drafter")
-    yield "50 openings cancelled at once", CANCELLED, open_draft_cancelled
-    yield "bytes that are no message", INVALID, open_draft(bad=GARBAGE), "message"
+def _open_draft_rows() -> list[Row]:
+    return [
+        ("an unknown lease", FAILED, open_draft(lease_id=1), "lease"),
+        ("a session that is open", INVALID, opened_twice("drafter"), "open already"),
+        ("a session that was closed before", FAILED, open_draft_after_close, "closed"),
+        ("epoch 2^32 - 1", OK, open_draft(epoch=LARGEST)),
+        ("no ids", INVALID, open_draft(token_ids=[], prompt_len=0), "prompt"),
+        ("1,000,000 ids", INVALID, open_draft(token_ids=[1] * 10**6), "max_len"),
+        ("ids beyond the drafter's vocabulary", OK, open_draft(token_ids=[1, LARGEST], prompt_len=2)),
+        ("`prompt_len` beyond the ids", INVALID, open_draft(prompt_len=LARGEST), "prompt_len"),
+        ("`max_len` beyond the context", INVALID, open_draft(max_len=LARGEST), "max_len"),
+        ("`max_draft_tokens` 0", INVALID, open_draft(max_draft_tokens=0), "num_speculative_tokens"),
+        ("`max_draft_tokens` 2^32 - 1", INVALID, open_draft(max_draft_tokens=LARGEST), "num_speculative_tokens"),
+        ("`target_vocab_size` 0", INVALID, open_draft(target_vocab_size=0), "target_vocab_size"),
+        ("a `drafting_key` of 15 bytes", INVALID, open_draft(drafting_key=bytes(15)), "key"),
+        ("no permit", INVALID, open_draft(permit=None), "permit"),
+        ("a permit of 1 byte", INVALID, open_draft(permit=session_pb2.DraftPermit(token=b"\0")), "permit"),
+        ("an unknown rule", INVALID, open_draft(rejection_sample_method="magic"), "block, token"),
+        ("a `cache_salt` of 257 characters", INVALID, open_draft(cache_salt="s" * 257), "cache_salt"),
+        ("a `traceparent` that names no span", INVALID, open_draft(traceparent=NO_SPAN), "traceparent"),
+        ("a `top_p` of NaN", INVALID, open_draft(top_p=NAN), "top_p"),
+        ("a `logit_bias` of infinity", INVALID, open_draft(logit_bias={1: INFINITY}), "logit_bias"),
+        ("no verifier's address", INVALID, open_draft(verifier_address=""), "verifier_address"),
+        ("an address that is none", INVALID, open_draft(verifier_address="no\0where\n"), "verifier_address"),
+        ("an address of 1 MB", INVALID, open_draft(verifier_address="x" * 10**6 + ":1"), "verifier_address"),
+        ("an address where nobody listens", UNAVAILABLE, open_draft(verifier_address="127.0.0.1:1"), "127.0.0.1:1"),
+        ("the address of a gateway", UNAVAILABLE, open_draft_elsewhere("gateway")),
+        ("the drafter's own address", UNAVAILABLE, open_draft_elsewhere("drafter")),
+        ("50 openings cancelled at once", CANCELLED, open_draft_cancelled),
+        ("bytes that are no message", INVALID, unary(*OPEN_DRAFT, GARBAGE), "message"),
+    ]
 
 
-def _run_draft_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, Attempt, str]]:
+def _run_draft_rows() -> list[Row]:
     def close(drafting: DraftSide) -> dict[str, Any]:
         return {"close_session": session_pb2.CloseSession(session_id=drafting.target.session_id)}
 
@@ -1136,70 +1203,103 @@ def _run_draft_cases() -> Iterator[tuple[str, str, Attempt] | tuple[str, str, At
         return lambda drafting: drafting.calibration(num_draft_tokens, **changes)
 
     violation = ends(FAILED)
-    yield "a command without content", FAILED, draft_command(lambda _: {}), "without content"
-    yield "bytes that are no message", INVALID, raw_command("drafter", GARBAGE), "message"
-    yield "a calibration for an unknown session", IGNORED, draft_command(asked(session_id=1))
-    yield "a calibration for another epoch", IGNORED, draft_command(asked(epoch=LARGEST))
-    yield "a calibration for another prefix", violation, draft_command(asked(prefix_hash=1)), "prefix"
-    yield "a calibration for a longer prefix", violation, draft_command(asked(prefix_len=LARGEST)), "prefix"
-    yield "a calibration from a wrong base", violation, draft_command(asked(base_len=2)), "known"
-    yield "a calibration from base 2^32 - 1", violation, draft_command(asked(base_len=LARGEST, token_ids=[])), "known"
     many = asked(token_ids=[1] * 500_000)
-    yield "a calibration with 500,000 tokens", violation, draft_command(many), "prefix"
-    yield "a block of 0 tokens asked for", violation, draft_command(asked(0)), "limit"
-    yield "a block of 2^32 - 1 tokens asked for", violation, draft_command(asked(LARGEST)), "limit"
-    yield "attempt 2^32 - 1", DONE, draft_command(asked(attempt=LARGEST))
-    yield "the same calibration twice", DONE, draft_command(asked(), asked())
-    yield "`send_drafted` for an unknown session", IGNORED, draft_command(send_drafted(session_id=1))
-    yield "`send_drafted` for a block that nobody asked for", IGNORED, draft_command(send_drafted())
-    yield "`send_drafted` for round 2^32 - 1", IGNORED, draft_command(send_drafted(round=LARGEST))
-    yield "another stream's session closed", IGNORED, draft_command(close, of_another=True)
-    yield "a calibration for another stream's session", IGNORED, draft_command(asked(), of_another=True)
-    yield "20,000 calibrations for unknown sessions", IGNORED, command_flood("drafter", "calibration")
-    yield "20,000 `send_drafted` for unknown sessions", IGNORED, command_flood("drafter", "send_drafted")
-    yield "2,000 streams, opened and dropped", CANCELLED, streams("drafter", "RunDraftSessions")
+    return [
+        ("a command without content", FAILED, draft_command(lambda _: {}), "without content"),
+        ("bytes that are no message", INVALID, raw_command("drafter", GARBAGE), "message"),
+        ("a calibration for an unknown session", IGNORED, draft_command(asked(session_id=1))),
+        ("a calibration for another epoch", IGNORED, draft_command(asked(epoch=LARGEST))),
+        ("a calibration for another prefix", violation, draft_command(asked(prefix_hash=1)), "prefix"),
+        ("a calibration for a longer prefix", violation, draft_command(asked(prefix_len=LARGEST)), "prefix"),
+        ("a calibration from a wrong base", violation, draft_command(asked(base_len=2)), "known"),
+        ("a calibration from base 2^32 - 1", violation, draft_command(asked(base_len=LARGEST, token_ids=[])), "known"),
+        ("a calibration with 500,000 tokens", violation, draft_command(many), "prefix"),
+        ("a block of 0 tokens asked for", violation, draft_command(asked(0)), "limit"),
+        ("a block of 2^32 - 1 tokens asked for", violation, draft_command(asked(LARGEST)), "limit"),
+        ("attempt 2^32 - 1", DONE, draft_command(asked(attempt=LARGEST))),
+        ("the same calibration twice", DONE, draft_command(asked(), asked())),
+        ("`send_drafted` for an unknown session", IGNORED, draft_command(send_drafted(session_id=1))),
+        ("`send_drafted` for a block that nobody asked for", IGNORED, draft_command(send_drafted())),
+        ("`send_drafted` for round 2^32 - 1", IGNORED, draft_command(send_drafted(round=LARGEST))),
+        ("another stream's session closed", IGNORED, draft_command(close, of_another=True)),
+        ("a calibration for another stream's session", IGNORED, draft_command(asked(), of_another=True)),
+        ("20,000 calibrations for unknown sessions", IGNORED, command_flood("drafter", "calibration")),
+        ("20,000 `send_drafted` for unknown sessions", IGNORED, command_flood("drafter", "send_drafted")),
+        ("2,000 streams, opened and dropped", CANCELLED, streams("drafter", "RunDraftSessions")),
+    ]
 
 
-def _other_cases() -> Iterator[Case]:
+def _other_cases() -> list[Case]:
     unknown_field = b"\x7a\x80\x80\x40" + bytes(2**20)
-    for service in ("verifier", "drafter"):
-        get_model = (service, "ModelService", "GetModel")
-        for what, answer, message in (
-            ("bytes that are no message", INVALID, GARBAGE),
-            ("a field of 1 MiB that does not exist", OK, unknown_field),
-            ("a message above `max_message_bytes`", EXHAUSTED, bytes(MAX_MESSAGE_BYTES + 1)),
-        ):
-            yield Case(service, "GetModel", what, answer, unary(*get_model, message))
-        for method in ("GetVocabulary", "GetTokenizer"):
-            yield Case(service, method, "100 calls at once", OK, flood(service, "ModelService", method, 100))
-        explode = unary(service, service.capitalize() + "Service", "Explode")
-        yield Case(service, "Explode", "a method that does not exist", UNIMPLEMENTED, explode)
+    models = {service: (service, "ModelService") for service in ("verifier", "drafter")}
     get_server = ("gateway", "GatewayService", "GetServer")
-    yield Case("gateway", "GetServer", "bytes that are no message", INVALID, unary(*get_server, GARBAGE))
-    unknown = unary(*get_server, unknown_field)
-    yield Case("gateway", "GetServer", "a field of 1 MiB that does not exist", INVALID, unknown, "is unknown")
-    yield Case("gateway", "GetServer", "500 calls at once", OK, flood(*get_server, 500))
-    explode = unary("gateway", "GatewayService", "Explode")
-    yield Case("gateway", "Explode", "a method that does not exist", UNIMPLEMENTED, explode)
-    elsewhere = unary("gateway", "VerifierService", "OpenTargetSession")
-    yield Case("gateway", "OpenTargetSession", "a service that it is not", UNIMPLEMENTED, elsewhere)
+    elsewhere = ("gateway", "VerifierService", "OpenTargetSession")
+    messages = (
+        ("bytes that are no message", INVALID, GARBAGE),
+        ("a field of 1 MiB that does not exist", OK, unknown_field),
+        ("a message above `max_message_bytes`", EXHAUSTED, bytes(MAX_MESSAGE_BYTES + 1)),
+    )
+    return [
+        *(
+            Case(service, "GetModel", what, answer, unary(*models[service], "GetModel", message))
+            for service in models
+            for what, answer, message in messages
+        ),
+        *(
+            Case(service, method, "100 calls at once", OK, flood(*models[service], method, 100))
+            for service in models
+            for method in ("GetVocabulary", "GetTokenizer")
+        ),
+        Case("gateway", "GetServer", "bytes that are no message", INVALID, unary(*get_server, GARBAGE)),
+        Case(
+            "gateway",
+            "GetServer",
+            "a field of 1 MiB that does not exist",
+            INVALID,
+            unary(*get_server, unknown_field),
+            "is unknown",
+        ),
+        Case("gateway", "GetServer", "500 calls at once", OK, flood(*get_server, 500)),
+        *(
+            Case(
+                service,
+                "Explode",
+                "a method that does not exist",
+                UNIMPLEMENTED,
+                unary(service, f"{service.capitalize()}Service", "Explode"),
+            )
+            for service in ("verifier", "drafter", "gateway")
+        ),
+        Case("gateway", "OpenTargetSession", "a service that it is not", UNIMPLEMENTED, unary(*elsewhere)),
+    ]
 
 
-def _cases() -> Iterator[Case]:
-    for service, call, rows in (
-        ("gateway", "Generate", _gateway_cases()),
-        ("verifier", "OpenTargetSession", _open_target_cases()),
-        ("verifier", "RunTargetSessions", _run_target_cases()),
-        ("verifier", "PushDraftBlocks", _push_cases()),
-        ("drafter", "OpenDraftSession", _open_draft_cases()),
-        ("drafter", "RunDraftSessions", _run_draft_cases()),
-    ):
-        for what, answer, attempt, *says in rows:
-            yield Case(service, call, what, answer, attempt, *says)
-    yield from _other_cases()
+TABLES: dict[tuple[str, str], list[Row]] = {
+    ("gateway", "Generate"): _gateway_rows(),
+    ("verifier", "OpenTargetSession"): _open_target_rows(),
+    ("verifier", "RunTargetSessions"): _run_target_rows(),
+    ("verifier", "PushDraftBlocks"): _push_rows(),
+    ("drafter", "OpenDraftSession"): _open_draft_rows(),
+    ("drafter", "RunDraftSessions"): _run_draft_rows(),
+}
+CASES = (
+    *(Case(*where, *row) for where, rows in TABLES.items() for row in rows),
+    *_other_cases(),
+)
+REQUESTS = [case for case in CASES if case.is_request]
+_FIRST = {(case.service, case.call, case.answer): case for case in reversed(REQUESTS)}
+SERVED = [case for case in CASES if not case.is_request or case in _FIRST.values()]
+"""What real servers are tried with in every run: all but requests, and of these one for each answer of each call."""
 
 
-CASES = tuple(_cases())
+def wrong_answers(cases: Sequence[Case], place: Any) -> dict[str, Answer]:
+    """Tries inputs on a `Stage` or its like, and returns the answers that are not as documented."""
+    answers = {case: case.attempt(place) for case in cases}
+    return {
+        case.title: answer
+        for case, answer in answers.items()
+        if answer.kind != case.answer or case.says not in answer.message
+    }
 
 
 # The page
@@ -1208,16 +1308,19 @@ BLOCKS = f"blocks of at most {MAX_DRAFT_TOKENS} tokens ({SESSION_DRAFT_TOKENS} i
 INTRODUCTION = f"""\
 # Bad inputs
 
-What the services answer to input that is wrong, hostile or out of order. `tests/served/test_bad_inputs.py` tries
-every line of this page on one running stack, while completions run beside: these get their whole text with their
-drafter, nothing is left of the sessions, all services go on serving, and none of them logs a traceback.
-`python -m tests.bad_inputs --write docs/bad-inputs.md` writes the page.
+What the services were tried with that is wrong, hostile or out of order, and what they have to answer. Every line is
+tried in `make test`: on one running stack (`tests/served/test_bad_inputs.py`), while completions run beside: these get
+their whole text with their drafter, nothing is left of the sessions, all services go on serving, and none of them logs
+a traceback; or, what an edge refuses alone, at that edge without servers (`tests/contract/test_refusals.py`).
+`make test-slow` tries all of them on the stack. `python -m tests.bad_inputs --write tests/bad-inputs.md` writes the
+page.
 
 No answer is `INTERNAL` or `UNKNOWN`. A status ends the call, and of a stream all sessions; what is about one session
 ends at most that session:
 
 * *no effect*: the message is dropped and counted, and the session goes on as if it had not come;
-* *refused as ...*: the session takes no more blocks from that drafter, and goes on without it (see [wire.md](wire.md));
+* *refused as ...*: the session takes no more blocks from that drafter, and goes on without it (see
+  [wire.md](../docs/wire.md));
 * *the session fails with ...*: its gateway broke the protocol; it gets a `SessionFailure` with that status;
 * *carried out*: there is nothing wrong with it, though it looks like it.
 
@@ -1227,8 +1330,11 @@ itself refuses some with `CANCELLED`.
 """
 
 
+PAGE = Path(__file__).with_name("bad-inputs.md")
+
+
 def page() -> str:
-    """Returns docs/bad-inputs.md."""
+    """Returns tests/bad-inputs.md."""
     lines = [INTRODUCTION]
     heading = ""
     for number, case in enumerate(CASES, 1):

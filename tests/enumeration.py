@@ -1,90 +1,93 @@
-"""Exact laws of small models, by enumeration in float64.
-
-A model here is an order-1 table: `[vocab + 1, vocab]`, row t is the law after token t and the last row the law at the
-start. Order 1 is the least that shows a rule reading the row before or after the right one, and a vocabulary of three
-the least that shows a residual with a wrong weight.
-"""
+"""Exact laws by enumeration in float64: of one block, and of texts that are decoded in rounds of `judge`."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import product
 
 import torch
 from torch import Tensor
 
+from draftwire.distributions import DenseRows
+from draftwire.models.cached_model import CachedModel
+from draftwire.parameters import SamplingParams
+from draftwire.randomness import DrawKey
 from draftwire.verification import BlockBatch, LawRule
 from draftwire.verification.blocks import cut_impossible
+from draftwire.verification.target import Judging, judge
 
-Sequence = tuple[int, ...]
-
-
-def random_table(vocab_size: int, sharpness: float, generator: torch.Generator) -> Tensor:
-    """Returns a random model; sharp ones have entries near 0 and 1."""
-    return (sharpness * torch.randn(vocab_size + 1, vocab_size, generator=generator, dtype=torch.float64)).softmax(-1)
+Law = dict[tuple[int, ...], float]
 
 
-def rows_along(table: Tensor, context: Sequence, tokens: Sequence) -> Tensor:
-    """Returns the laws before each of `tokens` and after the last, `[len(tokens) + 1, vocab]`."""
-    start = context[-1] if context else len(table) - 1
-    return table[torch.tensor([start, *tokens])]
+def single_block(target: Tensor, draft: Tensor, tokens: list[int] | tuple[int, ...]) -> BlockBatch:
+    """Returns a batch of one block."""
+    drawn = torch.tensor([tokens], dtype=torch.int64).reshape(1, len(tokens))
+    return BlockBatch.padded(target.unsqueeze(0), draft.unsqueeze(0), drawn, torch.tensor([len(tokens)]))
 
 
-def sequence_law(table: Tensor, length: int) -> dict[Sequence, float]:
-    """Returns the model's law of the first `length` tokens."""
-    law = {}
-    for tokens in product(range(table.shape[1]), repeat=length):
-        rows = rows_along(table, (), tokens)
-        law[tokens] = float(torch.stack([rows[i, token] for i, token in enumerate(tokens)]).prod())
-    return law
-
-
-def outcome_law(rule: LawRule, target_rows: Tensor, draft_rows: Tensor, tokens: Sequence) -> Tensor:
+def outcome_law(rule: LawRule, target: Tensor, draft: Tensor, tokens: list[int] | tuple[int, ...]) -> Tensor:
     """Returns the probability of accepting i tokens and then emitting y, `[len(tokens) + 1, vocab]`, for this block."""
-    blocks = cut_impossible(
-        BlockBatch.padded(
-            target_rows.unsqueeze(0),
-            draft_rows.unsqueeze(0),
-            torch.tensor([tokens], dtype=torch.int64).reshape(1, len(tokens)),
-            torch.tensor([len(tokens)]),
-        )
-    )
+    blocks = cut_impossible(single_block(target, draft, tokens))
     law = rule.stop_law(blocks)
-    result = torch.zeros(len(tokens) + 1, target_rows.shape[1], dtype=torch.float64)
+    result = torch.zeros(len(tokens) + 1, target.shape[1], dtype=torch.float64)
     for accepted in range(int(blocks.lengths[0]) + 1):
         weights = rule.extra_weights(blocks, law, torch.tensor([accepted]))[0]
         result[accepted] = law.accepted_probs[0, accepted] * weights / weights.sum()
     return result
 
 
-def speculative_law(
-    rule: LawRule, target: Tensor, drafter: Tensor, block_lengths: list[int], length: int
-) -> dict[Sequence, float]:
-    """Returns the law of the first `length` tokens that rounds of speculation emit.
+def law_of_judged_rounds(
+    model: CachedModel,
+    rule: LawRule,
+    params: SamplingParams,
+    block_length: int,
+    prompt: list[int],
+    draft_rows: Callable[[tuple[int, ...], tuple[int, ...]], Tensor],
+    ended: Callable[[tuple[int, ...]], tuple[tuple[int, ...], bool]],
+    **options: object,
+) -> Law:
+    """Returns the law of texts that are decoded in rounds of `judge`, every block of which is tried.
 
-    Round after round is enumerated, each continuing from what the rounds before committed; the last block length is
-    used again when the list ends. Tokens beyond `length` are cut off, as a server cuts at max_tokens.
+    Args:
+        model: the target.
+        rule: that judges.
+        params: of the text.
+        block_length: of every round.
+        prompt: before the text.
+        draft_rows: what the drafter draws from, after a text, at the places of a block.
+        ended: cuts a text that was emitted, and says whether it is finished.
+        options: further fields of `Judging`.
     """
-    finished: dict[Sequence, float] = defaultdict(float)
-    growing: dict[Sequence, float] = {(): 1.0}
-    for round_number in range(length):  # every round emits at least one token
-        block_length = block_lengths[min(round_number, len(block_lengths) - 1)]
-        following: dict[Sequence, float] = defaultdict(float)
-        for context, mass in growing.items():
-            for tokens in product(range(target.shape[1]), repeat=block_length):
-                target_rows, draft_rows = rows_along(target, context, tokens), rows_along(drafter, context, tokens)[:-1]
-                drawn = [draft_rows[i, token] for i, token in enumerate(tokens)]
-                drawn_prob = float(torch.stack(drawn).prod()) if drawn else 1.0
-                if drawn_prob == 0.0:
-                    continue
-                outcomes = outcome_law(rule, target_rows, draft_rows, tokens)
-                for accepted, extra in outcomes.nonzero().tolist():
-                    emitted = (*context, *tokens[:accepted], extra)
-                    probability = mass * drawn_prob * float(outcomes[accepted, extra])
-                    done = len(emitted) >= length
-                    (finished if done else following)[emitted[:length]] += probability
+    finished: Law = defaultdict(float)
+    growing: Law = {(): 1.0}
+    while growing:
+        following: Law = defaultdict(float)
+        tries, judgings = [], []
+        for text, tokens in product(growing, product(range(model.vocab_size), repeat=block_length)):
+            rows, committed = draft_rows(text, tokens), [*prompt, *text]
+            drawn = growing[text] * float(rows.double().gather(1, torch.tensor([tokens], dtype=torch.int64).T).prod())
+            if drawn > 0.0:
+                tries.append((text, tokens, drawn))
+                place = model.cache.open(committed), committed, list(tokens), DenseRows(rows)
+                given = {"prompt_len": len(prompt)} | options
+                judgings.append(Judging(*place, params, rule, DrawKey(bytes(16), 0, 0), **given))  # type: ignore[arg-type]
+        (decided,) = judge(model, judgings).decided
+        for judging in judgings:
+            model.cache.close(judging.sequence)
+        assert decided.members == list(range(len(tries)))
+        law = rule.stop_law(decided.blocks)
+        for accepted in range(block_length + 1):
+            weights = rule.extra_weights(decided.blocks, law, torch.full((len(tries),), accepted))
+            total = weights.sum(dim=1, keepdim=True)
+            outcomes = law.accepted_probs[:, accepted, None] * weights / torch.where(total > 0.0, total, 1.0)
+            for (text, tokens, drawn), row in zip(tries, outcomes.tolist(), strict=True):
+                for extra, prob in enumerate(row):
+                    if prob > 0.0:
+                        emitted, is_over = ended((*text, *tokens[:accepted], extra))
+                        (finished if is_over else following)[emitted] += drawn * prob
         growing = following
     return finished
 
 
-def largest_deviation(law: dict[Sequence, float], expected: dict[Sequence, float]) -> float:
+def largest_deviation(law: Law, expected: Law) -> float:
     """Returns the largest difference of two laws in one outcome."""
     return max(abs(law.get(key, 0.0) - expected.get(key, 0.0)) for key in law.keys() | expected.keys())

@@ -69,14 +69,15 @@ class Worker:
 
 
 class Ranks:
-    """Workers that are started once, as many as are needed, and form a new group for each task."""
+    """Workers that are started when they are first needed, and form a new group for each task."""
 
-    def __init__(self, count: int) -> None:
-        self._workers = [Worker() for _ in range(count)]
+    def __init__(self) -> None:
+        self._workers: list[Worker] = []
 
     def begin(self, work: Work, each: list[tuple[Any, ...]], timeout_s: float = 30.0) -> list[Worker]:
         """Lets a group of as many ranks as there are argument tuples begin to work."""
-        workers = self._workers = [worker if worker.is_alive else Worker() for worker in self._workers]
+        living = [worker for worker in self._workers if worker.is_alive]
+        workers = self._workers = living + [Worker() for _ in range(len(each) - len(living))]
         workers = workers[: len(each)]
         address = free_address()
         for rank, (worker, arguments) in enumerate(zip(workers, each, strict=True)):

@@ -16,6 +16,31 @@ if TYPE_CHECKING:
 SCRIPT = "scripted:acceptance=0.8/0.5,verify_ms=2"
 SCRIPTED_ROOM = 2048
 """Tokens of the KV cache of the scripted verifier: little, so that it can be filled."""
+CHAT_WORDS = [
+    "<unk>",
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    "tools",
+    "call",
+    "weather",
+    "Bonn",
+    "Paris",
+    "hello",
+    "sun",
+    "rain",
+    "</s>",
+    "quiet",
+]
+"""The vocabulary of the pair that chats. A text of other words would be lost on the models."""
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %} tools {{ tool.function.name }} {{ tool.function.description }} {% endfor %}"
+    "{% for message in messages %} {{ message.role }} {{ message.content }} "
+    "{% for call in message.tool_calls or [] %} call {{ call.function.name }} {{ call.function.arguments.city }} "
+    "{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %} assistant {{ 'quiet' if quiet else '' }} {% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +89,31 @@ def scripted_client(scripted_stack: "InProcessStack") -> "Iterator[Client]":
 
     with Client(scripted_stack.address) as connected:
         yield connected
+
+
+@pytest.fixture(scope="session")
+def chat_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders of a target with a chat template, whose vocabulary is `CHAT_WORDS`, and of a drafter."""
+    from transformers import AutoTokenizer
+
+    from tests.tiny_models import save_tiny_model
+
+    folder = tmp_path_factory.mktemp("chat")
+    target = save_tiny_model(folder / "target", len(CHAT_WORDS), 6, tokens=CHAT_WORDS)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(target)
+    return target, save_tiny_model(folder / "drafter", len(CHAT_WORDS), 9, tokens=CHAT_WORDS)
+
+
+@pytest.fixture(scope="session")
+def chat_stack(chat_pair: tuple[Path, Path]) -> "Iterator[InProcessStack]":
+    """The pair that chats."""
+    from benchmarks.law import stack_options
+    from tests.in_process import InProcessStack
+
+    with InProcessStack(stack_options(*chat_pair)) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

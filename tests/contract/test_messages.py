@@ -1,7 +1,9 @@
-"""What services say to each other survives the wire, and its bytes do not change by accident."""
+"""What services say to each other survives the wire, its bytes do not change by accident, and nonsense is refused."""
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwire.encoding import DenseProbs, DraftDistributions, Supports, encode_dense
+from draftwire.distributions import rows_of
+from draftwire.encoding import DENSE_FORMATS, DenseProbs, DraftDistributions, Supports, encode_dense
 from draftwire.errors import BlockViolationError, InvalidRequestError, NoRoomError, Violation
 from draftwire.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.models.description import PROTOCOL_VERSION, ModelDescription
@@ -42,48 +45,21 @@ from draftwire.services.verifier.server import _event_to_proto
 from draftwire.structured_output import StructuredOutput
 from draftwire.token_source import TokenSource
 from draftwire.trace_context import TraceContext
-from draftwire.v1 import drafter_pb2, gateway_pb2, model_pb2, session_pb2, verifier_pb2
+from draftwire.v1 import drafter_pb2, gateway_pb2, session_pb2, verifier_pb2
 
-UNHURRIED = settings(deadline=None)  # the machine may be busy
+DERANDOMIZED = settings(deadline=None, derandomize=True)  # the machine may be busy
 UINT32 = st.integers(0, 2**32 - 1)
-UINT64 = st.integers(0, 2**64 - 1)
+UINT64 = st.integers(0, 2**64 - 1) | st.sampled_from([2**63, 2**64 - 1])
 IDS = st.lists(UINT32, max_size=12)
 KEYS = st.binary(min_size=16, max_size=16)
-TEXT = st.text(max_size=20)
 DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS = 2**64 - 5, 320, 8
-
-FENCES = st.builds(Fence, session_id=UINT64, epoch=UINT32, round=UINT32, prefix_len=UINT32, prefix_hash=UINT64)
-TIMINGS = st.builds(DraftTimings, calibration_us=UINT32, draft_us=UINT32)
-PERMITS = st.builds(Permit, number=UINT32, token=KEYS)
-PENALTIES = st.floats(-2.0, 2.0)
-SAMPLING = st.builds(
-    SamplingParams,
-    temperature=st.floats(0.0, 100.0),
-    top_k=UINT32,
-    top_p=st.floats(0.0, 1.0, exclude_min=True),
-    min_p=st.floats(0.0, 1.0),
-    repetition_penalty=st.floats(0.0, 100.0, exclude_min=True),
-    presence_penalty=PENALTIES,
-    frequency_penalty=PENALTIES,
-    logit_bias=st.dictionaries(UINT32, st.floats(-100.0, 100.0), max_size=4).map(
-        lambda bias: tuple(sorted(bias.items()))
-    ),
-    allowed_token_ids=st.none() | st.lists(UINT32, min_size=1, max_size=4).map(tuple),
-    min_tokens=UINT32,
-)
-DISTRIBUTIONS = st.builds(
-    DraftDistributions,
-    encoding=st.sampled_from(Encoding),
-    vocab_size=UINT32,
-    data=st.binary(max_size=40),
-    support_sizes=st.lists(UINT32, max_size=6).map(tuple),
-    wide_sizes=st.lists(UINT32, max_size=6).map(tuple),
-)
-"""Any: what is said is checked after the wire."""
-COUNTS = st.none() | st.integers(0, MAX_LOGPROBS)
-LOGPROBS_REQUESTS = st.builds(
-    LogprobsRequest, logprobs=COUNTS, prompt_logprobs=COUNTS, mode=st.sampled_from(LogprobsMode)
-)
+FORMS = [
+    StructuredOutput.json({"type": "object"}),
+    StructuredOutput.regex("[0-9]+é"),
+    StructuredOutput.choice(["b", "a", "\n"]),
+    StructuredOutput.grammar('start: "a"'),
+]
+EXTRAS = sorted(set(TokenSource) - {TokenSource.ACCEPTED}, key=str)
 FINITE = st.floats(max_value=0.0, width=32, allow_infinity=False, allow_nan=False)
 TOKEN_LOGPROBS = st.builds(
     TokenLogprob,
@@ -91,54 +67,65 @@ TOKEN_LOGPROBS = st.builds(
     logprob=FINITE | st.just(-math.inf),
     top=st.lists(st.tuples(UINT32, FINITE), max_size=MAX_LOGPROBS),
 )
-PROMPT_READS = st.builds(
-    PromptRead,
-    session_id=UINT64,
-    epoch=UINT32,
-    part=st.builds(PromptPart, first_position=UINT32, tokens=st.lists(TOKEN_LOGPROBS, max_size=5)),
-)
 TRACEPARENTS = st.just("") | st.builds(
     TraceContext, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans()
 ).map(str)
-TARGET_SPECS = st.builds(
-    TargetSessionSpec,
-    session_id=UINT64,
-    epoch=UINT32,
-    first_round=UINT32,
-    choice=UINT32,
-    token_ids=IDS,
-    prompt_len=UINT32,
-    sampling=SAMPLING,
-    rule=TEXT,
-    verifying_key=KEYS,
-    max_draft_tokens=UINT32,
-    plain_rounds=UINT32,
-    stop_token_ids=st.frozensets(UINT32, max_size=6),
-    max_len=UINT32,
-    cache_salt=TEXT,
-    permit_key=st.just(b"") | KEYS,
-    logprobs=LOGPROBS_REQUESTS,
-    traceparent=TRACEPARENTS,
-)
-DRAFT_SPECS = st.builds(
-    DraftSessionSpec,
-    session_id=UINT64,
-    epoch=UINT32,
-    choice=UINT32,
-    token_ids=IDS,
-    prompt_len=UINT32,
-    sampling=SAMPLING,
-    rule=TEXT,
-    drafting_key=KEYS,
-    stop_token_ids=st.frozensets(UINT32, max_size=6),
-    verifier_address=TEXT,
-    target_vocab_size=UINT32,
-    max_draft_tokens=UINT32,
-    max_len=UINT32,
-    permit=PERMITS,
-    cache_salt=TEXT,
-    traceparent=TRACEPARENTS,
-)
+OF_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    int: UINT32,
+    bool: st.booleans(),
+    str: st.text(max_size=20),
+    bytes: KEYS,
+    list[int]: IDS,
+    tuple[int, ...]: IDS.map(tuple),
+    frozenset[int]: st.frozensets(UINT32, max_size=6),
+    frozenset[int] | None: st.none() | st.frozensets(UINT32, min_size=1, max_size=4),
+    tuple[tuple[int, float], ...]: st.dictionaries(UINT32, st.floats(-100.0, 100.0), max_size=4).map(
+        lambda bias: tuple(sorted(bias.items()))
+    ),
+    int | None: st.none() | st.integers(0, MAX_LOGPROBS),
+    StructuredOutput | None: st.none(),
+    LogprobsMode: st.sampled_from(LogprobsMode),
+    TokenSource: st.sampled_from(EXTRAS),
+    Encoding: st.sampled_from(Encoding),
+    list[TokenLogprob]: st.lists(TOKEN_LOGPROBS, max_size=5),
+}
+"""What the fields of a type may hold, where nothing else is said."""
+
+
+def made(kind: type, **own: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Returns instances of a dataclass with any values in all of its fields, and remembers how they are made."""
+    of_field = {name: own[name] if name in own else OF_TYPE[hint] for name, hint in get_type_hints(kind).items()}
+    OF_TYPE[kind] = st.builds(kind, **of_field)
+    return OF_TYPE[kind]
+
+
+def verdicts(tokens: list[TokenLogprob]) -> st.SearchStrategy[Verdict]:
+    """Returns verdicts of these tokens, with and without what is reported of them."""
+    own = st.just([token.token_id for token in tokens])
+    drafted = st.lists(FINITE | st.just(-math.inf), min_size=len(tokens), max_size=len(tokens))
+    return made(
+        Verdict,
+        token_ids=own,
+        logprobs=st.sampled_from([[], tokens]),
+        draft_logprobs=st.just([]) | drafted,
+    )
+
+
+made(Fence, session_id=UINT64, prefix_hash=UINT64)
+made(DraftTimings)
+OF_TYPE[Permit | None] = st.none() | made(Permit)
+made(LogprobsRequest)
+made(PromptPart)
+OF_TYPE[SamplingParams] = made(
+    SamplingParams,
+    temperature=st.floats(0.0, 100.0),
+    top_p=st.floats(0.0, 1.0, exclude_min=True),
+    min_p=st.floats(0.0, 1.0),
+    repetition_penalty=st.floats(0.0, 100.0, exclude_min=True),
+    presence_penalty=st.floats(-2.0, 2.0),
+    frequency_penalty=st.floats(-2.0, 2.0),
+) | st.builds(SamplingParams, structured_output=st.sampled_from(FORMS))
+made(DraftDistributions, data=st.binary(max_size=40))  # any: they are checked after the wire
 
 FENCE = Fence(session_id=0x1122334455667788, epoch=1, round=300, prefix_len=5, prefix_hash=0xF1F2F3F4F5F6F7F8)
 GOLDEN_FENCE = bytes.fromhex(
@@ -363,415 +350,214 @@ def refusal(block: session_pb2.DraftBlock) -> BlockViolationError:
     return refused.draft
 
 
-@given(FENCES)
-@UNHURRIED
-def test_fence_survives_the_wire(fence: Fence) -> None:
-    assert messages.fence_from_proto(sent(messages.fence_to_proto(fence))) == fence
+LEASE = 2**64 - 3
+WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callable[[Any], Any]]] = {
+    Fence: (OF_TYPE[Fence], messages.fence_to_proto, messages.fence_from_proto),
+    SamplingParams: (OF_TYPE[SamplingParams], messages.sampling_to_proto, messages.sampling_from_proto),
+    Verdict: (
+        st.lists(TOKEN_LOGPROBS, max_size=5).flatmap(verdicts),
+        messages.verdict_to_proto,
+        messages.verdict_from_proto,
+    ),
+    PromptRead: (
+        made(PromptRead, session_id=UINT64),
+        messages.prompt_read_to_proto,
+        messages.prompt_read_from_proto,
+    ),
+    PlainRun: (made(PlainRun), messages.plain_run_to_proto, messages.plain_run_from_proto),
+    Calibration: (made(Calibration), messages.calibration_to_proto, messages.calibration_from_proto),
+    SendDrafted: (
+        made(SendDrafted, session_id=UINT64),
+        messages.send_drafted_to_proto,
+        messages.send_drafted_from_proto,
+    ),
+    ModelDescription: (made(ModelDescription), messages.model_to_proto, messages.model_from_proto),
+    TargetSessionSpec: (
+        made(TargetSessionSpec, session_id=UINT64, permit_key=st.just(b"") | KEYS, traceparent=TRACEPARENTS),
+        lambda spec: messages.target_spec_to_proto(spec, LEASE),
+        messages.target_spec_from_proto,
+    ),
+    DraftSessionSpec: (
+        made(DraftSessionSpec, session_id=UINT64, traceparent=TRACEPARENTS),
+        lambda spec: messages.draft_spec_to_proto(spec, LEASE),
+        messages.draft_spec_from_proto,
+    ),
+}
 
 
-@pytest.mark.parametrize("number", [0, 1, 2**63, 2**64 - 1])
-def test_fence_carries_all_64_bits_of_id_and_hash(number: int) -> None:
-    fence = Fence(number, 2**32 - 1, 2**32 - 1, 2**32 - 1, 2**64 - 1 - number)
-    assert messages.fence_from_proto(sent(messages.fence_to_proto(fence))) == fence
+@pytest.mark.parametrize("kind", WIRE)
+@given(st.data())
+@DERANDOMIZED
+def test_message_survives_the_wire(kind: type, data: st.DataObject) -> None:
+    strategy, to_proto, from_proto = WIRE[kind]
+    value = data.draw(strategy)
+    message = sent(to_proto(value))
+    assert from_proto(message) == value
+    assert getattr(message, "lease_id", LEASE) == LEASE
 
 
-@given(SAMPLING)
-@UNHURRIED
-def test_sampling_parameters_survive_the_wire_to_the_bit(params: SamplingParams) -> None:
-    assert messages.sampling_from_proto(sent(messages.sampling_to_proto(params))) == params
-
-
-FORMS = [
-    StructuredOutput.json({"type": "object"}),
-    StructuredOutput.regex("[0-9]+é"),
-    StructuredOutput.choice(["b", "a", "\n"]),
-    StructuredOutput.grammar('start: "a"'),
-]
-
-
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.form.value)
-def test_forms_survive_the_wire_in_order(form: StructuredOutput) -> None:
-    params = SamplingParams(structured_output=form)
-    assert messages.sampling_from_proto(sent(messages.sampling_to_proto(params))) == params
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        session_pb2.StructuredOutput(),
-        session_pb2.StructuredOutput(regex=""),
-        session_pb2.StructuredOutput(choices=session_pb2.StructuredOutputChoices()),
-        session_pb2.StructuredOutput(choices=session_pb2.StructuredOutputChoices(texts=["a", ""])),
-        session_pb2.StructuredOutput(choices=session_pb2.StructuredOutputChoices(texts=["a", "a"])),
-        session_pb2.StructuredOutput(choices=session_pb2.StructuredOutputChoices(texts=map(str, range(1_025)))),
-        session_pb2.StructuredOutput(json_schema=" " * 65_537),
-    ],
-)
-def test_forms_that_are_empty_repeated_or_too_large_are_refused(message: session_pb2.StructuredOutput) -> None:
-    with pytest.raises(InvalidRequestError, match="structured_output"):
-        messages.sampling_from_proto(session_pb2.SamplingParameters(structured_output=message))
-
-
-def test_absent_sampling_parameters_get_their_defaults() -> None:
+def test_sampling_parameters_have_fields_of_their_names_and_are_sent_even_where_they_are_zero() -> None:
+    assert set(PARAMETERS) <= set(session_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
     assert messages.sampling_from_proto(session_pb2.SamplingParameters()) == SamplingParams()
-
-
-def test_sampling_parameters_are_sent_even_where_they_are_zero() -> None:
     message = sent(messages.sampling_to_proto(SamplingParams(temperature=0.0, top_k=0, top_p=1.0)))
     names = [name for name in PARAMETERS if name not in ("logit_bias", "allowed_token_ids", "structured_output")]
     assert all(message.HasField(name) for name in names)
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_every_sampling_parameter_has_a_field_of_its_name(name: str) -> None:
-    assert name in session_pb2.SamplingParameters.DESCRIPTOR.fields_by_name
+@given(made(DraftBlock))
+@DERANDOMIZED
+def test_draft_block_travels_with_all_it_says(block: DraftBlock) -> None:
+    """Its distributions are any: they are checked after the wire."""
+    message = sent(messages.block_to_proto(block))
+    stated, distributions = message.distributions, block.distributions
+    assert list(message.token_ids) == block.token_ids
+    assert (stated.vocab_size, stated.data) == (distributions.vocab_size, distributions.data)
+    assert tuple(stated.support_sizes) == distributions.support_sizes
+    assert tuple(stated.wide_sizes) == distributions.wide_sizes
+    name = session_pb2.DistributionEncoding.Name(stated.encoding)
+    assert name == f"DISTRIBUTION_ENCODING_{distributions.encoding.name}"
+    (got,) = received(message)
+    assert (got.fence, got.attempt, got.timings, got.permit) == (
+        *(block.fence, block.attempt),
+        *(block.timings, block.permit),
+    )
+    assert (got.drafter_id, got.has_distributions) == (DRAFTER_ID, distributions.encoding is not Encoding.NONE)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"temperature": -0.1},
-        {"temperature": 100.1},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_p": math.nan},
-        {"min_p": -0.1},
-        {"repetition_penalty": 0.0},
-        {"presence_penalty": 2.1},
-        {"frequency_penalty": -2.1},
-        {"logit_bias": {3: 100.5}},
-    ],
-    ids=str,
-)
-def test_sampling_parameter_out_of_range_is_refused_by_name(values: dict[str, float]) -> None:
-    with pytest.raises(InvalidRequestError, match=next(iter(values))):
-        messages.sampling_from_proto(session_pb2.SamplingParameters(**values))
-
-
-def test_more_biases_or_allowed_tokens_than_any_vocabulary_needs_are_refused_at_once() -> None:
-    biased = session_pb2.SamplingParameters(logit_bias=dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0))
-    with pytest.raises(InvalidRequestError, match="logit_bias"):
-        messages.sampling_from_proto(biased)
-    allowed = session_pb2.SamplingParameters(allowed_token_ids=[0] * (MAX_ALLOWED_TOKENS + 1))
-    with pytest.raises(InvalidRequestError, match="allowed_token_ids"):
-        messages.sampling_from_proto(allowed)
-
-
-@given(FENCES, IDS, DISTRIBUTIONS, UINT32, TIMINGS, st.none() | PERMITS)
-@UNHURRIED
-def test_draft_block_travels_with_all_it_says(
-    fence: Fence,
-    ids: list[int],
-    distributions: DraftDistributions,
-    attempt: int,
-    timings: DraftTimings,
-    permit: Permit | None,
-) -> None:
-    message = sent(messages.block_to_proto(DraftBlock(fence, ids, distributions, attempt, timings, permit)))
-    assert list(message.token_ids) == ids
-    assert message.distributions.vocab_size == distributions.vocab_size
-    assert message.distributions.data == distributions.data
-    assert tuple(message.distributions.support_sizes) == distributions.support_sizes
-    assert tuple(message.distributions.wide_sizes) == distributions.wide_sizes
-    (block,) = messages.blocks_from_proto([message], DRAFTER_ID, VOCAB_SIZE, MAX_DRAFT_TOKENS)
-    assert (block.fence, block.attempt, block.timings, block.drafter_id) == (fence, attempt, timings, DRAFTER_ID)
-    assert block.permit == permit
-    assert block.has_distributions == (distributions.encoding is not Encoding.NONE)
-
-
-@given(st.lists(st.tuples(FENCES, st.sampled_from(Encoding), st.integers(0, 3)), max_size=6))
-@UNHURRIED
+@given(st.lists(st.tuples(OF_TYPE[Fence], st.sampled_from(Encoding), st.integers(0, 3)), max_size=6))
+@DERANDOMIZED
 def test_blocks_of_one_message_keep_their_order_and_what_was_drawn_from(
     parts: list[tuple[Fence, Encoding, int]],
 ) -> None:
     """Good blocks of all encodings, and some without tokens, which are wrong."""
+    row = [0.0, 0.25, 0.25, 0.5]
     blocks = []
     for fence, encoding, length in parts:
         distributions = DraftDistributions(encoding, 4)
         if encoding is Encoding.SPARSE_UINT16:
             data = bytes([3, 1] * length) + bytes.fromhex("fe00") * length + bytes.fromhex("ff") * length
             distributions = DraftDistributions(encoding, 4, data, (2,) * length, (1,) * length)
-        elif encoding in (Encoding.DENSE_FLOAT32, Encoding.DENSE_FLOAT16):
-            distributions = encode_dense(encoding, np.array([[0.0, 0.25, 0.25, 0.5]] * length).reshape(length, 4))
-        blocks.append(DraftBlock(fence, [3] * length, distributions))
-    for (fence, encoding, length), block in zip(
-        parts, received(*(messages.block_to_proto(block) for block in blocks)), strict=True
-    ):
+        elif encoding in DENSE_FORMATS:
+            distributions = encode_dense(encoding, np.array([row] * length).reshape(length, 4))
+        blocks.append(messages.block_to_proto(DraftBlock(fence, [3] * length, distributions)))
+    for (fence, encoding, length), block in zip(parts, received(*blocks), strict=True):
         assert (block.fence, block.drafter_id) == (fence, DRAFTER_ID)
         if not length:
             assert isinstance(block.draft, BlockViolationError)
             assert block.draft.violation is Violation.LENGTH
             continue
         assert block.token_ids == [3] * length
-        if isinstance(block.draft, DenseProbs):
-            assert encoding in (Encoding.DENSE_FLOAT32, Encoding.DENSE_FLOAT16)
-            assert block.draft.probs[:, :4].tolist() == [[0.0, 0.25, 0.25, 0.5]] * length
-        else:
-            assert isinstance(block.draft, Supports)
-            expected = {3: 65_535, 1: 1} if encoding is Encoding.SPARSE_UINT16 else {3: 65_536}
-            for ids, weights in zip(block.draft.token_ids.tolist(), block.draft.weights.tolist(), strict=True):
-                assert {token: weight for token, weight in zip(ids, weights, strict=True) if weight} == expected
+        assert isinstance(block.draft, DenseProbs) == (encoding in DENSE_FORMATS)
+        expected = [0.0, 1 / 65_536, 0.0, 65_535 / 65_536] if encoding is Encoding.SPARSE_UINT16 else [0, 0, 0, 1]
+        found = rows_of(block.draft).dense()[:, :4].tolist()
+        assert found == [row if encoding in DENSE_FORMATS else expected] * length
 
 
-@pytest.mark.parametrize("encoding", Encoding)
-def test_every_encoding_has_a_number_of_its_name_on_the_wire(encoding: Encoding) -> None:
-    message = sent(messages.block_to_proto(DraftBlock(FENCE, [1], DraftDistributions(encoding, 4))))
-    name = session_pb2.DistributionEncoding.Name(message.distributions.encoding)
-    assert name == f"DISTRIBUTION_ENCODING_{encoding.name}"
+# Golden bytes
 
 
-def test_block_of_the_longest_length_is_read_and_one_more_is_not() -> None:
-    none = session_pb2.DISTRIBUTION_ENCODING_NONE
-    (block,) = received(wire_block(MAX_DRAFT_TOKENS, encoding=none))
-    assert isinstance(block.draft, Supports)
-    error = refusal(wire_block(MAX_DRAFT_TOKENS + 1, encoding=none))
-    assert error.violation is Violation.LENGTH
-    assert str(MAX_DRAFT_TOKENS) in str(error)
+def second(event: Any) -> gateway_pb2.GenerateResponse:
+    return gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, event))
 
 
-def test_refused_block_says_no_tokens_but_whose_it_is() -> None:
-    good = messages.block_to_proto(BLOCK)
-    bad = messages.block_to_proto(BLOCK)
-    bad.distributions.encoding = session_pb2.DISTRIBUTION_ENCODING_UNSPECIFIED
-    first, second = received(bad, good)
-    assert (first.fence, first.attempt, first.token_ids, first.drafter_id) == (FENCE, 2, [], DRAFTER_ID)
-    assert isinstance(first.draft, BlockViolationError)
-    assert isinstance(second.draft, Supports)
-
-
-@given(
-    st.builds(
-        Verdict,
-        fence=FENCES,
-        token_ids=IDS,
-        num_draft_tokens=UINT32,
-        num_accepted_tokens=UINT32,
-        extra=st.sampled_from(sorted(set(TokenSource) - {TokenSource.ACCEPTED}, key=str)),
-        plain_rounds_left=UINT32,
-        verify_us=UINT32,
-        queue_us=UINT32,
-        timings=TIMINGS,
-        num_near_ties=UINT32,
-        num_cached_tokens=UINT32,
-    )
+OWN_LOGPROBS = "08 000080bf 00000000"
+"""Packed float32: -1 and 0."""
+DRAFTED = "0c 000080bf 00000000 000080ff"
+PLAIN = Delta([7], "", [], [TokenSource.PLAIN], 0)
+SPAN = TRACEPARENT.encode().hex()
+REPORTING = LogprobsRequest(0, 20, LogprobsMode.PROCESSED)
+GENERATED = gateway_pb2.GeneratedChoice(choice=3, token_ids=[7, 300], is_finished=True)
+DENSE_BLOCK = DraftBlock(
+    FENCE, [1, 0], encode_dense(Encoding.DENSE_FLOAT32, np.array([[0.25, 0.75], [1.0, 0.0]], dtype=np.float32))
 )
-@UNHURRIED
-def test_verdict_survives_the_wire(verdict: Verdict) -> None:
-    assert messages.verdict_from_proto(sent(messages.verdict_to_proto(verdict))) == verdict
+SPECS = {
+    "opening of a target session": (TARGET_SPEC, GOLDEN_TARGET_SPEC.hex()),
+    "its span": (replace(TARGET_SPEC, traceparent=TRACEPARENT), GOLDEN_TARGET_SPEC.hex() + "b201 37" + SPAN),
+    "its wish for details": (
+        replace(TARGET_SPEC, reports_draft_logprobs=True, traceparent=TRACEPARENT),
+        GOLDEN_TARGET_SPEC.hex() + "a80101 b20137" + SPAN,  # 21: draft_logprobs, 22: traceparent
+    ),
+    "its wish for log-probabilities": (  # 18: logprobs, 19: prompt_logprobs, 20: logprobs_mode
+        replace(TARGET_SPEC, logprobs=REPORTING),
+        GOLDEN_TARGET_SPEC.hex() + "900100 980114 a20109" + b"processed".hex(),
+    ),
+    "opening of a draft session": (DRAFT_SPEC, GOLDEN_DRAFT_SPEC.hex()),
+    "its span, too": (replace(DRAFT_SPEC, traceparent=TRACEPARENT), GOLDEN_DRAFT_SPEC.hex() + "8a01 37" + SPAN),
+}
+SENT: dict[str, tuple[Any, str]] = {
+    "fence": (FENCE, GOLDEN_FENCE.hex()),
+    "verdict": (VERDICT, GOLDEN_VERDICT.hex()),
+    "verdict with log-probabilities": (  # 13: logprobs, 14: top_logprobs, 38 bytes
+        replace(VERDICT, token_ids=[300, 300], logprobs=REPORTED),
+        GOLDEN_VERDICT.hex().replace("220407ac0204", "2204ac02ac02") + "6a" + OWN_LOGPROBS + "72 26" + GOLDEN_TOP.hex(),
+    ),
+    "verdict with details": (  # 15: packed float32
+        replace(VERDICT, draft_logprobs=[-1.0, 0.0, -math.inf]),
+        GOLDEN_VERDICT.hex() + "7a" + DRAFTED,
+    ),
+    "block under way": (SendDrafted(FENCE.session_id, 1, 300, attempt=2), GOLDEN_SEND_DRAFTED.hex()),
+    "model": (MODEL, GOLDEN_MODEL.hex()),
+    **SPECS,
+}
+"""Messages that are read back too."""
+WRITTEN: dict[str, tuple[Message, str]] = {
+    "draft block": (messages.block_to_proto(BLOCK), GOLDEN_BLOCK.hex()),
+    "dense distributions": (messages.block_to_proto(DENSE_BLOCK).distributions, GOLDEN_DENSE.hex()),
+    "permit": (messages.permit_to_proto(Permit.make(bytes(range(16)), 300)), GOLDEN_PERMIT.hex()),
+    "wrapped block under way": (  # 3: send_drafted, 16 bytes
+        drafter_pb2.DraftCommand(send_drafted=drafter_pb2.SendDrafted.FromString(GOLDEN_SEND_DRAFTED)),
+        "1a10" + GOLDEN_SEND_DRAFTED.hex(),
+    ),
+    # The process's id is the same number in both, so that a session's drafter is known by it.
+    "lease": (session_pb2.Lease(lease_id=1, instance_id=2**64 - 2), "090100000000000000 11feffffffffffffff"),
+    "hello": (verifier_pb2.DrafterHello(instance_id=2**64 - 2), "11feffffffffffffff"),
+    "log-probabilities of a delta": (
+        second(Delta([300, 300], "", REPORTED)).delta,
+        "08 01 12 04 ac02ac02 22" + OWN_LOGPROBS + "2a 26" + GOLDEN_TOP.hex(),
+    ),
+    "log-probabilities of a prompt": (  # 3: prompt_logprobs: choice, position, ids
+        second(PromptPart(300, REPORTED)),
+        "1a 3d 08 01 10 ac02 1a 04 ac02ac02 22" + OWN_LOGPROBS + "2a 26" + GOLDEN_TOP.hex(),
+    ),
+    "prompt that was read": (  # 5: prompt_read, 1 to 4 of it
+        _event_to_proto(PromptRead(FENCE.session_id, 1, PromptPart(300, REPORTED))),
+        "2a 46 09 8877665544332211 10 01 18 ac02 22 04 ac02ac02 2a" + OWN_LOGPROBS + "32 26" + GOLDEN_TOP.hex(),
+    ),
+    "details of tokens": (  # 6 to 9
+        second(Delta([7, 7, 7], "ab", [], VERDICT.sources, 4, [-1.0, 0.0, -math.inf], [1, 0, 1])).delta,
+        "0801 1203 070707 1a02 6162 3203 010102 3804 42" + DRAFTED + "4a03 010001",
+    ),
+    "plain token": (second(PLAIN).delta, "0801 1201 07 3201 04"),
+    "bonus token": (second(replace(PLAIN, sources=[TokenSource.BONUS])).delta, "0801 1201 07 3201 03"),
+    "echo": (second(PromptEcho([7, 300], "ab")), "220b 0801 120307ac02 1a026162"),  # 4: choice, packed ids, text
+    "wish for log-probabilities": (  # 16, 17, 18
+        gateway_pb2.GenerateRequest(logprobs=0, prompt_logprobs=20, logprobs_mode="raw"),
+        "800100 880114 920103" + b"raw".hex(),
+    ),
+    "text that is continued": (  # 22: choice, packed ids, whether it is finished
+        gateway_pb2.GenerateRequest(generated_choices=[GENERATED]),
+        "b20109 0803 120307ac02 1801",
+    ),
+}
 
 
-@given(st.lists(TOKEN_LOGPROBS, max_size=5))
-@UNHURRIED
-def test_log_probabilities_of_a_verdict_survive_the_wire(tokens: list[TokenLogprob]) -> None:
-    verdict = Verdict(FENCE, [token.token_id for token in tokens], 0, 0, TokenSource.PLAIN, 0, logprobs=tokens)
-    assert messages.verdict_from_proto(sent(messages.verdict_to_proto(verdict))) == verdict
+def written(message: Message) -> str:
+    return message.SerializeToString(deterministic=True).hex()
 
 
-@given(PROMPT_READS)
-@UNHURRIED
-def test_log_probabilities_of_a_prompt_survive_the_wire(read: PromptRead) -> None:
-    assert messages.prompt_read_from_proto(sent(messages.prompt_read_to_proto(read))) == read
+def test_messages_have_their_golden_bytes_and_are_read_from_them() -> None:
+    for name, (value, golden) in SENT.items():
+        _, to_proto, from_proto = WIRE[type(value)]
+        message, expected = to_proto(value), golden.replace(" ", "")
+        if name in SPECS:
+            message.lease_id = 10
+        assert written(message) == expected, name
+        assert from_proto(type(message).FromString(bytes.fromhex(expected))) == value, name
+    for name, (message, golden) in WRITTEN.items():
+        assert written(message) == golden.replace(" ", ""), name
 
 
-def test_log_probabilities_have_their_golden_bytes() -> None:
-    verdict = replace(VERDICT, token_ids=[300, 300], logprobs=REPORTED)
-    message = messages.verdict_to_proto(verdict)
-    own = bytes.fromhex("6a 08 000080bf 00000000")  # 13: logprobs, packed float32
-    top = bytes.fromhex("72 26") + GOLDEN_TOP  # 14: top_logprobs, 38 bytes
-    assert message.SerializeToString(deterministic=True).endswith(own + top)
-    assert messages.verdict_from_proto(sent(message)) == verdict
-    delta = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, Delta([300, 300], "", REPORTED))).delta
-    own, top = bytes.fromhex("22 08 000080bf 00000000"), bytes.fromhex("2a 26") + GOLDEN_TOP
-    assert delta.SerializeToString(deterministic=True) == bytes.fromhex("08 01 12 04 ac02ac02") + own + top
-    prompt = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, PromptPart(300, REPORTED)))
-    start = bytes.fromhex("1a 3d 08 01 10 ac02 1a 04 ac02ac02")  # 3: prompt_logprobs: choice, position, ids
-    assert prompt.SerializeToString(deterministic=True) == start + own + top
-    read = PromptRead(FENCE.session_id, 1, PromptPart(300, REPORTED))
-    event = _event_to_proto(read)
-    start = bytes.fromhex("2a 46 09 8877665544332211 10 01 18 ac02 22 04 ac02ac02")  # 5: prompt_read, 1 to 4 of it
-    own, top = bytes.fromhex("2a 08 000080bf 00000000"), bytes.fromhex("32 26") + GOLDEN_TOP
-    assert event.SerializeToString(deterministic=True) == start + own + top
-
-
-def test_details_of_tokens_have_their_golden_bytes() -> None:
-    verdict = replace(VERDICT, draft_logprobs=[-1.0, 0.0, -math.inf])
-    message = messages.verdict_to_proto(verdict)
-    given = bytes.fromhex("0c 000080bf 00000000 000080ff")
-    assert message.SerializeToString(deterministic=True).endswith(b"\x7a" + given)  # 15: packed float32
-    assert messages.verdict_from_proto(sent(message)) == verdict
-    event = Delta([7, 7, 7], "ab", [], verdict.sources, 4, verdict.draft_logprobs, [1, 0, 1])
-    delta = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, event)).delta
-    start = bytes.fromhex("0801 1203 070707 1a02 6162")
-    details = bytes.fromhex("3203 010102 3804 42") + given + bytes.fromhex("4a03 010001")  # 6 to 9
-    assert delta.SerializeToString(deterministic=True) == start + details
-    plain = Delta([7], "", [], [TokenSource.PLAIN], 0)
-    sources = [TokenSource.BONUS, TokenSource.PLAIN]
-    numbers = [
-        gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, replace(plain, sources=[source]))).delta.token_sources
-        for source in sources
-    ]
-    assert [list(number) for number in numbers] == [[3], [4]]
-
-
-@pytest.mark.parametrize("values", [[0.5, -1.0, -1.0], [-1.0], [-1.0] * 4])
-def test_what_drafters_gave_is_refused_where_it_does_not_fit(values: list[float]) -> None:
-    message = messages.verdict_to_proto(replace(VERDICT, draft_logprobs=values))
-    with pytest.raises(InvalidRequestError, match="drafter"):
-        messages.verdict_from_proto(sent(message))
-
-
-def test_unknown_number_of_the_drafter_survives_the_wire() -> None:
-    message = messages.verdict_to_proto(replace(VERDICT, draft_logprobs=[math.nan] * 3))
-    assert all(map(math.isnan, messages.verdict_from_proto(sent(message)).draft_logprobs))
-
-
-def test_wishes_for_details_and_traces_have_their_golden_bytes() -> None:
-    spec = replace(TARGET_SPEC, reports_draft_logprobs=True, traceparent=TRACEPARENT)
-    end = bytes.fromhex("a80101 b20137") + TRACEPARENT.encode()  # 21: draft_logprobs, 22: traceparent
-    message = messages.target_spec_to_proto(spec, lease_id=10)
-    assert message.SerializeToString(deterministic=True) == GOLDEN_TARGET_SPEC + end
-    assert messages.target_spec_from_proto(sent(message)) == spec
-    draft_spec = replace(DRAFT_SPEC, traceparent=TRACEPARENT)
-    of_drafter = messages.draft_spec_to_proto(draft_spec, lease_id=10)
-    assert (
-        of_drafter.SerializeToString(deterministic=True)
-        == GOLDEN_DRAFT_SPEC + bytes.fromhex("8a0137") + TRACEPARENT.encode()
-    )
-    assert messages.draft_spec_from_proto(sent(of_drafter)) == draft_spec
-
-
-def test_echo_and_end_of_a_choice_have_their_golden_bytes() -> None:
-    echo = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, PromptEcho([7, 300], "ab")))
-    expected = "220b" + "0801" + "120307ac02" + "1a026162"  # 4: prompt_echo: choice, packed ids, text
-    assert echo.SerializeToString(deterministic=True).hex() == expected
-    finish = gateway_event_to_proto(ChoiceEvent(SECOND_CHOICE, Finish(FinishReason.LENGTH, Statistics(), "")))
-    assert (finish.finish.choice, finish.finish.seed, finish.finish.rejection_sample_method) == (1, 5, "token")
-
-
-def test_wish_for_log_probabilities_has_its_golden_bytes() -> None:
-    spec = replace(TARGET_SPEC, logprobs=LogprobsRequest(0, 20, LogprobsMode.PROCESSED))
-    message = messages.target_spec_to_proto(spec, lease_id=10)
-    end = bytes.fromhex("900100 980114 a20109") + b"processed"  # 18: logprobs, 19: prompt_logprobs, 20: logprobs_mode
-    assert message.SerializeToString(deterministic=True) == GOLDEN_TARGET_SPEC + end
-    assert messages.target_spec_from_proto(sent(message)) == spec
-    request = gateway_pb2.GenerateRequest(logprobs=0, prompt_logprobs=20, logprobs_mode="raw")
-    end = bytes.fromhex("800100 880114 920103") + b"raw"  # 16, 17, 18
-    assert request.SerializeToString(deterministic=True) == end
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"logprobs": [-1.0]},
-        {"logprobs": [-1.0, math.nan]},
-        {"top_logprobs": {"num_top": 1, "token_ids": bytes(8), "logprobs": bytes(8)}, "logprobs": []},
-        {"top_logprobs": {"num_top": 1, "token_ids": bytes(4), "logprobs": bytes(8)}},
-        {"top_logprobs": {"num_top": 1, "token_ids": bytes(8), "logprobs": bytes(9)}},
-        {"top_logprobs": {"num_top": 2, "token_ids": bytes(8), "logprobs": bytes(8)}},
-        {"top_logprobs": {"num_top": 1, "token_ids": bytes(8), "logprobs": b"\x00\x00\xc0\x7f" * 2}},
-        {"top_logprobs": {"num_top": 21, "token_ids": bytes(168), "logprobs": bytes(168)}},
-        {"top_logprobs": {"num_top": 2**32 - 1, "token_ids": b"", "logprobs": b""}},
-    ],
-)
-def test_log_probabilities_that_do_not_fit_their_tokens_are_refused(changes: dict[str, object]) -> None:
-    given = {"extra_token_kind": session_pb2.EXTRA_TOKEN_KIND_PLAIN, "token_ids": [7, 8], "logprobs": [-1.0, -2.0]}
-    with pytest.raises(InvalidRequestError, match="log-probabilit"):
-        messages.verdict_from_proto(sent(session_pb2.Verdict(**(given | changes))))
-
-
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        ({"logprobs": 21}, "^logprobs must be in 0..20"),
-        ({"prompt_logprobs": 2**32 - 1}, "prompt_logprobs must be in 0..20"),
-        ({"logprobs_mode": "Raw"}, "logprobs_mode must be raw or processed"),
-    ],
-)
-def test_wish_for_log_probabilities_that_is_out_of_range_is_refused_by_name(
-    values: dict[str, object], name: str
-) -> None:
-    message = messages.target_spec_to_proto(TARGET_SPEC, 10)
-    for field, value in values.items():
-        setattr(message, field, value)
-    with pytest.raises(InvalidRequestError, match=name):
-        messages.target_spec_from_proto(message)
-
-
-@pytest.mark.parametrize("extra", sorted(set(TokenSource) - {TokenSource.ACCEPTED}, key=str))
-def test_every_kind_of_extra_token_has_a_number_on_the_wire(extra: TokenSource) -> None:
-    verdict = Verdict(FENCE, [1], 0, 0, extra, 0)
-    assert messages.verdict_from_proto(sent(messages.verdict_to_proto(verdict))).extra is extra
-
-
-@given(st.builds(PlainRun, fence=FENCES, num_rounds=UINT32))
-@UNHURRIED
-def test_plain_run_survives_the_wire(run: PlainRun) -> None:
-    assert messages.plain_run_from_proto(sent(messages.plain_run_to_proto(run))) == run
-
-
-@given(st.builds(Calibration, fence=FENCES, base_len=UINT32, token_ids=IDS, num_draft_tokens=UINT32, attempt=UINT32))
-@UNHURRIED
-def test_calibration_survives_the_wire(calibration: Calibration) -> None:
-    assert messages.calibration_from_proto(sent(messages.calibration_to_proto(calibration))) == calibration
-
-
-@given(st.builds(SendDrafted, session_id=UINT64, epoch=UINT32, round=UINT32, attempt=UINT32))
-@UNHURRIED
-def test_wish_for_a_block_under_way_survives_the_wire(command: SendDrafted) -> None:
-    assert messages.send_drafted_from_proto(sent(messages.send_drafted_to_proto(command))) == command
-
-
-@given(TARGET_SPECS, UINT64)
-@UNHURRIED
-def test_target_session_survives_the_wire_with_its_lease(spec: TargetSessionSpec, lease_id: int) -> None:
-    message = sent(messages.target_spec_to_proto(spec, lease_id))
-    assert messages.target_spec_from_proto(message) == spec
-    assert message.lease_id == lease_id
-
-
-@given(DRAFT_SPECS, UINT64)
-@UNHURRIED
-def test_draft_session_survives_the_wire_with_its_lease(spec: DraftSessionSpec, lease_id: int) -> None:
-    message = sent(messages.draft_spec_to_proto(spec, lease_id))
-    assert messages.draft_spec_from_proto(message) == spec
-    assert message.lease_id == lease_id
-
-
-@given(
-    st.builds(
-        ModelDescription,
-        name=TEXT,
-        revision=TEXT,
-        dtype=TEXT,
-        vocabulary_fingerprint=st.binary(max_size=32),
-        vocab_size=UINT32,
-        context_length=UINT32,
-        stop_token_ids=IDS.map(tuple),
-        weights_fingerprint=st.binary(max_size=32),
-        protocol_version=UINT32,
-    )
-)
-@UNHURRIED
-def test_model_description_survives_the_wire(model: ModelDescription) -> None:
-    assert messages.model_from_proto(sent(messages.model_to_proto(model))) == model
-
-
-def test_session_failure_carries_what_its_receiver_needs_to_raise_it_again() -> None:
-    message = sent(messages.failure_to_proto(2**64 - 1, 3, NoRoomError("full")))
-    error = error_of_number(message.status_code, message.message)
-    assert (message.session_id, message.epoch) == (2**64 - 1, 3)
-    assert (type(error), str(error)) == (NoRoomError, "full")
-
-
-def test_fence_has_its_golden_bytes() -> None:
-    assert messages.fence_to_proto(FENCE).SerializeToString(deterministic=True).hex() == GOLDEN_FENCE.hex()
-    assert messages.fence_from_proto(session_pb2.Fence.FromString(GOLDEN_FENCE)) == FENCE
-
-
-def test_draft_block_has_its_golden_bytes() -> None:
-    assert messages.block_to_proto(BLOCK).SerializeToString(deterministic=True).hex() == GOLDEN_BLOCK.hex()
+def test_draft_block_is_read_from_its_golden_bytes() -> None:
     (block,) = received(session_pb2.DraftBlock.FromString(GOLDEN_BLOCK))
     assert (block.fence, block.token_ids, block.attempt, block.timings, block.permit) == (
         *(BLOCK.fence, BLOCK.token_ids),
@@ -783,84 +569,8 @@ def test_draft_block_has_its_golden_bytes() -> None:
     assert block.draft.vocab_size == VOCAB_SIZE
     assert block.draft.token_ids[0].tolist() == [7, 300, 5]
     assert block.draft.token_ids[1, 0] == 300
-
-
-def test_dense_distributions_have_their_golden_bytes() -> None:
-    rows = np.array([[0.25, 0.75], [1.0, 0.0]], dtype=np.float32)
-    block = DraftBlock(FENCE, [1, 0], encode_dense(Encoding.DENSE_FLOAT32, rows))
-    message = messages.block_to_proto(block).distributions
-    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_DENSE.hex()
-
-
-def test_verdict_has_its_golden_bytes() -> None:
-    assert messages.verdict_to_proto(VERDICT).SerializeToString(deterministic=True).hex() == GOLDEN_VERDICT.hex()
-    assert messages.verdict_from_proto(session_pb2.Verdict.FromString(GOLDEN_VERDICT)) == VERDICT
-
-
-def test_opening_of_a_target_session_has_its_golden_bytes() -> None:
-    message = messages.target_spec_to_proto(TARGET_SPEC, lease_id=10)
-    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_TARGET_SPEC.hex()
-    received = verifier_pb2.OpenTargetSessionRequest.FromString(GOLDEN_TARGET_SPEC)
-    assert messages.target_spec_from_proto(received) == TARGET_SPEC
-
-
-def test_opening_of_a_draft_session_has_its_golden_bytes() -> None:
-    message = messages.draft_spec_to_proto(DRAFT_SPEC, lease_id=10)
-    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_DRAFT_SPEC.hex()
-    received = drafter_pb2.OpenDraftSessionRequest.FromString(GOLDEN_DRAFT_SPEC)
-    assert messages.draft_spec_from_proto(received) == DRAFT_SPEC
-
-
-def test_span_of_a_session_has_the_bytes_of_the_standard() -> None:
-    header = str(TraceContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331))
-    target = messages.target_spec_to_proto(replace(TARGET_SPEC, traceparent=header), 10)
-    drafter = messages.draft_spec_to_proto(replace(DRAFT_SPEC, traceparent=header), 10)
-    text = TRACEPARENT.encode()
-    assert target.SerializeToString(deterministic=True) == GOLDEN_TARGET_SPEC + bytes.fromhex("b201 37") + text
-    assert drafter.SerializeToString(deterministic=True) == GOLDEN_DRAFT_SPEC + bytes.fromhex("8a01 37") + text
-
-
-@pytest.mark.parametrize(
-    "header",
-    ["x", f"00-{1:032x}-{0:016x}-01", f"01-{1:032x}-{1:016x}-01", f"00-{1:032x}-{1:016x}-01" + 10**6 * "0"],
-    ids=["nonsense", "no span", "another version", "endless"],
-)
-def test_session_of_a_span_that_is_none_is_refused(header: str) -> None:
-    target = messages.target_spec_to_proto(replace(TARGET_SPEC, traceparent=header), 10)
-    drafter = messages.draft_spec_to_proto(replace(DRAFT_SPEC, traceparent=header), 10)
-    with pytest.raises(InvalidRequestError, match=r"^traceparent is not one of W3C Trace Context, version 00$"):
-        messages.target_spec_from_proto(target)
-    with pytest.raises(InvalidRequestError, match="traceparent"):
-        messages.draft_spec_from_proto(drafter)
-
-
-def test_wish_for_a_block_under_way_has_its_golden_bytes() -> None:
-    command = SendDrafted(FENCE.session_id, 1, 300, attempt=2)
-    message = messages.send_drafted_to_proto(command)
-    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_SEND_DRAFTED.hex()
-    wrapped = drafter_pb2.DraftCommand(send_drafted=message).SerializeToString(deterministic=True)
-    assert wrapped.hex() == "1a10" + GOLDEN_SEND_DRAFTED.hex(), "3: send_drafted, 16 bytes"
-    assert messages.send_drafted_from_proto(drafter_pb2.SendDrafted.FromString(GOLDEN_SEND_DRAFTED)) == command
-
-
-def test_permit_has_its_golden_bytes() -> None:
-    message = messages.permit_to_proto(Permit.make(bytes(range(16)), 300))
-    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_PERMIT.hex()
-    assert messages.permit_from_proto(session_pb2.DraftPermit.FromString(GOLDEN_PERMIT)).is_made_with(bytes(range(16)))
-
-
-def test_description_of_a_model_has_its_golden_bytes() -> None:
-    message = messages.model_to_proto(MODEL)
-    assert message.SerializeToString(deterministic=True).hex() == GOLDEN_MODEL.hex()
-    assert messages.model_from_proto(model_pb2.ModelDescription.FromString(GOLDEN_MODEL)) == MODEL
-
-
-def test_text_that_is_continued_has_its_golden_bytes() -> None:
-    """Of a request that is sent again because it was interrupted."""
-    came = gateway_pb2.GeneratedChoice(choice=3, token_ids=[7, 300], is_finished=True)
-    request = gateway_pb2.GenerateRequest(generated_choices=[came])
-    expected = "b20109" + "0803" + "120307ac02" + "1801"  # 22: choice, packed ids, whether it is finished
-    assert request.SerializeToString(deterministic=True).hex() == expected
+    permit = messages.permit_from_proto(session_pb2.DraftPermit.FromString(GOLDEN_PERMIT))
+    assert permit.is_made_with(bytes(range(16)))
 
 
 def test_every_number_of_the_statistics_reaches_the_user() -> None:
@@ -877,66 +587,22 @@ def test_every_number_of_the_statistics_reaches_the_user() -> None:
         assert (found if isinstance(found, int | float) else list(found)) == getattr(
             statistics, shorter.get(field.name, field.name)
         )
+    finish = second(Finish(FinishReason.LENGTH, Statistics(), "")).finish
+    assert (finish.choice, finish.seed, finish.rejection_sample_method) == (1, 5, "token")
 
 
-@pytest.mark.parametrize("encoding", [session_pb2.DISTRIBUTION_ENCODING_UNSPECIFIED, 6, 99, -1])
-def test_encoding_that_is_absent_or_unknown_is_refused(encoding: int) -> None:
-    error = refusal(wire_block(encoding=encoding))
-    assert error.violation is Violation.ENCODING
-    assert "encoding" in str(error)
-
-
-def test_block_without_distributions_is_refused() -> None:
-    assert refusal(session_pb2.DraftBlock(token_ids=[1])).violation is Violation.ENCODING
-
-
-@pytest.mark.parametrize("kind", [session_pb2.EXTRA_TOKEN_KIND_UNSPECIFIED, 99])
-def test_kind_of_extra_token_that_is_absent_or_unknown_is_refused(kind: int) -> None:
-    message = messages.verdict_to_proto(VERDICT)
-    message.extra_token_kind = kind
-    with pytest.raises(InvalidRequestError, match="extra token"):
-        messages.verdict_from_proto(sent(message))
-
-
-def test_token_tree_is_refused() -> None:
-    message = wire_block(encoding=session_pb2.DISTRIBUTION_ENCODING_ONE_HOT)
-    assert isinstance(received(message)[0].draft, Supports)
-    message.parent_indices.append(-1)
-    assert "tree" in str(refusal(message))
-
-
-def test_session_that_takes_no_blocks_has_no_key() -> None:
-    message = sent(messages.target_spec_to_proto(replace(TARGET_SPEC, permit_key=b""), 10))
-    assert messages.target_spec_from_proto(message).permit_key == b""
-
-
-@pytest.mark.parametrize("length", [0, 15, 17])
-def test_session_with_a_permit_of_another_length_than_16_bytes_is_refused(length: int) -> None:
-    message = messages.draft_spec_to_proto(replace(DRAFT_SPEC, permit=Permit(0, bytes(length))), 10)
-    with pytest.raises(InvalidRequestError, match="permit"):
-        messages.draft_spec_from_proto(sent(message))
-    message.ClearField("permit")
-    with pytest.raises(InvalidRequestError, match="permit"):
-        messages.draft_spec_from_proto(sent(message))
-
-
-def test_lease_and_hello_have_their_golden_bytes() -> None:
-    """The process's id is the same number in both, so that a session's drafter is known by it."""
-    lease = session_pb2.Lease(lease_id=1, instance_id=2**64 - 2)
-    assert lease.SerializeToString(deterministic=True).hex() == "090100000000000000" + "11feffffffffffffff"
-    hello = verifier_pb2.DrafterHello(instance_id=2**64 - 2)
-    assert hello.SerializeToString(deterministic=True).hex() == "11feffffffffffffff"
-
-
-@pytest.mark.parametrize("drafter_id", [None, 0, 2**64 - 1])
-def test_refusal_says_which_drafter_is_in_quarantine_or_that_none_is(drafter_id: int | None) -> None:
-    event = sent(_event_to_proto(BlockRefused(2**64 - 1, 2, 3, "why", 300, drafter_id)))
-    assert event.WhichOneof("event") == "refusal"
-    refused = event.refusal
-    assert (refused.session_id, refused.epoch, refused.round, refused.message) == (2**64 - 1, 2, 3, "why")
-    assert refused.permit_number == 300
-    assert refused.HasField("quarantined_drafter_id") == (drafter_id is not None)
-    assert refused.quarantined_drafter_id == (drafter_id or 0)
+def test_failures_and_refusals_carry_what_their_receiver_needs() -> None:
+    failed = sent(messages.failure_to_proto(2**64 - 1, 3, NoRoomError("full")))
+    error = error_of_number(failed.status_code, failed.message)
+    assert (failed.session_id, failed.epoch) == (2**64 - 1, 3)
+    assert (type(error), str(error)) == (NoRoomError, "full")
+    for drafter_id in (None, 0, 2**64 - 1):
+        event = sent(_event_to_proto(BlockRefused(2**64 - 1, 2, 3, "why", 300, drafter_id)))
+        refused = event.refusal
+        assert (event.WhichOneof("event"), refused.session_id, refused.epoch) == ("refusal", 2**64 - 1, 2)
+        assert (refused.round, refused.message, refused.permit_number) == (3, "why", 300)
+        assert refused.HasField("quarantined_drafter_id") == (drafter_id is not None), "which one, or that none is"
+        assert refused.quarantined_drafter_id == (drafter_id or 0)
 
 
 def test_protocol_version_is_that_of_structured_outputs() -> None:
@@ -944,13 +610,122 @@ def test_protocol_version_is_that_of_structured_outputs() -> None:
     assert PROTOCOL_VERSION == 9
 
 
-@pytest.mark.parametrize("length", [0, 15, 17, 32])
-def test_key_of_another_length_than_16_bytes_is_refused(length: int) -> None:
-    with pytest.raises(InvalidRequestError, match="16 bytes"):
-        messages.target_spec_from_proto(verifier_pb2.OpenTargetSessionRequest(verifying_key=bytes(length)))
-    if length:
-        message = messages.target_spec_to_proto(replace(TARGET_SPEC, permit_key=bytes(length)), 10)
-        with pytest.raises(InvalidRequestError, match="16 bytes"):
-            messages.target_spec_from_proto(message)
-    with pytest.raises(InvalidRequestError, match="16 bytes"):
-        messages.draft_spec_from_proto(drafter_pb2.OpenDraftSessionRequest(drafting_key=bytes(length)))
+# What is refused
+
+
+def changed(message: Any, **values: Any) -> Any:
+    """Returns a message with other values of some fields; None clears one."""
+    other = sent(message)
+    for name, value in values.items():
+        other.ClearField(name)
+        if value is not None:
+            other.MergeFrom(type(other)(**{name: value}))
+    return other
+
+
+TARGET = messages.target_spec_to_proto(TARGET_SPEC, 10)
+DRAFT = messages.draft_spec_to_proto(DRAFT_SPEC, 10)
+BARE_VERDICT = session_pb2.Verdict(
+    extra_token_kind=session_pb2.EXTRA_TOKEN_KIND_PLAIN, token_ids=[7, 8], logprobs=[-1.0, -2.0]
+)
+OUT_OF_RANGE: list[dict[str, Any]] = [
+    *({"temperature": value} for value in (-0.1, 100.1, math.nan, math.inf)),
+    *({"top_p": value} for value in (0.0, 1.1, math.nan)),
+    *({name: value} for name, value in (("min_p", -0.1), ("repetition_penalty", 0.0))),
+    *({name: value} for name, value in (("presence_penalty", 2.1), ("frequency_penalty", -2.1))),
+    {"logit_bias": {3: 100.5}},
+    {"logit_bias": dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0)},
+    {"allowed_token_ids": [0] * (MAX_ALLOWED_TOKENS + 1)},
+    *(
+        {"structured_output": session_pb2.StructuredOutput(**form)}
+        for form in (
+            {},
+            {"regex": ""},
+            {"json_schema": " " * 65_537},
+            *(
+                {"choices": session_pb2.StructuredOutputChoices(texts=texts)}
+                for texts in ([], ["a", ""], ["a", "a"], map(str, range(1_025)))
+            ),
+        )
+    ),
+]
+"""Sampling parameters, which are refused by name."""
+NO_TOP = {"num_top": 1, "token_ids": bytes(8), "logprobs": bytes(8)}
+BAD_LOGPROBS: list[dict[str, Any]] = [
+    {"logprobs": [-1.0]},
+    {"logprobs": [-1.0, math.nan]},
+    {"top_logprobs": NO_TOP, "logprobs": []},
+    *(
+        {"top_logprobs": NO_TOP | change}
+        for change in (
+            {"token_ids": bytes(4)},
+            {"logprobs": bytes(9)},
+            {"num_top": 2},
+            {"logprobs": b"\x00\x00\xc0\x7f" * 2},
+            {"num_top": 21, "token_ids": bytes(168), "logprobs": bytes(168)},
+            {"num_top": 2**32 - 1, "token_ids": b"", "logprobs": b""},
+        )
+    ),
+]
+NO_SPAN = ("x", f"00-{1:032x}-{0:016x}-01", f"01-{1:032x}-{1:016x}-01", f"00-{1:032x}-{1:016x}-01" + 10**6 * "0")
+"""Nonsense, no span, another version, endless."""
+REFUSED: list[tuple[type, Message, str]] = [
+    *((SamplingParams, session_pb2.SamplingParameters(**values), next(iter(values))) for values in OUT_OF_RANGE),
+    *((Verdict, changed(BARE_VERDICT, **values), "log-probabilit") for values in BAD_LOGPROBS),
+    *(
+        (Verdict, messages.verdict_to_proto(replace(VERDICT, draft_logprobs=values)), "drafter")
+        for values in ([0.5, -1.0, -1.0], [-1.0], [-1.0] * 4)
+    ),
+    *(
+        (Verdict, changed(messages.verdict_to_proto(VERDICT), extra_token_kind=kind), "extra token")
+        for kind in (session_pb2.EXTRA_TOKEN_KIND_UNSPECIFIED, 99)
+    ),
+    (TargetSessionSpec, changed(TARGET, logprobs=21), r"^logprobs must be in 0..20"),
+    (TargetSessionSpec, changed(TARGET, prompt_logprobs=2**32 - 1), "prompt_logprobs must be in 0..20"),
+    (TargetSessionSpec, changed(TARGET, logprobs_mode="Raw"), "logprobs_mode must be raw or processed"),
+    *(
+        (kind, changed(message, traceparent=header), r"^traceparent is not one of W3C Trace Context, version 00$")
+        for kind, message in ((TargetSessionSpec, TARGET), (DraftSessionSpec, DRAFT))
+        for header in NO_SPAN
+    ),
+    *((TargetSessionSpec, changed(TARGET, verifying_key=bytes(size)), "16 bytes") for size in (0, 15, 17, 32)),
+    *((DraftSessionSpec, changed(DRAFT, drafting_key=bytes(size)), "16 bytes") for size in (0, 15, 17, 32)),
+    *((TargetSessionSpec, changed(TARGET, permit_key=bytes(size)), "16 bytes") for size in (15, 17, 32)),
+    *(
+        (DraftSessionSpec, changed(DRAFT, permit=session_pb2.DraftPermit(token=bytes(size))), "permit")
+        for size in (0, 15, 17)
+    ),
+    (DraftSessionSpec, changed(DRAFT, permit=None), "permit"),
+]
+
+
+def test_malformed_message_is_refused_by_the_name_of_what_is_wrong() -> None:
+    for kind, message, name in REFUSED:
+        with pytest.raises(InvalidRequestError, match=name):
+            pytest.fail(f"accepted: {WIRE[kind][2](sent(message))}")
+
+
+def test_unknown_number_of_the_drafter_survives_the_wire() -> None:
+    message = messages.verdict_to_proto(replace(VERDICT, draft_logprobs=[math.nan] * 3))
+    assert all(map(math.isnan, messages.verdict_from_proto(sent(message)).draft_logprobs))
+
+
+def test_block_is_refused_for_its_fault_and_says_no_tokens_but_whose_it_is() -> None:
+    good, none = messages.block_to_proto(BLOCK), session_pb2.DISTRIBUTION_ENCODING_NONE
+    tree = wire_block(encoding=session_pb2.DISTRIBUTION_ENCODING_ONE_HOT)
+    longest = wire_block(MAX_DRAFT_TOKENS, encoding=none)
+    assert all(isinstance(block.draft, Supports) for block in received(tree, longest, good))
+    tree.parent_indices.append(-1)
+    unstated = [wire_block(encoding=encoding) for encoding in (0, 6, 99, -1)]
+    for block, violation, text in (
+        *((block, Violation.ENCODING, "encoding") for block in unstated),
+        (session_pb2.DraftBlock(token_ids=[1]), Violation.ENCODING, ""),
+        (tree, Violation.ENCODING, "tree"),
+        (wire_block(MAX_DRAFT_TOKENS + 1, encoding=none), Violation.LENGTH, str(MAX_DRAFT_TOKENS)),
+    ):
+        refused = changed(block, fence=good.fence, attempt=2)
+        first, second_block = received(refused, good)
+        assert isinstance(first.draft, BlockViolationError)
+        assert (first.draft.violation, text in str(first.draft)) == (violation, True)
+        assert (first.fence, first.attempt, first.token_ids, first.drafter_id) == (FENCE, 2, [], DRAFTER_ID)
+        assert isinstance(second_block.draft, Supports)

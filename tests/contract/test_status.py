@@ -181,27 +181,11 @@ def test_error_tree_is_the_one_that_this_table_knows() -> None:
 
 @EVERY_CLASS
 def test_every_class_of_the_error_tree_has_its_status_and_keeps_its_message(kind: type[DraftwireError]) -> None:
-    assert status_of(made(kind, "because of this")) == (EXPECTED.get(kind), "because of this")
-
-
-@EVERY_CLASS
-def test_error_without_a_message_is_named_by_its_class(kind: type[DraftwireError]) -> None:
-    assert status_of(made(kind, "")) == (
-        EXPECTED.get(kind),
-        next(one for one in kind.__mro__ if one in STATUS).__name__,
-    )
-
-
-@EVERY_CLASS
-def test_error_inside_nested_groups_has_the_status_of_its_class(kind: type[DraftwireError]) -> None:
-    group = ExceptionGroup("outer", [ExceptionGroup("inner", [made(kind, "deep")]), ValueError("other")])
-    assert status_of(group) == (EXPECTED.get(kind), "deep")
-
-
-@EVERY_CLASS
-def test_subclass_has_the_status_of_its_base(kind: type[DraftwireError]) -> None:
-    child = type("Child", (kind,), {})  # of this module, so the walk over the tree does not see it
-    assert status_of(made(child, "deep")) == (EXPECTED.get(kind), "deep")
+    """So do subclasses, and errors inside nested groups; one without a message is named by its class."""
+    code, child = EXPECTED.get(kind), type("Child", (kind,), {})  # of this module, so the tree does not have it
+    group = ExceptionGroup("outer", [ExceptionGroup("inner", [made(kind, "why")]), ValueError("other")])
+    assert [status_of(error) for error in (made(kind, "why"), made(child, "why"), group)] == [(code, "why")] * 3
+    assert status_of(made(kind, "")) == (code, next(one for one in kind.__mro__ if one in STATUS).__name__)
 
 
 @pytest.mark.parametrize(
@@ -248,22 +232,16 @@ def test_every_status_is_found_by_its_number() -> None:
 
 
 @EVERY_FAILURE
-async def test_unary_call_and_streams_end_with_the_same_status(
+async def test_unary_call_and_streams_end_with_the_same_status_also_after_a_response(
     error: Exception, code: grpc.StatusCode, text: str
 ) -> None:
     async with serving(error) as (channel, _):
         for call in CALLS:
             assert await call(channel) == (code, text), call.__name__
-
-
-@EVERY_FAILURE
-async def test_stream_that_fails_after_a_response_delivers_it_and_ends_with_the_same_status(
-    error: Exception, code: grpc.StatusCode, text: str
-) -> None:
     async with serving(error, after_a_response=True) as (channel, _):
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
         call = stub.Generate(gateway_pb2.GenerateRequest(), timeout=DEADLINE_S)
-        assert (await call.read()).delta.text == "a"
+        assert (await call.read()).delta.text == "a", "it is delivered"
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call.read()
         assert (raised.value.code(), raised.value.details()) == (code, text)
@@ -366,21 +344,15 @@ async def test_client_learns_when_to_try_again(streams: bool) -> None:
     assert raised.value.retry_after_s == 2.5
 
 
-async def test_internal_error_is_logged_once_with_its_traceback_and_method() -> None:
-    async with serving(KeyError(SECRET)) as (channel, _):
-        with capture_logs() as lines:
-            await streamed(channel)
-    assert [(line["event"], line["method"], line["exc_info"]) for line in lines] == [
-        ("rpc.method_failed", "/draftwire.v1.GatewayService/Generate", True)
-    ]
-
-
-async def test_expected_error_is_not_logged() -> None:
-    async with serving(InvalidRequestError("temperature")) as (channel, _):
-        with capture_logs() as lines:
-            await unary(channel)
-            await streamed(channel)
-    assert lines == []
+async def test_internal_error_is_logged_once_with_its_traceback_and_method_and_an_expected_one_is_not() -> None:
+    expected = [("rpc.method_failed", "/draftwire.v1.GatewayService/Generate", True)]
+    for error, logged in ((KeyError(SECRET), expected), (InvalidRequestError("temperature"), [])):
+        async with serving(error) as (channel, _):
+            with capture_logs() as lines:
+                await streamed(channel)
+                if not logged:
+                    await unary(channel)
+        assert [(line["event"], line["method"], line["exc_info"]) for line in lines] == logged
 
 
 @pytest.mark.parametrize("refusal", ["loading", "draining"])
@@ -392,21 +364,14 @@ async def test_calls_are_unavailable_while_the_gate_refuses_and_reach_no_method(
             assert refusal in text
 
 
-def test_gate_refuses_from_the_start() -> None:
-    assert ServiceGate().refusal
-
-
-async def test_calls_succeed_as_soon_as_the_gate_opens() -> None:
+async def test_calls_succeed_as_soon_as_the_gate_opens_and_health_answers_before() -> None:
+    assert ServiceGate().refusal, "from the start"
     async with serving(None, "loading") as (channel, gate):
+        answered = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+        assert answered.status == health_pb2.HealthCheckResponse.SERVING, "though the gate refuses"
         assert (await unary(channel))[0] is Code.UNAVAILABLE
         gate.refusal = ""
         for call in CALLS:
             assert (await call(channel))[0] is Code.OK, call.__name__
         answer = await gateway_pb2_grpc.GatewayServiceStub(channel).GetServer(gateway_pb2.GetServerRequest())
         assert answer.num_speculative_tokens == 4
-
-
-async def test_health_answers_while_the_gate_refuses() -> None:
-    async with serving(None, "loading") as (channel, _):
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING

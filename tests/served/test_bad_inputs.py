@@ -1,9 +1,8 @@
-"""Every line of docs/bad-inputs.md, tried on one running stack beside completions that must not notice."""
+"""Bad inputs, tried on one running stack beside completions that must not notice. See tests/bad-inputs.md."""
 
 import random
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from test_services import greedy_ids
 
 from benchmarks.law import stack_options
 from draftwire.client import Client, Completion
-from tests.bad_inputs import CASES, MAX_MESSAGE_BYTES, PROMPT, Case, Stage, page
+from tests.bad_inputs import MAX_MESSAGE_BYTES, PROMPT, REQUESTS, SERVED, Case, Stage, wrong_answers
 from tests.in_process import InProcessStack
 
-PAGE = Path(__file__).parents[2] / "docs" / "bad-inputs.md"
 MAX_TOKENS = 40
 PAUSE_SECONDS = 0.02
 """Between completions, which leaves the machine some time for the inputs."""
@@ -43,12 +41,17 @@ class Beside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
         self._ended.set()
         for thread in self._threads:
             thread.join()
+
+    def check(self) -> None:
+        assert not self.errors, self.errors[0]
+        assert {(tuple(done.token_ids), done.drafter_error) for done in self.completions} == {
+            (tuple(self.expected), "")
+        }
+        # In the time that a flood takes, a completion may be done before its drafter has read the prompt.
+        assert sum(done.statistics.num_drafts > 0 for done in self.completions) > 0.8 * len(self.completions)
 
     def _run(self, generator: random.Random) -> None:
         with Client(self.address) as client:
@@ -70,17 +73,9 @@ class Trial:
 
     stage: Stage
     stack: InProcessStack
-    beside: Beside
+    expected: list[int]
+    """What the completions beside them have to be."""
     logs: list[tuple[str, Any]]
-
-    def check_beside(self) -> None:
-        assert not self.beside.errors, self.beside.errors[0]
-        for done in list(self.beside.completions):
-            assert done.token_ids == self.beside.expected
-            assert done.drafter_error == ""
-        # In the time that a flood takes, a completion may be done before its drafter has read the prompt.
-        with_drafts = sum(done.statistics.num_drafts > 0 for done in self.beside.completions)
-        assert with_drafts > 0.8 * len(self.beside.completions)
 
 
 @pytest.fixture(scope="module")
@@ -92,36 +87,24 @@ def trial(pair: tuple[Path, Path]) -> Iterator[Trial]:
     logs: list[tuple[str, Any]] = []
     running = InProcessStack(options, on_log=lambda service, line: logs.append((service, line)))
     with running as stack, Stage(stack) as stage, Client(stack.address) as client:
-        wait_until(lambda: client.generate(PROMPT, max_tokens=30).statistics.num_drafts > 0)
-        with Beside(stack.address, greedy_ids(pair[0], PROMPT, MAX_TOKENS)) as beside:
-            yield Trial(stage, stack, beside, logs)
+        wait_until(lambda: client.generate(PROMPT, max_tokens=30).statistics.num_drafts > 0, "a drafter takes part")
+        yield Trial(stage, stack, greedy_ids(pair[0], PROMPT, MAX_TOKENS), logs)
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.title for case in CASES])
-def test_bad_input_is_answered_as_documented(trial: Trial, case: Case) -> None:
-    answer = case.attempt(trial.stage)
-    assert answer.kind == case.answer, answer
-    assert case.says in answer.message
-
-
-def test_nobody_else_noticed_and_nothing_is_left(trial: Trial) -> None:
-    """Comes last: completions beside all inputs, health, leftovers and logs."""
-    time.sleep(0.5)
-    trial.beside.end()
-    assert len(trial.beside.completions) >= 5
-    trial.check_beside()
+@pytest.mark.parametrize("cases", [SERVED, pytest.param(REQUESTS, marks=pytest.mark.slow)], ids=["each kind", "others"])
+def test_bad_input_is_answered_as_documented_and_nobody_else_notices(trial: Trial, cases: Sequence[Case]) -> None:
+    """Completions beside all inputs, health, leftovers and logs."""
+    with Beside(trial.stack.address, trial.expected) as beside:
+        assert not wrong_answers(cases, trial.stage)
+        before = len(beside.completions)
+        wait_until(lambda: beside.errors or len(beside.completions) >= before + 5, "completions go on")
+    beside.check()
     for service, running in trial.stack.services.items():
         with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             for asked in ("", f"draftwire.v1.{service.capitalize()}Service"):
                 answer = stub.Check(health_pb2.HealthCheckRequest(service=asked), timeout=5)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    wait_until(lambda: not trial.stage.leftovers())
+    wait_until(lambda: not trial.stage.leftovers(), "nothing is left of the sessions")
     faults = [line for line in trial.logs if "exception" in line[1] or line[1]["level"] not in ("info", "warning")]
     assert not faults, f"{len(faults)} lines, the first: {faults[0]}"
-
-
-def test_page_lists_the_inputs_as_they_are_tried() -> None:
-    message = "python -m tests.bad_inputs --write docs/bad-inputs.md"
-    assert PAGE.read_text() == page(), message
-    assert len({case.title for case in CASES}) == len(CASES) >= 80

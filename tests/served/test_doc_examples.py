@@ -65,14 +65,12 @@ class Example:
 
 
 def examples() -> list[Example]:
-    found = []
-    for page in PAGES:
-        text = (ROOT / page).read_text()
-        blocks = [*re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
-        for number, block in enumerate(blocks):
-            if (page, number) not in NO_EXAMPLES:
-                found.append(Example(page, number, text[: block.start(1)].count("\n"), block[1]))
-    return found
+    return [
+        Example(page, number, text[: block.start(1)].count("\n"), block[1])
+        for page, text in ((page, (ROOT / page).read_text()) for page in PAGES)
+        for number, block in enumerate(re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+        if (page, number) not in NO_EXAMPLES
+    ]
 
 
 EXAMPLES = examples()
@@ -141,12 +139,6 @@ def dial_over_http(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setattr(openai, "OpenAI", Here)
 
 
-def run(example: Example, namespace: dict[str, Any]) -> None:
-    """Runs an example, with its own file and lines in tracebacks."""
-    code = compile("\n" * example.line + example.code, example.page, "exec")
-    exec(code, {"__name__": "example", **namespace})
-
-
 def test_every_example_is_checked() -> None:
     assert {(example.page, example.number) for example in EXAMPLES} == set(PRINTED)
 
@@ -159,7 +151,7 @@ def test_example_runs_and_prints_what_it_should(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"__name__": "example"}
     if "tls_ca" in example.code:
         secure, ca = request.getfixturevalue("secure_stack")
         monkeypatch.setenv("DRAFTWIRE_TOKEN", "secret")
@@ -173,7 +165,8 @@ def test_example_runs_and_prints_what_it_should(
         dial_over_http(monkeypatch, running.http_address)
         if "client = " not in example.code and "as client" not in example.code:  # it goes on from one with a client
             namespace["client"] = Client(running.address)
-    run(example, namespace)
+    # With its own file and lines in tracebacks.
+    exec(compile("\n" * example.line + example.code, example.page, "exec"), namespace)
     printed = capsys.readouterr().out.strip()
     print(printed)
     assert re.fullmatch(PRINTED[example.page, example.number], printed, re.DOTALL), printed

@@ -1,14 +1,11 @@
 """Dashboard and alerts ask a running stack for series that it has, and it exports nothing that no page lists."""
 
-import json
-import math
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from observing import read_metric
 from prometheus_client.parser import text_string_to_metric_families
 from test_honesty import free_port, stack_with
@@ -17,23 +14,16 @@ from draftwire.client import Client
 from tests.dishonest_drafter import CORRUPTED_TEMPERATURE
 from tests.in_process import InProcessStack
 from tests.metric_families import PAGE, SERVICES, families_of
-from tests.promql import NAME, Call, Selector, Series, evaluate, parse, parts_of
+from tests.queries import FILES, OF_TARGETS, alerts_of_compose, queries_of_dashboard, selectors_of
 
-FILES = PAGE.parents[1] / "k8s" / "chart" / "files"
 PROMPT = [0, 2, 1, 1]
-SCRAPED_APART_S = 15.0
-"""What the two scrapes are dated apart."""
-TARGET_LABELS = {"namespace", "job", "pod"}
-"""Prometheus gives them, and no service."""
 
 
-def scrape(port: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def scrape(port: int) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields the names and labels of what a service exports."""
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    for family in text_string_to_metric_families(text):
+        yield from ((sample.name, sample.labels) for sample in family.samples)
 
 
 def use(stack: InProcessStack) -> None:
@@ -47,85 +37,47 @@ def use(stack: InProcessStack) -> None:
 
 
 @pytest.fixture(scope="module")
-def scraped(pair: tuple[Path, Path]) -> Iterator[list[Series]]:
-    """What Prometheus has of a stack after two scrapes, with some traffic before each."""
+def scraped(pair: tuple[Path, Path]) -> dict[str, list[tuple[str, dict[str, str]]]]:
+    """What each service of a stack exports after some traffic."""
     port = free_port()
     with stack_with(pair, "corrupt", [], metrics_port=port, address="dns:///127.0.0.1:{port}") as stack:
         ports = {name: running.metrics_port for name, running in stack.services.items()} | {"drafter": port}
-        found: dict[tuple[str, str, frozenset[tuple[str, str]]], list[tuple[float, float]]] = {}
-        for time_s in (0.0, SCRAPED_APART_S):
-            use(stack)
-            for service in SERVICES:
-                for (name, labels), value in scrape(ports[service]).items():
-                    found.setdefault((service, name, labels), []).append((time_s, value))
-                found.setdefault((service, "up", frozenset()), []).append((time_s, 1.0))
-        yield [
-            Series(
-                {**dict(labels), NAME: name, "namespace": "compose", "job": f"draftwire-{service}", "pod": service},
-                samples,
-            )
-            for (service, name, labels), samples in found.items()
-        ]
+        use(stack)
+        return {service: list(scrape(ports[service])) for service in SERVICES}
 
 
-def queries_of_dashboard() -> Iterator[str]:
-    dashboard = json.loads((FILES / "dashboard.json").read_text())
-    for panel in dashboard["panels"]:
-        for target in panel.get("targets", ()):
-            text = target["expr"].replace("$__rate_interval", "1m")
-            yield text.replace("$namespace", "compose").replace("$deployment", "draftwire")
+def test_every_series_that_dashboard_and_alerts_ask_for_is_there(
+    scraped: dict[str, list[tuple[str, dict[str, str]]]],
+) -> None:
+    """By name and labels; `tests/unit/test_metrics_page.py` compares with what services could export."""
+    queries = queries_of_dashboard((FILES / "dashboard.json").read_text())
+    asked = {
+        one for query in [*queries, *(rule["expr"] for rule in alerts_of_compose())] for one in selectors_of(query)
+    }
+    assert len(asked) > 50
+    missing = [
+        selector
+        for selector in asked
+        if selector.name != "up"
+        and not any(
+            name == selector.name and {label for label, _ in selector.matchers} <= {*labels, *OF_TARGETS}
+            for name, labels in scraped[selector.service]
+        )
+    ]
+    assert not missing
 
 
-def queries_of_alerts() -> Iterator[str]:
-    (group,) = yaml.safe_load((FILES / "alerts.yml").read_text())["groups"]
-    for rule in group["rules"]:
-        yield rule["expr"]
-
-
-@pytest.mark.parametrize("text", [*queries_of_dashboard(), *queries_of_alerts()])
-def test_every_series_that_is_asked_for_is_there(scraped: list[Series], text: str) -> None:
-    query = parse(text)
-    selectors = [part for part in parts_of(query) if isinstance(part, Selector)]
-    assert selectors
-    known: set[str] = set(TARGET_LABELS)
-    for selector in selectors:
-        found = [series for series in scraped if selector.matches(series.labels)]
-        assert found, f"no service exports {selector}"
-        known.update(*(series.labels for series in found))
-        for label, _, _ in selector.matchers:
-            assert any(label in series.labels for series in found), f"{selector.name} has no label {label}"
-    for part in parts_of(query):
-        if isinstance(part, Call):
-            assert set(part.by) <= known, f"nothing has one of the labels {part.by}"
-
-
-@pytest.mark.parametrize("text", [*queries_of_dashboard()])
-def test_every_panel_shows_something(scraped: list[Series], text: str) -> None:
-    shown = evaluate(parse(text), scraped, SCRAPED_APART_S)
-    assert isinstance(shown, dict)
-    assert shown, text
-    assert any(not math.isnan(value) for value in shown.values()), text
-
-
-def test_no_alert_fires_but_those_of_the_drafter_that_breaks_the_protocol(scraped: list[Series]) -> None:
-    (group,) = yaml.safe_load((FILES / "alerts.yml").read_text())["groups"]
-    fires = {rule["alert"] for rule in group["rules"] if evaluate(parse(rule["expr"]), scraped, SCRAPED_APART_S)}
-    assert fires - {"DraftwirePlainDecoding"} == {"DraftwireBlocksRefused"}, "completions are too short for blocks"
-
-
-@pytest.mark.parametrize("service", SERVICES)
-def test_page_lists_all_that_a_running_service_exports(scraped: list[Series], service: str) -> None:
-    families = {series: family for family in families_of(service) for series in family.series}
-    exported = [series for series in scraped if series.labels["job"] == f"draftwire-{service}"]
-    assert len(exported) > 50
-    for series in exported:
-        name = series.labels[NAME]
-        if name == "up" or name.endswith("_created"):
-            continue
-        assert name in families, f"{service} exports {name}, which docs/metrics.md does not list"
-        own = set(series.labels) - TARGET_LABELS - {NAME, "le"}
-        assert own == set(families[name].labels), name
-        assert families[name].row in PAGE.read_text(), name
+def test_page_lists_all_that_running_services_export(scraped: dict[str, list[tuple[str, dict[str, str]]]]) -> None:
+    page = PAGE.read_text()
+    for service in SERVICES:
+        families = {series: family for family in families_of(service) for series in family.series}
+        assert len(scraped[service]) > 50
+        for name, labels in scraped[service]:
+            if name.endswith("_created"):
+                continue
+            assert name in families, f"{service} exports {name}, which docs/metrics.md does not list"
+            assert set(labels) - {"le"} == set(families[name].labels), name
+            assert families[name].row in page, name
 
 
 def test_parts_of_rounds_explain_the_time_of_completions(stack: InProcessStack, client: Client) -> None:

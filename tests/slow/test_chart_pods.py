@@ -51,8 +51,7 @@ def test_options_reach_the_service_as_they_are(monkeypatch: pytest.MonkeyPatch) 
     verifier, drafter = configs["verifier"], configs["drafter"]
     assert verifier.connections.max_message_bytes == 2**28
     assert verifier.loading.cuda_graphs is False
-    assert verifier.engine.watchdog_s == 0.5
-    assert drafter.drafts.draft_mass == 1.0
+    assert (verifier.engine.watchdog_s, drafter.drafts.draft_mass) == (0.5, 1.0)
     assert drafter.layers.layer_groups == "0 1-3 4-7 8"
     assert configs["gateway"].rejection_sample_method == "coupled"
     assert verifier.engine.max_added_latency_ms == drafter.engine.max_added_latency_ms == 250.0
@@ -88,8 +87,7 @@ def test_gateway_waits_as_long_as_models_may_load() -> None:
     rendered = render("tp8", "verifier.startupSeconds=3000", "drafter.startupSeconds=400")
     assert rendered.environment("gateway")["DRAFTWIRE_GATEWAY_STARTUP_TIMEOUT_S"] == "3000"
     patience = {service: probe_seconds(rendered.container(service)["startupProbe"]) for service in SERVICES}
-    assert patience["verifier"] == 3000
-    assert patience["drafter"] == 400
+    assert (patience["verifier"], patience["drafter"]) == (3000, 400)
     assert patience["gateway"] > 3000 + 400
     for service in ("gateway", "drafter"):
         assert rendered.workload(service)["spec"]["progressDeadlineSeconds"] > patience[service]
@@ -198,13 +196,11 @@ def test_pods_are_placed_as_values_say(service: str) -> None:
     ).workload(service)["spec"]["template"]
     spec = pod["spec"]
     assert spec["nodeSelector"] == {"pool": "a"}
-    assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
-    assert spec["affinity"] == affinity
+    assert (spec["tolerations"], spec["affinity"]) == ([{"key": "gpu", "operator": "Exists"}], affinity)
     assert spec["priorityClassName"] == "high"
     (spread,) = spec["topologySpreadConstraints"]
     assert spread["labelSelector"]["matchLabels"][COMPONENT] == service
-    assert spread["whenUnsatisfiable"] == "DoNotSchedule"
-    assert pod["metadata"]["labels"]["team"] == "a"
+    assert (spread["whenUnsatisfiable"], pod["metadata"]["labels"]["team"]) == ("DoNotSchedule", "a")
     assert pod["metadata"]["annotations"] == {"note": "b"}
 
 

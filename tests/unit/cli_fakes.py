@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
+
 from draftwire.client import Completion, Piece, TokenSource
 from draftwire.v1 import gateway_pb2
 
@@ -71,12 +73,11 @@ class FakeStream:
         self.completions: list[Completion] = []
 
     def __iter__(self) -> Iterator[Piece]:
-        for number, tokens in enumerate(ROUNDS):
+        for number, tokens in enumerate((*ROUNDS, None)):
             if self._fails is not None and self._fails[0] == number:
                 raise self._fails[1]
-            yield self._piece(tokens)
-        if self._fails is not None and self._fails[0] == len(ROUNDS):
-            raise self._fails[1]
+            if tokens is not None:
+                yield self._piece(tokens)
         self.completions = [completion(choice, self._has_details) for choice in range(self._num_choices)]
 
     def _piece(self, tokens: Sequence[tuple[str, TokenSource]]) -> Piece:
@@ -131,3 +132,12 @@ class FakeClient:
         stream = FakeStream(options.get("token_details", False), options.get("num_choices") or 1, fails)
         self.streams.append(stream)
         return stream
+
+
+def fake_client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    """Puts one in the place of `Client`, and forgets what the environment says of colours and connections."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "DRAFTWIRE_ADDRESS", "DRAFTWIRE_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    fake = FakeClient()
+    monkeypatch.setattr("draftwire.client.Client", fake)
+    return fake

@@ -58,19 +58,24 @@ Step = gateway_pb2.GenerateResponse | Failure
 
 
 class Gateways:
-    """Each call carries out the next script; the last one over and over."""
+    """Each call carries out the next script; the last one over and over.
+
+    Attributes:
+        kind: of the calls.
+    """
 
     def __init__(self, *scripts: list[Step]) -> None:
         self._scripts = list(scripts)
         self.requests: list[gateway_pb2.GenerateRequest] = []
         self.timeouts: list[float | None] = []
         self.cancelled = 0
+        self.kind: type[Call] = Call
 
     def start(self, request: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Any:
         self.timeouts.append(timeout_s)
         self.requests.append(gateway_pb2.GenerateRequest.FromString(request.SerializeToString()))
         script = self._scripts.pop(0) if len(self._scripts) > 1 else self._scripts[0]
-        return Call(self, script)
+        return self.kind(self, script)
 
 
 class Call:
@@ -89,3 +94,6 @@ class Call:
 
     def cancel(self) -> None:
         self._gateways.cancelled += 1
+
+
+async def nothing() -> None: ...

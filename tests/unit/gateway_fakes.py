@@ -35,6 +35,7 @@ from draftwire.services.gateway.ports import DrafterPort, Inbox, SessionEvent, T
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.round_times import RoundObserver
 from draftwire.services.gateway.spans import ChoiceSpans
+from draftwire.services.gateway.statistics import Statistics
 from draftwire.services.gateway.text import TextStream
 from draftwire.token_source import TokenSource
 
@@ -44,6 +45,8 @@ PROMPT = [3, 1, 4]
 DRAFTER = 7
 STORY = [(7 * position) % len(LETTERS) for position in range(200)]  # no token twice within 52
 MOST_VIRTUAL_SECONDS = 100_000.0
+GONE = UnavailableError("gone")
+TOO_SLOW = "a peer reads its stream too slowly"
 
 Value = TypeVar("Value")
 
@@ -331,7 +334,7 @@ class FakeTarget:
     def _meet_fate(self, session: TargetSession, verdict: Verdict, fate: Fate) -> None:
         session.fates.append(fate)
         session.is_mute = session.is_mute or fate in (Fate.SILENT, Fate.LATE)
-        loss = TargetLost(UnavailableError("gone"))
+        loss = TargetLost(GONE)
         if fate is Fate.LATE:
             for event in (verdict, loss):
                 asyncio.get_running_loop().call_later(LATE_SECONDS, session.inbox.put_nowait, event)
@@ -452,6 +455,14 @@ class FakeDrafter:
         num = calibration.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         self.targets[session.spec.verifier_address].offer_block(calibration.fence, num, self.instance_id, permit)
 
+    def answer_block(self, number: int, act: Callable[[Calibration], Any]) -> None:
+        """Answers the `number`-th calibration, from 0, in another way than with a block, which the others get."""
+
+        def on_calibration(calibration: Calibration) -> None:
+            (act if len(self.calibrations) == number + 1 else self.send_block)(calibration)
+
+        self.on_calibration = on_calibration
+
     def close(self, session_id: int, epoch: int) -> None:
         self.closed.append((session_id, epoch))
         session = self._of(session_id, epoch)
@@ -502,9 +513,26 @@ class Result:
     finish: Finish | None = None
 
     @property
+    def end(self) -> Finish:
+        assert self.finish is not None, "it is not finished"
+        return self.finish
+
+    @property
     def reason(self) -> FinishReason:
-        assert self.finish is not None
-        return self.finish.reason
+        return self.end.reason
+
+    @property
+    def statistics(self) -> Statistics:
+        return self.end.statistics
+
+    @property
+    def drafter_error(self) -> str:
+        return self.end.drafter_error
+
+    def assert_whole(self, max_tokens: int = 20, start: int = 0) -> None:
+        """Asserts that the story was shown from some token on until the budget ended."""
+        assert self.ids == STORY[start:max_tokens]
+        assert (self.text, self.reason) == (text_of(self.ids), FinishReason.LENGTH)
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -540,6 +568,22 @@ def make_loop(
     text.skip(list(generation.generated_ids), generation.stop_token_ids)
     peers = FakePeers(_listed(targets), _listed(drafters))
     return GenerationLoop(generation, peers, text, loop_settings or LoopSettings(), observer, spans)
+
+
+def whole_story(
+    targets: Any, drafters: Any, loop_settings: LoopSettings | None = None, max_tokens: int = 20, **changes: Any
+) -> Result:
+    """Generates in virtual time; the text is the story, and nobody was told what an honest gateway cannot say."""
+    loop = make_loop(targets, drafters, loop_settings, max_tokens=max_tokens, **changes)
+    result = run(collect(loop))
+    result.assert_whole(max_tokens)
+    assert [peer.violations for peer in (*_listed(targets), *_listed(drafters)) if peer.violations] == []
+    return result
+
+
+def refuse(*_: Any) -> None:
+    """What a link's outbox does when the peer reads its stream too slowly."""
+    raise UnavailableError(TOO_SLOW)
 
 
 def _listed(peers: Any) -> list[Any]:

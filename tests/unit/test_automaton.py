@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import every
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -81,7 +82,7 @@ def random_text(automaton: Automaton, generator: random.Random, length: int) -> 
     return ids
 
 
-@pytest.mark.parametrize("name", FORMS)
+@every("name", FORMS)
 def test_masks_along_a_draft_are_those_of_committing_it_token_by_token(compiler: FormCompiler, name: str) -> None:
     """Drafts go on as the form allows, break it, or go beyond its end; the same automaton goes back and forth."""
     generator = random.Random(1)
@@ -141,7 +142,7 @@ def test_all_stop_tokens_end_a_text_and_nothing_before_its_end() -> None:
             automaton.masks([0, stop])
 
 
-@pytest.mark.parametrize("vocab_size", [5, 6, 9, 40])
+@every("vocab_size", [5, 6, 9, 40])
 def test_ids_beyond_the_tokenizer_or_the_model_are_never_allowed(vocab_size: int) -> None:
     automaton = tiny_compiler([*TOKENS[:4], "<e>", "d"], vocab_size, [4]).compile(StructuredOutput.regex("[a-z]+"))
     masks = automaton.masks([0], [0, 0])
@@ -153,7 +154,7 @@ def test_ids_beyond_the_tokenizer_or_the_model_are_never_allowed(vocab_size: int
         assert ids_of(automaton.masks([0])[0]) == ids_of(masks[0])
 
 
-@pytest.mark.parametrize(
+@every(
     ("form", "texts"),
     [
         (StructuredOutput.choice(["a", "ab", "abc", "cab"]), {"a", "ab", "abc", "cab"}),
@@ -179,12 +180,12 @@ def accepts(compiler: FormCompiler, form: StructuredOutput, text: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("text", ['{"a":[1,2]}', '{"a": [1, 2]}', '{\n  "a": [\n    1,\n\t\t2\r\n  ]\n}'])
+@every("text", ['{"a":[1,2]}', '{"a": [1, 2]}', '{\n  "a": [\n    1,\n\t\t2\r\n  ]\n}'])
 def test_ordinary_layouts_of_json_are_allowed(compiler: FormCompiler, text: str) -> None:
     assert accepts(compiler, StructuredOutput.json({"properties": {"a": {"type": "array"}}}), text)
 
 
-@pytest.mark.parametrize("text", ['{"a":  1}', '{\n\n"a":1}', "{\n" + 33 * " " + '"a":1}', ' {"a":1}', '{"a":1}\n'])
+@every("text", ['{"a":  1}', '{\n\n"a":1}', "{\n" + 33 * " " + '"a":1}', ' {"a":1}', '{"a":1}\n'])
 def test_endless_whitespace_in_json_is_not_allowed(compiler: FormCompiler, text: str) -> None:
     assert not accepts(compiler, StructuredOutput.json({"type": "object"}), text)
 
@@ -228,7 +229,7 @@ BAD_FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_FORMS)
+@every("name", BAD_FORMS)
 def test_bad_forms_are_refused_with_a_short_reason(compiler: FormCompiler, name: str) -> None:
     text, form, reason = BAD_FORMS[name]
     with pytest.raises(InvalidRequestError, match=reason) as raised:
@@ -292,7 +293,7 @@ def test_draft_that_leads_where_the_form_costs_too_much_is_no_fault_before_that_
         automaton.along([letter] * (length + 2), [letter])
 
 
-@pytest.mark.parametrize(("draft", "num_places", "has_fault"), [([1], 1, True), ([2], 2, False), ([1, 2], 1, True)])
+@every(("draft", "num_places", "has_fault"), [([1], 1, True), ([2], 2, False), ([1, 2], 1, True)])
 def test_draft_that_leads_where_no_token_is_possible_is_a_fault_from_there_on(
     draft: list[int], num_places: int, has_fault: bool
 ) -> None:

@@ -1,6 +1,6 @@
 """What leaves together is split so that no message grows beyond its limit."""
 
-import pytest
+from cases import every
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +26,6 @@ def test_parts_hold_every_block_in_order_and_stay_below_the_limit(sizes: list[in
         assert len(part) == 1 or sum(len(block.distributions.data) for block in part) <= most_bytes
 
 
-@pytest.mark.parametrize(("most_bytes", "num_parts"), [(1000, 1), (30, 1), (29, 2), (10, 3), (1, 3)])
+@every(("most_bytes", "num_parts"), [(1000, 1), (30, 1), (29, 2), (10, 3), (1, 3)])
 def test_no_more_parts_than_needed(most_bytes: int, num_parts: int) -> None:
     assert len(list(in_parts(blocks_of([10, 10, 10]), most_bytes))) == num_parts

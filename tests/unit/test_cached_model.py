@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.models.cached_model import CachedModel, Reading, SequenceModel
+from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
 from draftwire.models.lean_decoder import FAMILY
@@ -167,7 +167,7 @@ def test_peculiarities_of_the_tiny_models_matter(architecture: str, setting: str
     assert (reference(input_ids=ids).logits - other(input_ids=ids).logits).abs().max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_many_sequences_of_very_different_lengths_are_read_in_one_call(subject: Subject, seed: int) -> None:
     generator = random.Random(seed)
     texts = [random_ids(generator, length) for length in LENGTHS]
@@ -185,7 +185,7 @@ def test_many_sequences_of_very_different_lengths_are_read_in_one_call(subject: 
         subject.read(*readings)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 15, 16, 17, 60])
+@pytest.mark.parametrize("chunk", [*(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 2)), 7, 15, 17, 60])
 def test_prompt_may_be_read_in_chunks_while_others_decode(subject: Subject, chunk: int) -> None:
     generator = random.Random(chunk)
     prompt, other = random_ids(generator, 60), subject.open([])
@@ -200,13 +200,9 @@ def test_any_number_of_last_positions_may_be_kept(llama: Subject) -> None:
     for keep in range(13):
         first, second = llama.open([]), llama.open([])
         ids = random_ids(random.Random(keep), 12)
-        llama.read(Reading(first, ids, keep), Reading(second, ids[:3], 3))
+        llama.read(Reading(first, ids, keep), Reading(second, ids[:3], min(keep, 3)))
         llama.close(first)
         llama.close(second)
-
-
-def test_nothing_kept_of_any_reading_gives_no_rows(llama: Subject) -> None:
-    llama.read(Reading(llama.open([]), [1, 2], 0), Reading(llama.open([]), [3], 0))
 
 
 def test_sequence_may_be_cut_to_any_length_and_go_on(subject: Subject) -> None:
@@ -218,13 +214,6 @@ def test_sequence_may_be_cut_to_any_length_and_go_on(subject: Subject) -> None:
         subject.read(Reading(sequence, [7, 1, 9], 3), Reading(other, [2], 1))
         subject.close(sequence)
         subject.close(other)
-
-
-def test_cutting_to_the_present_length_changes_nothing(llama: Subject) -> None:
-    sequence = llama.open([])
-    llama.read(Reading(sequence, [1, 2, 3], 1))
-    llama.truncate(sequence, 3)
-    llama.read(Reading(sequence, [4], 1))
 
 
 def play(subject: Subject, generator: random.Random, num_steps: int) -> None:
@@ -271,7 +260,7 @@ def play(subject: Subject, generator: random.Random, num_steps: int) -> None:
         cache.check_integrity()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_schedule_gives_the_logits_of_a_fresh_pass(subject: Subject, seed: int) -> None:
     subject.model = CachedModel(
         subject.model._exact._decoder, 18 * BLOCK_SIZE, subject.model._exact._static is not None
@@ -301,16 +290,6 @@ def test_reused_beginning_gives_the_same_logits_and_is_not_read_again(subject: S
     sequence = subject.open(other_end)
     assert sequence.length == 32
     subject.read(Reading(sequence, other_end[32:], 18))
-
-
-def test_other_salt_reads_everything_itself(llama: Subject) -> None:
-    ids = random_ids(random.Random(9), 50)
-    first = llama.open(ids, "one")
-    llama.read(Reading(first, ids, 1))
-    llama.publish(first)
-    second = llama.open(ids, "two")
-    assert second.length == 0
-    llama.read(Reading(second, ids, 50))
 
 
 def test_padding_reads_zeros_that_nothing_ever_overwrites(subject: Subject) -> None:
@@ -416,12 +395,6 @@ def test_nothing_to_read_and_too_much_to_keep_are_bugs_of_the_caller(llama: Subj
         llama.model.read([Reading(first, [1], 1), Reading(second, ids, keep)])
     assert (first.length, second.length) == (0, 0)
     llama.model.cache.check_integrity()
-
-
-def test_model_tells_its_vocabulary_and_room(llama: Subject) -> None:
-    model: SequenceModel = llama.model
-    assert model.vocab_size == VOCAB_SIZE
-    assert model.cache.num_blocks == 60
 
 
 def test_padding_at_most_doubles_a_rows_queries_and_keys(llama: Subject) -> None:

@@ -1,9 +1,9 @@
 """`draftwire chat`: what is said stays in the conversation, what is stopped is stopped at the server."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from cli_fakes import ROUNDS, TEXT, FakeClient
+from cli_fakes import ROUNDS, TEXT, FakeClient, fake_client
 from typer.testing import CliRunner, Result
 
 from draftwire.cli import chat as chat_module
@@ -20,12 +20,8 @@ def user(text: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
-    for name in ("NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    fake = FakeClient()
-    monkeypatch.setattr("draftwire.client.Client", fake)
-    return fake
+def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    return fake_client(monkeypatch)
 
 
 def piped(text: str, *arguments: str) -> Result:
@@ -75,16 +71,15 @@ def test_first_question_generates_nothing_and_the_others_what_the_context_leaves
     assert (asked["max_tokens"], asked["min_tokens"], asked["temperature"]) == (None, 3, 0.5)
 
 
-def test_target_without_a_template_is_one_line_with_a_hint_before_anything_is_read(client: FakeClient) -> None:
-    client.fails = [(0, InvalidRequestError("m has no chat template; send a text prompt"))]
-    result = piped("one\n")
-    assert str(result.exception) == ("m has no chat template; send a text prompt: `draftwire generate` continues texts")
-    assert len(client.asked) == 1
-
-
-def test_other_refusals_get_no_hint(client: FakeClient) -> None:
-    client.fails = [(0, InvalidRequestError("temperature must be in [0, 100]"))]
-    assert str(piped("one\n").exception) == "temperature must be in [0, 100]"
+def test_refusal_is_one_line_before_anything_is_read_with_a_hint_where_there_is_no_template(client: FakeClient) -> None:
+    hint = ": `draftwire generate` continues texts"
+    for message, more in (
+        ("m has no chat template; send a text prompt", hint),
+        ("temperature must be in [0, 100]", ""),
+    ):
+        client.fails, client.asked = [(0, InvalidRequestError(message))], []
+        assert str(piped("one\n").exception) == message + more
+        assert len(client.asked) == 1
 
 
 def test_commands_reset_tell_and_leave(client: FakeClient) -> None:
@@ -96,24 +91,19 @@ def test_commands_reset_tell_and_leave(client: FakeClient) -> None:
 
 
 def test_unknown_commands_are_told_and_paths_are_messages(client: FakeClient, typing: Callable[..., Result]) -> None:
-    result = typing("/rest", "/etc/passwd", arguments=("--quiet",))
-    assert result.stderr.startswith("unknown command /rest: /reset begins anew")
-    assert [asked for asked, _ in client.asked[1:]] == [[user("/etc/passwd")]]
+    unknown = "unknown command /rest: /reset begins anew"
+    ended = piped("/etc/passwd\n/rest\ntwo\n", "--quiet").exception  # nobody is there to be told
+    assert isinstance(ended, InvalidRequestError)
+    assert str(ended).startswith(unknown)
+    assert typing("/rest", "/etc/passwd", arguments=("--quiet",)).stderr.startswith(unknown)
+    assert [asked for asked, _ in client.asked] == [[PROBE], [user("/etc/passwd")]] * 2
 
 
-def test_unknown_command_ends_a_pipe_because_nobody_is_there_to_be_told(client: FakeClient) -> None:
-    result = piped("/etc/passwd\n/rest\ntwo\n", "--quiet")
-    assert isinstance(result.exception, InvalidRequestError)
-    assert str(result.exception).startswith("unknown command /rest: /reset begins anew")
-    assert [asked for asked, _ in client.asked[1:]] == [[user("/etc/passwd")]]
-
-
-@pytest.mark.parametrize("error", [UnavailableError("lost"), NoRoomError("full")])
-def test_error_ends_a_pipe(client: FakeClient, error: Exception) -> None:
-    client.fails = [None, (1, error)]
-    result = piped("one\ntwo\n")
-    assert result.exit_code == 3
-    assert len(client.asked) == 2
+def test_error_ends_a_pipe(client: FakeClient) -> None:
+    for error in (UnavailableError("lost"), NoRoomError("full")):
+        client.fails, client.asked = [None, (1, error)], []
+        assert piped("one\ntwo\n").exit_code == 3
+        assert len(client.asked) == 2
 
 
 def test_interrupt_stops_the_answer_at_the_server_and_what_was_shown_stays(
@@ -140,15 +130,13 @@ def test_question_without_any_answer_is_forgotten(client: FakeClient, typing: Ca
 def test_interrupt_at_the_prompt_leaves_with_130_and_end_of_input_with_0(
     client: FakeClient, typing: Callable[..., Result]
 ) -> None:
-    assert typing("one", KeyboardInterrupt()).exit_code == 130
-    assert typing("one", EOFError()).exit_code == 0
-    assert typing("/exit", "never asked").exit_code == 0
+    endings = (("one", KeyboardInterrupt()), ("one", EOFError()), ("/exit", "never asked"))
+    assert [typing(*typed).exit_code for typed in endings] == [130, 0, 0]
 
 
 def test_stopped_answer_has_no_statistics(client: FakeClient, typing: Callable[..., Result]) -> None:
     client.fails = [None, None, (1, KeyboardInterrupt())]
-    result = typing("one", "two", "/stats")
-    assert "there is no answer to tell of" in result.stderr
+    assert "there is no answer to tell of" in typing("one", "two", "/stats").stderr
 
 
 def test_colors_are_asked_for_in_answers_and_not_in_the_first_question(client: FakeClient) -> None:

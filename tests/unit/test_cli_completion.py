@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
 from typer.testing import CliRunner
 
 from draftwire.cli.__main__ import app
@@ -20,34 +19,32 @@ def complete(line: str) -> set[str]:
     return set(CliRunner(env=environment).invoke(app, [], prog_name="draftwire").stdout.split())
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("draftwire cha", {"chat"}),
-        ("draftwire generate x --rejection-sample-method t", {"token", "typical"}),
-        ("draftwire chat --rejection-sample-method c", {"coupled"}),
-        ("draftwire generate x --color ", {"auto", "always", "never"}),
-        ("draftwire health ", {"drafter", "gateway", "verifier"}),
-        ("draftwire serve g", {"gateway"}),
-        ("draftwire generate --num-s", {"--num-speculative-tokens"}),
-    ],
-)
-def test_words_are_completed(line: str, expected: set[str]) -> None:
-    assert complete(line) == expected
+COMPLETED = {
+    "draftwire cha": {"chat"},
+    "draftwire generate x --rejection-sample-method t": {"token", "typical"},
+    "draftwire chat --rejection-sample-method c": {"coupled"},
+    "draftwire generate x --color ": {"auto", "always", "never"},
+    "draftwire health ": {"drafter", "gateway", "verifier"},
+    "draftwire serve g": {"gateway"},
+    "draftwire generate --num-s": {"--num-speculative-tokens"},
+}
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_script_of_a_shell_is_shown(shell: str) -> None:
-    environment = {"_DRAFTWIRE_COMPLETE": f"source_{shell}"}
-    result = CliRunner(env=environment).invoke(app, [], prog_name="draftwire")
-    assert result.exit_code == 0, result.output
-    assert f"_DRAFTWIRE_COMPLETE=complete_{shell}" in result.stdout.replace("env ", "").replace('"', "")
+def test_words_are_completed() -> None:
+    assert {line: complete(line) for line in COMPLETED} == COMPLETED
+
+
+def test_script_of_a_shell_is_shown() -> None:
+    for shell in ("bash", "zsh", "fish"):
+        environment = {"_DRAFTWIRE_COMPLETE": f"source_{shell}"}
+        result = CliRunner(env=environment).invoke(app, [], prog_name="draftwire")
+        assert result.exit_code == 0, result.output
+        assert f"_DRAFTWIRE_COMPLETE=complete_{shell}" in result.stdout.replace("env ", "").replace('"', "")
 
 
 def test_options_that_install_completion_are_there() -> None:
     text = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["--help"]).stdout
-    assert "--install-completion" in text
-    assert "--show-completion" in text
+    assert all(option in text for option in ("--install-completion", "--show-completion"))
 
 
 def test_help_starts_without_what_only_running_needs() -> None:

@@ -2,68 +2,55 @@
 
 import io
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from cli_fakes import ROUNDS, TEXT, FakeClient, completion
+from cli_fakes import ROUNDS, TEXT, FakeClient, completion, fake_client
 from typer.testing import CliRunner, Result
 
+from draftwire.cli import connection
 from draftwire.cli.__main__ import app
 from draftwire.cli.statistics import show_statistics, summary
 from draftwire.cli.writer import Display, TextWriter
+from draftwire.client import sync
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
 
 SGR = re.compile(r"\x1b\[[0-9;]*m")
 SHOWN = TEXT.replace("\x1b", "␛")
 
 
-@pytest.fixture(autouse=True)
-def _no_color_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NO_COLOR", "FORCE_COLOR", "DRAFTWIRE_ADDRESS", "DRAFTWIRE_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
-    fake = FakeClient()
-    monkeypatch.setattr("draftwire.client.Client", fake)
-    return fake
+def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    return fake_client(monkeypatch)
 
 
 def generate(*arguments: str, **environment: str) -> Result:
     return CliRunner(env=environment).invoke(app, ["generate", "def", *arguments])
 
 
-@pytest.mark.parametrize("arguments", [[], ["--quiet"], ["--stats"], ["--no-color"], ["--color", "never"]])
-def test_what_is_piped_is_exactly_the_text_and_one_newline(client: FakeClient, arguments: list[str]) -> None:
-    result = generate(*arguments)
-    assert result.exit_code == 0, result.output
-    assert result.stdout_bytes == f"def{TEXT}\n".encode()
-    assert client.asked[0][1]["token_details"] is False
+def test_what_is_piped_is_exactly_the_text_and_one_newline(client: FakeClient) -> None:
+    for arguments in ([], ["--quiet"], ["--stats"], ["--no-color"], ["--color", "never"]):
+        result = generate(*arguments)
+        assert result.exit_code == 0, result.output
+        assert result.stdout_bytes == f"def{TEXT}\n".encode(), arguments
+        assert client.asked[-1][1]["token_details"] is False
 
 
-@pytest.mark.parametrize("setting", ["--color=always", "FORCE_COLOR"])
-def test_colors_ask_for_details_and_paint_each_token_by_its_source(client: FakeClient, setting: str) -> None:
-    result = generate(setting) if setting.startswith("--") else generate(**{setting: "1"})
-    assert client.asked[0][1]["token_details"] is True
-    assert SGR.sub("", result.stdout) == f"def{SHOWN}\n"
-    assert "\x1b[38;5;29mb\x1b[0m\n\x1b[38;5;29mcdé\x1b[0m" in result.stdout
-    assert "\x1b[4;38;5;163me␛[31m\x1b[0m" in result.stdout
-    assert "\x1b[1;38;5;63mf\x1b[0m" in result.stdout
-    assert "\x1b[3;38;5;243m a\x1b[0m" in result.stdout
-    assert result.stdout.startswith("def\x1b[3;")
-
-
-def test_no_color_variable_is_stronger_than_force_color(client: FakeClient) -> None:
-    assert generate(FORCE_COLOR="1", NO_COLOR="1").stdout == f"def{TEXT}\n"
+def test_colors_ask_for_details_and_paint_each_token_by_its_source(client: FakeClient) -> None:
+    for result in (generate("--color=always"), generate(FORCE_COLOR="1")):
+        assert client.asked.pop()[1]["token_details"] is True
+        assert SGR.sub("", result.stdout) == f"def{SHOWN}\n"
+        assert "\x1b[38;5;29mb\x1b[0m\n\x1b[38;5;29mcdé\x1b[0m" in result.stdout
+        assert "\x1b[4;38;5;163me␛[31m\x1b[0m" in result.stdout
+        assert "\x1b[1;38;5;63mf\x1b[0m" in result.stdout
+        assert result.stdout.startswith("def\x1b[3;38;5;243m a\x1b[0m")
+    assert generate(FORCE_COLOR="1", NO_COLOR="1").stdout == f"def{TEXT}\n", "the stronger one"
 
 
 def test_one_line_tells_what_it_took_and_legend_is_for_colors_alone(client: FakeClient) -> None:
-    line = (
+    assert generate().stderr == (
         "6 tokens · 60.0 tokens/s · block efficiency 2.00 · acceptance rate 0.750 · 3 rounds · rule block · seed 123\n"
     )
-    assert generate().stderr == line
     assert generate("--quiet").stderr == ""
     assert SGR.sub("", generate("--color=always").stderr).splitlines()[0] == (
         "accepted · recovered (in place of a draft token) · bonus (after a whole block) · plain"
@@ -98,12 +85,11 @@ def test_table_tells_all_that_is_known_with_bars_of_the_right_length(client: Fak
     assert not any("tokens ·" in line for line in lines)
 
 
-def test_parts_that_overlap_leave_no_negative_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_that_overlap_leave_no_negative_rest_and_nothing_drafted_divides_by_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     show_statistics(completion(verify_duration_us=90_000), Display(stats=True))
     assert re.search(r"time in rest +0\.0 ms", capsys.readouterr().err)
-
-
-def test_nothing_drafted_divides_by_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     nothing = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "num_accepted_tokens_per_pos": []}
     plain = completion(**nothing, duration_us=0, draft_duration_us=0)
     show_statistics(plain, Display(stats=True))
@@ -120,33 +106,26 @@ def test_numbers_behind_an_interruption_are_told_apart_from_the_whole(capsys: py
     assert lines[:3] == [["tokens", "6"], ["resumed", "3", "times"], ["tokens", "of", "the", "last", "part", "2"]]
 
 
-def test_what_the_user_must_know_of_the_text_is_said_even_quietly(capsys: pytest.CaptureFixture[str]) -> None:
-    show_statistics(completion(is_lossy=True, drafter_error="gone [x]"), Display(quiet=True))
-    told = capsys.readouterr().err
-    assert "block is lossy" in told
-    assert "went on without the drafter: gone [x]" in told
-
-
-@pytest.mark.parametrize("stats", [False, True])
-def test_nothing_that_a_gateway_says_of_a_text_is_obeyed_by_a_terminal_or_read_as_markup(
-    capsys: pytest.CaptureFixture[str], stats: bool
+def test_what_the_user_must_know_of_the_text_is_said_even_quietly_and_obeyed_by_no_terminal(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = replace(completion(is_lossy=True, drafter_error="\x1b[2J"), rejection_sample_method="[/x]\x9b")
-    show_statistics(told, Display(stats=stats))
-    lines = capsys.readouterr().err.splitlines()
-    assert any(re.search(r"rule +\[/x\]�", line) for line in lines)
-    assert lines[-2:] == [
-        "[/x]� is lossy: the text is not distributed as the target's",
-        "went on without the drafter: ␛[2J",
-    ]
+    told = replace(completion(is_lossy=True, drafter_error="\x1b[2J [x]"), rejection_sample_method="[/x]\x9b")
+    for display in (Display(quiet=True), Display(), Display(stats=True)):
+        show_statistics(told, display)
+        lines = capsys.readouterr().err.splitlines()
+        assert any(re.search(r"rule +\[/x\]�", line) for line in lines) is not display.quiet
+        assert lines[-2:] == [
+            "[/x]� is lossy: the text is not distributed as the target's",
+            "went on without the drafter: ␛[2J [x]",
+        ]
 
 
-@pytest.mark.parametrize(("color", "text"), [("never", TEXT), ("always", SHOWN)])
-def test_several_completions_come_one_after_the_other(client: FakeClient, color: str, text: str) -> None:
-    shown = generate("-n", "2", "--color", color).stdout
-    assert (SGR.sub("", shown) if color == "always" else shown) == (f"choice 0:\ndef{text}\nchoice 1:\ndef{text}\n")
-    assert shown.count("\x1b[1;38;5;63mf") == (2 if color == "always" else 0)
-    assert client.asked[0][1]["num_choices"] == 2
+def test_several_completions_come_one_after_the_other(client: FakeClient) -> None:
+    for color, text, marks in (("never", TEXT, 0), ("always", SHOWN, 2)):
+        shown = generate("-n", "2", "--color", color).stdout
+        assert (SGR.sub("", shown) if marks else shown) == f"choice 0:\ndef{text}\nchoice 1:\ndef{text}\n"
+        assert shown.count("\x1b[1;38;5;63mf") == marks
+        assert client.asked.pop()[1]["num_choices"] == 2
 
 
 def test_terminal_without_colors_still_obeys_nothing_in_the_text() -> None:
@@ -203,28 +182,20 @@ def test_connection_comes_from_options_and_variables(client: FakeClient) -> None
     generate("--token", "secret", DRAFTWIRE_ADDRESS="there:1", DRAFTWIRE_TLS_CA="ca.pem")
     nothing = {"tls_cert": None, "tls_key": None, "tls_target_name": None}
     assert client.opened_with == ("there:1", {"tls_ca": "ca.pem", "token": "secret", **nothing})
+    assert connection.DEFAULT_ADDRESS == sync.DEFAULT_ADDRESS
 
 
-def test_default_address_is_the_clients_own() -> None:
-    from draftwire.cli.connection import DEFAULT_ADDRESS
-    from draftwire.client import sync
-
-    assert DEFAULT_ADDRESS == sync.DEFAULT_ADDRESS
-
-
-@pytest.mark.parametrize("error", [UnavailableError("nobody\nis there"), NoRoomError("full [bold]")])
-def test_gateway_that_cannot_serve_now_has_a_status_of_its_own(client: FakeClient, error: Exception) -> None:
-    client.fails = [(0, error)]
-    result = generate()
-    assert result.exit_code == 3
-    assert result.stderr == f"error: {str(error).replace(chr(10), ' ')}\n"
-
-
-@pytest.mark.parametrize("error", [InvalidRequestError("temperature"), UnauthenticatedError("no token")])
-def test_errors_that_waiting_does_not_help_against_go_on_to_status_1(client: FakeClient, error: Exception) -> None:
-    """`main` prints them and ends with 1; see the end-to-end tests."""
-    client.fails = [(0, error)]
-    assert generate().exception is error
+def test_gateway_that_cannot_serve_now_has_a_status_of_its_own_and_other_errors_go_on_to_status_1(
+    client: FakeClient,
+) -> None:
+    """`main` prints the latter and ends with 1; see the end-to-end tests."""
+    for error in (UnavailableError("nobody\nis there"), NoRoomError("full [bold]")):
+        client.fails = [(0, error)]
+        result = generate()
+        assert (result.exit_code, result.stderr) == (3, f"error: {str(error).replace(chr(10), ' ')}\n")
+    for other in (InvalidRequestError("temperature"), UnauthenticatedError("no token")):
+        client.fails = [(0, other)]
+        assert generate().exception is other
 
 
 def test_interrupt_ends_with_130_and_what_was_shown_stays(client: FakeClient) -> None:
@@ -234,22 +205,10 @@ def test_interrupt_ends_with_130_and_what_was_shown_stays(client: FakeClient) ->
     assert result.stdout.startswith("def ab\nc")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        (["--json-schema", "/nowhere/at/all"], 2),
-        (["--json-schema", "/"], 2),
-        (["--max-tokens", "many"], 2),
-        (["--wait", "-1"], 2),
-        (["--color", "mauve"], 2),
-        (["--nonsense"], 2),
-    ],
-)
-def test_wrong_usage_ends_with_2_before_anything_is_asked(
-    client: FakeClient, arguments: list[str], status: int
-) -> None:
-    result = generate(*arguments)
-    assert result.exit_code == status
+def test_wrong_usage_ends_with_2_before_anything_is_asked(client: FakeClient) -> None:
+    wrong = ["--json-schema=/nowhere/at/all", "--json-schema=/", "--max-tokens=many", "--wait=-1", "--color=mauve"]
+    for argument in [*wrong, "--nonsense"]:
+        assert generate(argument).exit_code == 2, argument
     assert client.asked == []
 
 

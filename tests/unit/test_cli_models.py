@@ -4,10 +4,9 @@ import json
 import os
 import pty
 import sys
-from collections.abc import Iterator
 
 import pytest
-from cli_fakes import FakeClient
+from cli_fakes import FakeClient, fake_client
 from typer.testing import CliRunner
 
 from draftwire.cli.__main__ import app
@@ -35,10 +34,9 @@ SERVER = gateway_pb2.GetServerResponse(
 
 
 @pytest.fixture(autouse=True)
-def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
-    fake = FakeClient()
+def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
+    fake = fake_client(monkeypatch)
     fake.answer = SERVER
-    monkeypatch.setattr("draftwire.client.Client", fake)
     return fake
 
 
@@ -55,16 +53,10 @@ def test_pipe_gets_aligned_columns_and_the_defaults() -> None:
     ]
 
 
-def hostile() -> gateway_pb2.GetServerResponse:
-    answer = gateway_pb2.GetServerResponse()
-    answer.CopyFrom(SERVER)
+def test_nothing_that_a_gateway_says_is_obeyed_by_a_terminal(client: FakeClient) -> None:
+    answer = client.answer = gateway_pb2.GetServerResponse.FromString(SERVER.SerializeToString())
     answer.target.name = answer.target.revision = answer.target.dtype = "\x1b[2J\x9b"
     answer.rejection_sample_methods.append("[/x]\x1b[2J")
-    return answer
-
-
-def test_nothing_that_a_gateway_says_is_obeyed_by_a_terminal(client: FakeClient) -> None:
-    client.answer = hostile()
     shown = CliRunner().invoke(app, ["models"]).stdout
     assert shown.splitlines()[1].split() == ["target", "␛[2J�", "␛[2J�", "4096", "1000", "␛[2J�"]
     assert shown.splitlines()[-1].endswith("block, typical (lossy), [/x]␛[2J")
@@ -90,7 +82,6 @@ def test_json_has_every_fact() -> None:
 
 
 def test_terminal_gets_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
     reader, terminal = pty.openpty()
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")

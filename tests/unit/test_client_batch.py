@@ -3,12 +3,13 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from client_fakes import Code, Failure, delta, finish_of
+from client_fakes import Code, Failure, delta, finish_of, nothing
+from observing import wait_until
 
 from draftwire.client import AsyncCompletionStream, Completion, CompletionStream, Options
 from draftwire.client import batch as batch_module
@@ -88,46 +89,47 @@ class ServedCall:
 
     def __iter__(self) -> Iterator[gateway_pb2.GenerateResponse]:
         for step in self.steps():
-            if step is None:
-                time.sleep(STEP_S)
-            else:
+            if step is not None:
                 yield step
+            time.sleep(STEP_S)
 
     async def __aiter__(self) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         for step in self.steps():
-            if step is None:
-                await asyncio.sleep(STEP_S)
-            else:
+            if step is not None:
                 yield step
+            await asyncio.sleep(STEP_S)
 
     def cancel(self) -> None:
         self._is_cancelled = True
         self._server.num_cancelled += 1
 
 
+def threads(batch: Batch, server: Server) -> BatchThreads:
+    return BatchThreads(batch, lambda job: CompletionStream(server.start, progress_of(job)))
+
+
+def tasks(batch: Batch, server: Server) -> BatchTasks:
+    return BatchTasks(batch, lambda job: AsyncCompletionStream(server.start, progress_of(job), nothing))
+
+
 def progress_of(job: Job) -> Progress:
     return Progress(make_request(job.prompt, job.options), Patience(1, 30.0, None))
 
 
-async def nothing() -> None: ...
-
-
-@pytest.fixture(params=["threads", "tasks"])
+@pytest.fixture(params=[threads, tasks])
 def run(request: pytest.FixtureRequest) -> Run:
     def on(
         server: Server,
-        prompts: Iterable[Any],
+        prompts: Any,
         options: Options | None = None,
         concurrency: int = 4,
         returns: bool = False,
         room_timeout_s: float = SECONDS,
     ) -> list[Outcome]:
         batch = Batch(prompts, options or {}, concurrency, returns, room_timeout_s)
-        if request.param == "threads":
-            BatchThreads(batch, lambda job: CompletionStream(server.start, progress_of(job))).run(prompts)
-        else:
-            tasks = BatchTasks(batch, lambda job: AsyncCompletionStream(server.start, progress_of(job), nothing))
-            asyncio.run(tasks.run(prompts))
+        work = request.param(batch, server).run(prompts)
+        if work is not None:
+            asyncio.run(work)
         return batch.outcomes()
 
     return on
@@ -142,22 +144,23 @@ def ids_of(outcomes: list[Outcome]) -> list[list[int]]:
 
 
 def test_completions_are_in_the_order_of_the_prompts_and_so_many_run_at_once(run: Run) -> None:
-    server = Server()
-    assert ids_of(run(server, numbers(30))) == [[number] for number in range(30)]
-    assert server.most_running == 4
-    assert len(server.requests) == 30
+    """With the seeds that follow from the batch's and the index."""
+    for _ in range(2):
+        server = Server()
+        outcomes = run(server, numbers(30), {"seed": 5})
+        assert ids_of(outcomes) == [[number] for number in range(30)]
+        assert [one.seed for one in outcomes if isinstance(one, Completion)] == [seed_of(5, n) for n in range(30)]
+        assert (server.most_running, len(server.requests)) == (4, 30)
+    assert run(server, []) == []
 
 
-def test_no_prompts_are_no_completions(run: Run) -> None:
-    assert run(Server(), []) == []
-
-
-def test_prompts_are_taken_when_there_is_room_for_them(run: Run) -> None:
+def test_prompts_are_taken_on_the_callers_thread_when_there_is_room_for_them(run: Run) -> None:
     server = Server()
     ahead: list[int] = []
 
     def prompts() -> Iterator[str]:
         for number in range(20):
+            assert threading.current_thread() is threading.main_thread()
             ahead.append(number - (len(server.requests) - server.num_running))
             yield str(number)
 
@@ -165,48 +168,38 @@ def test_prompts_are_taken_when_there_is_room_for_them(run: Run) -> None:
     assert max(ahead) <= 3
 
 
-def test_prompts_are_taken_on_the_callers_thread(run: Run) -> None:
-    threads: set[int] = set()
-
-    def prompts() -> Iterator[str]:
-        for number in range(5):
-            threads.add(threading.get_ident())
-            yield str(number)
-
-    run(Server(), prompts(), concurrency=2)
-    assert threads == {threading.get_ident()}
-
-
-async def test_prompts_may_come_from_an_async_iterable() -> None:
-    async def prompts() -> AsyncIterator[str]:
-        for number in range(5):
+async def test_prompts_may_come_from_an_async_iterable_and_a_failure_ends_the_wait_for_the_next_one() -> None:
+    async def prompts(count: int, then_s: float) -> AsyncIterator[str]:
+        for number in range(count):
             await asyncio.sleep(0)
             yield str(number)
+        await asyncio.sleep(then_s)
 
     server = Server()
-    batch = Batch(prompts(), {}, 2, False, SECONDS)
-    await BatchTasks(batch, lambda job: AsyncCompletionStream(server.start, progress_of(job), nothing)).run(prompts())
+    batch = Batch(prompts(5, 0.0), {}, 2, False, SECONDS)
+    await tasks(batch, server).run(prompts(5, 0.0))
     assert ids_of(batch.outcomes()) == [[number] for number in range(5)]
+    server.failing = {"0": Code.INVALID_ARGUMENT}
+    started_at = time.monotonic()
+    with pytest.raises(InvalidRequestError) as raised:
+        await tasks(Batch([], {}, 4, False, SECONDS), server).run(prompts(1, SECONDS))
+    assert time.monotonic() - started_at < SECONDS / 2
+    assert isinstance(raised.value.__cause__, Failure)
 
 
 # Errors
 
 
 def test_error_of_one_prompt_stands_in_its_place(run: Run) -> None:
+    """Also that of what is no single prompt."""
     server = Server()
     server.failing = {"2": Code.INVALID_ARGUMENT, "5": Code.UNAVAILABLE}
-    outcomes = run(server, numbers(8), returns=True)
-    assert [type(outcome) for outcome in outcomes] == [
-        UnavailableError if n == 5 else InvalidRequestError if n == 2 else Completion for n in range(8)
-    ]
-    assert ids_of(outcomes) == [[number] for number in range(8) if number not in (2, 5)]
-
-
-@pytest.mark.parametrize("prompt", [["a", "b"], 5, None, {"role": "user"}, "\ud800"])
-def test_what_is_no_single_prompt_is_the_error_of_its_place(run: Run, prompt: Any) -> None:
-    outcomes = run(Server(), ["0", prompt, "2"], returns=True)
-    assert isinstance(outcomes[1], InvalidRequestError)
-    assert ids_of(outcomes) == [[0], [2]]
+    prompts: list[Any] = [*numbers(8), ["a", "b"], 5, None, {"role": "user"}, "\ud800", "8"]
+    outcomes = run(server, prompts, returns=True)
+    expected = [Completion] * 8 + [InvalidRequestError] * 5 + [Completion]
+    expected[2], expected[5] = InvalidRequestError, UnavailableError
+    assert [type(outcome) for outcome in outcomes] == expected
+    assert ids_of(outcomes) == [[number] for number in range(9) if number not in (2, 5)]
 
 
 def test_first_error_is_raised_and_what_runs_is_cancelled(run: Run) -> None:
@@ -215,34 +208,13 @@ def test_first_error_is_raised_and_what_runs_is_cancelled(run: Run) -> None:
     server.hanging = {"0", "1", "3"}
     with pytest.raises(InvalidRequestError):
         run(server, numbers(1_000))
-    assert server.num_cancelled >= 3
-    assert server.num_running == 0
+    assert (server.num_cancelled >= 3, server.num_running) == (True, 0)
     assert len(server.requests) <= 5, "no further ones are begun"
-
-
-async def test_failure_ends_the_wait_for_the_next_prompt() -> None:
-    server = Server()
-    server.failing = {"0": Code.INVALID_ARGUMENT}
-
-    async def prompts() -> AsyncIterator[str]:
-        yield "0"
-        await asyncio.sleep(SECONDS)
-
-    tasks = BatchTasks(
-        Batch(prompts(), {}, 4, False, SECONDS),
-        lambda job: AsyncCompletionStream(server.start, progress_of(job), nothing),
-    )
-    started_at = time.monotonic()
-    with pytest.raises(InvalidRequestError) as raised:
-        await tasks.run(prompts())
-    assert time.monotonic() - started_at < SECONDS / 2
-    assert isinstance(raised.value.__cause__, Failure)
 
 
 def test_no_prompt_is_taken_behind_a_failure_though_there_is_room(run: Run) -> None:
     server = Server()
     server.failing = {"0": Code.INVALID_ARGUMENT}
-
     taken = []
 
     def prompts() -> Iterator[str]:
@@ -260,20 +232,11 @@ def test_no_prompt_is_taken_behind_a_failure_though_there_is_room(run: Run) -> N
 
 
 async def test_tasks_that_fail_are_noticed_where_prompts_come_without_waiting() -> None:
-    taken = 0
-
-    def prompts() -> Iterator[Any]:
-        nonlocal taken
-        for _ in range(100):
-            taken += 1
-            yield ["a", "b"]
-
-    tasks = BatchTasks(
-        Batch([], {}, 1_000, False, 1.0), lambda job: AsyncCompletionStream(Server().start, progress_of(job), nothing)
-    )
+    taken = []
+    prompts = (taken.append(number) or ["a", "b"] for number in range(100))
     with pytest.raises(InvalidRequestError):
-        await tasks.run(prompts())
-    assert taken < 5
+        await tasks(Batch([], {}, 1_000, False, 1.0), Server()).run(prompts)  # type: ignore[arg-type]
+    assert len(taken) < 5
 
 
 def test_failure_on_a_thread_cancels_what_runs_before_the_next_prompt_comes() -> None:
@@ -283,37 +246,27 @@ def test_failure_on_a_thread_cancels_what_runs_before_the_next_prompt_comes() ->
 
     def prompts() -> Iterator[str]:
         yield "0"
-        while server.num_running == 0:
-            time.sleep(STEP_S)
+        wait_until(lambda: server.num_running > 0, "the first one runs")
         yield "1"
-        deadline = time.monotonic() + SECONDS / 2
-        while server.num_cancelled < 2:  # the one that failed is the first
-            assert time.monotonic() < deadline, "nothing was cancelled"
-            time.sleep(STEP_S)
+        wait_until(lambda: server.num_cancelled >= 2, "what runs is cancelled", SECONDS / 2)  # what failed is the first
 
-    batch = Batch([], {}, 4, False, SECONDS)
     with pytest.raises(InvalidRequestError):
-        BatchThreads(batch, lambda job: CompletionStream(server.start, progress_of(job))).run(prompts())
+        threads(Batch([], {}, 4, False, SECONDS), server).run(prompts())
 
 
 @pytest.mark.parametrize("kind", [BatchThreads, BatchTasks])
 def test_first_of_several_failures_at_once_is_raised(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[DraftwireError] = []
-
     together = threading.Barrier(8)
 
     def fail_on_threads(_self: BatchThreads, job: Job) -> None:
         together.wait(SECONDS)
-        fail(job)
-
-    def fail(job: Job) -> None:
-        error = InvalidRequestError(f"prompt {job.index}")
-        failed.append(error)
-        raise error
+        raise InvalidRequestError(f"prompt {job.index}")
 
     async def fail_as_tasks(_self: BatchTasks, job: Job) -> None:
         await asyncio.sleep(0.05 - time.monotonic() % 0.05)
-        fail(job)
+        failed.append(InvalidRequestError(f"prompt {job.index}"))
+        raise failed[-1]
 
     monkeypatch.setattr(kind, "_work", fail_on_threads if kind is BatchThreads else fail_as_tasks)
     for _ in range(20):
@@ -342,67 +295,31 @@ def test_mistake_of_the_program_is_raised_even_where_errors_are_returned(run: Ru
         run(Server(), ["0"], {"temprature": 1.0}, returns=True)  # type: ignore[typeddict-unknown-key]
 
 
-@pytest.mark.parametrize("prompts", ["abc", b"abc", {"role": "user", "content": "a"}])
-def test_one_prompt_is_no_batch(prompts: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="several prompts"):
-        Batch(prompts, {}, 1, False, 1.0)
+NO_BATCHES: list[tuple[Any, Any, Any, Any, str]] = [
+    ("abc", {}, 1, 1.0, "several prompts"),
+    (b"abc", {}, 1, 1.0, "several prompts"),
+    ({"role": "user", "content": "a"}, {}, 1, 1.0, "several prompts"),
+    ([], {"num_choices": 2}, 1, 1.0, "several"),
+    ([], {}, 0, 1.0, "concurrency"),
+    ([], {}, 2.5, 1.0, "concurrency"),
+    ([], {}, "a", 1.0, "concurrency"),
+    ([], {"seed": -1}, 1, 1.0, "seed"),
+    ([], {"seed": 2**64}, 1, 1.0, "seed"),
+    ([], {"seed": 1.5}, 1, 1.0, "seed"),
+    ([], {"seed": "a"}, 1, 1.0, "seed"),
+    ([], {"wait_for_server_s": "a"}, 1, 1.0, "wait_for_server_s"),
+    ([], {}, 1, "a", "room_timeout_s"),
+]
+"""Prompts, options, concurrency and time to wait for room, and what the refusal names."""
 
 
-@pytest.mark.parametrize(
-    ("options", "concurrency", "named"),
-    [
-        ({"num_choices": 2}, 1, "several"),
-        ({}, 0, "concurrency"),
-        ({}, 2.5, "concurrency"),
-        ({}, "a", "concurrency"),
-        ({"seed": -1}, 1, "seed"),
-        ({"seed": 2**64}, 1, "seed"),
-        ({"seed": 1.5}, 1, "seed"),
-        ({"seed": "a"}, 1, "seed"),
-        ({"wait_for_server_s": "a"}, 1, "wait_for_server_s"),
-    ],
-)
-def test_batch_that_makes_no_sense_is_refused(options: Any, concurrency: Any, named: str) -> None:
-    with pytest.raises(InvalidRequestError, match=named):
-        Batch([], options, concurrency, False, 1.0)
-
-
-def test_time_to_wait_for_room_that_is_no_number_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="room_timeout_s"):
-        Batch([], {}, 1, False, "a")  # type: ignore[arg-type]
-
-
-def test_integers_of_numpy_are_integers() -> None:
-    batch = Batch([], {"seed": np.int64(3)}, np.int64(2), False, 1.0)  # type: ignore[typeddict-item, arg-type]
-    assert (batch.job("a").options["seed"], batch.concurrency) == (seed_of(3, 0), 2)
+def test_batch_that_makes_no_sense_is_refused() -> None:
+    for prompts, options, concurrency, room_timeout_s, named in NO_BATCHES:
+        with pytest.raises(InvalidRequestError, match=named):
+            Batch(prompts, options, concurrency, False, room_timeout_s)
 
 
 # Room
-
-
-def test_full_server_is_asked_again_and_no_prompt_is_lost(run: Run) -> None:
-    server = Server(room=2)
-    assert ids_of(run(server, numbers(12), concurrency=6)) == [[number] for number in range(12)]
-    assert server.most_running == 2
-    assert server.num_refused > 0
-
-
-def test_server_is_not_asked_before_it_says_so(run: Run) -> None:
-    server = Server(room=0)
-    server.retry_ms = 400
-    started_at = time.monotonic()
-    with pytest.raises(NoRoomError) as refused:
-        run(server, ["0"], room_timeout_s=0.7)
-    assert refused.value.retry_after_s == 0.4
-    assert server.num_refused == 2
-    assert 0.4 <= time.monotonic() - started_at < 2.0
-
-
-def test_server_that_stays_full_is_the_error_of_each_prompt(run: Run) -> None:
-    server = Server(room=0)
-    outcomes = run(server, numbers(3), returns=True, room_timeout_s=0.25)
-    assert [type(outcome) for outcome in outcomes] == [NoRoomError] * 3
-    assert 3 <= server.num_refused <= 3 * 3, "0.1 s apart, whatever the server says"
 
 
 def test_prompt_is_given_up_when_the_server_was_full_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,17 +328,34 @@ def test_prompt_is_given_up_when_the_server_was_full_for_too_long(monkeypatch: p
     job = Batch([], {}, 1, False, 5.0).job("a")
     assert job.pause_after(UnavailableError("lost")) is None
     now = 200.0  # the time that counts begins with the first refusal
-    assert job.pause_after(NoRoomError("full", 0.0)) == 0.1
-    assert job.pause_after(NoRoomError("full", 2.5)) == 2.5
+    assert [job.pause_after(NoRoomError("full", seconds)) for seconds in (0.0, 2.5)] == [0.1, 2.5]
     now = 203.0
-    assert job.pause_after(NoRoomError("full", 2.0)) == 2.0
-    assert job.pause_after(NoRoomError("full", 2.5)) is None
+    assert [job.pause_after(NoRoomError("full", seconds)) for seconds in (2.0, 2.5)] == [2.0, None]
+
+
+def test_full_server_is_asked_again_and_no_prompt_is_lost(run: Run) -> None:
+    server = Server(room=2)
+    assert ids_of(run(server, numbers(12), concurrency=6)) == [[number] for number in range(12)]
+    assert (server.most_running, server.num_refused > 0) == (2, True)
+
+
+def test_server_is_not_asked_before_it_says_so_and_one_that_stays_full_is_the_error_of_each_prompt(run: Run) -> None:
+    server = Server(room=0)
+    server.retry_ms = 400
+    started_at = time.monotonic()
+    with pytest.raises(NoRoomError) as refused:
+        run(server, ["0"], room_timeout_s=0.7)
+    assert (refused.value.retry_after_s, server.num_refused) == (0.4, 2)
+    assert 0.4 <= time.monotonic() - started_at < 2.0
+    server = Server(room=0)
+    outcomes = run(server, numbers(3), returns=True, room_timeout_s=0.25)
+    assert [type(outcome) for outcome in outcomes] == [NoRoomError] * 3
+    assert 3 <= server.num_refused <= 3 * 3, "0.1 s apart, whatever the server says"
 
 
 def test_failure_ends_the_wait_for_room(run: Run) -> None:
-    server = Server()
+    server = Server(room=1)
     server.retry_ms = 60_000
-    server.room = 1
     server.failing = dict.fromkeys("01", Code.INVALID_ARGUMENT)  # whichever comes first
     started_at = time.monotonic()
     with pytest.raises(InvalidRequestError):
@@ -429,38 +363,22 @@ def test_failure_ends_the_wait_for_room(run: Run) -> None:
     assert time.monotonic() - started_at < SECONDS
 
 
-# Seeds
+# Seeds, and what else a prompt is asked for with
 
 
-def test_seeds_follow_from_the_batchs_and_the_index(run: Run) -> None:
-    outcomes = run(Server(), numbers(6), {"seed": 5})
-    seeds = [outcome.seed for outcome in outcomes if isinstance(outcome, Completion)]
-    assert seeds == [seed_of(5, index) for index in range(6)]
-    assert seeds == [
-        outcome.seed for outcome in run(Server(), numbers(6), {"seed": 5}) if isinstance(outcome, Completion)
-    ]
-
-
-def test_batches_without_a_seed_differ() -> None:
-    first, second = (Batch([], {}, 1, False, 1.0).job("a").options["seed"] for _ in range(2))
-    assert first != second
-
-
-def test_seed_is_the_one_that_is_documented() -> None:
+def test_seeds_are_those_that_are_documented_stay_in_range_and_apart() -> None:
     """`sha256(bytes(8))` begins with af5570f5a1810b7a."""
     first = int.from_bytes(bytes.fromhex("af5570f5a1810b7a"), "little")
     assert [seed_of(0, index) for index in range(3)] == [first, first + 1, first + 2]
-
-
-def test_seeds_stay_in_range_and_apart() -> None:
     seeds = [seed_of(batch, index) for batch in (0, 1, 2, MAX_SEED) for index in range(1_000)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed <= MAX_SEED for seed in seeds)
-    wraps = MAX_SEED - seed_of(3, 0) + 1
-    assert seed_of(3, wraps) == 0
+    assert seed_of(3, MAX_SEED - seed_of(3, 0) + 1) == 0
 
 
-def test_server_is_waited_for_before_the_batch_and_not_by_each_prompt() -> None:
-    job = Batch([], {"wait_for_server_s": 5.0, "top_k": 3}, 1, False, 1.0).job("a")
-    assert job.options["wait_for_server_s"] is None
-    assert job.options["top_k"] == 3
+def test_prompt_has_the_options_of_the_batch_but_for_its_seed_and_the_wait_for_the_server() -> None:
+    jobs = [Batch([], {"wait_for_server_s": 5.0, "top_k": 3}, 1, False, 1.0).job("a") for _ in range(2)]
+    assert [(job.options["wait_for_server_s"], job.options["top_k"]) for job in jobs] == [(None, 3)] * 2
+    assert jobs[0].options["seed"] != jobs[1].options["seed"], "batches without a seed differ"
+    batch = Batch([], {"seed": np.int64(3)}, np.int64(2), False, 1.0)  # type: ignore[typeddict-item, arg-type]
+    assert (batch.job("a").options["seed"], batch.concurrency) == (seed_of(3, 0), 2)

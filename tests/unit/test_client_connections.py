@@ -1,10 +1,9 @@
 """How the Python clients connect: to what, and for how long. Against sockets that accept and say nothing."""
 
-import asyncio
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from client_fakes import LOST
 from draftwire.client import AsyncClient, Client
 from draftwire.client.channels import addresses_of, in_turn
 from draftwire.errors import InvalidRequestError, UnavailableError
+from tests.twins import TWINS
 
 SLACK_S = 0.7
 """For a busy machine."""
-
-Ask = Callable[..., None]
 
 
 @pytest.fixture
@@ -28,48 +26,28 @@ def silent() -> Iterator[list[str]]:
         yield [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
 
 
-@pytest.fixture(params=["blocking", "async"])
-def ask(request: pytest.FixtureRequest) -> Ask:
-    def with_async(addresses: Any, method: str, *arguments: Any) -> None:
-        async def call() -> None:
-            async with AsyncClient(addresses) as client:
-                await getattr(client, method)(*arguments)
-
-        asyncio.run(call())
-
-    def blocking(addresses: Any, method: str, *arguments: Any) -> None:
-        with Client(addresses) as client:
-            getattr(client, method)(*arguments)
-
-    return blocking if request.param == "blocking" else with_async
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_gateways_that_never_answer_are_waited_for_no_longer_than_asked(
-    silent: list[str], ask: Ask, count: int
-) -> None:
+@contextmanager
+def unavailable_after(seconds: float, says: str | None = None) -> Iterator[None]:
     started_at = time.monotonic()
-    with pytest.raises(UnavailableError, match=r"within 1 s"):
-        ask(silent[:count], "wait_ready", 1.0)
-    assert 0.7 < time.monotonic() - started_at < 1.0 + SLACK_S
+    with pytest.raises(UnavailableError, match=says):
+        yield
+    assert seconds - 0.1 < time.monotonic() - started_at < seconds + SLACK_S
 
 
-def test_question_what_they_serve_takes_as_long_for_several(
-    silent: list[str], ask: Ask, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("twin", TWINS.values(), ids=TWINS)
+def test_gateways_that_never_answer_are_waited_for_no_longer_than_asked_however_many_there_are(
+    silent: list[str], twin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("sync", "aio"):
         monkeypatch.setattr(f"draftwire.client.{module}.ANSWER_SECONDS", 0.5)
-    started_at = time.monotonic()
-    with pytest.raises(UnavailableError):
-        ask(silent, "server")
-    assert 0.4 < time.monotonic() - started_at < 0.5 + SLACK_S
-
-
-def test_reason_why_there_is_no_connection_is_told_within_the_time(ask: Ask) -> None:
-    started_at = time.monotonic()
-    with pytest.raises(UnavailableError, match=r"no gateway answered at 127\.0\.0\.1:1 within 1 s \(.*refused"):
-        ask("127.0.0.1:1", "wait_ready", 1.0)
-    assert 0.7 < time.monotonic() - started_at < 1.0 + SLACK_S
+    for count in (1, 3):
+        with twin(silent[:count]) as client, unavailable_after(0.7, r"within 0\.7 s"):
+            client.wait_ready(0.7)
+    with twin(silent) as client, unavailable_after(0.5):
+        client.server()
+    refused = r"no gateway answered at 127\.0\.0\.1:1 within 0\.7 s \(.*refused"
+    with twin("127.0.0.1:1") as client, unavailable_after(0.7, refused):
+        client.wait_ready(0.7)
 
 
 def test_time_that_one_does_not_need_is_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,14 +64,12 @@ def test_time_that_one_does_not_need_is_left_to_the_next(monkeypatch: pytest.Mon
 # Addresses
 
 
-@pytest.mark.parametrize("address", [[], "", " ", "a:1,", "a:1,,b:2", ["a:1", ""]])
-def test_no_gateway_and_an_empty_one_are_refused(address: Any) -> None:
+def test_addresses_are_a_list_or_separated_by_commas_and_none_is_empty() -> None:
+    addresses: list[Any] = [[], "", " ", "a:1,", "a:1,,b:2", ["a:1", ""]]
     for kind in (Client, AsyncClient):
-        with pytest.raises(InvalidRequestError, match="address"):
-            kind(address)
-
-
-def test_addresses_are_a_list_or_separated_by_commas() -> None:
+        for address in addresses:
+            with pytest.raises(InvalidRequestError, match="address"):
+                kind(address)
     assert addresses_of(" a:1, b:2") == addresses_of(("a:1", "b:2 ")) == ["a:1", "b:2"]
 
 

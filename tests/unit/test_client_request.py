@@ -62,6 +62,7 @@ def test_every_option_is_in_the_request_under_its_name() -> None:
         message = request.sampling if name in SamplingOptions.__annotations__ else request
         assert value_of(message, name) == value, name
     assert request.text == "a"
+    assert list(make_request("a", Options(stop="end")).stop) == ["end"], "a single text is one, and not its letters"
 
 
 def test_every_field_of_a_request_has_an_option() -> None:
@@ -78,20 +79,13 @@ def test_every_option_is_explained() -> None:
         assert source.partition(f"\n    {name}: ")[2].splitlines()[1].startswith('    """'), name
 
 
-@pytest.mark.parametrize("name", [name for name in VALUES if name != "seed"])
-def test_none_is_as_if_nothing_were_said(name: str) -> None:
-    assert make_request("a", Options(seed=1, **{name: None})) == make_request("a", Options(seed=1))
-
-
-def test_false_and_zero_are_said() -> None:
+def test_none_is_as_if_nothing_were_said_and_false_and_zero_are_said() -> None:
+    for name in VALUES.keys() - {"seed"}:
+        assert make_request("a", Options(seed=1, **{name: None})) == make_request("a", Options(seed=1)), name
     request = make_request("a", Options(temperature=0.0, max_tokens=0, num_speculative_tokens=0, logprobs=0, seed=0))
     assert request.sampling.HasField("temperature")
     assert all(request.HasField(name) for name in ("max_tokens", "num_speculative_tokens", "logprobs", "seed"))
     assert (request.seed, request.max_tokens) == (0, 0)
-
-
-def test_single_stop_text_is_one_and_not_its_letters() -> None:
-    assert list(make_request("a", Options(stop="end")).stop) == ["end"]
 
 
 def test_chat_and_form_travel() -> None:
@@ -109,50 +103,43 @@ def test_misspelt_option_is_an_error() -> None:
         make_request("a", {"temprature": 1.0})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"allowed_token_ids": []},
-        {"top_k": -1},
-        {"seed": 2**64},
-        {"seed": -1},
-        {"max_tokens": 1.5},
-        {"stop": [1]},
-        {"stop": ["\ud800"]},
-    ],
-)
-def test_value_that_cannot_be_sent_is_refused(options: Any) -> None:
-    with pytest.raises(InvalidRequestError):
-        make_request("a", options)
-
-
+REFUSED: list[dict[str, Any]] = [
+    {"allowed_token_ids": []},
+    {"top_k": -1},
+    {"seed": 2**64},
+    {"seed": -1},
+    {"max_tokens": 1.5},
+    {"stop": [1]},
+    {"stop": ["\ud800"]},
+    {"max_tokens": -77},
+    {"allowed_token_ids": [1, -77]},
+    {"stop_token_ids": [-77]},
+]
 JUNK: list[Any] = [object(), {"type": "object"}, [object()], 10**30, -(10**30), 1.5, "\ud800", b"\xff"]
 
 
-@pytest.mark.parametrize("name", sorted(Options.__annotations__))
-def test_whatever_is_no_value_of_an_option_is_refused_by_its_name(name: str) -> None:
-    messages = []
-    for junk in JUNK:
-        try:
-            make_request([{"role": "user", "content": "hi"}], {name: junk})  # type: ignore[misc]
-        except InvalidRequestError as error:
-            messages.append(str(error))
-    assert len(messages) >= 3
-    assert all(name in message for message in messages), messages
+def test_what_is_no_value_of_an_option_is_refused_by_its_name_and_keeps_its_value() -> None:
+    for options in REFUSED:
+        with pytest.raises(InvalidRequestError, match=f"^{next(iter(options))}\\b") as refused:
+            make_request("a", options)  # type: ignore[arg-type]
+        assert "77" not in str(refused.value)
+    for name in Options.__annotations__:
+        messages = []
+        for junk in JUNK:
+            try:
+                make_request([{"role": "user", "content": "hi"}], {name: junk})  # type: ignore[misc]
+            except InvalidRequestError as error:
+                messages.append(str(error))
+        assert len(messages) >= 3, name
+        assert all(name in message for message in messages), messages
 
 
-@pytest.mark.parametrize("options", [{"max_tokens": -5}, {"allowed_token_ids": [1, -77]}, {"stop_token_ids": [-77]}])
-def test_refusal_names_the_option_and_keeps_its_value(options: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=f"^{next(iter(options))}: ") as refused:
-        make_request("a", options)
-    assert "77" not in str(refused.value)
-
-
-@pytest.mark.parametrize("prompt", [[1, -77], [77 * 2**40], [[1], [-77]], [1, "77"]])
-def test_token_id_that_is_none_is_not_quoted(prompt: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=r"^prompt: ") as refused:
-        make_request(prompt, {})
-    assert "77" not in str(refused.value)
+def test_token_id_that_is_none_is_not_quoted() -> None:
+    prompts: list[Any] = [[1, -77], [77 * 2**40], [[1], [-77]], [1, "77"]]
+    for prompt in prompts:
+        with pytest.raises(InvalidRequestError, match=r"^prompt: ") as refused:
+            make_request(prompt, {})
+        assert "77" not in str(refused.value)
 
 
 def test_without_a_seed_every_request_has_its_own() -> None:
@@ -160,20 +147,16 @@ def test_without_a_seed_every_request_has_its_own() -> None:
     assert len(seeds) == 20
 
 
-@pytest.mark.parametrize("timeout_s", [1e10, math.inf])
-def test_timeout_beyond_all_that_grpc_can_count_is_a_long_one(timeout_s: float) -> None:
-    patience = make_patience({"timeout_s": timeout_s}, 1)
-    patience.begin()
-    assert patience.left_s == LONGEST_SECONDS
-
-
-@pytest.mark.parametrize("name", ["timeout_s", "wait_for_server_s", "resume_s"])
-@pytest.mark.parametrize("value", ["5", math.nan])
-def test_seconds_that_are_no_number_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=f"{name}: a value is no number"):
-        check_seconds({name: value})  # type: ignore[misc]
-    with pytest.raises(InvalidRequestError, match=f"{name}: a number is out of range"):
-        check_seconds({name: 10**400})  # type: ignore[misc]
+def test_seconds_that_are_no_number_are_refused_and_an_endless_time_is_a_long_one() -> None:
+    for timeout_s in (1e10, math.inf):
+        patience = make_patience({"timeout_s": timeout_s}, 1)
+        patience.begin()
+        assert patience.left_s == LONGEST_SECONDS, "beyond all that gRPC can count"
+    wrong: list[tuple[Any, str]] = [("5", "a value is no number"), (math.nan, "a value is no number")]
+    for name in ("timeout_s", "wait_for_server_s", "resume_s"):
+        for value, says in [*wrong, (10**400, "a number is out of range")]:
+            with pytest.raises(InvalidRequestError, match=f"{name}: {says}"):
+                check_seconds({name: value})  # type: ignore[misc]
 
 
 def test_calls_are_tried_for_as_long_as_the_options_say() -> None:

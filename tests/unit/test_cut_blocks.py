@@ -39,8 +39,14 @@ KEY = DrawKey(bytes(16), 0, 0)
 BLOCKS_AT_ONCE = 500
 PAIRS = [(random_pairs(2)[2], 3), (random_pairs(3)[1], 2), (adversarial_pairs(3)[1], 2)]
 """With the lengths of whole blocks."""
-each_pair = pytest.mark.parametrize(("pair", "length"), PAIRS, ids=[pair.name for pair, _ in PAIRS])
+slow = pytest.mark.slow
 each_rule = pytest.mark.parametrize("rule", LOSSLESS)
+one_rule_fast = pytest.mark.parametrize("rule", ["block", pytest.param("token", marks=slow)])
+
+
+def pairs_with_one_fast(fast: int) -> pytest.MarkDecorator:
+    marked = [pytest.param(*case, marks=[] if case is PAIRS[fast] else slow, id=case[0].name) for case in PAIRS]
+    return pytest.mark.parametrize(("pair", "length"), marked)
 
 
 class TableModel(ExtendsByReading):
@@ -148,7 +154,7 @@ class CutRound(WireRound):
 
 
 @each_rule
-@each_pair
+@pairs_with_one_fast(0)
 def test_block_that_is_cut_by_a_counter_keeps_the_targets_law(rule: str, pair: Pair, length: int) -> None:
     """Blocks of one to all tokens in the same batches."""
     report = check_round(CutRound(RULES[rule], pair, length))
@@ -162,8 +168,8 @@ class FuzzyRound(CutRound):
     model = FuzzyTableModel
 
 
-@each_rule
-@each_pair
+@one_rule_fast
+@pairs_with_one_fast(1)
 def test_block_that_is_drafted_from_an_approximation_keeps_the_targets_law(rule: str, pair: Pair, length: int) -> None:
     """The law of every token is what is sent, however it came about."""
     report, exact = check_round(FuzzyRound(RULES[rule], pair, length)), check_round(CutRound(RULES[rule], pair, length))
@@ -172,7 +178,7 @@ def test_block_that_is_drafted_from_an_approximation_keeps_the_targets_law(rule:
     assert abs(report.accepted - exact.accepted) > 1e-3, "the approximation is one"
 
 
-@pytest.mark.parametrize("cut", [0, 1, 2])
+@pytest.mark.parametrize("cut", [2, *(pytest.param(cut, marks=slow) for cut in (0, 1))])
 def test_cut_round_is_a_shorter_round(cut: int) -> None:
     """Whose law is proved without the drafter elsewhere."""
     pair = random_pairs(2)[2]
@@ -217,12 +223,12 @@ def deviation(rule: str, drawer: type[Drawer]) -> float:
     return check_round(whole).deviation
 
 
-@each_rule
+@one_rule_fast
 def test_block_that_ends_behind_a_token_for_what_it_is_keeps_the_law_as_well(rule: str) -> None:
     """What has been drawn stays in the block, and what comes next is not drawn yet."""
     assert deviation(rule, EndsAfterAToken) < 1e-11
 
 
-@each_rule
+@one_rule_fast
 def test_block_that_ends_before_a_token_for_what_it_is_is_found(rule: str) -> None:
     assert deviation(rule, LeavesOutAToken) > 1e-3

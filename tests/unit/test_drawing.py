@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from itertools import accumulate
 
-import pytest
 import torch
+from cases import every
 from torch import Tensor
 
 from draftwire.distributions import WHOLE_ROW, draw, race
@@ -31,10 +31,9 @@ torch.set_num_threads(1)
 
 TARGET = 1200
 GREEDY = SamplingParams(temperature=0.0)
-EVERY_QUANTIZATION = pytest.mark.parametrize(
+EVERY_QUANTIZATION = every(
     "quantization",
     [Quantization(), Quantization(mass=1.0, max_support=256), *(Quantization(encoding) for encoding in DENSE_FORMATS)],
-    ids=lambda q: f"{q.encoding.value}-{q.max_support}",
 )
 
 
@@ -123,7 +122,7 @@ def assert_replays(blocks: Drawn, block: int) -> None:
 
 
 @EVERY_QUANTIZATION
-@pytest.mark.parametrize("seed", range(3))
+@every("seed", range(3))
 def test_tokens_follow_from_the_bytes_and_the_same_numbers_in_a_batch_of_all_kinds(
     quantization: Quantization, seed: int
 ) -> None:
@@ -168,7 +167,7 @@ def test_sparse_block_states_the_likeliest_tokens_of_each_position() -> None:
             assert held >= 0.9 or len(used) == 16
 
 
-@pytest.mark.parametrize("encoding", DENSE_FORMATS)
+@every("encoding", DENSE_FORMATS)
 def test_dense_block_states_all_probabilities_as_they_were_rounded(encoding: Encoding) -> None:
     blocks = drawn([start(number, 3, 500) for number in range(3)], Quantization(encoding))
     for number in range(3):
@@ -176,8 +175,8 @@ def test_dense_block_states_all_probabilities_as_they_were_rounded(encoding: Enc
         assert blocks.draft(number).distributions.data == probs.astype(DENSE_FORMATS[encoding]).tobytes()
 
 
-@pytest.mark.parametrize("encoding", DENSE_FORMATS)
-@pytest.mark.parametrize("vocab_size", [TARGET, WHOLE_ROW + 1000])
+@every("encoding", DENSE_FORMATS)
+@every("vocab_size", [TARGET, WHOLE_ROW + 1000])
 def test_dense_tokens_are_drawn_from_the_stated_numbers_up_to_the_rounding_of_float32(
     encoding: Encoding, vocab_size: int
 ) -> None:

@@ -1,7 +1,5 @@
 """`draftwire health` against servers that are well, are not, or are not there."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +8,7 @@ import grpc
 import pytest
 import trustme
 from certificates import NAME, write_identity
+from command_line import run
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
@@ -27,25 +26,28 @@ class Server:
         self._server = grpc.server(ThreadPoolExecutor(2))
         self.health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        address = "127.0.0.1:0"
-        is_secure = credentials is not None
         self.port = (
-            self._server.add_secure_port(address, credentials) if is_secure else self._server.add_insecure_port(address)
+            self._server.add_insecure_port("127.0.0.1:0")
+            if credentials is None
+            else self._server.add_secure_port("127.0.0.1:0", credentials)
         )
+        self.address = f"127.0.0.1:{self.port}"
         self._server.start()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.stop(None).wait()
 
     def set(self, name: str, status: int) -> None:
         self.health.set(name, status)
 
-    def stop(self) -> None:
-        self._server.stop(None).wait()
-
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.stop()
+    with Server() as running:
+        yield running
 
 
 def ask(*arguments: str, **environment: str) -> str:
@@ -58,40 +60,34 @@ def ask(*arguments: str, **environment: str) -> str:
     return result.stdout.strip()
 
 
-@pytest.mark.parametrize("service", ["gateway", "verifier", "drafter"])
-def test_service_is_found_by_its_own_variables(server: Server, service: str) -> None:
-    server.set(f"draftwire.v1.{service.capitalize()}Service", SERVING)
-    own = {f"{service.upper()}_PORT": str(server.port), f"{service.upper()}_HOST": "0.0.0.0"}
-    assert ask(service, **own) == f"127.0.0.1:{server.port} is serving"
-
-
-def test_address_goes_before_the_variables(server: Server) -> None:
-    server.set("draftwire.v1.VerifierService", SERVING)
-    assert "is serving" in ask("verifier", "--address", f"127.0.0.1:{server.port}", VERIFIER_PORT="1")
+def test_service_is_found_by_its_own_variables_and_an_address_goes_before_them(server: Server) -> None:
+    for service in ("gateway", "verifier", "drafter"):
+        server.set(f"draftwire.v1.{service.capitalize()}Service", SERVING)
+        own = {f"{service.upper()}_PORT": str(server.port), f"{service.upper()}_HOST": "0.0.0.0"}
+        assert ask(service, **own) == f"{server.address} is serving"
+    assert "is serving" in ask("verifier", "--address", server.address, VERIFIER_PORT="1")
 
 
 def test_readiness_is_the_services_and_liveness_the_processs(server: Server) -> None:
-    address = f"127.0.0.1:{server.port}"
     server.set("draftwire.v1.VerifierService", NOT_SERVING)
-    with pytest.raises(UnavailableError, match=f"{address} says NOT_SERVING"):
-        ask("verifier", "--address", address)
-    assert "is serving" in ask("verifier", "--address", address, "--live")
+    with pytest.raises(UnavailableError, match=f"{server.address} says NOT_SERVING"):
+        ask("verifier", "--address", server.address)
+    assert "is serving" in ask("verifier", "--address", server.address, "--live")
     server.set("", NOT_SERVING)
     with pytest.raises(UnavailableError, match="NOT_SERVING"):
-        ask("verifier", "--address", address, "--live")
+        ask("verifier", "--address", server.address, "--live")
 
 
-@pytest.mark.parametrize("seconds", ["1e10", "inf"])
-def test_endless_timeout_is_a_long_one(server: Server, seconds: str) -> None:
+def test_endless_timeout_is_a_long_one(server: Server) -> None:
     server.set("draftwire.v1.VerifierService", SERVING)
-    address = f"127.0.0.1:{server.port}"
-    assert ask("verifier", "--address", address, "--timeout", seconds) == f"{address} is serving"
+    for seconds in ("1e10", "inf"):
+        assert "is serving" in ask("verifier", "--address", server.address, "--timeout", seconds)
 
 
 def test_service_of_another_kind_is_not_well(server: Server) -> None:
     server.set("draftwire.v1.DrafterService", SERVING)
     with pytest.raises(UnavailableError, match="does not answer"):
-        ask("verifier", "--address", f"127.0.0.1:{server.port}")
+        ask("verifier", "--address", server.address)
 
 
 def test_wrong_questions_are_refused() -> None:
@@ -113,40 +109,28 @@ def secure(files: dict[str, Path], *, asks_callers: bool) -> Server:
 @pytest.mark.parametrize("given", [("cert", "key", "ca"), ("cert", "key")])
 def test_service_with_certificates_is_asked_over_tls_with_its_own(tmp_path: Path, given: tuple[str, ...]) -> None:
     """With `tls_ca` callers show a certificate; without, nothing but the service's own says whom to believe."""
-    files = write_identity(tmp_path / "own", trustme.CA())
-    server = secure(files, asks_callers="ca" in given)
-    own = {f"VERIFIER_TLS_{part.upper()}": str(files[f"tls_{part}"]) for part in given}
-    own["VERIFIER_PORT"] = str(server.port)
-    try:
+    files, others = (write_identity(tmp_path / name, trustme.CA()) for name in ("own", "other"))
+    with secure(files, asks_callers="ca" in given) as server:
+        port = {"VERIFIER_PORT": str(server.port)}
+        own, strange = (
+            port | {f"VERIFIER_TLS_{part.upper()}": str(of[f"tls_{part}"]) for part in given} for of in (files, others)
+        )
         assert "is serving" in ask("verifier", **own, TLS_TARGET_NAME=NAME)
         assert "is serving" in ask("verifier", "--tls-target-name", NAME, **own)
-        with pytest.raises(UnavailableError, match="does not answer"):
-            ask("verifier", **own, TLS_TARGET_NAME="someone.else")
-        with pytest.raises(UnavailableError, match="does not answer"):
-            ask("verifier", VERIFIER_PORT=own["VERIFIER_PORT"])
-        others = write_identity(tmp_path / "other", trustme.CA())
-        own |= {f"VERIFIER_TLS_{part.upper()}": str(others[f"tls_{part}"]) for part in given}
-        with pytest.raises(UnavailableError, match="does not answer"):
-            ask("verifier", **own, TLS_TARGET_NAME=NAME)
-    finally:
-        server.stop()
+        for wrong in (own | {"TLS_TARGET_NAME": "someone.else"}, port, strange | {"TLS_TARGET_NAME": NAME}):
+            with pytest.raises(UnavailableError, match="does not answer"):
+                ask("verifier", **wrong)
 
 
 def test_options_say_whom_to_believe_elsewhere(tmp_path: Path) -> None:
     files = write_identity(tmp_path / "own", trustme.CA())
-    server = secure(files, asks_callers=True)
     options = [f"--{name.replace('_', '-')}={path}" for name, path in files.items()]
-    try:
-        assert "is serving" in ask(
-            "verifier", f"--address=127.0.0.1:{server.port}", *options, f"--tls-target-name={NAME}"
-        )
-    finally:
-        server.stop()
+    with secure(files, asks_callers=True) as server:
+        address = f"--address={server.address}"
+        assert "is serving" in ask("verifier", address, *options, f"--tls-target-name={NAME}")
 
 
 def test_command_fails_with_one_line_where_nothing_answers() -> None:
-    command = [sys.executable, "-m", "draftwire.cli", "health", "verifier", "--address=127.0.0.1:1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (result.returncode, result.stdout) == (1, "")
+    result = run("health", "verifier", "--address=127.0.0.1:1")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert result.stderr.startswith("error: 127.0.0.1:1 does not answer: ")
-    assert result.stderr.count("\n") == 1

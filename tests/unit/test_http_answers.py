@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from http_fakes import STREAM_START, Gate, app_of
 
 from draftwire.errors import UnavailableError
 from draftwire.parameters import SamplingParams
-from draftwire.services.gateway.http.answering import PART_BYTES, STREAM_HEADERS, send_whole
+from draftwire.services.gateway.http.answering import PART_BYTES, send_whole
 from draftwire.services.gateway.http.guard import Guard
 from draftwire.services.gateway.http.pieces import Ending, Piece, ToldToken, Wishes
 from draftwire.services.gateway.http.shapes import SLICE, ChatShape, CompletionShape, Shape, Writer
@@ -70,8 +71,7 @@ def test_parts_joined_are_the_whole_answer(shape: Shape, num_tokens: int) -> Non
             "prompt_logprobs": one.prompt,
             "draftwire": {"tokens": one.details, "rounds": one.rounds},
         }
-        assert choice == expected
-        assert list(choice) == list(expected)
+        assert (choice, list(choice)) == (expected, list(expected))
     assert max(map(len, parts)) < 2 * PART_BYTES + len(pieces[0].text), "whatever the number of tokens"
 
 
@@ -136,10 +136,6 @@ async def test_short_answer_says_how_long_it_is_and_goes_out_at_once() -> None:
 # What a failure leaves
 
 
-class Gate:
-    refusal = ""
-
-
 async def cut(app: Any, takes: int) -> list[dict[str, Any]]:
     """Returns what went out of an answer that is cut while its reader has stopped reading after some messages."""
     sent: list[dict[str, Any]] = []
@@ -162,20 +158,13 @@ async def cut(app: Any, takes: int) -> list[dict[str, Any]]:
 
 
 async def test_answer_that_is_cut_before_it_has_begun_is_an_error() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-
-    start, body = await cut(app, takes=0)
-    assert start["status"] == 503
-    assert json.loads(body["body"])["error"]["message"] == "the gateway stops"
+    start, body = await cut(app_of(STREAM_START), takes=0)
+    assert (start["status"], json.loads(body["body"])["error"]["message"]) == (503, "the gateway stops")
 
 
 async def test_stream_that_is_cut_before_its_end_went_out_says_so() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
-
-    start, body = await cut(app, takes=1)
+    done = {"type": "http.response.body", "body": b"data: [DONE]\n\n"}
+    start, body = await cut(app_of(STREAM_START, done), takes=1)
     assert start["status"] == 200
     assert b"the gateway stops" in body["body"]
 
@@ -183,10 +172,8 @@ async def test_stream_that_is_cut_before_its_end_went_out_says_so() -> None:
 async def test_whole_answer_that_fails_in_the_middle_gets_no_end_and_no_event() -> None:
     sent: list[dict[str, Any]] = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": b"{", "more_body": True})
-        raise UnavailableError("gone")
+    start = STREAM_START | {"headers": [(b"content-type", b"application/json")]}
+    app = app_of(start, {"type": "http.response.body", "body": b"{", "more_body": True}, error=UnavailableError("gone"))
 
     async def send(message: Any) -> None:
         sent.append(message)

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,7 @@ SERVICE_DEPENDENCIES = frozenset(
 """Packages that `pip install draftwire` alone does not bring. grpc itself looks for grpc_health and the like."""
 
 
+@cache
 def source_files() -> list[Path]:
     """Returns every source file once: `draftwire/services` is a link to `services`."""
     linked = ROOT / "draftwire" / "services"
@@ -77,6 +80,7 @@ def grpc_imports(source: str, package: str) -> list[str]:
     return [name for name in imported(source, package) if any(name == g or name.startswith(g + ".") for g in GRPC)]
 
 
+@cache
 def imports_grpc(path: Path) -> bool:
     module = module_of(path)
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -87,7 +91,7 @@ def may_import_grpc(path: Path) -> bool:
     return any(fnmatchcase(path.relative_to(ROOT).as_posix(), pattern) for pattern in MAY_IMPORT_GRPC)
 
 
-def python(code: str, may_complain: bool = True) -> object:
+def python(code: str, may_complain: bool = True) -> Any:
     """Runs code in a fresh interpreter and returns what it prints, as JSON."""
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -95,32 +99,26 @@ def python(code: str, may_complain: bool = True) -> object:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import grpc",
-        "import grpc.aio as g",
-        "from grpc import aio",
-        "from grpc_health.v1 import health",
-        "import draftwire.v1.session_pb2",
-        "from draftwire.v1 import session_pb2",
-        "from draftwire import v1",
-        "from ..v1 import session_pb2",
-        "from .. import v1",
-        "if TYPE_CHECKING:\n    import grpc",
-        "def late():\n    import grpc_reflection",
-        "importlib.import_module('grpc')",
-    ],
-)
-def test_every_way_to_import_grpc_is_noticed(source: str) -> None:
-    assert grpc_imports(source, "draftwire.models")
+USES_GRPC = """\
+import grpc
+import grpc.aio as g
+from grpc import aio
+from grpc_health.v1 import health
+import draftwire.v1.session_pb2
+from draftwire.v1 import session_pb2
+from draftwire import v1
+from ..v1 import session_pb2
+from .. import v1
+if TYPE_CHECKING: import grpc
+def late(): import grpc_reflection
+importlib.import_module('grpc')
+"""
+USES_NONE = ("import grpcio_tools", "from draftwire import version", "from .v1 import x", "x = 'grpc'")
 
 
-@pytest.mark.parametrize(
-    "source", ["import grpcio_tools", "from draftwire import version", "from .v1 import x", "x = 'grpc'"]
-)
-def test_what_only_looks_like_grpc_is_let_through(source: str) -> None:
-    assert not grpc_imports(source, "draftwire.models")
+def test_every_way_to_import_grpc_is_noticed_and_no_other() -> None:
+    noticed = {source: grpc_imports(source, "draftwire.models") for source in (*USES_GRPC.splitlines(), *USES_NONE)}
+    assert {source for source, found in noticed.items() if not found} == set(USES_NONE)
 
 
 def test_only_the_edges_import_grpc() -> None:
@@ -153,21 +151,13 @@ def test_library_imports_without_grpc() -> None:
     assert python(code) == sorted(names)
 
 
-@pytest.mark.parametrize("module", ["draftwire.client", "draftwire.cli.__main__"])
-def test_client_and_command_line_need_neither_torch_nor_transformers_nor_any_service_dependency(module: str) -> None:
-    code = (
-        f"import importlib, json, sys; importlib.import_module({module!r})\n"
-        "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
-    )
-    loaded = set(python(code))
-    assert ("grpc" in loaded) == (module == "draftwire.client")  # the command line starts faster without
-    assert loaded & SERVICE_DEPENDENCIES == set()
+def test_clients_and_command_line_work_where_the_package_alone_is_installed() -> None:
+    """What `pip install draftwire` does not bring cannot be imported; the calls go to where nobody listens.
 
-
-def test_clients_of_the_top_package_work_where_the_package_alone_is_installed() -> None:
-    """What `pip install draftwire` does not bring cannot be imported; the calls go to where nobody listens."""
+    The command line starts faster without grpc.
+    """
     code = f"""
-import asyncio, importlib.abc, json, sys
+import asyncio, importlib, importlib.abc, json, sys
 
 class Without(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -175,6 +165,7 @@ class Without(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Without())
+importlib.import_module("draftwire.cli.__main__")
 import draftwire
 said = ["grpc" in sys.modules]
 
@@ -198,9 +189,12 @@ async def ask():
 asyncio.run(ask())
 for name in draftwire.__all__:
     getattr(draftwire, name)
-print(json.dumps(said))
+said.append("grpc" in sys.modules)
+print(json.dumps([said, sorted({{name.partition('.')[0] for name in sys.modules}})]))
 """
-    assert python(code) == [False, True, True]
+    said, loaded = python(code)
+    assert said == [False, True, True, True]
+    assert not SERVICE_DEPENDENCIES & set(loaded)
 
 
 def test_top_package_lists_what_it_has() -> None:
@@ -210,35 +204,19 @@ def test_top_package_lists_what_it_has() -> None:
         _ = draftwire.nothing_like_it
 
 
-def test_gateway_runs_without_torch() -> None:
+def test_gateway_runs_without_torch_and_leaves_it_alone_where_it_is_installed() -> None:
     """Its image has none. A tokenizer travels as it does between verifier and gateway."""
-    code = """
-import importlib.abc, importlib.util, json, sys
-
-class Without(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Without())
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name.startswith("torch") else find_spec(name, *rest)
-import draftwire.services.gateway.server
-from draftwire.models.tokenizer import load_tokenizer, tokenizer_files
-from transformers import AutoTokenizer
-tokenizer = load_tokenizer(tokenizer_files(AutoTokenizer.from_pretrained("models/target")))
-print(json.dumps([tokenizer.decode(tokenizer("def f(x):")["input_ids"]), "torch" in sys.modules]))
-"""
-    assert python(code) == ["def f(x):", False]
-
-
-def test_gateway_leaves_torch_alone_where_it_is_installed() -> None:
     code = """
 import asyncio, json, sys
 from draftwire.services.gateway import launch
+from draftwire.services.gateway.config import GatewayConfig
 asyncio.run = lambda coroutine: coroutine.close() or 7
-status = launch.serve(None)
+status = launch.serve(GatewayConfig())
 import transformers
-print(json.dumps([status, sys.modules["torch"], transformers.is_torch_available()]))
+from draftwire.models.tokenizer import load_tokenizer, tokenizer_files
+from transformers import AutoTokenizer
+tokenizer = load_tokenizer(tokenizer_files(AutoTokenizer.from_pretrained("models/target")))
+text = tokenizer.decode(tokenizer("def f(x):")["input_ids"])
+print(json.dumps([status, text, sys.modules["torch"], transformers.is_torch_available()]))
 """
-    assert python(code, may_complain=False) == [7, None, False]
+    assert python(code, may_complain=False) == [7, "def f(x):", None, False]

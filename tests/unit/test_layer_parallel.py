@@ -93,8 +93,14 @@ def cached(model: PreTrainedModel, groups: LayerGroups, is_static: bool = False)
 
 
 @pytest.mark.parametrize("is_static", [False, True], ids=["", "static"])
-@pytest.mark.parametrize("grouping", GROUPS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "grouping"),
+    [
+        pytest.param(name, grouping, marks=[] if index == place else pytest.mark.slow)
+        for index, name in enumerate(MODELS)
+        for place, grouping in enumerate(GROUPS)
+    ],
+)
 def test_fuzzy_logits_are_those_of_the_definition(name: str, grouping: str, is_static: bool) -> None:
     """In float32, in batches of ragged lengths, with ends forgotten and read again: at most 1e-4 apart."""
     reference, groups = make(name), GROUPS[grouping]
@@ -153,7 +159,7 @@ def test_lower_precision_differs_by_rounding_alone() -> None:
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(24, 14), (28, 12)], ids=["0.5B", "1.5B and 7B"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [4, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 3, 5))])
 def test_layers_of_the_qwen2_5_family_are_grouped(layers: int, heads: int, size: int) -> None:
     """With the layers and heads of those models, which have two key heads, and narrow heads."""
     shape = SHAPE | {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": heads * 8}
@@ -185,32 +191,21 @@ def test_groups_are_those_of_the_paper() -> None:
             assert LayerParallelism(size).of(layers) == LayerParallelism(groups=written(groups)).of(layers) == groups
 
 
-@pytest.mark.parametrize("layers", [LayerParallelism(2), LayerParallelism(groups="0 1 2 3")])
-def test_settings_that_let_nothing_run_at_the_same_time_are_refused(layers: LayerParallelism) -> None:
-    with pytest.raises(InvalidRequestError, match="none run at the same time"):
-        layers.of(4)
+NO_GROUPS: list[tuple[dict[str, Any], int, str]] = [  # of a model of so many layers; 0 is of any
+    ({"size": 2}, 4, "none run at the same time"),
+    ({"groups": "0 1 2 3"}, 4, "none run at the same time"),
+    ({"size": 0}, 0, "at least 1"),
+    *(({"groups": text}, 8, "group") for text in ("", "0 1-3 4-6", "0 1-3 3-7", "1-7 0", "0 1-3 4-8", "0 3-1 4-7")),
+    *(({"groups": text}, 0, "is written as") for text in ("a", "0 1-", "-1", "0 1..3", "0 1--3", "٣")),
+]
 
 
-@pytest.mark.parametrize("text", ["0 1-3 4-7", "0,1-3,4-7", " 0, 1-3 4-7\n"])
-def test_groups_can_be_listed(text: str) -> None:
-    assert LayerParallelism(groups=text).of(8) == ((0,), (1, 2, 3), (4, 5, 6, 7))
-
-
-@pytest.mark.parametrize("text", ["", "0 1-3 4-6", "0 1-3 3-7", "1-7 0", "0 1-3 4-8", "0 3-1 4-7"])
-def test_lists_that_are_no_groups_of_the_model_are_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="group"):
-        LayerParallelism(groups=text).of(8)
-
-
-@pytest.mark.parametrize("text", ["a", "0 1-", "-1", "0 1..3", "0 1--3", "٣"])
-def test_lists_that_cannot_be_read_are_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="is written as"):
-        LayerParallelism(groups=text)
-
-
-def test_size_below_one_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="at least 1"):
-        LayerParallelism(size=0)
+def test_groups_can_be_listed_and_what_lists_none_of_the_model_is_refused() -> None:
+    for text in ("0 1-3 4-7", "0,1-3,4-7", " 0, 1-3 4-7\n"):
+        assert LayerParallelism(groups=text).of(8) == ((0,), (1, 2, 3), (4, 5, 6, 7))
+    for options, num_layers, message in NO_GROUPS:
+        with pytest.raises(InvalidRequestError, match=message):
+            LayerParallelism(**options).of(num_layers) if num_layers else LayerParallelism(**options)
 
 
 def test_layers_that_run_together_are_dealt_out_and_the_others_are_everywhere() -> None:
@@ -301,8 +296,14 @@ def network() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("grouping", ["pairs", "of five", "all"])
-@pytest.mark.parametrize("is_static", [False, True], ids=["", "static"])
+@pytest.mark.parametrize(
+    ("grouping", "is_static"),
+    [
+        ("of five", False),
+        ("of five", True),
+        *(pytest.param(one, is_static, marks=pytest.mark.slow) for one in ("pairs", "all") for is_static in (0, 1)),
+    ],
+)
 def test_calibrated_cache_is_that_of_a_fresh_prefill(
     network: PreTrainedModel, grouping: str, seed: int, is_static: bool
 ) -> None:

@@ -26,25 +26,15 @@ python_gc_objects_collected_total 5.0
 
 def test_numbers_are_read_by_name_and_summed_over_labels() -> None:
     read = parse(EXPORTED)
-    assert read["requests"] == 3.0
-    assert read["num_sessions"] == 3.0
-    assert read["kv_cache_usage_perc"] == 0.25
+    assert (read["requests"], read["num_sessions"], read["kv_cache_usage_perc"]) == (3.0, 3.0, 0.25)
     assert not any("python" in name or "HELP" in name for name in read)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def history(*samples: tuple[float, dict[str, float]]) -> History:
-    clock = Clock()
-    made = History(clock)
+    now = 100.0
+    made = History(lambda: now)
     for at, values in samples:
-        clock.now = 100.0 + at
+        now = 100.0 + at
         made.add(values)
     return made
 
@@ -68,12 +58,10 @@ def test_counter_that_appears_later_began_at_zero() -> None:
 
 
 def test_ratios_are_of_lately_and_when_nothing_happened_of_all_time() -> None:
-    busy = history((0.0, {"a": 10.0, "b": 100.0}), (1.0, {"a": 15.0, "b": 110.0}))
-    idle = history((0.0, {"a": 10.0, "b": 100.0}), (1.0, {"a": 10.0, "b": 100.0}))
-    fresh = history((0.0, {"a": 0.0, "b": 0.0}), (1.0, {"a": 0.0, "b": 0.0}))
-    assert busy.ratio("a", "b") == 0.5
-    assert idle.ratio("a", "b") == 0.1
-    assert fresh.ratio("a", "b") is None
+    before, nothing = (0.0, {"a": 10.0, "b": 100.0}), {"a": 0.0, "b": 0.0}
+    assert history(before, (1.0, {"a": 15.0, "b": 110.0})).ratio("a", "b") == 0.5
+    assert history(before, (1.0, before[1])).ratio("a", "b") == 0.1
+    assert history((0.0, nothing), (1.0, nothing)).ratio("a", "b") is None
 
 
 def test_service_is_read_over_http_and_one_that_does_not_answer_has_no_numbers(
@@ -85,19 +73,17 @@ def test_service_is_read_over_http_and_one_that_does_not_answer_has_no_numbers(
             self.end_headers()
             self.wfile.write(EXPORTED.encode())
 
-        def log_message(self, *arguments: object) -> None:
-            pass
+        def log_message(self, *arguments: object) -> None: ...
 
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody there: it is of no use for this machine
+    monkeypatch.delenv("no_proxy", raising=False)
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody there: it is of no use for this machine
-        monkeypatch.delenv("no_proxy", raising=False)
         read = fetch(server.server_port)
         server.shutdown()
-        port = server.server_port
     assert read is not None
     assert read["requests"] == 3.0
-    assert fetch(port, 0.2) is None
+    assert fetch(server.server_port, 0.2) is None
 
 
 def line(event: str, **values: object) -> dict[str, object]:
@@ -107,48 +93,39 @@ def line(event: str, **values: object) -> dict[str, object]:
 def test_state_follows_the_log() -> None:
     row = Row("verifier")
     assert row.cells()[1].startswith("starting 0 s")
-    row.take(line("verifier.weights_read", share=0.428))
-    assert row.cells()[1] == "reading 43%"
-    row.take(line("drafter.server_started"))
-    assert not row.is_serving
-    row.take(line("verifier.server_started"))
-    assert (row.cells()[1], row.is_serving) == ("serving", True)
-    row.take(line("verifier.server_stopped"))
-    assert (row.cells()[1], row.is_serving) == ("stopped", False)
-    row.take(line("verifier.server_failed"))
-    assert row.cells()[1] == "failed"
+    for event, values, state, is_serving in (
+        ("verifier.weights_read", {"share": 0.428}, "reading 43%", False),
+        ("drafter.server_started", {}, "reading 43%", False),
+        ("verifier.server_started", {}, "serving", True),
+        ("verifier.server_stopped", {}, "stopped", False),
+        ("verifier.server_failed", {}, "failed", False),
+    ):
+        row.take(line(event, **values))
+        assert (row.cells()[1], row.is_serving) == (state, is_serving), event
 
 
 def test_row_shows_what_a_service_has_and_leaves_the_rest_empty() -> None:
     row = Row("verifier", "serving")
     first = {"num_sessions": 2.0, "generation_tokens": 0.0, "target_passes": 0.0, "kv_cache_usage_perc": 0.125}
     first |= {"spec_decode_num_draft_tokens": 0.0, "spec_decode_num_accepted_tokens": 0.0}
-    clock = Clock()
-    row.history = History(clock)
-    row.history.add(first)
-    clock.now += 2.0
     accepted = {"spec_decode_num_draft_tokens": 40.0, "spec_decode_num_accepted_tokens": 30.0}
-    row.history.add(first | {"generation_tokens": 50.0, "target_passes": 20.0} | accepted)
+    row.history = history((0.0, first), (2.0, first | {"generation_tokens": 50.0, "target_passes": 20.0} | accepted))
     assert row.cells() == ["verifier", "serving", "2", "", "25.0", "0.750", "2.50", "", "12.5%"]
 
 
-def shown(table: LiveTable, height: int) -> list[str]:
-    console = Console(file=io.StringIO(), width=100, height=height, force_terminal=False)
-    console.print(table.render())
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().splitlines()
-
-
-@pytest.mark.parametrize("height", [40, NUM_OTHER_LINES + 2, 5])
-def test_newest_lines_stand_below_and_never_more_than_the_terminal_has_room_for(height: int) -> None:
-    table = LiveTable(Console(file=io.StringIO(), width=100, height=height), COLORS)
-    for number in range(30):
-        table.take_log("drafter", line("drafter.x"), Text(f"line {number} " + "x" * 200))
-    table.notice("[bold]ready[/bold] on a:1")
-    lines = shown(table, height)
-    logged = [text.split()[1] for text in lines if text.startswith("line ")]
-    room = max(0, min(NUM_LOG_LINES, height - NUM_OTHER_LINES))
-    assert logged == [str(number) for number in range(30 - room, 30)]
-    assert "ready on a:1" in lines
-    assert all(len(text) <= 100 for text in lines)
-    assert len(lines) <= max(height, NUM_OTHER_LINES)
+def test_newest_lines_stand_below_and_never_more_than_the_terminal_has_room_for() -> None:
+    for height in (40, NUM_OTHER_LINES + 2, 5):
+        screen = io.StringIO()
+        console = Console(file=screen, width=100, height=height, force_terminal=False)
+        table = LiveTable(console, COLORS)
+        for number in range(30):
+            table.take_log("drafter", line("drafter.x"), Text(f"line {number} " + "x" * 200))
+        table.notice("[bold]ready[/bold] on a:1")
+        console.print(table.render())
+        lines = screen.getvalue().splitlines()
+        room = max(0, min(NUM_LOG_LINES, height - NUM_OTHER_LINES))
+        logged = [text.split()[1] for text in lines if text.startswith("line ")]
+        assert logged == [str(number) for number in range(30 - room, 30)], height
+        assert "ready on a:1" in lines
+        assert all(len(text) <= 100 for text in lines)
+        assert len(lines) <= max(height, NUM_OTHER_LINES)

@@ -1,19 +1,18 @@
 """The loop in one process: what the rule sees is the target's, round after round."""
 
 import copy
-import math
-from collections import defaultdict
 from dataclasses import dataclass
-from itertools import product
 
 import pytest
 import torch
-from enumeration import largest_deviation
+from cases import every
+from definitions import defined_law
+from enumeration import Law, largest_deviation, law_of_judged_rounds
 from tiny_models import save_tiny_model, tiny_network, with_exact_norms
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftwire.distributions import DenseRows, SparseRows, quantize, race
+from draftwire.distributions import SparseRows, quantize, race
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.encoding import TOTAL_WEIGHT
 from draftwire.errors import InvalidRequestError
@@ -26,7 +25,6 @@ from draftwire.quantization import Encoding, Quantization
 from draftwire.randomness import DrawKey, exponentials
 from draftwire.sampling import Span, probabilities_of_spans
 from draftwire.verification import RULES, GreedyBlockRule, LawRule
-from draftwire.verification.target import Judging, judge
 
 PROMPT = [1, 3, 0, 2, 2]
 VOCAB_SIZE = 5
@@ -57,6 +55,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(CachedModel(decoder_of(target), 64), strategy, *references)
 
 
+ENCODINGS = [Encoding.DENSE_FLOAT32, Encoding.SPARSE_UINT16]
 STOP_TOKENS = frozenset({1, 4})
 SAMPLINGS = [
     SamplingParams(),
@@ -77,11 +76,13 @@ def rows_of(model: PreTrainedModel, text: list[int], first: int, sampling: Sampl
     return torch.cat(rows)
 
 
+CASES = [("block", 4, sampling, encoding) for sampling in SAMPLINGS for encoding in ENCODINGS]
+CASES += [(rule, 4, sampling, ENCODINGS[0]) for rule in RULES for sampling in SAMPLINGS[1:4:2]]
+CASES += [(rule, length, SAMPLINGS[0], ENCODINGS[0]) for rule in RULES for length in (0, 1)]
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("block_length", [0, 1, 4])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("encoding", [Encoding.DENSE_FLOAT32, Encoding.SPARSE_UINT16])
+@every(("rule", "block_length", "sampling", "encoding"), CASES)
 def test_rule_sees_the_targets_and_the_drafters_own_rows_at_every_position(
     pair: Pair, rule: str, block_length: int, sampling: SamplingParams, encoding: Encoding
 ) -> None:
@@ -89,63 +90,53 @@ def test_rule_sees_the_targets_and_the_drafters_own_rows_at_every_position(
 
     Where nothing is told about the drafter's rows, its tokens are compared with the race that they won.
     """
-    target, drafter = pair.target_reference, pair.drafter_reference
-    committed = list(PROMPT)
-    lengths = set()
+    committed, lengths, chosen = list(PROMPT), set(), RULES[rule]
     words = torch.tensor([DrawKey(derive_key(9, Role.COUPLING), 0, 0).text_words])
-    run = LocalRun(sampling, 25, block_length, rule, 9, STOP_TOKENS)
     quantization = Quantization(encoding, mass=0.9)
     strategy = LanguageModelDrafter(pair.strategy.model, pair.strategy.context_length, quantization=quantization)
-    for judgement in speculate(pair.target, strategy, PROMPT, run):
-        blocks = judgement.blocks
-        tokens = blocks.draft_tokens[0].tolist()
+    for judgement in speculate(
+        pair.target, strategy, PROMPT, LocalRun(sampling, 25, block_length, rule, 9, STOP_TOKENS)
+    ):
+        blocks, tokens = judgement.blocks, judgement.blocks.draft_tokens[0].tolist()
         assert len(tokens) == min(block_length, len(PROMPT) + 25 - len(committed) - 1)
         text = committed + tokens
-        expected_target = rows_of(target, text, len(committed), sampling)
+        expected_target = rows_of(pair.target_reference, text, len(committed), sampling)
         assert (blocks.padded_target_probs()[0] - expected_target).abs().max() < 1e-5
         if tokens:
-            expected_draft = rows_of(drafter, text, len(committed), sampling)[:-1]
-            if RULES[rule].needs_draft_probs and encoding is Encoding.DENSE_FLOAT32:
+            expected_draft = rows_of(pair.drafter_reference, text, len(committed), sampling)[:-1]
+            if chosen.needs_draft_probs and encoding is Encoding.DENSE_FLOAT32:
                 assert (blocks.padded_draft_probs()[0] - expected_draft).abs().max() < 1e-5
-            elif RULES[rule].needs_draft_probs:
+            elif chosen.needs_draft_probs:
                 quantized = quantize(expected_draft, quantization)
-                probs = quantized.weights.float() / TOTAL_WEIGHT
-                rounded = SparseRows(quantized.token_ids, probs, VOCAB_SIZE).dense()
+                rounded = SparseRows(quantized.token_ids, quantized.weights.float() / TOTAL_WEIGHT, VOCAB_SIZE).dense()
                 # Rounding in the network moves a weight by one here and there, and the likeliest token's by as many.
                 assert (blocks.padded_draft_probs()[0] - rounded).abs().max() < 1e-4
-            if RULES[rule].is_coupled:
-                places = torch.arange(len(committed), len(text))
-                times = exponentials(words.expand(len(tokens), -1), places, VOCAB_SIZE)
+            if chosen.is_coupled:
+                times = exponentials(words.expand(len(tokens), -1), torch.arange(len(committed), len(text)), VOCAB_SIZE)
                 assert race(expected_draft, times).winners.tolist() == tokens
         assert judgement.token_ids[:-1] == tokens[: judgement.num_accepted]
         lengths.add(judgement.num_accepted)
         committed += judgement.token_ids
     assert len(committed) == len(PROMPT) + 25
-    if block_length == 4 and sampling.temperature == 1.0:
-        assert len(lengths) >= 3, "blocks were accepted in full, in part and not at all"
+    assert block_length < 4 or sampling.temperature != 1.0 or len(lengths) >= 3, "accepted in full, in part, not at all"
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rule", [*RULES, GreedyBlockRule.name])
-def test_greedy_text_is_the_targets_own(pair: Pair, rule: str) -> None:
-    run = LocalRun(SamplingParams(0.0), 40, 4, rule, 0)
-    rounds = speculate(pair.target, pair.strategy, PROMPT, run)
-    ids = [token for judgement in rounds for token in judgement.token_ids][:40]
+@every("rule", [*RULES, GreedyBlockRule.name])
+def test_greedy_text_is_the_targets_own_and_a_seed_decides_another(pair: Pair, rule: str) -> None:
+    ids = text(pair, 0, rule=rule, sampling=SamplingParams(0.0))
     expected = pair.target_reference.generate(
-        torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False, eos_token_id=None
+        torch.tensor([PROMPT]), max_new_tokens=18, do_sample=False, eos_token_id=None
     )
-    assert ids == expected[0, len(PROMPT) :].tolist()
+    assert ids[:18] == expected[0, len(PROMPT) :].tolist()
+    assert text(pair, 1, rule=rule) == text(pair, 1, rule=rule) != text(pair, 2, rule=rule)
 
 
-def text(pair: Pair, seed: int, prompt: list[int] = PROMPT, rule: str = "block") -> list[int]:
-    rounds = speculate(pair.target, pair.strategy, prompt, LocalRun(SamplingParams(), 18, 4, rule, seed))
+def text(
+    pair: Pair, seed: int, prompt: list[int] = PROMPT, rule: str = "block", sampling: SamplingParams = SAMPLINGS[0]
+) -> list[int]:
+    rounds = speculate(pair.target, pair.strategy, prompt, LocalRun(sampling, 18, 4, rule, seed))
     return [token for judgement in rounds for token in judgement.token_ids]
-
-
-@pytest.mark.parametrize("rule", [*RULES, GreedyBlockRule.name])
-def test_same_seed_gives_the_same_text_and_another_seed_another(pair: Pair, rule: str) -> None:
-    assert text(pair, 1, rule=rule) == text(pair, 1, rule=rule)
-    assert text(pair, 1, rule=rule) != text(pair, 2, rule=rule)
 
 
 def test_unknown_rule_is_refused_before_anything_is_opened(pair: Pair) -> None:
@@ -155,15 +146,13 @@ def test_unknown_rule_is_refused_before_anything_is_opened(pair: Pair) -> None:
 
 
 def test_prompt_that_was_read_before_gives_the_same_text(pair: Pair) -> None:
-    prompt = [number % VOCAB_SIZE for number in range(33)]
-    sequence = pair.target.cache.open(prompt)
-    pair.target.cache.close(sequence)
-    assert sequence.num_reused == 0
-    first = text(pair, 1, prompt)
-    sequence = pair.target.cache.open(prompt)
-    pair.target.cache.close(sequence)
-    assert sequence.num_reused == 32
-    assert text(pair, 1, prompt) == first
+    prompt, texts = [number % VOCAB_SIZE for number in range(33)], []
+    for num_reused in (0, 32):
+        sequence = pair.target.cache.open(prompt)
+        pair.target.cache.close(sequence)
+        assert sequence.num_reused == num_reused
+        texts.append(text(pair, 1, prompt))
+    assert texts[0] == texts[1]
 
 
 def test_finished_and_abandoned_runs_give_their_room_back(pair: Pair) -> None:
@@ -200,83 +189,43 @@ TEXTUAL = {
 }
 
 
-def by_hand(logits: list[float], params: SamplingParams, generated: tuple[int, ...]) -> list[float]:
-    """Returns the law of the next token, token by token: bias, stop tokens, penalties, temperature."""
-    weights = []
-    for token, logit in enumerate(logits):
-        value = logit + dict(params.logit_bias).get(token, 0.0)
-        if token in (*SMALL_PROMPT, *generated):
-            value = value / params.repetition_penalty if value > 0.0 else value * params.repetition_penalty
-        if token in generated:
-            value -= params.presence_penalty + params.frequency_penalty * generated.count(token)
-        masked = token in SMALL_STOPS and len(generated) < params.min_tokens
-        weights.append(0.0 if masked else math.exp(value / params.temperature))
-    return [weight / sum(weights) for weight in weights]
-
-
 @torch.inference_mode()
-def plain_law(reference: PreTrainedModel, params: SamplingParams) -> dict[tuple[int, ...], float]:
+def plain_law(reference: PreTrainedModel, params: SamplingParams) -> Law:
     """Returns the law of texts that are decoded token by token."""
-    law = {(): 1.0}
+    law: Law = {(): 1.0}
     for _ in range(SMALL_LENGTH):
-        texts = torch.tensor([[*SMALL_PROMPT, *text] for text in law])
-        logits = reference(input_ids=texts, use_cache=False).logits[:, -1].tolist()
+        texts = [[*SMALL_PROMPT, *text] for text in law]
+        logits = reference(input_ids=torch.tensor(texts), use_cache=False).logits[:, -1].tolist()
+        rows = [defined_law(row, params, text, 2, SMALL_STOPS) for row, text in zip(logits, texts, strict=True)]
         law = {
             (*text, token): mass * prob
-            for (text, mass), row in zip(law.items(), logits, strict=True)
-            for token, prob in enumerate(by_hand(row, params, text))
+            for (text, mass), row in zip(law.items(), rows, strict=True)
+            for token, prob in enumerate(row)
         }
     return law
 
 
-def blocked_law(
-    model: CachedModel, rule: LawRule, params: SamplingParams, block_length: int, has_span: bool = True
-) -> dict[tuple[int, ...], float]:
-    """Returns the law of texts that are decoded in rounds of `judge`, every block of which is tried.
-
-    The drafter knows two laws, after an even and after an odd last token, and nothing of the parameters.
-    """
+def blocked_law(model: CachedModel, rule: str, params: SamplingParams, block_length: int, **options: object) -> Law:
+    """Returns the law of texts whose drafter knows two laws, after an even and after an odd last token, and nothing
+    of the parameters."""
     tables = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.125, 0.75]])  # float32 numbers that sum to 1 exactly
-    finished: dict[tuple[int, ...], float] = defaultdict(float)
-    growing = {(): 1.0}
-    while growing:
-        following: dict[tuple[int, ...], float] = defaultdict(float)
-        tries = list(product(growing, product(range(SMALL_VOCAB), repeat=block_length)))
-        judgings, drawn = [], []
-        for text, tokens in tries:
-            committed = [*SMALL_PROMPT, *text]
-            rows = tables[torch.tensor([token % 2 for token in [*committed, *tokens][len(committed) - 1 : -1]])]
-            drawn.append(float(rows.gather(1, torch.tensor([tokens]).T).double().prod()))
-            judgings.append(
-                Judging(
-                    model.cache.open(committed),
-                    committed,
-                    list(tokens),
-                    DenseRows(rows),
-                    params,
-                    rule,
-                    DrawKey(bytes(16), 0, 0),
-                    prompt_len=len(SMALL_PROMPT) if has_span else len(committed),
-                    stop_token_ids=SMALL_STOPS,
-                )
-            )
-        (decided,) = judge(model, judgings).decided
-        for judging in judgings:
-            model.cache.close(judging.sequence)
-        assert decided.members == list(range(len(tries)))
-        law = rule.stop_law(decided.blocks)
-        for accepted in range(block_length + 1):
-            weights = rule.extra_weights(decided.blocks, law, torch.full((len(tries),), accepted))
-            outcomes = law.accepted_probs[:, accepted, None] * weights / weights.sum(dim=1, keepdim=True)
-            for (text, tokens), prob, row in zip(tries, drawn, outcomes.tolist(), strict=True):
-                for extra in range(SMALL_VOCAB):
-                    emitted = (*text, *tokens[:accepted], extra)
-                    done = len(emitted) >= SMALL_LENGTH
-                    mass = growing[text] * prob * row[extra]
-                    if mass > 0.0:
-                        (finished if done else following)[emitted[:SMALL_LENGTH]] += mass
-        growing = following
-    return finished
+
+    def draft_rows(text: tuple[int, ...], tokens: tuple[int, ...]) -> Tensor:
+        return tables[torch.tensor([*SMALL_PROMPT, *text, *tokens])[1 + len(text) :][:block_length] % 2]
+
+    chosen = RULES[rule]
+    assert isinstance(chosen, LawRule)
+    return law_of_judged_rounds(
+        model,
+        chosen,
+        params,
+        block_length,
+        SMALL_PROMPT,
+        draft_rows,
+        lambda emitted: (emitted[:SMALL_LENGTH], len(emitted) >= SMALL_LENGTH),
+        stop_token_ids=SMALL_STOPS,
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -286,31 +235,26 @@ def small() -> tuple[CachedModel, PreTrainedModel]:
     return CachedModel(decoder_of(network, "lean"), 16 * 700), reference
 
 
-@pytest.mark.parametrize("params", TEXTUAL.values(), ids=TEXTUAL.keys())
-@pytest.mark.parametrize("rule", ["block", "token"])
-@pytest.mark.parametrize("block_length", [1, 3])
+@every("name", TEXTUAL)
 def test_blocks_have_the_law_of_plain_decoding_where_logits_depend_on_the_text(
-    small: tuple[CachedModel, PreTrainedModel], params: SamplingParams, rule: str, block_length: int
+    small: tuple[CachedModel, PreTrainedModel], name: str
 ) -> None:
     """By enumeration of all blocks of all rounds through `judge`, in float64."""
     model, reference = small
-    chosen = RULES[rule]
-    assert isinstance(chosen, LawRule)
-    law, expected = blocked_law(model, chosen, params, block_length), plain_law(reference, params)
-    assert largest_deviation(law, expected) < 1e-10
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-9)
-    if params.min_tokens:
-        early = [text for text in law if SMALL_STOPS & set(text[: params.min_tokens])]
-        assert not early
+    params = TEXTUAL[name]
+    expected = plain_law(reference, params)
+    for rule, block_length in (("block", 3), ("token", 2)) if name == "all of them" else (("block", 2),):
+        law = blocked_law(model, rule, params, block_length)
+        assert largest_deviation(law, expected) < 1e-10
+        assert sum(law.values()) == pytest.approx(1.0, abs=1e-9)
+        assert not any(SMALL_STOPS & set(text[: params.min_tokens]) for text in law)
         assert any(mass > 1e-3 and 2 in text for text, mass in law.items())
 
 
-@pytest.mark.parametrize("name", ["presence", "frequency", "min_tokens"])
+@every("name", ["presence", "frequency", "min_tokens"])
 def test_enumeration_sees_a_prompt_that_is_taken_for_generated_text_or_the_other_way_round(
     small: tuple[CachedModel, PreTrainedModel], name: str
 ) -> None:
     model, reference = small
-    rule = RULES["block"]
-    assert isinstance(rule, LawRule)
-    law = blocked_law(model, rule, TEXTUAL[name], 3, has_span=False)
+    law = blocked_law(model, "block", TEXTUAL[name], 2, prompt_len=0)
     assert largest_deviation(law, plain_law(reference, TEXTUAL[name])) > 1e-3

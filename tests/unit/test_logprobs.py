@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import every
 from hypothesis import given
 from hypothesis import strategies as st
-from test_target import KEY, NETWORK, REFERENCE, VOCAB_SIZE, WatchedModel, certain, random_ids
+from test_target import KEY, REFERENCE, VOCAB_SIZE, WatchedModel, certain, fresh_model, random_ids
 from torch import Tensor
 
 from draftwire.encoding import Claim, DraftDistributions, decode_one
@@ -25,8 +26,6 @@ from draftwire.logprobs import (
     pack_top,
     unpack_top,
 )
-from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
 from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding
 from draftwire.randomness import DrawKey
@@ -74,9 +73,7 @@ STOP_TOKENS = frozenset({4, 9})
 salts = itertools.count()
 
 
-@pytest.fixture
-def model() -> WatchedModel:
-    return WatchedModel(CachedModel(decoder_of(NETWORK), 4096))
+model = pytest.fixture(fresh_model)
 
 
 def processed_by_hand(logits: Tensor, text: Sequence[int], prompt_len: int, params: SamplingParams) -> Tensor:
@@ -160,12 +157,10 @@ def make(
     return Judging(sequence, committed, tokens, certain(tokens) if tokens else None, sampling, rule, key, **given)
 
 
-@pytest.mark.parametrize("mode", LogprobsMode)
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_emitted_tokens_have_the_log_probabilities_of_a_plain_forward_pass(
-    model: WatchedModel, name: str, mode: LogprobsMode
-) -> None:
-    """Every rule and blocks of 0 to 4 in one step, different numbers of likeliest tokens, through the wire."""
+@every("name", SAMPLINGS)
+def test_emitted_tokens_have_the_log_probabilities_of_a_plain_forward_pass(name: str) -> None:
+    """Every rule, both modes, blocks of 0 to 4 and numbers of likeliest tokens in one step, through the wire."""
+    model = fresh_model()
     generator = random.Random(name)
     parts = [
         make(
@@ -175,7 +170,7 @@ def test_emitted_tokens_have_the_log_probabilities_of_a_plain_forward_pass(
             length,
             rule=rule,
             sampling=SAMPLINGS[name],
-            logprobs=LogprobsRequest(generator.choice([0, 1, 5, 20]), mode=mode),
+            logprobs=LogprobsRequest(generator.choice([0, 1, 5, 20]), mode=generator.choice(list(LogprobsMode))),
         )
         for rule in RULES.values()
         for length in range(5)
@@ -248,13 +243,12 @@ def test_nothing_is_computed_for_those_who_do_not_ask(model: WatchedModel, monke
     assert first.logprobs == []
 
 
-@pytest.mark.parametrize("mode", LogprobsMode)
-@pytest.mark.parametrize("chunk", [1, 7, 64, 500])
-@pytest.mark.parametrize("num_generated", [0, 5])
+@every(("chunk", "mode", "num_generated"), [(1, RAW, 0), (7, PROCESSED, 5), (64, RAW, 5), (500, PROCESSED, 0)])
 def test_every_token_of_a_prompt_but_the_first_is_reported_once(
-    model: WatchedModel, chunk: int, mode: LogprobsMode, num_generated: int
+    chunk: int, mode: LogprobsMode, num_generated: int
 ) -> None:
     """However it is read, beside others, and also if a text that goes on elsewhere is longer than its prompt."""
+    model = fresh_model()
     generator = random.Random(chunk)
     prompt_len = 150 if chunk > 1 else 12
     committed = random_ids(generator, prompt_len + num_generated)
@@ -298,12 +292,11 @@ def test_prompt_of_one_token_has_nothing_to_report(model: WatchedModel) -> None:
     assert (outcome.prompt, outcome.logprobs) == (None, [])
 
 
-@pytest.mark.parametrize("max_read", [10, None])
-@pytest.mark.parametrize("number", [math.nan, math.inf])
-@pytest.mark.parametrize("mode", LogprobsMode)
-def test_bad_logits_in_a_prompt_fail_its_session_alone(
-    model: WatchedModel, max_read: int | None, number: float, mode: LogprobsMode
-) -> None:
+@every("max_read", [10, None])
+@every("number", [math.nan, math.inf])
+@every("mode", LogprobsMode)
+def test_bad_logits_in_a_prompt_fail_its_session_alone(max_read: int | None, number: float, mode: LogprobsMode) -> None:
+    model = fresh_model()
     generator = random.Random(2)
     one, other = (
         make(model, generator, random_ids(generator, 20), 0, prompt_len=20, logprobs=LogprobsRequest(1, 1, mode))
@@ -403,8 +396,8 @@ def test_verdict_on_a_block_reports_accepted_and_recovered_tokens(model: Watched
 # Numbers
 
 
-@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-@pytest.mark.parametrize("count", [-1, MAX_LOGPROBS + 1, 2**32 - 1])
+@every("name", ["logprobs", "prompt_logprobs"])
+@every("count", [-1, MAX_LOGPROBS + 1, 2**32 - 1])
 def test_number_of_likeliest_tokens_out_of_range_is_refused_by_name(name: str, count: int) -> None:
     with pytest.raises(InvalidRequestError, match=f"^{name} must be in 0..20, not {count}"):
         LogprobsRequest(**{name: count})

@@ -91,12 +91,10 @@ async def test_span_that_nobody_records_is_not_passed_on(monkeypatch: pytest.Mon
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     async with tracing(InMemorySpanExporter()) as tracer:
         request = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1)
-        assert request is not None
         assert request.choice(make_generation()).traceparent == ""
     monkeypatch.delenv("OTEL_SDK_DISABLED")
     async with tracing(InMemorySpanExporter()) as tracer:
         request = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1)
-        assert request is not None
         assert TraceContext.parse_exactly(request.choice(make_generation()).traceparent) is not None
 
 
@@ -121,8 +119,7 @@ async def test_spans_say_where_they_belong_and_when_they_were() -> None:
         child.context.span_id,
     ]
     assert [span.parent.is_remote for span in (generate, choice, one)] == [True, False, False]
-    assert generate.kind.name == "SERVER"
-    assert choice.kind.name == "INTERNAL"
+    assert (generate.kind.name, choice.kind.name) == ("SERVER", "INTERNAL")
     assert (generate.status.status_code.name, generate.status.description) == ("ERROR", "NoRoomError")
     assert choice.status.status_code.name == "UNSET"
     assert dict(generate.attributes) == {"draftwire.num_choices": 1, "draftwire.result": "failed"}
@@ -232,8 +229,7 @@ async def test_spans_that_went_out_make_room_for_others(monkeypatch: pytest.Monk
                 for _ in range(500):
                     tracer.record("round", PARENT, 0.0, 1.0, {})
                 tracer._provider.force_flush()
-    assert len(exporter.get_finished_spans()) == 2500
-    assert lines == []
+    assert (len(exporter.get_finished_spans()), lines) == (2500, [])
 
 
 async def test_collector_that_is_down_is_told_of_in_one_line_of_ours(
@@ -244,7 +240,6 @@ async def test_collector_that_is_down_is_told_of_in_one_line_of_ours(
         port = taken.getsockname()[1]
     with capture_logs() as lines:
         tracer = open_tracer(TracingSettings(f"http://127.0.0.1:{port}"), "drafter", "one")
-        assert tracer is not None
         for _ in range(10):
             tracer.start("generate", None, {}).end({})
         await tracer.close()
@@ -269,7 +264,6 @@ async def test_request_that_says_whether_it_is_traced_is_obeyed(ratio: float) ->
         unsampled = TraceContext(PARENT.trace_id, PARENT.span_id, is_sampled=False)
         assert requests.begin(str(unsampled), 1) is None
         request = requests.begin(str(PARENT), 1)
-        assert request is not None
         request.end("finished")
     (span,) = exporter.get_finished_spans()
     assert (span.context.trace_id, span.parent.span_id) == (PARENT.trace_id, PARENT.span_id)
@@ -279,7 +273,6 @@ async def test_error_of_a_request_is_named_and_not_quoted() -> None:
     exporter = InMemorySpanExporter()
     async with tracing(exporter) as tracer:
         request = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1)
-        assert request is not None
         request.end("failed", ValueError("prompt: zebra"))
     (span,) = exporter.get_finished_spans()
     assert span.status.description == "ValueError"

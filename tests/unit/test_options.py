@@ -19,7 +19,6 @@ from draftwire.services.gateway.config import DiscoverySettings, GatewayConfig, 
 from draftwire.services.options import (
     PREFIX,
     SERVICES,
-    Setting,
     build,
     refuse_unknown_variables,
     serve_command,
@@ -39,13 +38,11 @@ from draftwire.services.verifier.config import VerifierConfig
 CERT, KEY, CA = Path("cert.pem"), Path("key.pem"), Path("ca.pem")
 DIALLERS = (DrafterConfig, GatewayConfig)
 
+IDENTITY = {"tls_cert": CERT, "tls_key": KEY}
+TRACED = {"otlp_endpoint": "http://host:4317"}
 IN_KUBERNETES = {"discovery": "kubernetes", "verifier_service": "verifier"}
 
-ALL_SETTINGS = [
-    pytest.param(service, setting, id=f"{service}-{setting.name}")
-    for service, config in SERVICES.items()
-    for setting in settings_of(config)
-]
+ALL_SETTINGS = [(service, setting) for service, config in SERVICES.items() for setting in settings_of(config)]
 
 
 def values_of(config_class: type, **changes: Any) -> dict[str, Any]:
@@ -68,17 +65,12 @@ def test_all_three_services_can_be_configured() -> None:
     }
 
 
-@pytest.mark.parametrize(("service", "setting"), ALL_SETTINGS)
-def test_every_setting_has_a_help_text(service: str, setting: Setting) -> None:
-    assert len(setting.help) > 10
-    assert "\n" not in setting.help
-
-
-@pytest.mark.parametrize("service", SERVICES)
-def test_no_two_settings_of_a_service_share_a_name(service: str) -> None:
+def test_every_setting_has_a_help_text_and_a_name_of_its_own() -> None:
     """Nested settings are flattened: a name that came twice would set two things."""
-    names = [setting.name for setting in settings_of(SERVICES[service])]
-    assert len(names) == len(set(names))
+    unhelpful = [(service, one.name) for service, one in ALL_SETTINGS if len(one.help) <= 10 or "\n" in one.help]
+    assert unhelpful == []
+    names = [(service, setting.name) for service, setting in ALL_SETTINGS]
+    assert len(names) == len(set(names)) > 60
 
 
 @pytest.mark.parametrize(
@@ -138,15 +130,11 @@ def test_unknown_variable_is_reported(name: str) -> None:
     assert unknown_variables({name: "1", "PATH": "/bin", "DRAFTWIRE_VERIFIER_PORT": "1"}) == [name]
 
 
-@pytest.mark.parametrize(("service", "setting"), ALL_SETTINGS)
-def test_variable_of_every_setting_is_known(service: str, setting: Setting) -> None:
-    assert unknown_variables({f"DRAFTWIRE_{service.upper()}_{setting.name.upper()}": "1"}) == []
-
-
-def test_clients_variable_and_those_of_others_are_not_reported() -> None:
+def test_variables_of_all_settings_the_clients_and_those_of_others_are_not_reported() -> None:
+    settings = {f"{service.upper()}_{setting.name.upper()}" for service, setting in ALL_SETTINGS}
     clients = dict.fromkeys(("ADDRESS", "TOKEN", "TLS_CA", "TLS_CERT", "TLS_KEY", "TLS_TARGET_NAME"), "x")
     others = {"OTHER_PORT": "1", "MY_DRAFTWIRE_X": "1"}
-    assert unknown_variables({PREFIX + name: value for name, value in clients.items()} | others) == []
+    assert unknown_variables({PREFIX + name: "1" for name in (*clients, *settings)} | others) == []
 
 
 def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +177,7 @@ def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, caps
         (GatewayConfig, {"discovery": "kubernetes", "verifier_service": "v"}),
         (GatewayConfig, {**IN_KUBERNETES, "drafter_service": "d-1", "namespace": "n" * 63, "near_drafter_sessions": 0}),
         (GatewayConfig, {**IN_KUBERNETES, "tls_cert": CERT, "tls_key": KEY, "tls_ca": CA}),
+        (GatewayConfig, {**TRACED, "trace_sample_ratio": 0.0}),
     ],
 )
 def test_every_value_arrives_where_it_belongs(config_class: type, changes: dict[str, Any]) -> None:
@@ -300,62 +289,35 @@ def test_value_out_of_range_is_refused(config_class: type, name: str, value: Any
         build(config_class, values_of(config_class, **{name: value}))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layer_parallel_ranks": 2}, "set layer_parallel_size or layer_groups"),
-        ({"layer_parallel_size": 4, "layer_groups": "0 1-3 4"}, "set one of them"),
-        ({"layer_parallel_size": 4, "decoder": "transformers"}, "need decoder lean"),
-        ({"layer_groups": "0 1-3 4", "decoder": "transformers"}, "need decoder lean"),
-    ],
-)
-def test_layers_that_cannot_run_together_as_asked_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        build(DrafterConfig, values_of(DrafterConfig, **changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({**IN_KUBERNETES, "verifier": "127.0.0.1:50052"}, "verifier and discovery kubernetes both say"),
-        ({**IN_KUBERNETES, "drafter": "none"}, "drafter and discovery kubernetes both say"),
-        ({"verifier_service": "v"}, "verifier_service is for discovery kubernetes"),
-        ({"drafter_service": "d"}, "drafter_service is for discovery kubernetes"),
-        ({"namespace": "n"}, "namespace is for discovery kubernetes"),
-        ({"discovery": "kubernetes", "drafter_service": "d"}, "needs verifier_service"),
-        ({**IN_KUBERNETES, "verifier_service": "a,b=c"}, "'a,b=c' is not a name in Kubernetes"),
-        ({**IN_KUBERNETES, "verifier_service": "v.ns"}, "is not a name"),
-        ({**IN_KUBERNETES, "drafter_service": "Drafter"}, "is not a name"),
-        ({**IN_KUBERNETES, "drafter_service": "-d"}, "is not a name"),
-        ({**IN_KUBERNETES, "namespace": "n" * 64}, "is not a name"),
-        ({**IN_KUBERNETES, "namespace": "../x"}, "is not a name"),
-    ],
-)
-def test_contradictions_about_where_services_are_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message):
-        build(GatewayConfig, values_of(GatewayConfig, **changes))
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, math.inf])
-def test_share_of_traced_requests_is_none_or_all_at_most(ratio: float) -> None:
-    traced = {"otlp_endpoint": "http://host:4317"}
-    assert build(GatewayConfig, values_of(GatewayConfig, **traced, trace_sample_ratio=0.0)).trace_sample_ratio == 0.0
-    with pytest.raises(InvalidRequestError, match="trace_sample_ratio must be in"):
-        build(GatewayConfig, values_of(GatewayConfig, **traced, trace_sample_ratio=ratio))
-
-
 @pytest.mark.parametrize("url", ["http://127.0.0.1:4317", "https://collector.tracing.svc:4317", "http://[::1]:4317"])
 def test_collector_is_named_by_its_url(url: str) -> None:
     for config in SERVICES.values():
         assert build(config, values_of(config, otlp_endpoint=url)).tracing.otlp_endpoint == url
 
 
-IDENTITY = {"tls_cert": CERT, "tls_key": KEY}
-
-
 @pytest.mark.parametrize(
     ("config_class", "changes", "message"),
     [
+        (DrafterConfig, {"layer_parallel_ranks": 2}, "set layer_parallel_size or layer_groups"),
+        (DrafterConfig, {"layer_parallel_size": 4, "layer_groups": "0 1-3 4"}, "set one of them"),
+        (DrafterConfig, {"layer_parallel_size": 4, "decoder": "transformers"}, "need decoder lean"),
+        (DrafterConfig, {"layer_groups": "0 1-3 4", "decoder": "transformers"}, "need decoder lean"),
+        (GatewayConfig, {**IN_KUBERNETES, "verifier": "127.0.0.1:50052"}, "verifier and discovery kubernetes both say"),
+        (GatewayConfig, {**IN_KUBERNETES, "drafter": "none"}, "drafter and discovery kubernetes both say"),
+        (GatewayConfig, {"verifier_service": "v"}, "verifier_service is for discovery kubernetes"),
+        (GatewayConfig, {"drafter_service": "d"}, "drafter_service is for discovery kubernetes"),
+        (GatewayConfig, {"namespace": "n"}, "namespace is for discovery kubernetes"),
+        (GatewayConfig, {"discovery": "kubernetes", "drafter_service": "d"}, "needs verifier_service"),
+        (GatewayConfig, {**IN_KUBERNETES, "verifier_service": "a,b=c"}, "'a,b=c' is not a name in Kubernetes"),
+        (GatewayConfig, {**IN_KUBERNETES, "verifier_service": "v.ns"}, "is not a name"),
+        (GatewayConfig, {**IN_KUBERNETES, "drafter_service": "Drafter"}, "is not a name"),
+        (GatewayConfig, {**IN_KUBERNETES, "drafter_service": "-d"}, "is not a name"),
+        (GatewayConfig, {**IN_KUBERNETES, "namespace": "n" * 64}, "is not a name"),
+        (GatewayConfig, {**IN_KUBERNETES, "namespace": "../x"}, "is not a name"),
+        *(
+            (GatewayConfig, {**TRACED, "trace_sample_ratio": ratio}, "trace_sample_ratio must be in")
+            for ratio in (-0.1, 1.1, math.nan, math.inf)
+        ),
         (VerifierConfig, {"host": "0.0.0.0"}, "0.0.0.0 .* set tls_cert and tls_key, or allow_plaintext"),
         (VerifierConfig, {**IDENTITY, "tls_ca": CA, "tls_target_name": "x"}, "tls_target_name"),
         (GatewayConfig, {**IDENTITY, "verifier": "10.0.0.1:1"}, "10.0.0.1 would be called without TLS"),
@@ -365,23 +327,18 @@ IDENTITY = {"tls_cert": CERT, "tls_key": KEY}
         (DrafterConfig, {**IDENTITY, "host": "0.0.0.0"}, "without TLS: set tls_ca"),
     ],
 )
-def test_nothing_leaves_the_machine_unencrypted_by_mistake(
+def test_settings_that_contradict_each_other_are_refused_by_name(
     config_class: type, changes: dict[str, Any], message: str
 ) -> None:
+    """Layers that cannot run together, two places to look for services, and what would travel unencrypted."""
     with pytest.raises(InvalidRequestError, match=message):
         build(config_class, values_of(config_class, **changes))
 
 
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "0:0:0:0:0:0:0:1", "localhost", "LocalHost"]
-)
-def test_addresses_that_never_leave_the_machine_are_known(host: str) -> None:
-    assert is_loopback(host)
-
-
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "[::]", "128.0.0.1", "localhost.example", "127.0.0.1.example"])
-def test_every_other_address_is_taken_to_leave_it(host: str) -> None:
-    assert not is_loopback(host)
+def test_addresses_that_never_leave_the_machine_are_known_and_every_other_is_taken_to_leave_it() -> None:
+    own = ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "0:0:0:0:0:0:0:1", "localhost", "LocalHost"]
+    others = ["", "0.0.0.0", "::", "[::]", "128.0.0.1", "localhost.example", "127.0.0.1.example"]
+    assert [host for host in (*own, *others) if is_loopback(host)] == own
 
 
 @pytest.mark.parametrize(

@@ -183,8 +183,7 @@ def test_first_verifier_that_answers_decides_which_model_is_served() -> None:
     quick = FakeLink(peer=FakePeer(describe("quick"), seconds=2.0))
     pool, peer, seconds = meeting([slow, broken, quick])
     assert peer is quick.peer
-    assert seconds == pytest.approx(2.0, abs=2 * POLL_SECONDS)
-    assert pool.description.name == "quick"
+    assert (seconds, pool.description.name) == (pytest.approx(2.0, abs=2 * POLL_SECONDS), "quick")
 
 
 def test_verifier_that_answers_later_does_not_decide_again() -> None:

@@ -30,13 +30,12 @@ def test_terminal_gets_a_bar_and_no_lines(monkeypatch: pytest.MonkeyPatch, capsy
     assert "weights" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
 def test_benchmarks_draw_a_bar_on_standard_error_and_only_on_a_terminal(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert list(benchmark_progress(iter("abc"), "letters", 3)) == ["a", "b", "c"]
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert ("letters" in err) is is_terminal
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
+        assert list(benchmark_progress(iter("abc"), "letters", 3)) == ["a", "b", "c"]
+        out, err = capsys.readouterr()
+        assert (out, "letters" in err) == ("", is_terminal)

@@ -169,14 +169,6 @@ def test_max_len_is_prompt_and_budget_together_and_never_beyond_the_context(
     assert only(max_tokens=max_tokens).max_len == max_len
 
 
-def test_zero_speculative_tokens_is_not_taken_for_absent() -> None:
-    assert only(num_speculative_tokens=0).num_speculative_tokens == 0
-
-
-def test_seed_zero_is_not_taken_for_absent() -> None:
-    assert only(seed=0).seed == 0
-
-
 def test_requests_without_a_seed_get_different_ones() -> None:
     """Ten 64-bit seeds collide with a probability of 2e-18."""
     seeds = {only().seed for _ in range(10)}

@@ -79,14 +79,12 @@ def test_first_round_is_prefill_and_the_next_has_its_parts() -> None:
     assert (first.is_first, first.why_plain) == (True, WhyPlain.WARMING_UP)
     assert first.prefill_s == pytest.approx(0.5)
     assert first.queue_s == first.verify_s == first.wire_s == 0.0
-    assert first.gateway_s == pytest.approx(0.001)
-    assert (second.epoch, second.round) == (2, 1)
+    assert (first.gateway_s, second.epoch, second.round) == (pytest.approx(0.001), 2, 1)
     assert (second.is_first, second.why_plain, second.lost_s) == (False, None, 0.0)
     assert (second.num_draft_tokens, second.num_accepted_tokens, second.num_tokens) == (4, 2, 3)
     assert (second.queue_s, second.verify_s) == pytest.approx((0.005, 0.03))
     assert (second.calibration_s, second.draft_s) == pytest.approx((0.003, 0.02))
-    assert second.wire_s == pytest.approx(0.1 - 0.058)
-    assert second.gateway_s == pytest.approx(0.002)
+    assert (second.wire_s, second.gateway_s) == (pytest.approx(0.1 - 0.058), pytest.approx(0.002))
     assert_whole(session.told)
 
 

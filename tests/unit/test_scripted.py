@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import every
 from scipy.stats import binomtest
 
 from draftwire.distributions import rows_of
@@ -49,7 +50,7 @@ def test_script_is_read_from_a_models_name() -> None:
     assert Script.parse(PREFIX + "acceptance=0.5") == Script(acceptance=(0.5,))
 
 
-@pytest.mark.parametrize(
+@every(
     ("text", "named"),
     [
         ("verify=5", "verify"),
@@ -101,7 +102,7 @@ def test_last_acceptance_holds_for_all_further_positions() -> None:
     assert [script.acceptance_at(position) for position in range(4)] == [0.9, 0.5, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("text", ["", "plain", "def f(x):\n\treturn 'é😀' + x  # ok\r\n", " a  b ", "\x00\x7f", "ÿ"])
+@every("text", ["", "plain", "def f(x):\n\treturn 'é😀' + x  # ok\r\n", " a  b ", "\x00\x7f", "ÿ"])
 def test_tokens_of_the_card_are_bytes_and_give_the_text_back(text: str) -> None:
     tokenizer = Script().card().tokenizer
     ids = tokenizer(text)["input_ids"]
@@ -136,11 +137,11 @@ def test_drafter_proposes_the_alphabet_by_position() -> None:
         assert torch.equal(rows.dense().argmax(dim=1), torch.tensor(draft.token_ids))
 
 
-@pytest.mark.parametrize("rule", [name for name, rule in RULES.items() if rule.is_lossless])
+@every("rule", [name for name, rule in RULES.items() if rule.is_lossless])
 def test_each_position_is_accepted_as_often_as_the_script_says(rule: str) -> None:
     """Exact binomial tests, four for each of three rules: a false alarm has a probability of at most 1.2e-6."""
     acceptance = (0.9, 0.4, 0.75)
-    rounds = rounds_of(Script(acceptance=acceptance), SamplingParams(), 4000, 4, rule)
+    rounds = rounds_of(Script(acceptance=acceptance), SamplingParams(), 2500, 4, rule)
     whole = [one for one in rounds if int(one.blocks.lengths[0]) == 4]
     for position, expected in enumerate((*acceptance, acceptance[-1])):
         tried = sum(one.num_accepted >= position for one in whole)
@@ -149,7 +150,7 @@ def test_each_position_is_accepted_as_often_as_the_script_says(rule: str) -> Non
         assert binomtest(accepted, tried, expected).pvalue > 1e-7
 
 
-@pytest.mark.parametrize("rule", RULES)
+@every("rule", RULES)
 def test_text_is_the_alphabet_with_a_capital_for_each_refusal(rule: str) -> None:
     rounds = rounds_of(Script(acceptance=(0.7,)), SamplingParams(), 300, 3, rule)
     text = bytes(token for one in rounds for token in one.token_ids)
@@ -160,14 +161,14 @@ def test_text_is_the_alphabet_with_a_capital_for_each_refusal(rule: str) -> None
             assert chr(one.token_ids[-1]).isupper()
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("probability", [0.0, 1.0])
+@every("rule", RULES)
+@every("probability", [0.0, 1.0])
 def test_certain_acceptance_and_refusal_are_certain(rule: str, probability: float) -> None:
     rounds = rounds_of(Script(acceptance=(probability,)), SamplingParams(), 200, 4, rule)
     assert all(one.num_accepted == int(one.blocks.lengths[0]) * probability for one in rounds)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@every("rule", RULES)
 def test_greedy_decoding_accepts_where_acceptance_is_more_likely_than_not(rule: str) -> None:
     rounds = rounds_of(Script(acceptance=(0.9, 0.6, 0.4, 1.0)), SamplingParams(0.0), 300, 4, rule)
     whole = Counter(one.num_accepted for one in rounds if int(one.blocks.lengths[0]) == 4)
@@ -275,14 +276,12 @@ def test_logits_stand_before_the_draft_tokens_and_after_the_block() -> None:
     assert not math.isnan(float(logits.sum()))
 
 
-@pytest.mark.parametrize("setting", [{"dtype": "bfloat16"}, {"device": "cuda:0"}, {"revision": "main"}])
-@pytest.mark.parametrize(
+@every("setting", [{"dtype": "bfloat16"}, {"device": "cuda:0"}, {"revision": "main"}])
+@every(
     "load",
     [
-        pytest.param(load_target, id="load_target"),
-        pytest.param(
-            partial(load_drafter, quantization=Quantization(), layers=LayerParallelSettings()), id="load_drafter"
-        ),
+        load_target,
+        partial(load_drafter, quantization=Quantization(), layers=LayerParallelSettings()),
     ],
 )
 def test_setting_that_a_script_would_ignore_is_refused(load: Callable[..., object], setting: dict[str, str]) -> None:

@@ -350,11 +350,9 @@ def test_every_session_of_a_choice_is_opened_with_its_span_and_what_happens_is_n
     assert names.count("drafter lost") == statistics.num_drafters_lost == 1
     assert names.count("drafter ready") == 3
     assert statistics.num_drafts > 3
-    assert len(rounds) == statistics.num_rounds
-    assert {each.parent for each in rounds} == {PARENT}
+    assert (len(rounds), {each.parent for each in rounds}) == (statistics.num_rounds, {PARENT})
     ((attributes, error),) = span.ended
-    assert error == ""
-    assert attributes["draftwire.finish_reason"] == "length"
+    assert (error, attributes["draftwire.finish_reason"]) == ("", "length")
     assert attributes["draftwire.num_verifiers_lost"] == 1
 
 

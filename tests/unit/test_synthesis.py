@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
@@ -97,7 +98,7 @@ def agreement_along(pair: SyntheticPair, texts: torch.Tensor, temperature: float
     return float(1 - (probs[0] - probs[1]).abs().sum(-1).mean() / 2)
 
 
-@pytest.mark.parametrize(("temperature", "tolerance"), [(0.0, 0.06), (0.5, 0.03), (1.0, 0.02)])
+@every(("temperature", "tolerance"), [(0.0, 0.06), (0.5, 0.03), (1.0, 0.02)])
 def test_pair_agrees_as_wanted_on_texts_of_the_targets_own(temperature: float, tolerance: float) -> None:
     """Standard errors of the search and of this test: 0.015 and 0.01 at temperature 0, 0.006 and 0.004 above."""
     pair = made(temperature)
@@ -120,7 +121,7 @@ def test_long_greedy_text_agrees_like_a_short_one() -> None:
     assert float((choices[0] == choices[1]).double().mean()) == pytest.approx(pair.agreement, abs=0.06)
 
 
-@pytest.mark.parametrize(("query_scale", "fewest", "most"), [(synthesis.QUERY_SCALE, 0, 5), (1.0, 12, 64)])
+@every(("query_scale", "fewest", "most"), [(synthesis.QUERY_SCALE, 0, 5), (1.0, 12, 64)])
 @torch.inference_mode()
 def test_greedy_texts_seldom_run_in_circles_because_attention_is_sharp(
     monkeypatch: pytest.MonkeyPatch, query_scale: float, fewest: int, most: int
@@ -154,7 +155,7 @@ class Automaton:
         return SimpleNamespace(logits=100.0 * torch.nn.functional.one_hot(following, TINY.vocab_size))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@every("temperature", [0.0, 1.0])
 def test_agreement_is_measured_on_what_the_target_writes(temperature: float) -> None:
     """The target writes zeros alone, and after a zero both agree: at all positions but the first."""
     found = measure(Automaton(0, 0), Automaton(0, 1), temperature, Sample(50, 1, 10), torch.Generator().manual_seed(1))
@@ -223,9 +224,7 @@ def test_seed_alone_decides() -> None:
     assert make().scale == made(1.0).scale
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"), [("tiny", 0.25), ("150m", 148), ("370m", 374), ("1b", 1100), ("llama-3-8b", 8030)]
-)
+@every(("name", "millions"), [("tiny", 0.25), ("150m", 148), ("370m", 374), ("1b", 1100), ("llama-3-8b", 8030)])
 def test_shapes_have_the_parameters_that_they_say(name: str, millions: float) -> None:
     shape = SHAPES[name]
     with torch.device("meta"):
@@ -268,7 +267,7 @@ def bytes_by_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-@pytest.mark.parametrize("vocab_size", [257, 512, 32000])
+@every("vocab_size", [257, 512, 32000])
 def test_each_id_stands_for_bytes_of_its_own(vocab_size: int) -> None:
     tokenizer = build_tokenizer(vocab_size, 4096)
     tokens = tokenizer.convert_ids_to_tokens(list(range(vocab_size)))
@@ -302,9 +301,9 @@ def test_merges_make_text_shorter() -> None:
     assert lengths[1] > lengths[2]
 
 
-@pytest.mark.parametrize("power", [0.8, 1.3, 2.0])
-@pytest.mark.parametrize("wanted", [0.1, 0.5, 0.9, 0.99])
-@pytest.mark.parametrize("first", [1e-4, 0.1, 3.0])
+@every("power", [0.8, 1.3, 2.0])
+@every("wanted", [0.1, 0.5, 0.9, 0.99])
+@every("first", [1e-4, 0.1, 3.0])
 def test_search_finds_the_scale_of_any_power_law(power: float, wanted: float, first: float) -> None:
     def measured(scale: float) -> Agreement:
         return Agreement(1 / (1 + (scale / 0.2) ** power), 0.0, 0.0)
@@ -330,7 +329,7 @@ def test_trials_are_reported() -> None:
     assert trials[-1].agreement.mean == pytest.approx(AGREEMENT, abs=synthesis.TOLERANCE)
 
 
-@pytest.mark.parametrize(
+@every(
     ("changes", "message"),
     [
         ({"draft_layers": 0}, "1 to 3 layers"),
@@ -348,7 +347,7 @@ def test_what_cannot_be_made_is_refused(changes: dict[str, float], message: str)
         make(**changes)
 
 
-@pytest.mark.parametrize(
+@every(
     ("changes", "message"),
     [
         ({"hidden_size": 0}, "hidden_size"),
@@ -377,7 +376,7 @@ def test_shape_is_read_from_a_models_configuration(folder) -> None:
     assert read_shape(folder / "drafter" / "config.json") == replace(TINY, num_layers=2)
 
 
-@pytest.mark.parametrize(
+@every(
     ("content", "message"),
     [
         ("not json", "no readable config.json"),
@@ -389,9 +388,8 @@ def test_shape_is_read_from_a_models_configuration(folder) -> None:
     ],
 )
 def test_other_configuration_is_refused(content: str | None, message: str, tmp_path) -> None:
-    path = tmp_path / "config.json"
-    if content is not None:
-        path.write_text(content)
+    path = tmp_path / "config.json" if content is not None else tmp_path / "none.json"
+    (tmp_path / "config.json").write_text(content or "")
     with pytest.raises(InvalidRequestError, match=message):
         read_shape(path)
 
@@ -425,7 +423,7 @@ def test_command_takes_a_configuration_and_overwrites_when_told(folder, tmp_path
     assert (tmp_path / "note").read_text() == "mine"
 
 
-@pytest.mark.parametrize(
+@every(
     ("arguments", "message"),
     [
         (["--shape", "huge"], "370m"),
@@ -443,7 +441,7 @@ def test_command_refuses_with_status_2(arguments: list[str], message: str, tmp_p
     assert not (tmp_path / "out" / "target").exists()
 
 
-@pytest.mark.parametrize(
+@every(
     ("place", "error", "message"),
     [
         ("synthesize", RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "no memory for a pair"),
@@ -458,8 +456,9 @@ def test_machine_that_is_too_small_is_told_in_a_line(
     def fail(*_arguments: Any, **_options: Any) -> None:
         raise error
 
-    monkeypatch.setattr(synthesis, place, fail)
-    code, output = run("--shape", "tiny", "--out", str(tmp_path / "out"))
+    with monkeypatch.context() as patched:
+        patched.setattr(synthesis, place, fail)
+        code, output = run("--shape", "tiny", "--out", str(tmp_path / "out"))
     assert code == 1
     assert re.search(message, output.replace("\n", ""))
     assert "Traceback" not in output

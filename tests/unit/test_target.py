@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import every
 from tiny_models import tiny_network
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -70,9 +71,12 @@ class WatchedModel:
         return logits
 
 
-@pytest.fixture
-def model() -> WatchedModel:
+def fresh_model() -> WatchedModel:
+    """Returns one with an empty cache."""
     return WatchedModel(CachedModel(decoder_of(NETWORK), 4096))
+
+
+model = pytest.fixture(fresh_model)
 
 
 def random_ids(generator: random.Random, count: int) -> list[int]:
@@ -167,8 +171,9 @@ def row_of(decided: list[Decided], index: int) -> tuple[Tensor, Tensor]:
     return blocks.padded_target_probs()[row, : length + 1], blocks.padded_draft_probs()[row, :length]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_blocks_of_a_mixed_step_are_judged_as_if_each_were_alone(model: WatchedModel, seed: int) -> None:
+@every("seed", range(6))
+def test_blocks_of_a_mixed_step_are_judged_as_if_each_were_alone(seed: int) -> None:
+    model = fresh_model()
     generator = random.Random(seed)
     texts = [random_ids(generator, generator.choice([1, 2, 15, 16, 17, 40, 90])) for _ in range(10)]
     sequences = [model.cache.open(text, f"alone {next(salts)}") for text in texts]
@@ -237,7 +242,7 @@ def test_rules_of_one_name_and_other_thresholds_are_decided_apart(model: Watched
     assert [outcome.num_accepted for outcome in step.outcomes if isinstance(outcome, Judgement)] == [4, 0]
 
 
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if not rule.needs_draft_probs])
+@every("name", [name for name, rule in RULES.items() if not rule.needs_draft_probs])
 def test_block_without_distributions_is_judged_by_the_rules_that_need_none(model: WatchedModel, name: str) -> None:
     generator = random.Random(32)
     parts = [judging(model, generator, random_ids(generator, 20), 3) for _ in range(3)]
@@ -351,11 +356,10 @@ def test_step_that_only_reads_decides_nothing(model: WatchedModel) -> None:
     assert (step.decided, step.num_tokens) == ([], 27)
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize(("place", "back"), [(0, 0), (1, 3), (2, 1)])
-def test_logits_that_are_not_finite_fail_their_sequence_alone(
-    model: WatchedModel, number: float, place: int, back: int
-) -> None:
+@every("number", [float("nan"), float("inf")])
+@every(("place", "back"), [(0, 0), (1, 3), (2, 1)])
+def test_logits_that_are_not_finite_fail_their_sequence_alone(number: float, place: int, back: int) -> None:
+    model = fresh_model()
     generator = random.Random(9)
     parts = [judging(model, generator, random_ids(generator, 40), 3) for _ in range(3)]
     parts.append(replace(judging(model, generator, random_ids(generator, 40), 3), max_read=4))
@@ -405,8 +409,9 @@ def test_committed_beginning_is_offered_to_the_next_session_of_the_same_salt(mod
         assert step.outcomes == [by_hand(REFERENCE, second)[0]]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_draft_tokens_are_never_offered_before_they_are_committed(model: WatchedModel, rule: str) -> None:
+@every("rule", RULES)
+def test_draft_tokens_are_never_offered_before_they_are_committed(rule: str) -> None:
+    model = fresh_model()
     prompt = [1] * (BLOCK_SIZE - 2)
     greedy = SamplingParams(0.0)
     sequence = model.cache.open(prompt)

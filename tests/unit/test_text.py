@@ -111,8 +111,7 @@ def test_text_is_shown_as_soon_as_its_characters_are_whole(tokenizer: PreTrained
         shown += detokenizer.push([token])
         whole = decoded(tokenizer, prompt_ids + ids[:length])[1:].rstrip(REPLACEMENT)
         assert shown == whole
-    assert detokenizer.finish() == ""
-    assert shown == text
+    assert (detokenizer.finish(), shown) == ("", text)
 
 
 def test_an_unfinished_character_is_shown_as_replacement_at_the_end_only(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -250,29 +249,25 @@ def test_only_what_could_become_a_stop_string_is_held_back(text: str, borders: l
 
 def test_held_back_text_is_released_at_finish() -> None:
     strings = StopStrings(("END",))
-    assert strings.push("the EN") == "the "
-    assert strings.finish() == "EN"
+    assert (strings.push("the EN"), strings.finish()) == ("the ", "EN")
     assert not strings.stopped
 
 
 def test_held_back_text_is_released_when_it_turns_out_to_be_harmless() -> None:
     strings = StopStrings(("END",))
-    assert strings.push("E") == ""
-    assert strings.push("Nd") == "ENd"
+    assert (strings.push("E"), strings.push("Nd")) == ("", "ENd")
 
 
 def test_nothing_comes_after_a_stop_string() -> None:
     strings = StopStrings(("END",))
     assert strings.push("a END b") == "a "
     assert strings.stopped
-    assert strings.push("more") == ""
-    assert strings.finish() == ""
+    assert (strings.push("more"), strings.finish()) == ("", "")
 
 
 def test_text_passes_unchanged_without_stop_strings() -> None:
     strings = StopStrings(())
-    assert strings.push("anything") == "anything"
-    assert strings.finish() == ""
+    assert (strings.push("anything"), strings.finish()) == ("anything", "")
     assert not strings.stopped
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+import structlog
 import trustme
 import typer
 from certificates import NAME, YESTERDAY, certificate_of, first_certificate, replace_file, write_identity
@@ -58,7 +59,6 @@ async def serving(settings: TlsSettings) -> AsyncIterator[str]:
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     credentials = server_credentials(watch_tls(settings), settings)
-    assert credentials is not None
     port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     try:
@@ -85,44 +85,39 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:120])
 
 
-def make_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+SPOILT: tuple[Callable[[Path], object], ...] = (
+    cut,
+    lambda path: path.write_bytes(b""),
+    lambda path: path.write_bytes(b"\xff\x00" * 9),
+    Path.unlink,
+    Path.mkdir,
+)
 
 
 @pytest.mark.parametrize("option", ["tls_cert", "tls_key", "tls_ca"])
-@pytest.mark.parametrize(
-    "spoil",
-    [Path.unlink, make_folder, cut, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"\xff\x00" * 9)],
-    ids=["missing", "a folder", "cut", "empty", "noise"],
-)
 def test_file_that_is_no_good_is_refused_on_one_line_with_its_name_and_option(
-    settings: TlsSettings, option: str, spoil: Callable[[Path], object]
+    settings: TlsSettings, option: str
 ) -> None:
     path: Path = getattr(settings, option)
-    spoil(path)
-    with pytest.raises(InvalidRequestError, match=rf"^{option}: {path} [^\n]+$"):
-        watch_tls(settings)
+    for spoil in SPOILT:
+        spoil(path)
+        with pytest.raises(InvalidRequestError, match=rf"^{option}: {path} [^\n]+$"):
+            watch_tls(settings)
 
 
-def test_key_of_another_certificate_is_refused(settings: TlsSettings, tmp_path: Path, ca: trustme.CA) -> None:
-    other = write_identity(tmp_path / "other", ca)
-    with pytest.raises(InvalidRequestError, match=r"^tls_key: .* is not the key of .*cert\.pem$"):
-        watch_tls(replace(settings, tls_key=other["tls_key"]))
-
-
-def test_key_with_a_password_is_refused_without_asking_for_it(settings: TlsSettings) -> None:
-    assert settings.tls_key is not None
-    key = str(settings.tls_key)
-    subprocess.run(["openssl", "pkey", "-in", key, "-aes128", "-passout", "pass:x", "-out", key + "2"], check=True)
-    with pytest.raises(InvalidRequestError, match=r"tls_key: .* without a password"):
-        watch_tls(replace(settings, tls_key=Path(key + "2")))
-
-
-@pytest.mark.parametrize("option", ["tls_cert", "tls_ca"])
-def test_key_in_the_place_of_a_certificate_is_refused(settings: TlsSettings, option: str) -> None:
-    with pytest.raises(InvalidRequestError, match=rf"^{option}: "):
-        watch_tls(replace(settings, **{option: settings.tls_key}))
+def test_key_that_does_not_belong_there_is_refused_without_asking_for_a_password(
+    settings: TlsSettings, tmp_path: Path, ca: trustme.CA
+) -> None:
+    key, locked = settings.tls_key, tmp_path / "locked.pem"
+    subprocess.run(["openssl", "pkey", "-in", key, "-aes128", "-passout", "pass:x", "-out", locked], check=True)
+    for option, path, said in (
+        ("tls_key", write_identity(tmp_path / "other", ca)["tls_key"], r"^tls_key: .* is not the key of .*cert\.pem$"),
+        ("tls_key", locked, r"^tls_key: .* without a password"),
+        ("tls_cert", key, "^tls_cert: "),
+        ("tls_ca", key, "^tls_ca: "),
+    ):
+        with pytest.raises(InvalidRequestError, match=said):
+            watch_tls(replace(settings, **{option: path}))
 
 
 def test_without_files_there_is_no_tls() -> None:
@@ -130,21 +125,26 @@ def test_without_files_there_is_no_tls() -> None:
     assert server_credentials(None, TlsSettings()) is None
 
 
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """What a service that is started sets for the whole process is put back: it logs to a stream that is closed."""
+    config = structlog.get_config()
+    yield
+    structlog.configure(**config)
+    structlog.contextvars.clear_contextvars()
+
+
+@pytest.mark.usefixtures("own_logging")
 def test_service_with_a_missing_file_does_not_start(tmp_path: Path) -> None:
     app = typer.Typer()
-    app.command()(serve_command("verifier"))
+    app.command()(serve_command("gateway"))
     files = [f"--tls-cert={tmp_path}/cert.pem", f"--tls-key={tmp_path}/key.pem"]
-    result = CliRunner().invoke(app, ["--model=scripted:", "--port=0", *files])
+    result = CliRunner().invoke(app, ["--port=0", *files])
     assert result.exit_code == 2
-    assert result.stderr == f"verifier: tls_cert: {tmp_path}/cert.pem cannot be read: No such file or directory\n"
+    assert result.stderr == f"gateway: tls_cert: {tmp_path}/cert.pem cannot be read: No such file or directory\n"
 
 
 # Who is believed
-
-
-async def test_both_ends_believe_each_other(settings: TlsSettings) -> None:
-    async with serving(settings) as address:
-        assert await dialled(settings, address) is OK
 
 
 async def test_peer_is_refused_by_whoever_does_not_believe_it(
@@ -159,13 +159,15 @@ async def test_peer_is_refused_by_whoever_does_not_believe_it(
         "expired client": expired,
         "no client certificate": {"tls_ca": own["tls_ca"]},
     }
+    callers = {name: TlsSettings(**files, tls_target_name=NAME) for name, files in refused.items()} | {
+        "another name": replace(settings, tls_target_name="someone.else"),
+        "called by address": replace(settings, tls_target_name=None),
+        "in plaintext": TlsSettings(),
+        "believed": settings,
+    }
     async with serving(settings) as address:
-        for name, files in refused.items():
-            assert await dialled(TlsSettings(**files, tls_target_name=NAME), address) is UNAVAILABLE, name
-        assert await dialled(replace(settings, tls_target_name="someone.else"), address) is UNAVAILABLE
-        assert await dialled(replace(settings, tls_target_name=None), address) is UNAVAILABLE  # called by address
-        assert await dialled(TlsSettings(), address) is UNAVAILABLE  # in plaintext
-        assert await dialled(settings, address) is OK
+        found = {name: await dialled(caller, address) for name, caller in callers.items()}
+    assert found == dict.fromkeys(callers, UNAVAILABLE) | {"believed": OK}
     async with serving(TlsSettings(**expired)) as address:
         assert await dialled(settings, address) is UNAVAILABLE
 
@@ -235,33 +237,25 @@ def test_half_replaced_pair_keeps_the_old_one_and_is_logged_once(
     settings: TlsSettings, tmp_path: Path, ca: trustme.CA
 ) -> None:
     files = watch_tls(settings)
-    assert files is not None
-    assert settings.tls_cert is not None
-    assert settings.tls_key is not None
     old = files.current()
     fresh = write_identity(tmp_path / "fresh", ca)
     replace_file(settings.tls_cert, fresh["tls_cert"].read_bytes())
     with capture_logs() as lines:
         assert [files.current() is old for _ in range(3)] == [True] * 3
-    assert [(line["event"], line["log_level"]) for line in lines] == [("files.reload_failed", "warning")]
-    settings.tls_key.write_bytes(fresh["tls_key"].read_bytes()[:100])  # half written
-    with capture_logs() as lines:
+        settings.tls_key.write_bytes(fresh["tls_key"].read_bytes()[:100])  # half written
         assert [files.current() is old for _ in range(3)] == [True] * 3
-    assert [line["event"] for line in lines] == ["files.reload_failed"]
-    replace_file(settings.tls_key, fresh["tls_key"].read_bytes())
-    with capture_logs() as lines:
+        replace_file(settings.tls_key, fresh["tls_key"].read_bytes())
         now = files.current()
         assert files.current() is now
-    assert now == read_material(settings)
-    assert now != old
-    assert [line["event"] for line in lines] == ["files.reloaded"]
+    assert now == read_material(settings) != old
+    told = [(line["event"], line["log_level"]) for line in lines]
+    assert told == [("files.reload_failed", "warning")] * 2 + [("files.reloaded", "info")]
 
 
 def test_files_that_are_gone_change_nothing_until_they_are_back(
     settings: TlsSettings, tmp_path: Path, ca: trustme.CA
 ) -> None:
     files = watch_tls(settings)
-    assert files is not None
     old = files.current()
     for name in ("cert", "key", "ca"):
         (tmp_path / "own" / f"{name}.pem").unlink()
@@ -275,7 +269,6 @@ def test_files_that_change_while_they_are_read_are_read_again(
 ) -> None:
     """Certificate and key of one version each would not be found out by reading them once."""
     files = watch_tls(settings)
-    assert files is not None
     old = files.current()
     write_identity(tmp_path / "own", ca)
     with monkeypatch.context() as patched:
@@ -293,43 +286,38 @@ def test_files_that_change_while_they_are_read_are_read_again(
 
 def test_files_are_not_read_while_they_stay_as_they_are(settings: TlsSettings) -> None:
     files = watch_tls(settings)
-    assert files is not None
-    assert settings.tls_key is not None
     old = files.current()
     os.chmod(settings.tls_key, 0o600)  # counts as a change, which changes nothing
     assert files.current() == old
     assert files.current() is files.current()
 
 
-async def test_renewed_channel_is_the_same_until_the_files_change(
+def renewed_channel(settings: TlsSettings, address: str) -> RenewedChannel:
+    return RenewedChannel(Dialler(CONNECTIONS, settings, watch_tls(settings)), address, bulk=False)
+
+
+async def watching(channel: grpc.aio.Channel) -> grpc.aio.UnaryStreamCall:
+    """Returns a call that goes on."""
+    call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="later"))
+    assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    return call
+
+
+async def test_channel_is_renewed_when_files_change_and_the_old_one_is_closed_after_its_last_call(
     settings: TlsSettings, tmp_path: Path, ca: trustme.CA
 ) -> None:
     async with serving(settings) as address:
-        renewed = RenewedChannel(Dialler(CONNECTIONS, settings, watch_tls(settings)), address, bulk=True)
+        renewed = renewed_channel(settings, address)
         old = renewed.get()
-        assert await status(old) is OK
+        call = await watching(old)
         assert renewed.get() is old
         write_identity(tmp_path / "own", ca)
         now = renewed.get()
         assert now is not old
         assert renewed.get() is now
         assert await status(now) is OK
-        await renewed.get().close()
-
-
-async def test_call_on_an_old_channel_goes_on_and_the_channel_is_closed_after_it(
-    settings: TlsSettings, tmp_path: Path, ca: trustme.CA
-) -> None:
-    async with serving(settings) as address:
-        renewed = RenewedChannel(Dialler(CONNECTIONS, settings, watch_tls(settings)), address, bulk=False)
-        old = renewed.get()
-        watching = health_pb2_grpc.HealthStub(old).Watch(health_pb2.HealthCheckRequest(service="later"))
-        assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        write_identity(tmp_path / "own", ca)
-        renewed.get()
-        await asyncio.sleep(0.1)
-        assert not watching.done()
-        watching.cancel()
+        assert not call.done()
+        call.cancel()
         async with asyncio.timeout(DEADLINE_S):
             while old.get_state() is not grpc.ChannelConnectivity.SHUTDOWN:
                 await asyncio.sleep(0.01)
@@ -338,12 +326,11 @@ async def test_call_on_an_old_channel_goes_on_and_the_channel_is_closed_after_it
 
 async def test_closing_ends_the_calls_on_the_channel(settings: TlsSettings) -> None:
     async with serving(settings) as address:
-        renewed = RenewedChannel(Dialler(CONNECTIONS, settings, watch_tls(settings)), address, bulk=False)
-        watching = health_pb2_grpc.HealthStub(renewed.get()).Watch(health_pb2.HealthCheckRequest(service="later"))
-        assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        renewed = renewed_channel(settings, address)
+        call = await watching(renewed.get())
         async with asyncio.timeout(DEADLINE_S):
             await renewed.close()
-            assert await watching.code() is grpc.StatusCode.CANCELLED
+            assert await call.code() is grpc.StatusCode.CANCELLED
         assert renewed.get().get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
@@ -353,7 +340,7 @@ async def test_service_shows_its_new_certificate_after_the_old_one_expired(
     """A channel of gRPC alone would reconnect with the expired one for ever."""
     caller = TlsSettings(**write_identity(tmp_path / "caller", ca, not_after=YESTERDAY), tls_target_name=NAME)
     async with serving(settings) as address:
-        renewed = RenewedChannel(Dialler(CONNECTIONS, caller, watch_tls(caller)), address, bulk=False)
+        renewed = renewed_channel(caller, address)
         assert await status(renewed.get()) is UNAVAILABLE
         write_identity(tmp_path / "caller", ca)
         assert await status(renewed.get()) is OK
@@ -382,7 +369,6 @@ def test_client_with_options_that_do_not_fit_together_is_refused(options: dict[s
 
 
 async def test_client_says_why_it_does_not_reach_a_gateway(settings: TlsSettings, other_ca: trustme.CA) -> None:
-    assert settings.tls_ca is not None
     foreign = settings.tls_ca.with_name("foreign.pem")
     foreign.write_bytes(other_ca.cert_pem.bytes())
     async with serving(replace(settings, tls_require_client_cert=False)) as address:
@@ -395,11 +381,9 @@ async def test_client_says_why_it_does_not_reach_a_gateway(settings: TlsSettings
 def test_comment_between_the_believed_certificates_may_be_in_any_encoding(
     settings: TlsSettings, comment: bytes
 ) -> None:
-    assert settings.tls_ca is not None
     settings.tls_ca.write_bytes(comment + b"\n" + settings.tls_ca.read_bytes() + comment)
     settings = replace(settings, tls_require_client_cert=True)
     context = server_context(watch_tls(settings), settings)
-    assert context is not None
     assert len(context.get_ca_certs()) == 1
 
 
@@ -407,8 +391,6 @@ def test_files_that_are_taken_by_nobody_change_nothing_at_a_handshake(
     settings: TlsSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = server_context(watch_tls(settings), settings)
-    assert context is not None
-    assert settings.tls_cert is not None
     handshake = SimpleNamespace(context=None)
     for error in (OSError, TypeError, ValueError):
         settings.tls_cert.write_bytes(settings.tls_cert.read_bytes() + b"\n")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases import every
 from gateway_fakes import LETTERS, STOP_TOKEN, STORY, FakeDrafter, FakeTarget, LetterTokenizer, make_loop, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ def test_dense_law_gives_nothing_to_tokens_that_the_drafter_does_not_have() -> N
     assert log_probs(dense, [4, 0]) == [-math.inf, -math.inf]
 
 
-@pytest.mark.parametrize(
+@every(
     ("draft", "decided", "expected"),
     [
         ([10, 11, 12], [20], [-math.inf]),

@@ -7,16 +7,13 @@ that lies within 1e-12 of a border would differ; about one in 10^8 runs of this 
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -57,6 +54,8 @@ from draftwire.services.verifier import scheduler as verifying
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, rule_named, verify
 from draftwire.verification.target import NEAR_TIE, StillReading, judge
 from tests.tiny_models import save_tiny_model, with_exact_norms
+
+torch.set_num_threads(1)
 
 VOCAB_SIZE = 7
 CONTEXT_LENGTH = 160
@@ -100,17 +99,16 @@ def load_pair(folder: Path, drafter_vocab_size: int = VOCAB_SIZE) -> Models:
     return Models(*own, with_exact_norms(reference_target), with_exact_norms(reference_drafter))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> list[Models]:
+    """Pairs whose drafters know as many tokens as the target, fewer, and more."""
+    sizes = (VOCAB_SIZE, VOCAB_SIZE - 2, VOCAB_SIZE + 2)
+    return [load_pair(tmp_path_factory.mktemp("pair"), size) for size in sizes]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return load_pair(tmp_path_factory.mktemp("pair"))
+def models(pairs: list[Models]) -> Models:
+    return pairs[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +354,14 @@ class Stack:
         except NoRoomError:
             client.has_drafter = False
             self.seen["refused by the drafter"] += 1
+
+    def corrupt_block(self) -> None:
+        self.corrupt_next_block = True
+
+    def hold_block(self) -> None:
+        """Lets the oldest block be overtaken by the others, if its drafter was replaced."""
+        if self.blocks and self.blocks[0][1] < self.clients[self.blocks[0][0].fence.session_id].permit_number:
+            self.blocks.rotate(-1)
 
     def close(self, client: Client) -> None:
         client.is_open = False
@@ -617,7 +623,7 @@ TEXTS = [[token for piece in order for token in PIECES[piece]] for order in ([0,
 """Prompts are beginnings of these, so that many of them share blocks, and have equal blocks after other beginnings."""
 
 
-def mixed_plans(count: int, salts: Sequence[str] = ("",)) -> list[Plan]:
+def mixed_plans(count: int) -> list[Plan]:
     """Returns requests of all kinds, whose prompts begin alike or not."""
     plans = []
     for index in range(count):
@@ -630,7 +636,6 @@ def mixed_plans(count: int, salts: Sequence[str] = ("",)) -> list[Plan]:
                 max_tokens=generator.randint(8, 40),
                 sampling=SAMPLINGS[index % len(SAMPLINGS)],
                 rule=list(RULES)[index % len(RULES)],
-                salt=salts[index % len(salts)],
                 block_lengths=(generator.randint(0, MAX_DRAFT_TOKENS),),
                 plain_rounds=generator.randint(1, 3),
                 opens_plain=False,
@@ -676,23 +681,6 @@ def test_sessions_together_write_what_the_loop_in_one_process_writes_for_each(mo
     assert stack.seen["read in part"] > 10, "prompts were read in pieces"
 
 
-def test_reuse_of_prefixes_changes_no_token_and_happens_only_where_salts_are_equal(models: Models) -> None:
-    plans = mixed_plans(12)
-    texts = []
-    for salts in ([""], ["one", "other"], [str(index) for index in range(len(plans))]):
-        stack = Stack(models, budget=64)
-        for plan, salted in zip(plans, mixed_plans(len(plans), salts), strict=True):
-            assert replace(salted, salt="") == plan
-            stack.open(salted)
-            stack.turn_all()  # so that the next one finds what this one has read
-        stack.finish()
-        texts.append(texts_of(stack))
-        for half in (stack.target, stack.drafter):
-            assert half.scheduler.prefix_tokens["queried"] == sum(len(plan.prompt) for plan in plans)
-            assert (half.scheduler.prefix_tokens["reused"] > 0) == (len(salts) < len(plans))
-    assert texts[0] == texts[1] == texts[2]
-
-
 def test_second_turn_of_a_chat_reuses_what_the_first_has_written(models: Models) -> None:
     stack = Stack(models)
     first = stack.open(Plan(tuple(TEXTS[2][:20]), 40, SamplingParams(), block_lengths=(5,)))
@@ -707,77 +695,12 @@ def test_second_turn_of_a_chat_reuses_what_the_first_has_written(models: Models)
         assert half.scheduler.prefix_tokens["reused"] == len(first.committed) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def test_room_for_the_reservations_is_enough_and_who_has_none_is_refused(models: Models) -> None:
-    plan = Plan(tuple(TEXTS[2][:30]), 34, block_lengths=(5,))  # greedy, so that all are at their fullest at once
-    room = 3 * plan.max_len
-    assert room == 3 * blocks_for(plan.max_len) * BLOCK_SIZE, "a block more would not fit"
-    stack = Stack(models, room, room, budget=16)
-    for seed in range(3):
-        assert stack.open(replace(plan, salt=str(seed), seed=seed)) is not None
-    assert stack.open(replace(plan, seed=3)) is None
-    fullest = 0
-    while len(stack.open_clients) == 3:
-        stack.turn_all()
-        fullest = max(fullest, stack.target.cache.num_blocks - stack.target.cache.num_free_blocks)
-    assert fullest == stack.target.cache.num_blocks, "all of the cache was in use"
-    assert stack.open(replace(plan, seed=3)) is not None
-    stack.finish([replace(plan, salt=str(seed), seed=seed) for seed in range(4, 9)])
-    assert stack.seen["refused"] > 1
-    assert all(client.is_done for client in stack.clients)
-    for client in stack.clients:
-        stack.check(client)
-
-
-def test_sessions_that_the_drafter_has_no_room_for_are_decoded_without_it(models: Models) -> None:
-    plan = Plan(tuple(TEXTS[2][:30]), 34, SamplingParams(), block_lengths=(5,))
-    stack = Stack(models, 4096, plan.max_len)
-    first, second = (stack.open(replace(plan, salt=str(seed), seed=seed)) for seed in range(2))
-    assert first is not None
-    assert second is not None
-    assert (first.has_drafter, second.has_drafter) == (True, False)
-    stack.finish()
-    assert stack.seen["refused by the drafter"] == 1
-    for client in (first, second):
-        stack.check(client)
-
-
-def test_block_that_is_no_good_costs_its_session_the_drafter_and_nobody_a_token(models: Models) -> None:
-    stack = Stack(models)
-    for plan in mixed_plans(6):
-        stack.open(replace(plan, block_lengths=(5,)))
-    stack.turn_all()
-    stack.corrupt_next_block = True
-    stack.finish()
-    assert stack.seen["block refused"] >= 1
-    for client in stack.clients:
-        stack.check(client)
-
-
-def test_block_that_is_asked_for_while_an_older_one_is_drafted_is_drafted_too(models: Models) -> None:
-    stack = Stack(models)
-    client = stack.open(Plan(tuple(TEXTS[0][:20]), 20, SamplingParams(), opens_plain=False))
-    assert client is not None
-    for _ in range(4):  # the prompt is read, and a step that drafts the first block has begun
-        stack.turn_drafter()
-    stack.race(client)
-    for _ in range(3):
-        stack.turn_target()
-    stack.deliver_event()
-    assert stack.drafter.step_runs
-    assert client.asked
-    stack.finish()
-    assert stack.seen["block stale"] == 1
-    assert [len(done.draft_tokens) for done in client.rounds[:2]] == [0, 4]
-    stack.check(client)
-
-
 LOSSLESS = [name for name, one in RULES.items() if one.is_lossless]
 
 
-@pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.parametrize("block_lengths", [(0,), (5, 3, 0)], ids=["plain", "drafted"])
+@pytest.mark.parametrize("rule", [LOSSLESS[0], *(pytest.param(rule, marks=pytest.mark.slow) for rule in LOSSLESS[1:])])
 def test_session_that_is_moved_again_and_again_writes_what_it_would_have_written_where_it_was(
-    models: Models, rule: str, block_lengths: tuple[int, ...]
+    models: Models, rule: str
 ) -> None:
     """Whatever counts from the prompt, as penalties and min_tokens do, or by rounds, as random numbers do."""
     plans = [
@@ -786,7 +709,7 @@ def test_session_that_is_moved_again_and_again_writes_what_it_would_have_written
             24,
             replace(sampling, min_tokens=15),
             rule,
-            block_lengths=block_lengths,
+            block_lengths=(5, 3, 0),
             opens_plain=False,
             stop_token_ids=frozenset({3}),
             seed=number,
@@ -811,161 +734,79 @@ def test_session_that_is_moved_again_and_again_writes_what_it_would_have_written
     assert texts[0] == texts[1]
 
 
-def test_drafter_that_takes_over_is_believed_and_the_late_blocks_of_the_old_one_are_not(models: Models) -> None:
-    stack = Stack(models)
-    client = stack.open(Plan(tuple(TEXTS[0][:20]), 30, SamplingParams(), block_lengths=(4,), opens_plain=False))
-    assert client is not None
-    for _ in range(2):
-        stack.turn_all()
-    while not stack.blocks:  # of the old drafter, without a permit
-        stack.turn_drafter()
-        stack.turn_target()
-        stack.deliver_event()
-    late = stack.blocks.popleft()
-    stack.replace_drafter(client)
-    while not stack.blocks:
-        stack.turn_drafter()
-    stack.blocks.append(late)
-    assert [(sender, block.permit is not None) for block, sender in stack.blocks] == [(1, True), (0, False)]
-    stack.deliver_block()
-    stack.deliver_block()
-    assert stack.seen["block of a replaced drafter"] + stack.seen["block stale"] == 1
-    stack.finish()
-    assert any(done.attempt == 1 and done.draft_tokens for done in client.rounds)
-    stack.check(client)
+ACTIONS = {
+    "open": 4,
+    "turn_target": 8,
+    "turn_drafter": 12,
+    "deliver_block": 3,
+    "deliver_event": 6,
+    "corrupt_block": 4,
+    "hold_block": 2,
+    "close": 1,
+    "ask_again": 1,
+    "race": 2,
+    "lose_drafter": 1,
+    "send_drafted": 8,
+    "move": 1,
+    "replace_drafter": 4,
+}
+"""What may happen next, and how likely; from `close` on, to one session."""
+OF_A_SESSION = list(ACTIONS)[7:]
+EVENTS = {
+    *("together", "reused", "read in part", "refused", "refused by the drafter", "closed in a step", "moved"),
+    *("drafter replaced", "block current", "block stale", "block refused"),
+    *("block shorter than wanted",),
+}
+"""What schedules must have been through to prove anything."""
 
 
-def test_block_that_is_sent_as_far_as_it_is_drawn_is_judged_as_any_other(models: Models) -> None:
-    stack = Stack(models)
-    for plan in mixed_plans(6):
-        stack.open(replace(plan, block_lengths=(5,)))
-    for _ in range(200):
-        stack.turn_drafter()
-        for client in stack.open_clients[::2]:
-            stack.send_drafted(client)
-        while stack.blocks:
-            stack.deliver_block()
-        stack.turn_target()
-        while stack.events:
-            stack.deliver_event()
-    stack.finish()
-    assert stack.seen["block shorter than wanted"] >= 10
-    for client in stack.clients:
-        stack.check(client)
-
-
-@pytest.mark.parametrize("drafter_vocab_size", [VOCAB_SIZE - 2, VOCAB_SIZE + 2])
-def test_vocabularies_of_different_sizes_work_in_the_same_steps(tmp_path: Path, drafter_vocab_size: int) -> None:
-    stack = Stack(load_pair(tmp_path, drafter_vocab_size), budget=32)
-    stack.finish(mixed_plans(8))
-    for client in stack.clients:
-        stack.check(client)
-
-
-class Action(Enum):
-    """What may happen next. The likelier ones have several numbers."""
-
-    OPEN = range(0, 4)
-    TURN_TARGET = range(4, 13)
-    TURN_DRAFTER = range(13, 20)
-    DELIVER_BLOCK = range(20, 25)
-    DELIVER_EVENT = range(25, 31)
-    CANCEL = range(31, 32)
-    ASK_AGAIN = range(32, 33)
-    RACE = range(33, 36)
-    LOSE_DRAFTER = range(36, 37)
-    CORRUPT_BLOCK = range(37, 38)
-    SEND_DRAFTED = range(38, 42)
-    MOVE = range(42, 43)
-    REPLACE_DRAFTER = range(43, 44)
-
-
-ACTIONS = [action for action in Action for _ in action.value]
-
-
-@st.composite
-def plans(draw_from: st.DrawFn) -> Plan:
-    """Requests of all kinds; their prompts often share whole blocks with others."""
-    shared = draw_from(st.sampled_from(TEXTS))[: draw_from(st.sampled_from([0, 1, 16, 17, 32, 40, 48]))]
-    own = draw_from(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=not shared, max_size=24))
+def random_plan(generator: random.Random, seed: int) -> Plan:
+    """A request of any kind; prompts often share whole blocks with others."""
+    choice = generator.choice
+    shared = choice(TEXTS)[: choice([0, 1, 16, 17, 32, 40, 48])]
+    own = [generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(not shared, 24))]
     return Plan(
         prompt=(*shared, *own),
-        max_tokens=draw_from(st.integers(1, 30)),
-        sampling=draw_from(st.sampled_from(SAMPLINGS)),
-        rule=draw_from(st.sampled_from(list(RULES))),
-        salt=draw_from(st.sampled_from(["", "", "", "a"])),
-        block_lengths=tuple(draw_from(st.lists(st.integers(0, MAX_DRAFT_TOKENS), min_size=1, max_size=4))),
-        plain_rounds=draw_from(st.integers(1, 3)),
-        opens_plain=draw_from(st.booleans()),
-        stop_token_ids=draw_from(st.sampled_from([frozenset(), frozenset(), frozenset({3})])),
-        continues=draw_from(st.sampled_from([False, False, True])),
+        max_tokens=generator.randint(1, 30),
+        sampling=choice(SAMPLINGS),
+        rule=choice(list(RULES)),
+        salt=choice(["", "", "", "a"]),
+        block_lengths=tuple(generator.randint(0, MAX_DRAFT_TOKENS) for _ in range(generator.randint(1, 4))),
+        plain_rounds=generator.randint(1, 3),
+        opens_plain=choice([True, False]),
+        stop_token_ids=choice([frozenset(), frozenset(), frozenset({3})]),
+        continues=choice([False, False, True]),
+        seed=seed,
     )
 
 
-def carry_out(stack: Stack, action: Action, which: int, left: deque[Plan]) -> None:
+def carry_out(stack: Stack, action: str, which: int, left: deque[Plan]) -> None:
     """Does one thing, if it can be done now, to one of the open sessions."""
     clients = stack.open_clients
-    client = clients[which % len(clients)] if clients else None
-    match action:
-        case Action.OPEN if left:
-            if stack.open(stack.resolve(left[0])) is not None:
-                left.popleft()
-        case Action.TURN_TARGET:
-            stack.turn_target()
-        case Action.TURN_DRAFTER:
-            stack.turn_drafter()
-        case Action.DELIVER_BLOCK:
-            stack.deliver_block()
-        case Action.DELIVER_EVENT:
-            stack.deliver_event()
-        case Action.CANCEL if client is not None:
-            stack.close(client)
-        case Action.ASK_AGAIN if client is not None:
-            stack.ask_again(client)
-        case Action.RACE if client is not None:
-            stack.race(client)
-        case Action.LOSE_DRAFTER if client is not None:
-            stack.lose_drafter(client)
-        case Action.SEND_DRAFTED if client is not None:
-            stack.send_drafted(client)
-        case Action.MOVE if client is not None:
-            stack.move(client)
-        case Action.REPLACE_DRAFTER if client is not None:
-            stack.replace_drafter(client)
-        case Action.CORRUPT_BLOCK:
-            stack.corrupt_next_block = True
+    if action == "open":
+        if left and stack.open(stack.resolve(left[0])) is not None:
+            left.popleft()
+    elif action not in OF_A_SESSION:
+        getattr(stack, action)()
+    elif clients:
+        getattr(stack, action)(clients[which % len(clients)])
 
 
-def test_random_schedules_change_no_token_of_any_session(models: Models) -> None:
+@pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 160), marks=pytest.mark.slow)], ids=str)
+def test_random_schedules_change_no_token_of_any_session(pairs: list[Models], seeds: range) -> None:
     """Whatever is opened, moved, cancelled, asked twice, refused, cut, lost or late, and in whichever order."""
     seen: Counter[str] = Counter()
-
-    @given(
-        requests=st.lists(plans(), min_size=1, max_size=10),
-        actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 9)), min_size=80, max_size=250),
-        rooms=st.tuples(st.integers(160, 600), st.integers(160, 600)),
-        budget=st.sampled_from([1, 3, 16, 40, 512]),
-    )
-    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-    def check(requests: list[Plan], actions: list[tuple[Action, int]], rooms: tuple[int, int], budget: int) -> None:
-        stack = Stack(models, *rooms, budget)
-        left = deque(replace(plan, seed=seed) for seed, plan in enumerate(requests))
-        for action, which in actions:
-            carry_out(stack, action, which, left)
+    for seed in seeds:
+        generator = random.Random(seed)
+        rooms = [generator.randint(160, 600) for _ in range(2)]
+        stack = Stack(generator.choice(pairs), *rooms, generator.choice([1, 3, 16, 40, 512]))
+        left = deque(random_plan(generator, number) for number in range(generator.randint(4, 10)))
+        for action in generator.choices(list(ACTIONS), list(ACTIONS.values()), k=generator.randint(100, 300)):
+            carry_out(stack, action, generator.randrange(10), left)
         stack.corrupt_next_block = False
         stack.finish(left)
         for client in stack.clients:
             stack.check(client)
         seen.update(stack.seen)
         seen["together"] += sum(count for size, count in stack.target.sizes.items() if size > 1)
-
-    check()
-    expected = {
-        "together",
-        "reused",
-        "read in part",
-        "refused",
-        "closed in a step",
-        "block current",
-    }  # rarer events, which a run may miss, have tests of their own
-    assert expected <= (+seen).keys(), f"the schedules are too tame: {seen}"
+    assert (+seen).keys() >= EVENTS, f"the schedules are too tame: {seen}"

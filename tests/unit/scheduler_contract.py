@@ -1,0 +1,432 @@
+"""What the schedulers of drafter and verifier both promise, written once and run on each of them."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
+from draftwire.models.kv_cache import blocks_for
+from draftwire.rounds import CommittedTokens, Fence
+from draftwire.services.admission import ClosedEarly
+from draftwire.services.prefill import ChunkCost, PrefillPacer
+
+CONTEXT_LENGTH = 12
+PROMPT = [1, 2, 3, 4]
+BOTH_OUT_OF_RANGE: list[dict[str, Any]] = [
+    {"token_ids": []},
+    {"token_ids": [1] * CONTEXT_LENGTH},
+    {"prompt_len": 0},
+    {"prompt_len": len(PROMPT) + 1},
+    {"max_draft_tokens": 6},
+    {"rule": "tipical"},
+    {"max_len": CONTEXT_LENGTH + 1},
+    {"max_len": len(PROMPT)},
+    {"max_len": 0},
+]
+BOTH_AT_THE_EDGE: list[dict[str, Any]] = [
+    {"token_ids": [1] * (CONTEXT_LENGTH - 1)},
+    {"prompt_len": 1},
+    {"max_draft_tokens": 5},
+    {"rule": "token"},
+    {"max_len": len(PROMPT) + 1},
+    {"max_len": CONTEXT_LENGTH},
+]
+
+
+@dataclass(slots=True)
+class FixedPacer(PrefillPacer):
+    """Allows the same number of prompt tokens in every step, and notes what it was told."""
+
+    max_added_latency_s: float = 1.0
+    tokens: int = 1000
+    asked: list[bool] = field(default_factory=list)
+
+    def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
+        self.asked.append(sessions_run)
+        return self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two schedulers, as the contract sees it."""
+
+    make_scheduler: Callable[..., Any]
+    make_spec: Callable[..., Any]
+    """Makes a session that has work for a step as soon as it is open."""
+    engine: Callable[..., Any]
+    """Makes what carries steps out with `run`; takes how many tokens of every prompt it need not read."""
+    ask: Callable[[Any, Any], object]
+    """Gives a session without work some for one step."""
+    messages: Sequence[Callable[[Any, Fence], object]]
+    """Sends a message of each kind."""
+    done: Callable[[Any], list[int]]
+    """Returns the sessions that a completed step did more for than read a part of their prompts."""
+    timed: Callable[[Any, float], Any]
+    """Lets a step have taken so many seconds."""
+    out_of_range: list[dict[str, Any]]
+    at_the_edge: list[dict[str, Any]]
+
+    def long_spec(self, session_id: int, prompt_len: int) -> Any:
+        return self.make_spec(session_id, token_ids=[1] * prompt_len, prompt_len=prompt_len, max_len=prompt_len + 30)
+
+    def run_steps(self, scheduler: Any, limit: int = 99, engine: Any = None) -> list[list[int]]:
+        """Runs at most so many steps, all to their end, and returns for whom each of them was more than reading."""
+        engine, done = engine or self.engine(), []
+        while len(done) < limit and (step := scheduler.next_step()) is not None:
+            done.append(self.done(scheduler.complete(step, engine.run(step))))
+        return done
+
+
+def next_step(scheduler: Any) -> Any:
+    step = scheduler.next_step()
+    assert step is not None
+    return step
+
+
+def ids_of(step: Any) -> list[int]:
+    return [item.session.spec.session_id for item in step.items]
+
+
+def fail(result: Any, index: int, error: DraftwireError) -> Any:
+    """Lets one session of a step fail."""
+    return replace(result, outcomes=[error if at == index else each for at, each in enumerate(result.outcomes)])
+
+
+class SchedulerContract:
+    """Tests of any scheduler; a class that inherits them says of which."""
+
+    side: Side
+
+    def opened(self, *session_ids: int, **options: Any) -> tuple[Any, list[Any]]:
+        scheduler = self.side.make_scheduler(**options)
+        return scheduler, [scheduler.open(self.side.make_spec(each), lease_id=each % 2) for each in session_ids]
+
+    # Admission
+
+    def test_session_without_room_is_refused_and_changes_nothing_until_another_closes(self) -> None:
+        for options, opened in (
+            ({"max_sessions": 2}, [{}, {}]),
+            ({"kv_cache_tokens": 160}, [{"max_len": 100}, {"max_len": 48}]),  # all 10 blocks
+            ({"kv_cache_tokens": 160}, [{"max_len": 100}]),  # 3 blocks are left, and 4 wanted
+        ):
+            scheduler = self.side.make_scheduler(context_length=1000, **options)
+            for number, changes in enumerate(opened, 1):
+                scheduler.open(self.side.make_spec(number, **changes), lease_id=0)
+            before = set(scheduler.sessions), scheduler.room.num_free_blocks
+            with pytest.raises(NoRoomError):
+                scheduler.open(self.side.make_spec(9, max_len=49), lease_id=0)
+            assert (set(scheduler.sessions), scheduler.room.num_free_blocks) == before
+            assert ids_of(next_step(scheduler)) == list(range(1, len(opened) + 1))
+            scheduler.close(1, 0)
+            scheduler.open(self.side.make_spec(9, max_len=49), lease_id=0)
+            assert set(scheduler.sessions) == (before[0] - {(1, 0)}) | {(9, 0)}
+
+    def test_spec_out_of_range_is_refused_and_reserves_nothing(self) -> None:
+        scheduler, _ = self.opened()
+        for changes in BOTH_OUT_OF_RANGE + self.side.out_of_range:
+            with pytest.raises(InvalidRequestError):
+                scheduler.open(self.side.make_spec(**changes), lease_id=0)
+            assert (scheduler.sessions, scheduler.next_step(), scheduler.room.usage) == ({}, None, 0.0), changes
+
+    def test_spec_at_the_edge_of_its_range_is_admitted(self) -> None:
+        for changes in BOTH_AT_THE_EDGE + self.side.at_the_edge:
+            scheduler, _ = self.opened()
+            scheduler.open(self.side.make_spec(**changes), lease_id=0)
+            assert set(scheduler.sessions) == {(1, 0)}, changes
+
+    def test_session_is_opened_once_and_not_after_it_was_closed(self) -> None:
+        """Opening and closing travel on different connections; nobody would close it again."""
+        scheduler, (session,) = self.opened(1)
+        with pytest.raises(InvalidRequestError):
+            scheduler.open(self.side.make_spec(1), lease_id=1)
+        assert scheduler.sessions == {(1, 0): session}
+        usage = scheduler.room.usage
+        assert scheduler.close(1, 5) is None
+        assert scheduler.close(2, 0) is None
+        assert (scheduler.sessions, scheduler.room.usage) == ({(1, 0): session}, usage)
+        with pytest.raises(ProtocolViolationError):
+            scheduler.open(self.side.make_spec(2), lease_id=0)
+        assert scheduler.room.usage == usage
+        scheduler.close(1, 0)
+        assert scheduler.room.usage == 0.0
+        scheduler.open(self.side.make_spec(2, epoch=1), lease_id=0)
+
+    def test_sessions_are_found_by_their_lease(self) -> None:
+        scheduler, opened = self.opened(1, 2, 3)
+        assert scheduler.of_lease(1) == [opened[0], opened[2]]
+        assert scheduler.of_lease(5) == []
+
+    # Messages
+
+    def test_message_of_an_unknown_session_or_epoch_is_dropped_and_counted(self) -> None:
+        for send in self.side.messages:
+            scheduler, _ = self.opened(1)
+            scheduler.close(1, 0)
+            session = scheduler.open(self.side.make_spec(1, epoch=1), lease_id=0)
+            self.side.run_steps(scheduler)
+            committed = list(session.committed.ids)
+            for number, (session_id, epoch) in enumerate(((2, 0), (2, 1), (1, 0), (1, 2)), 1):
+                send(scheduler, Fence(session_id, epoch, 0, len(PROMPT), CommittedTokens(PROMPT).hash))
+                assert scheduler.dropped == {"unknown_session": number}
+                assert scheduler.next_step() is None
+            assert session.committed.ids == committed
+
+    # Steps of several sessions
+
+    def test_work_that_comes_during_a_step_goes_into_the_next_one(self) -> None:
+        scheduler, sessions = self.opened(1, 2)
+        engine = self.side.engine()
+        self.side.run_steps(scheduler, engine=engine)
+        self.side.ask(scheduler, sessions[0])
+        step = next_step(scheduler)
+        assert ids_of(step) == [1]
+        self.side.ask(scheduler, sessions[1])
+        scheduler.open(self.side.make_spec(3), lease_id=0)
+        scheduler.complete(step, engine.run(step))
+        assert sorted(ids_of(next_step(scheduler))) == [2, 3]
+
+    def test_session_that_fails_is_reported_once_and_leaves_the_others_in_the_step_alone(self) -> None:
+        scheduler, sessions = self.opened(1, 2, 3)
+        engine, error = self.side.engine(), UnavailableError("no finite logits")
+        self.side.run_steps(scheduler, engine=engine)
+        for session in sessions:
+            self.side.ask(scheduler, session)
+        committed = list(sessions[1].committed.ids)
+        step = next_step(scheduler)
+        told = scheduler.complete(step, fail(engine.run(step), 1, error))
+        assert self.side.done(told) == [1, 2, 3]
+        assert error in (told[1] if isinstance(told[1], tuple) else [told[1].outcome])
+        assert sessions[1].committed.ids == committed
+        assert scheduler.next_step() is None
+        scheduler.close(2, 0)
+        for session in sessions[::2]:
+            self.side.ask(scheduler, session)
+        assert ids_of(next_step(scheduler)) == [1, 3]
+
+    # Prompts
+
+    def test_prompt_is_read_in_parts_and_is_done_with_the_last(self) -> None:
+        for prompt_len in (1, 9, 10, 11, 20, 25):
+            scheduler, _ = self.opened(context_length=100, budget=10)
+            scheduler.open(self.side.long_spec(1, prompt_len), lease_id=0)
+            assert self.side.run_steps(scheduler) == [[]] * (-(-prompt_len // 10) - 1) + [[1]], prompt_len
+
+    def test_pacer_knows_whether_a_session_is_past_its_prompt(self) -> None:
+        """A session counts even while nothing is asked of it: its next message may come at any time."""
+        scheduler, _ = self.opened(context_length=100, budget=10)
+        for session_id, prompt_len, num_steps in ((1, 15, 2), (2, 5, 1), (3, 5, 1)):
+            scheduler.open(self.side.long_spec(session_id, prompt_len), lease_id=0)
+            self.side.run_steps(scheduler, num_steps)
+            if session_id == 2:
+                scheduler.close(1, 0)
+                scheduler.close(2, 0)
+        assert scheduler.pacer.asked == [False, False, True, False]
+
+    def test_reading_prompts_divide_the_budget_while_running_sessions_always_get_in(self) -> None:
+        scheduler, _ = self.opened(max_sessions=9, context_length=1000, budget=30)
+        running, engine = scheduler.open(self.side.make_spec(1, max_len=100), lease_id=0), self.side.engine()
+        self.side.run_steps(scheduler, engine=engine)
+        for session_id, length in ((4, 100), (5, 50), (6, 100)):
+            scheduler.open(self.side.long_spec(session_id, length), lease_id=0)
+        for number in range(8):
+            self.side.ask(scheduler, running)
+            step = next_step(scheduler)
+            limits = {item.session.spec.session_id: item.max_read for item in step.items}
+            assert limits.pop(1) in (None, 1)  # all that a round commits
+            assert sum(limits.values()) == 30 or number > 6
+            assert number or limits == {4: 15, 5: 15}
+            scheduler.complete(step, engine.run(step))
+
+    def test_short_prompt_passes_long_ones_even_more_than_tokens_may_be_read(self) -> None:
+        """One long prompt is under way; or 20 share 16 tokens a step, of which 8 are for the shortest: three steps."""
+        for num_long, short_len, budget, num_steps in ((1, 10, 20, 1), (20, 20, 16, 3)):
+            scheduler, _ = self.opened(max_sessions=64, context_length=1000, budget=budget)
+            engine = self.side.engine()
+            for session_id in range(1, num_long + 1):
+                scheduler.open(self.side.long_spec(session_id, 500), lease_id=0)
+            if num_long == 1:
+                self.side.run_steps(scheduler, 1, engine)
+            scheduler.open(self.side.long_spec(99, short_len), lease_id=0)
+            assert list(itertools.chain(*self.side.run_steps(scheduler, num_steps, engine))) == [99]
+
+    def test_session_whose_share_is_nothing_stays_queued_and_gets_on_later(self) -> None:
+        scheduler, _ = self.opened(max_sessions=9, context_length=100, budget=2)
+        engine = self.side.engine()
+        sessions = [scheduler.open(self.side.long_spec(session_id, 6), lease_id=0) for session_id in range(1, 6)]
+        step = next_step(scheduler)
+        assert len(step.items) == 1
+        assert all(session.queued for session in sessions)
+        scheduler.complete(step, engine.run(step))
+        assert sorted(itertools.chain(*self.side.run_steps(scheduler, engine=engine))) == [1, 2, 3, 4, 5]
+        assert not any(session.queued for session in sessions)
+
+    def test_long_prompt_gets_on_although_shorter_ones_keep_coming(self) -> None:
+        """As many short prompts come as leave, always more than tokens may be read."""
+        scheduler, _ = self.opened(max_sessions=64, context_length=1000, budget=4)
+        engine, done = self.side.engine(), set()
+        newcomers = itertools.count(8)
+        for session_id in range(1, 8):
+            scheduler.open(self.side.long_spec(session_id, 40 if session_id == 1 else 3), lease_id=0)
+        for _ in range(300):
+            for session_id in itertools.chain(*self.side.run_steps(scheduler, 1, engine)):
+                done.add(session_id)
+                scheduler.close(session_id, 0)
+                scheduler.open(self.side.long_spec(next(newcomers), 3), lease_id=0)
+        assert {1, 2, 20} <= done
+
+    def test_tokens_that_others_had_read_are_counted_once(self) -> None:
+        scheduler, _ = self.opened(context_length=100, budget=2)
+        session, engine = scheduler.open(self.side.long_spec(1, 20), lease_id=0), self.side.engine(reused=16)
+        for _ in range(3):
+            self.side.run_steps(scheduler, engine=engine)
+            self.side.ask(scheduler, session)
+        assert scheduler.prefix_tokens == {"queried": 20, "reused": 16}
+
+    def test_duration_of_steps_with_and_without_prompt_tokens_teaches_the_pacer(self) -> None:
+        """A step costs a second and 10 ms for each prompt token that was really read."""
+        scheduler, _ = self.opened(context_length=1000, budget=400)
+        first, engine = scheduler.open(self.side.long_spec(1, 17), lease_id=0), self.side.engine(reused=16)
+        self.side.run_steps(scheduler, engine=engine)
+
+        def run_step(seconds: float) -> None:
+            self.side.ask(scheduler, first)
+            step = next_step(scheduler)
+            scheduler.complete(step, self.side.timed(engine.run(step), seconds))
+
+        run_step(1.0)
+        scheduler.pacer.beside = ChunkCost()
+        run_step(1.0)
+        for session_id, (prompt_len, num_steps) in enumerate([(216, 1), (816, 2)], start=2):
+            scheduler.open(self.side.long_spec(session_id, prompt_len), lease_id=0)
+            for _ in range(num_steps):
+                run_step(1.0 + 0.01 * (prompt_len - 16) / num_steps)
+                assert scheduler.pacer.beside.seconds_per_token == pytest.approx(0.01)
+
+    # Closing
+
+    def test_closing_takes_back_waiting_work_of_that_session_only(self) -> None:
+        for asks in (False, True):
+            scheduler, sessions = self.opened(1, 2, 3)
+            if asks:
+                self.side.run_steps(scheduler)
+                for session in sessions:
+                    self.side.ask(scheduler, session)
+            assert scheduler.close(2, 0) is sessions[1]
+            assert ids_of(next_step(scheduler)) == [1, 3]
+
+    def test_closing_during_a_step_drops_the_outcome_and_frees_the_room_once(self) -> None:
+        for asks in (False, True):
+            scheduler, sessions = self.opened(1, 2)
+            engine = self.side.engine()
+            if asks:
+                self.side.run_steps(scheduler, engine=engine)
+                for session in sessions:
+                    self.side.ask(scheduler, session)
+            step = next_step(scheduler)
+            assert scheduler.close(1, 0) is sessions[0]
+            assert scheduler.close(1, 0) is None
+            assert self.side.done(scheduler.complete(step, engine.run(step))) == [2]
+            assert scheduler.next_step() is None
+            scheduler.close(2, 0)
+            assert scheduler.room.usage == 0.0
+
+    def test_outcome_is_dropped_when_the_session_was_opened_anew_meanwhile(self) -> None:
+        for budget in (3, 1000):
+            scheduler, _ = self.opened(1, budget=budget)
+            step = next_step(scheduler)
+            scheduler.close(1, 0)
+            reopened = scheduler.open(self.side.make_spec(1), lease_id=0)
+            assert list(scheduler.complete(step, self.side.engine().run(step))) == []
+            assert (reopened.committed.ids, reopened.num_unread, reopened.num_reused) == (PROMPT, len(PROMPT), None)
+            assert reopened.is_reading
+            assert self.side.run_steps(scheduler)[-1] == [1]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Sessions of few names that open, get messages, take part in steps and close in any order.
+
+    What an open session must be is kept in `expected`; a scheduler's own machine adds messages and the end of steps.
+    """
+
+    KEYS = st.tuples(st.integers(1, 5), st.integers(0, 1))
+    side: Side
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = self.side.make_scheduler(max_sessions=4, context_length=64, kv_cache_tokens=160, budget=3)
+        self.scheduler.closed_early = ClosedEarly(bound=0)  # so that every session can be opened sooner or later
+        self.engine = self.side.engine()
+        self.step: Any = None
+        self.expected: dict[tuple[int, int], list[int]] = {}
+        """Committed tokens of each open session."""
+
+    def forget(self, key: tuple[int, int]) -> None:
+        """Forgets what is kept of a session besides."""
+
+    def is_finished(self) -> bool:
+        """Whether all that was asked for is done, where nothing is left to do."""
+        return not any(session.queued for session in self.scheduler.sessions.values())
+
+    def open_session(self, key: tuple[int, int], spec: Any) -> bool:
+        fits = len(self.expected) < 4 and blocks_for(spec.max_len) <= self.scheduler.room.num_free_blocks
+        if key in self.expected or not fits:
+            with pytest.raises(InvalidRequestError if key in self.expected else NoRoomError):
+                self.scheduler.open(spec, lease_id=0)
+            return False
+        self.scheduler.open(spec, lease_id=0)
+        self.expected[key] = list(spec.token_ids)
+        return True
+
+    @precondition(lambda self: self.step is None)
+    @rule()
+    def begin_step(self) -> None:
+        queued = [session for session in self.scheduler.sessions.values() if session.queued]
+        running = [session for session in queued if not session.is_reading]
+        self.step = self.scheduler.next_step()
+        assert (self.step is not None) == bool(queued)
+        if self.step is not None:
+            members = [item.session for item in self.step.items]
+            assert len({session.key for session in members}) == len(members)
+            assert all(any(session is member for member in members) for session in running)
+            assert sum(item.max_read for item in self.step.items if item.session.is_reading) <= 3
+
+    def finish(self) -> None:
+        """Ends the step that runs, if one does, in the most ordinary way."""
+        raise NotImplementedError
+
+    @rule(key=KEYS)
+    def close(self, key: tuple[int, int]) -> None:
+        closed = self.scheduler.close(*key)
+        assert (closed is not None) == (self.expected.pop(key, None) is not None)
+        self.forget(key)
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        scheduler = self.scheduler
+        assert set(scheduler.sessions) == set(self.expected)
+        ready = scheduler._ready
+        assert len({id(session) for session in ready}) == len(ready)
+        assert all(scheduler.sessions.get(session.key) is session for session in ready)
+        in_step = [item.session for item in self.step.items] if self.step else []
+        for key, session in scheduler.sessions.items():
+            assert session.queued == any(session is other for other in [*ready, *in_step])
+            assert session.committed.ids == self.expected[key]
+            assert len(session.committed) <= session.spec.max_len
+        reserved = sum(blocks_for(session.spec.max_len) for session in scheduler.sessions.values())
+        assert scheduler.room.num_free_blocks == blocks_for(160) - reserved
+
+    def teardown(self) -> None:
+        """Whoever has work is served, sooner or later."""
+        for _ in range(300):  # sessions hold at most 4 * 60 tokens
+            if self.step is not None:
+                self.finish()
+            self.begin_step()
+            if self.step is None:
+                break
+        assert self.step is None
+        assert self.is_finished()
