@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from observing import read_metric
+from observing import read_metric, wait_until
 
 from benchmarks.law import stack_options
 from draftwire.client import Client
@@ -99,10 +99,14 @@ def test_drafter_with_a_forged_permit_gets_no_block_in_and_costs_its_sessions_no
     pair: tuple[Path, Path],
 ) -> None:
     with stack_with(pair, "forge", []) as stack, Client(stack.address) as client:
-        completion = client.generate(PROMPT, max_tokens=50, seed=1)
-        assert len(completion.token_ids) == 50
-        assert completion.statistics.num_drafts == 0
-        assert read_metric(stack, "verifier", "blocks_refused", 'violation="peer"') >= 1.0
+
+        def is_refused() -> bool:
+            completion = client.generate(PROMPT, max_tokens=50, seed=1)
+            assert len(completion.token_ids) == 50
+            assert completion.statistics.num_drafts == 0
+            return read_metric(stack, "verifier", "blocks_refused", 'violation="peer"') >= 1.0
+
+        wait_until(is_refused, "a completion lasts until the drafter's first block has come")
 
 
 def test_honest_drafter_is_not_suspected_and_its_bytes_are_counted(client: Client, stack: InProcessStack) -> None:
