@@ -1,5 +1,6 @@
 """Rules and rounds to try the checker on: textbook implementations, and mistakes the way people make them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -105,14 +106,31 @@ class TextbookBlock(Textbook):
         return weight
 
 
+def mistaken(name: str, right: type[Textbook], **methods: Callable) -> type[Textbook]:
+    """Returns a textbook rule with a mistake: with some methods replaced."""
+    return type(name, (right,), methods)
+
+
+def residual_beside(step: int) -> Callable:
+    """Returns a correction from the rows so many places after the rejected token's."""
+
+    def residual(rule: Textbook, p: Tensor, q: Tensor, rows: Tensor, at: Tensor, scale: Tensor) -> Tensor:
+        return Textbook.residual(rule, p, q, rows, (at + step).clamp(min=0, max=q.shape[1] - 1), scale)
+
+    return residual
+
+
+def inverted_ratios(rule: Textbook, blocks: BlockBatch) -> Tensor:
+    """Returns drafter over target, as some copies print it."""
+    ratios = blocks.ratios()
+    return torch.where(ratios > 0.0, 1.0 / ratios, 0.0)
+
+
 # --- mistakes in the block rule
 
 
-class BlockBreaks(TextbookBlock):
-    """Stops at the first failed test (break instead of continue)."""
-
-    def goes_on(self, is_going: Tensor, is_passed: Tensor) -> Tensor:
-        return is_going & is_passed
+# Break instead of continue.
+BlockBreaks = mistaken("BlockBreaks", TextbookBlock, goes_on=TextbookToken.goes_on)
 
 
 class StatedBreaks(BlockRule):
@@ -135,67 +153,39 @@ class StatesNegativeProbabilities(BlockRule):
         return StopLaw(torch.cat([weights[:, :-1] - weights[:, 1:], weights[:, -1:]], dim=1), weights)
 
 
-class RatioInverted(TextbookBlock):
-    """Drafter over target, as some copies print it."""
+# Drafter over target.
+RatioInverted = mistaken("RatioInverted", TextbookBlock, ratios=inverted_ratios)
 
-    def ratios(self, blocks: BlockBatch) -> Tensor:
-        ratios = blocks.ratios()
-        return torch.where(ratios > 0.0, 1.0 / ratios, 0.0)
+# Drafter over target.
+TokenRatioInverted = mistaken("TokenRatioInverted", TextbookToken, ratios=inverted_ratios)
 
+WeightsWithoutClamp = mistaken(
+    "WeightsWithoutClamp", TextbookBlock, next_weight=lambda _, weight, ratio: weight * ratio
+)  # the bound at 1 is missing
 
-class TokenRatioInverted(TextbookToken):
-    """The same in the token rule."""
+ResidualOfRowBefore = mistaken(
+    "ResidualOfRowBefore", TextbookBlock, residual=residual_beside(-1)
+)  # of the last accepted token
 
-    ratios = RatioInverted.ratios
+ResidualOfRowAfter = mistaken(
+    "ResidualOfRowAfter", TextbookBlock, residual=residual_beside(1)
+)  # of the token after the rejected one
 
+TokenResidualOfRowBefore = mistaken(
+    "TokenResidualOfRowBefore", TextbookToken, residual=residual_beside(-1)
+)  # of the last accepted token
 
-class WeightsWithoutClamp(TextbookBlock):
-    """a_i = a_{i-1} r_i: the bound at 1 is missing."""
+TokenResidualOfRowAfter = mistaken(
+    "TokenResidualOfRowAfter", TextbookToken, residual=residual_beside(1)
+)  # of the token after
 
-    def next_weight(self, weight: Tensor, ratio: Tensor) -> Tensor:
-        return weight * ratio
+TokenResidualInBlock = mistaken(
+    "TokenResidualInBlock", TextbookBlock, scale=lambda _, before, weight: torch.ones_like(weight)
+)  # [p - q]+, as in the token rule
 
-
-class ResidualOfRowBefore(TextbookBlock):
-    """The correction from the rows of the last accepted token."""
-
-    def residual(self, p: Tensor, q: Tensor, rows: Tensor, at: Tensor, scale: Tensor) -> Tensor:
-        return super().residual(p, q, rows, (at - 1).clamp(min=0), scale)
-
-
-class ResidualOfRowAfter(TextbookBlock):
-    """The correction from the rows of the token after the rejected one."""
-
-    def residual(self, p: Tensor, q: Tensor, rows: Tensor, at: Tensor, scale: Tensor) -> Tensor:
-        return super().residual(p, q, rows, (at + 1).clamp(max=q.shape[1] - 1), scale)
-
-
-class TokenResidualOfRowBefore(TextbookToken):
-    """The correction of the token rule from the row before."""
-
-    def residual(self, p: Tensor, q: Tensor, rows: Tensor, at: Tensor, scale: Tensor) -> Tensor:
-        return super().residual(p, q, rows, (at - 1).clamp(min=0), scale)
-
-
-class TokenResidualOfRowAfter(TextbookToken):
-    """The correction of the token rule from the row after."""
-
-    def residual(self, p: Tensor, q: Tensor, rows: Tensor, at: Tensor, scale: Tensor) -> Tensor:
-        return super().residual(p, q, rows, (at + 1).clamp(max=q.shape[1] - 1), scale)
-
-
-class TokenResidualInBlock(TextbookBlock):
-    """The correction from [p - q]+, as in the token rule."""
-
-    def scale(self, before: Tensor, weight: Tensor) -> Tensor:
-        return torch.ones_like(weight)
-
-
-class EarlierWeightInResidual(TextbookBlock):
-    """The correction with a_{tau-1}."""
-
-    def scale(self, before: Tensor, weight: Tensor) -> Tensor:
-        return before
+EarlierWeightInResidual = mistaken(
+    "EarlierWeightInResidual", TextbookBlock, scale=lambda _, before, weight: before
+)  # a_{tau-1} in the correction
 
 
 class StatedEarlierWeight(BlockRule):
@@ -207,11 +197,9 @@ class StatedEarlierWeight(BlockRule):
         return StopLaw(law.accepted_probs, torch.cat([scales[:, :1], scales[:, :-1]], dim=1))
 
 
-class BonusOfResidual(TextbookBlock):
-    """After a whole block the extra token from the last residual, not from the target."""
-
-    def corrects(self, blocks: BlockBatch, accepted: Tensor) -> Tensor:
-        return torch.ones_like(accepted, dtype=torch.bool)
+BonusOfResidual = mistaken(
+    "BonusOfResidual", TextbookBlock, corrects=lambda _, blocks, accepted: accepted >= 0
+)  # also after a whole block
 
 
 class WholeBlockByProduct(LawRule):
@@ -234,17 +222,13 @@ class WholeBlockByProduct(LawRule):
 # --- mistakes in the token rule
 
 
-class TokenContinues(TextbookToken):
-    """Goes on after a rejection and takes the last success (continue instead of break)."""
+TokenContinues = mistaken(
+    "TokenContinues", TextbookToken, goes_on=lambda _, is_going, is_passed: is_going
+)  # continue instead of break
 
-    def goes_on(self, is_going: Tensor, is_passed: Tensor) -> Tensor:
-        return is_going
-
-
-class TokenBonusOfResidual(TextbookToken):
-    """After a whole block the extra token from the last residual."""
-
-    corrects = BonusOfResidual.corrects
+TokenBonusOfResidual = mistaken(
+    "TokenBonusOfResidual", TextbookToken, corrects=lambda _, blocks, accepted: accepted >= 0
+)  # also after a whole block
 
 
 class EpsilonInRatio(TextbookToken):
@@ -272,43 +256,29 @@ class Float16Ratios(TextbookToken):
 # --- mistakes with random numbers
 
 
-class OneUniformForAllTests(TextbookToken):
-    """The first number decides all tests."""
+OneUniformForAllTests = mistaken(
+    "OneUniformForAllTests", TextbookToken, coins=lambda _, uniforms: uniforms[:, :1].expand_as(uniforms)
+)  # the first decides all
 
-    def coins(self, uniforms: Tensor) -> Tensor:
-        return uniforms[:, :1].expand_as(uniforms)
+OneUniformForAllBlockTests = mistaken(
+    "OneUniformForAllBlockTests", TextbookBlock, coins=lambda _, uniforms: uniforms[:, :1].expand_as(uniforms)
+)  # the first decides all
 
+ProductOfUniforms = mistaken(
+    "ProductOfUniforms", TextbookToken, coins=lambda _, uniforms: uniforms.cumprod(dim=1)
+)  # the product so far
 
-class OneUniformForAllBlockTests(TextbookBlock):
-    """The same in the block rule."""
+ProductOfUniformsInBlock = mistaken(
+    "ProductOfUniformsInBlock", TextbookBlock, coins=lambda _, uniforms: uniforms.cumprod(dim=1)
+)  # the product so far
 
-    coins = OneUniformForAllTests.coins
+NotStrict = mistaken(
+    "NotStrict", TextbookToken, passes=lambda _, uniform, threshold: uniform <= threshold
+)  # lets what is impossible through where u is 0
 
-
-class ProductOfUniforms(TextbookToken):
-    """Each test with the product of the numbers so far."""
-
-    def coins(self, uniforms: Tensor) -> Tensor:
-        return uniforms.cumprod(dim=1)
-
-
-class ProductOfUniformsInBlock(TextbookBlock):
-    """The same in the block rule."""
-
-    coins = ProductOfUniforms.coins
-
-
-class NotStrict(TextbookToken):
-    """u <= h, which lets what is impossible through where u is 0."""
-
-    def passes(self, uniform: Tensor, threshold: Tensor) -> Tensor:
-        return uniform <= threshold
-
-
-class NotStrictInBlock(TextbookBlock):
-    """The same in the block rule."""
-
-    passes = NotStrict.passes
+NotStrictInBlock = mistaken(
+    "NotStrictInBlock", TextbookBlock, passes=lambda _, uniform, threshold: uniform <= threshold
+)  # the same
 
 
 class DrawsWithTheTestsUniform(TokenRule):

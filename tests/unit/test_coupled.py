@@ -321,8 +321,8 @@ def near_tied(leads: list[float]) -> tuple[Tensor, Tensor]:
 
 def test_lead_below_the_bound_is_a_near_tie_and_a_token_without_a_rival_is_none() -> None:
     cases = [near_tied([lead]) for lead in (0.0, 0.9 * NEAR_TIE, 1.1 * NEAR_TIE, 1.0)]
-    for row in ([0.0, 1.0, 0.0], [0.0, 1e-30, 0.0]):
-        cases.append((torch.tensor([[row]], dtype=torch.float64), torch.full((1, 1, 3), 0.3, dtype=torch.float64)))
+    waits = torch.full((1, 1, 3), 0.3, dtype=torch.float64)
+    cases += [(torch.tensor([[[0.0, only, 0.0]]], dtype=torch.float64), waits) for only in (1.0, 1e-30)]
     outcomes = [decide(target, [[]], times) for target, times in cases]
     assert [outcome.num_near_ties(NEAR_TIE).tolist() for outcome in outcomes] == [[1], [1], [0], [0], [0], [0]]
     assert [outcome.extra_tokens.tolist() for outcome in outcomes[2:]] == [[1]] * 4
