@@ -136,6 +136,7 @@ def test_silent_drafter_is_noticed_and_the_session_goes_on_without_it(rig: Rig, 
     assert completion.statistics.num_drafts > 0
 
 
+@pytest.mark.slow
 def test_sessions_of_a_gateway_that_vanished_are_freed_and_go_on_when_it_is_back(rig: Rig, client: Client) -> None:
     running = Running(client, num_speculative_tokens=0)
     rig.wait_for_sessions("verifier", 1, seconds=1.0)
@@ -194,6 +195,7 @@ def test_silence_is_noticed_on_idle_connections_too(rig: Rig, client: Client) ->
     assert not any(connection.is_open for connection in old)
 
 
+@pytest.mark.slow
 def test_idle_stack_keeps_its_connections_however_often_it_pings(rig: Rig, client: Client) -> None:
     rig.wait_until_whole(client)
     rig.forget_events()

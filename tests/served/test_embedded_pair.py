@@ -207,6 +207,7 @@ def test_up_on_a_terminal_shows_a_table_until_it_is_stopped_and_leaves_nothing_r
     assert run("generate", "x", "--address", ready, "--wait", "0.5").returncode == 3
 
 
+@pytest.mark.slow
 def test_up_on_a_terminal_prints_lines_where_they_are_asked_for_and_ends_before_all_is_up(mark: str) -> None:
     with Terminal("up", "--log", *SCRIPTED, *FREE) as terminal:
         terminal.wait_for("verifier")

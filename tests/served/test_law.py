@@ -38,7 +38,7 @@ def deep_drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("concurrency", "samples"),
     [
-        (16, 600),
+        (16, 400),
         pytest.param(1, 300, marks=pytest.mark.slow),
         pytest.param(3, 500, marks=pytest.mark.slow),
         pytest.param(16, 2_000, marks=pytest.mark.slow),
@@ -85,9 +85,10 @@ LAYERS: dict[str, tuple[str, dict[str, object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "layers"),
-    [pytest.param(*case, marks=[] if name == "pairs" else pytest.mark.slow) for name, case in LAYERS.items()],
+    LAYERS.values(),
     ids=LAYERS,
 )
 def test_the_law_is_the_same_however_approximately_is_drafted(

@@ -32,7 +32,7 @@ SILENT = 0
 """A token without text."""
 PROMPT = [1, 1, 2, 0, 0, 2, 1, 0, 0, 1, 2, 2, 0, 0, 1, 2, 0, 1]
 LENGTH = 7
-SAMPLES = (120, 450)
+SAMPLES = (80, 450)
 """Of each case, in the fast and in the slow tier: few show that every parameter arrives, many what comes of it."""
 CONCURRENCY = 48
 SMALLEST_CELL = 5.0

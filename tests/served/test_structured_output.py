@@ -72,9 +72,8 @@ def masked_law(folder: Path, start: tuple[int, ...] = ()) -> Law:
     return law
 
 
-@pytest.mark.parametrize(
-    "rule", [rule if rule == "block" else pytest.param(rule, marks=pytest.mark.slow) for rule in LOSSLESS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", LOSSLESS)
 def test_constrained_outputs_follow_the_masked_law_of_the_target(
     running: InProcessStack, target: Path, rule: str
 ) -> None:
