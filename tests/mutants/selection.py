@@ -11,6 +11,9 @@ FOLDERS = ("draftwire", "services", "tests", "benchmarks")
 LINK = "draftwire/services"
 """Leads to `services`, whose modules are imported under its name."""
 FAST = ("tests/unit/", "tests/contract/")
+OWN_TEST = "test_mutants.py"
+"""Looks up what is to be replaced, which is not there once it was: it would notice everything."""
+
 NEAREST = 8
 """Test files of the first wave, at most."""
 
@@ -50,6 +53,7 @@ class ImportGraph:
         """
         distances = self._distances(file)
         tests = [one for one in distances if one.startswith("tests/") and Path(one).name.startswith("test_")]
+        tests = [one for one in tests if Path(one).name != OWN_TEST]
         name = Path(file).stem
         tests.sort(key=lambda one: (distances[one], name not in one, len(self._sources[one]), one))
         fast = [one for one in tests if one.startswith(FAST)]

@@ -22,6 +22,9 @@ from tests.in_process import InProcessStack, slow_verifiers
 ALPHA = 1e-6
 """Probability of a false alarm of each test. Seeds are fixed, but block borders depend on timing."""
 
+SLOW_STEPS = Path(__file__).parents[1] / "injected" / "slow_steps"
+"""Its `sitecustomize` does to processes what `slow_verifiers` does to this one."""
+
 
 @pytest.fixture(scope="module")
 def law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
@@ -97,11 +100,13 @@ def test_the_law_is_the_same_however_approximately_is_drafted(
     law: dict[tuple[int, ...], float],
     rule: str,
     layers: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a drafter of six layers, of which some run at the same time. False alarm: 1e-6, by chi-square."""
     options = stack_options(pair[0], deep_drafter)
     options["drafter"] |= layers
     has_ranks = "layer_parallel_ranks" in layers
+    monkeypatch.setenv("PYTHONPATH", str(SLOW_STEPS))
     with slow_verifiers(), LocalStack(options) if has_ranks else InProcessStack(options) as running:
         completions = list(draw_completions(running.address, rule, SamplingParams(), range(400), 32))
         result = compare(rule, completions, law, 32)

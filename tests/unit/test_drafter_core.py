@@ -161,6 +161,23 @@ async def test_session_that_is_opening_fails_with_its_verifier(rig: Rig) -> None
     assert rig.core.num_sessions == 0
 
 
+@pytest.mark.parametrize("rig", ["scripted:calibration_ms=100"], indirect=True)
+async def test_opening_that_is_given_up_leaves_no_session(rig: Rig) -> None:
+    opening = asyncio.create_task(rig.open(1, prompt=[5] * 50))
+    await until(lambda: rig.core.num_sessions)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert rig.core.num_sessions == 0
+
+
+async def test_link_that_broke_before_anybody_was_told_is_not_used_again(rig: Rig) -> None:
+    await rig.open(1)
+    rig.links["a:1"][0].broken = True
+    await rig.open(2)
+    assert len(rig.links["a:1"]) == 2
+
+
 @pytest.mark.parametrize("rig", ["scripted:draft_ms=50"], indirect=True)
 async def test_block_under_way_is_sent_when_it_is_asked_for(rig: Rig) -> None:
     await rig.open(1)

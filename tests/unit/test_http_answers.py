@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -10,9 +10,10 @@ from http_fakes import STREAM_START, Gate, app_of
 
 from draftwire.errors import UnavailableError
 from draftwire.parameters import SamplingParams
-from draftwire.services.gateway.http.answering import PART_BYTES, send_whole
+from draftwire.services.gateway.http.answering import PART_BYTES, _stream, _while_connected, send_whole
 from draftwire.services.gateway.http.guard import Guard
 from draftwire.services.gateway.http.pieces import Ending, Piece, ToldToken, Wishes
+from draftwire.services.gateway.http.requests import CompletionBody
 from draftwire.services.gateway.http.shapes import SLICE, ChatShape, CompletionShape, Shape, Writer
 from draftwire.services.gateway.request import Generation
 from draftwire.services.gateway.statistics import Statistics
@@ -131,6 +132,71 @@ async def test_short_answer_says_how_long_it_is_and_goes_out_at_once() -> None:
     await send_whole(send, iter(['{"a":', "", '"\u00e9"}']))
     assert dict(sent[0]["headers"])[b"content-length"] == b"10"
     assert sent[1:] == [{"type": "http.response.body", "body": '{"a":"\u00e9"}'.encode(), "more_body": False}]
+
+
+# Streams
+
+
+class Made:
+    """Stands for a maker of pieces whose choices have all ended."""
+
+    endings = ENDINGS
+
+
+async def streamed(pieces: AsyncIterator[Piece], *, tells_usage: bool = False) -> list[dict[str, Any]]:
+    """Returns what goes out of a stream, its fault included."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    options = {"stream": True, "stream_options": {"include_usage": tells_usage}}
+    body = CompletionBody.model_validate({"model": "m", "prompt": "p", **options})
+    try:
+        await _stream(body, pieces, Made(), Writer(CompletionShape(), Wishes(1), "m"), send)  # type: ignore[arg-type]
+    except UnavailableError as error:
+        sent.append({"fault": str(error)})
+    return sent
+
+
+async def some(*pieces: Piece, error: Exception | None = None) -> AsyncIterator[Piece]:
+    for one in pieces:
+        yield one
+    if error is not None:
+        raise error
+
+
+async def test_stream_that_fails_before_its_first_piece_has_sent_nothing() -> None:
+    assert await streamed(some(error=UnavailableError("full"))) == [{"fault": "full"}]
+
+
+@pytest.mark.parametrize("tells_usage", [False, True])
+async def test_stream_ends_with_its_cost_if_it_is_asked_for_and_with_done(tells_usage: bool) -> None:
+    start, *parts = await streamed(some(piece(0, 1), piece(0, 2)), tells_usage=tells_usage)
+    assert start == STREAM_START
+    events = b"".join(part["body"] for part in parts).decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert len(events) == 2 + tells_usage + 2
+    assert ("usage" in events[2] and json.loads(events[2].removeprefix("data: "))["usage"] is not None) == tells_usage
+    assert [part["more_body"] for part in parts] == [True, True, False]
+
+
+async def test_work_ends_when_whoever_waits_for_it_has_gone() -> None:
+    has_ended, gone = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        gone.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            has_ended.set()
+
+    async def receive() -> Any:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    await asyncio.wait_for(_while_connected(receive, work()), 5.0)
+    assert has_ended.is_set()
 
 
 # What a failure leaves

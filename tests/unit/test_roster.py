@@ -181,6 +181,21 @@ def test_nothing_is_left_of_services_that_came_and_went() -> None:
     assert len(freed) == 50
 
 
+def test_address_that_is_in_two_places_takes_sessions_if_one_of_them_does() -> None:
+    """As while a pod's slice is written anew."""
+
+    async def test(rig: Rig) -> None:
+        for others in (
+            (Endpoint(A), Endpoint(A, is_terminating=True)),
+            (Endpoint(A, is_terminating=True), Endpoint(A)),
+        ):
+            await rig.source.tell(*others)
+            assert rig.addresses == [A]
+            assert not rig.made[0].is_leaving
+
+    assert len(in_rig(test).made) == 1
+
+
 def test_everything_is_closed_when_the_roster_ends() -> None:
     async def test(rig: Rig) -> None:
         await rig.source.tell(Endpoint(A), Endpoint(B))
