@@ -34,7 +34,7 @@ async def run_service(service: Service) -> int:
         if not starting.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            return 0
+            return int(service.is_lost())
         running = starting.result()
         gc.collect()
         gc.freeze()  # what is loaded now stays: collections need not look at it again and again

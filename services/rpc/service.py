@@ -129,10 +129,8 @@ class Running:
         self._tasks = [asyncio.create_task(_run(service)), asyncio.create_task(self._watch())]
 
     async def wait(self) -> None:
-        """Returns once the service's work has ended by itself, and raises what ended it."""
-        run = self._tasks[0]
-        await asyncio.wait({run})
-        run.result()
+        """Returns once the service's work has ended by itself; `drain` raises what ended it."""
+        await asyncio.wait({self._tasks[0]})
 
     async def drain(self) -> None:
         """Takes no new calls and lets open sessions finish, for `drain_seconds` at most.
