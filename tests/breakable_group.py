@@ -16,7 +16,7 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from observing import is_alive, read_metric
+from observing import is_alive, read_metric, wait_until
 from transformers import AutoModelForCausalLM
 
 from benchmarks.law import CONTEXT_LENGTH
@@ -78,11 +78,9 @@ class Group:
         return [line for line in self.lines if line["event"] == f"{self.service}.{event}"]
 
     def wait_for_end(self, seconds: float) -> float:
-        """Waits until no process is left, and returns how long that took."""
-        started = time.monotonic()
-        while self.rank_0.poll() is None or is_alive(self.follower):
-            assert time.monotonic() < started + seconds, "a process of the group is left"
-            time.sleep(0.01)
+        """Waits until no process is left and all that they said is read, and returns how long that took."""
+        started, service = time.monotonic(), self.stack.services[self.service]
+        wait_until(lambda: service.has_ended and not is_alive(self.follower), "the group's processes end", seconds)
         return time.monotonic() - started
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from observing import is_alive, read_metric
+from observing import is_alive, read_metric, wait_until
 
 from benchmarks.law import VOCAB_SIZE
 from draftwire.client import Client, Completion
@@ -108,6 +108,7 @@ def test_step_that_fails_outside_the_group_ends_its_sessions_only(
     done = complete(gateway)
     assert done.token_ids == expected
     assert done.statistics.num_drafters_lost == 1
+    wait_until(lambda: group.of("step_failed"), "the log tells of the step")
     assert len(group.of("step_failed")) == 1
     assert group.rank_0.poll() is None
     assert is_alive(group.follower)
@@ -166,19 +167,21 @@ def test_group_that_was_lost_takes_part_again_when_it_is_back(
 
 
 def test_sigterm_drains_and_all_processes_end_with_status_0(
-    group: Group, gateway: LocalStack, expected: list[int]
+    group: Group, gateway: LocalStack, faults: Path, expected: list[int]
 ) -> None:
     group.ensure()
     complete_with_drafts(gateway)
+    (faults / "verifier_slow").touch()  # so that the signal comes while the stream runs
     with Client(gateway.address) as client:
         pieces = iter(client.stream(PROMPT, temperature=0.0, max_tokens=LENGTH, num_speculative_tokens=1))
         token_ids = list(next(pieces).token_ids)
         assert read_metric(group.stack, "drafter", "num_sessions") > 0
         group.rank_0.send_signal(signal.SIGTERM)
+        (faults / "verifier_slow").unlink()
         token_ids += [token for piece in pieces for token in piece.token_ids]
     assert token_ids == expected
-    assert group.rank_0.wait(END_SECONDS) == 0
-    assert not is_alive(group.follower)
+    group.wait_for_end(END_SECONDS)
+    assert group.rank_0.returncode == 0
     assert group.ended_statuses == []
     assert len(group.of("follower_stopped")) == 1
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observing import is_alive, read_metric
+from observing import is_alive, read_metric, wait_until
 
 from benchmarks.law import compare, draw_completions, exact_law
 from benchmarks.relay import free_port
@@ -136,6 +136,7 @@ def test_step_that_fails_outside_the_group_ends_its_sessions_only(
         done = client.generate(PROMPT, temperature=0.0, max_tokens=LENGTH)
     assert done.token_ids == expected
     assert done.statistics.num_verifiers_lost == 1
+    wait_until(lambda: group.of("step_failed"), "the log tells of the step")
     assert len(group.of("step_failed")) == 1
     assert group.rank_0.poll() is None
     assert is_alive(group.follower)
@@ -194,8 +195,8 @@ def test_sigterm_lets_running_requests_finish_and_all_processes_end_with_status_
         group.rank_0.send_signal(signal.SIGTERM)
         count += sum(len(piece.token_ids) for piece in pieces)
     assert count == LENGTH
-    assert group.rank_0.wait(END_SECONDS) == 0
-    assert not is_alive(group.follower)
+    group.wait_for_end(END_SECONDS)
+    assert group.rank_0.returncode == 0
     assert group.ended_statuses == []
     assert len(group.of("follower_stopped")) == 1
 

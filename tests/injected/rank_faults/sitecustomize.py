@@ -2,18 +2,21 @@
 
 The test makes a file in the folder that `RANK_FAULTS` names: `rank_0` or `rank_1` fails that rank in the middle of its
 next forward pass, with all others in the same one; `verifier_step` or `drafter_step` fails that service's next step
-outside any forward pass, once.
+outside any forward pass, once; `verifier_slow` or `drafter_slow` makes each step take `SLOW_SECONDS` while it is there.
 """
 
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+SLOW_SECONDS = 0.2
 
 folder = Path(os.environ.get("RANK_FAULTS", "/nonexistent"))
 
@@ -33,13 +36,16 @@ def spoil_model(module: ModuleType) -> None:
 def spoil_engine(module: ModuleType) -> None:
     is_verifier = hasattr(module, "TargetEngine")
     engine = module.TargetEngine if is_verifier else module.DraftEngine
-    fault = folder / ("verifier_step" if is_verifier else "drafter_step")
+    service = "verifier" if is_verifier else "drafter"
+    fault, slow = folder / f"{service}_step", folder / f"{service}_slow"
     step_whole = engine.step
 
     def step(self: Any, *args: Any) -> Any:
         if fault.exists():
             fault.unlink()
             raise ValueError("not the group's fault")
+        if slow.exists():
+            time.sleep(SLOW_SECONDS)
         return step_whole(self, *args)
 
     engine.step = step
