@@ -1,7 +1,7 @@
 """Plants the mistakes of the lists, one at a time, and shows which test notices each: `python -m tests.mutants`.
 
-A test counts only if it passes without the mistake: those that noticed one are run again on a copy without any. What
-was noticed by a test that fails there too is planted again, and that test left out.
+A test counts only if it fails with the mistake a second time, alone, and passes without: those that noticed one are run
+again on a copy without any. What was noticed by a test that fails there too is planted again, and that test left out.
 """
 
 import argparse
@@ -99,20 +99,26 @@ class Workers:
         tree.plant(mutant)
         try:
             for wave in self.waves(mutant.file):
-                if self._is_over:
-                    break
-                outcome = tree.run(wave.files, LIMITS_S[wave.name], deselect=unreliable)
-                if outcome.failed:
-                    first = outcome.failed[0]
-                    result = replace(result, caught_by=first, is_test=True, at_import="::" not in first)
-                elif outcome.crash:
-                    result = replace(result, caught_by=f"{outcome.crash} in the {wave.name} tests")
-                if not outcome.is_clean:
+                result = self._run_wave(tree, wave, unreliable, result)
+                if result.caught_by or self._is_over:
                     break
         finally:
             tree.restore(mutant)
             self._trees.put(tree)
         return replace(result, seconds=time.monotonic() - started)
+
+    def _run_wave(self, tree: Tree, wave: Wave, unreliable: Sequence[str], result: Result) -> Result:
+        """Runs tests until one fails twice, and tells which."""
+        left_out = list(unreliable)
+        while not self._is_over:
+            outcome = tree.run(wave.files, LIMITS_S[wave.name], deselect=left_out)
+            if not outcome.failed:
+                return replace(result, caught_by=outcome.crash and f"{outcome.crash} in the {wave.name} tests")
+            first = outcome.failed[0]
+            if not tree.run([first], LIMITS_S[wave.name]).is_clean:
+                return replace(result, caught_by=first, is_test=True, at_import="::" not in first)
+            left_out.append(first)
+        return result
 
 
 def _chosen(names: Sequence[str]) -> list[Mutant]:
