@@ -29,6 +29,7 @@ from draftwire.rounds import CommittedTokens, Fence, Permit
 from draftwire.services.local_stack import LocalStack
 from draftwire.services.rpc.messages import fence_to_proto, permit_to_proto
 from draftwire.v1 import drafter_pb2, gateway_pb2, model_pb2, session_pb2, verifier_pb2
+from tests.observing import wait_until
 
 VOCAB_SIZE = 3
 CONTEXT_LENGTH = 64
@@ -688,10 +689,9 @@ def after_block(stage: Stage, session: TargetSide, stream: Stream, send: Callabl
 
 def _send_alone(counts: Callable[[], dict[str, float]], stream: Stream, message: Any) -> None:
     """Sends what is counted when it arrives, and waits for that: streams do not wait for each other."""
-    before, deadline = counts(), time.monotonic() + SECONDS
+    before = counts()
     stream.send(message)
-    while counts() == before and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: counts() != before, "what was sent is counted", SECONDS)
 
 
 def distributed(encoding: int, data: bytes, tokens: Sequence[int] = (1,), **sizes: Any) -> "Request":
@@ -773,7 +773,6 @@ def open_draft_cancelled(stage: Stage) -> Answer:
         time.sleep(0.02)
         for one in running:
             one.cancel()
-        time.sleep(0.2)
         return Answer(CANCELLED if all(one.cancelled() for one in running) else OK)
 
 

@@ -2,13 +2,13 @@
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from observing import wait_until
 
 from draftwire.client import Client
 from draftwire.client.completion import Piece
@@ -38,10 +38,7 @@ class Watched:
         )
 
     def wait_for(self, event: str, count: int = 1) -> None:
-        deadline = time.monotonic() + SECONDS
-        while sum(line["event"] == event for line in self.lines) < count:
-            assert time.monotonic() < deadline, f"no {event} was logged"
-            time.sleep(0.02)
+        wait_until(lambda: sum(line["event"] == event for line in self.lines) >= count, f"{event} is logged")
 
 
 @pytest.fixture(scope="module")
@@ -134,16 +131,19 @@ def test_internal_errors_that_quote_the_prompt_are_neither_logged_nor_returned_w
 
 def begin(client: Client, **options: Any) -> Iterator[Piece]:
     """Returns a stream that has begun, once requests that were cut short have made room for it."""
-    deadline = time.monotonic() + SECONDS
-    while True:
+    begun: list[Iterator[Piece]] = []
+
+    def has_room() -> bool:
         stream = iter(client.stream(MARKER, **options))
         try:
             next(stream)
         except NoRoomError:
-            assert time.monotonic() < deadline, "what was cut short goes on"
-            time.sleep(0.02)
-        else:
-            return stream
+            return False
+        begun.append(stream)
+        return True
+
+    wait_until(has_room, "what was cut short ends")
+    return begun[0]
 
 
 def test_requests_that_are_cut_short_leave_nothing_behind(watched: Watched) -> None:
