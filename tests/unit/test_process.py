@@ -1,0 +1,127 @@
+"""How a service's process ends, and what it says of it."""
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+from structlog.testing import capture_logs
+from structlog.typing import EventDict
+
+from draftwire.errors import UnavailableError
+from draftwire.services.metrics import ServiceMetrics
+from draftwire.services.rpc.process import run_service
+from draftwire.services.rpc.service import Service
+from draftwire.services.settings import ConnectionSettings, ServerSettings
+
+
+async def at_once() -> None:
+    """Work that ends as it begins."""
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def until_a_signal() -> None:
+    """Sends it to this process."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    await for_ever()
+
+
+def fails_with(kind: type[Exception], message: str) -> Callable[[], Awaitable[None]]:
+    async def fail() -> None:
+        raise kind(message)
+
+    return fail
+
+
+@pytest.fixture(autouse=True)
+def _heap_is_not_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what is over can be collected here, and later."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+
+
+async def run(
+    start: Callable[[], Awaitable[None]] = at_once,
+    work: Callable[[], Awaitable[None]] = until_a_signal,
+    num_sessions: Callable[[], int] = lambda: 0,
+    is_lost: bool = False,
+) -> tuple[int, list[EventDict]]:
+    """Runs a service to its end, and returns the exit status and what was logged."""
+    stopped: list[bool] = []
+    service = Service(
+        name="verifier",
+        grpc_names=("draftwire.v1.VerifierService",),
+        settings=ServerSettings(drain_seconds=0.2),
+        connections=ConnectionSettings(),
+        metrics=ServiceMetrics(),
+        register=lambda _server: None,
+        start=start,
+        run=work,
+        stop=lambda: stopped.append(True),
+        num_sessions=num_sessions,
+        is_lost=lambda: is_lost,
+    )
+    with capture_logs() as logs:
+        status = await run_service(service)
+        await asyncio.sleep(0.01)  # what the loop still holds goes
+        gc.collect()  # and an error that nobody has looked at is logged when it does
+    assert stopped == [True], "what it took is freed, once"
+    return status, logs
+
+
+def events_of(logs: list[EventDict]) -> list[str]:
+    return [line["event"].removeprefix("verifier.") for line in logs]
+
+
+@pytest.mark.parametrize(
+    ("start", "work", "status", "reason"),
+    [
+        (at_once, fails_with(ValueError, "quoting a prompt"), 1, "ValueError"),
+        (at_once, fails_with(UnavailableError, "a rank is lost"), 1, "a rank is lost"),
+        (fails_with(UnavailableError, "no model folder"), for_ever, 2, "no model folder"),
+        (fails_with(ValueError, "before any prompt"), for_ever, 2, "ValueError: before any prompt"),
+    ],
+)
+async def test_failure_is_logged_once_and_told_in_the_status(
+    start: Callable[[], Awaitable[None]], work: Callable[[], Awaitable[None]], status: int, reason: str
+) -> None:
+    ended, logs = await run(start, work)
+    assert ended == status
+    errors = [line for line in logs if line["log_level"] == "error"]
+    assert [(line["event"], line["reason"]) for line in errors] == [("verifier.server_failed", reason)]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("start", [at_once, until_a_signal], ids=["serving", "loading"])
+async def test_signal_ends_it_with_status_0_unless_a_part_of_it_is_lost(
+    start: Callable[[], Awaitable[None]], is_lost: bool
+) -> None:
+    status, logs = await run(start, is_lost=is_lost)
+    assert status == int(is_lost)
+    assert all(line["log_level"] == "info" for line in logs)
+    assert ("server_stopped" in events_of(logs)) == (start is at_once)
+
+
+async def test_sessions_that_outlast_the_drain_are_cut_and_counted() -> None:
+    status, logs = await run(num_sessions=lambda: 3)
+    assert status == 0
+    assert [line["sessions_cut"] for line in logs if line["event"] == "verifier.drain_ended"] == [3]
+
+
+async def test_drain_ends_with_the_last_session() -> None:
+    left = [2, 1, 0]
+    status, logs = await run(num_sessions=lambda: left.pop(0))
+    assert status == 0
+    assert left == []
+    assert "drain_ended" not in events_of(logs)
+
+
+async def test_work_that_ends_by_itself_ends_the_service() -> None:
+    """Without a signal: a listener that was stopped, say."""
+    status, logs = await run(work=at_once)
+    assert status == 0
+    assert events_of(logs)[-1] == "server_stopped"
