@@ -22,6 +22,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.up import embedded_model
@@ -156,11 +157,11 @@ def main() -> None:
         of_way = {
             way: [one for one in measurements if (one.way, one.concurrency) == (way, concurrency)] for way in WAYS
         }
-        speed = {way: statistics.median(one.tokens_per_second for one in of_way[way]) for way in WAYS}
+        rates = {way: [one.tokens_per_second for one in of_way[way]] for way in WAYS}
         cpu = {way: statistics.median(one.gateway_us_per_token for one in of_way[way]) for way in WAYS}
         results[f"at_{concurrency}"] = {
-            "tokens_per_second": speed,
-            "beside_grpc": {way: speed[way] / speed["grpc"] for way in WAYS[1:]},
+            "tokens_per_second": {way: statistics.median(own) for way, own in rates.items()},
+            "beside_grpc": {way: ratio_of(rates[way], rates["grpc"]) for way in WAYS[1:]},
             "gateway_us_per_token": cpu,
             "has_same_texts": len({one.text_bytes for ones in of_way.values() for one in ones}) == 1,
         }

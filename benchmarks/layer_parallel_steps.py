@@ -4,10 +4,10 @@ Part `steps` of `benchmarks.layer_parallel`: a step over one more token of each 
 with two threads, and in two processes of one thread each, which share out the attention; also what the first of two and
 of four such processes computes alone, without telling, waiting and another one at its side, which is what a step would
 take if exchanges took no time. N = 1 in several processes is that all of them compute all layers. Weights are random
-but for the embedded drafter's. Times are medians over all steps, ratios medians [least, most] over repetitions, in each
-of which the settings take turns. `plan` is telling the other process what to read, `exchange` what layers put out, both
-as rank 0 sees them, waiting for rank 1 included. The draft phase of a round of 5 tokens is an exact pass over 6 tokens
-and 4 steps; of the ordinary drafter, 5 steps.
+but for the embedded drafter's. Times are medians over all steps, ratios medians over repetitions, in each of which the
+settings take turns, with 95 % intervals. `plan` is telling the other process what to read, `exchange` what layers put
+out, both as rank 0 sees them, waiting for rank 1 included. The draft phase of a round of 5 tokens is an exact pass over
+6 tokens and 4 steps; of the ordinary drafter, 5 steps.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.paired import Ratio, ratio_of
 from benchmarks.relay import free_port
 from benchmarks.report import progress
 from draftwire.cli.up import embedded_model
@@ -110,27 +111,9 @@ class Times:
     parts: dict[str, list[float]] = field(default_factory=lambda: {PLAN: [], EXCHANGE: []})
     num_exchanges: int = 0
 
-    def faster_than(self, baseline: "Times") -> "Ratio":
+    def faster_than(self, baseline: "Times") -> Ratio:
         """Returns how many times as fast this is."""
-        pairs = zip(baseline.repetitions, self.repetitions, strict=True)
-        return Ratio.of([other / own for other, own in pairs])
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """How many times as fast something is as something else, over repetitions."""
-
-    median: float
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, ratios: Sequence[float]) -> "Ratio":
-        """Takes those of all repetitions."""
-        return cls(median(ratios), min(ratios), max(ratios))
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} [{self.least:.3f}, {self.most:.3f}]"
+        return ratio_of(baseline.repetitions, self.repetitions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,8 +339,9 @@ def phase_gain(old: Times, step: Times, first: Times) -> Ratio:
         step: the ones that come after the first.
         first: what reads the committed tokens.
     """
-    runs = zip(old.repetitions, step.repetitions, first.repetitions, strict=True)
-    return Ratio.of([BLOCK_LENGTH * before / (begun + (BLOCK_LENGTH - 1) * after) for before, after, begun in runs])
+    runs = zip(first.repetitions, step.repetitions, strict=True)
+    phases = [begun + (BLOCK_LENGTH - 1) * after for begun, after in runs]
+    return ratio_of([BLOCK_LENGTH * before for before in old.repetitions], phases)
 
 
 def _ms(seconds: Sequence[float]) -> float:

@@ -181,6 +181,19 @@ def bootstrap_median(ratios: Sequence[float], generator: np.random.Generator, re
     return Ratio(median(ratios), low, high)
 
 
+def ratio_of(figures: Sequence[float], base: Sequence[float]) -> Ratio:
+    """Returns what figures are over others, for a benchmark that has measured both in turns itself.
+
+    Args:
+        figures: of B, one of each turn.
+        base: of A, in the same turns and unit.
+
+    Raises:
+        ValueError: not as many of one as of the other, or none.
+    """
+    return bootstrap_median(_over(figures, base), np.random.default_rng(0))
+
+
 def paired_ratios(
     measure_a: Callable[[], float],
     measure_b: Callable[[], float],

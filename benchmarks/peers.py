@@ -46,6 +46,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.up import embedded_model, stack_options
@@ -480,20 +481,15 @@ def _medians(measurements: Iterable[Measurement]) -> dict[str, float]:
 
 
 def summarize(measurements: list[Measurement], is_greedy: bool) -> dict[str, Any]:
-    """Returns medians over repetitions, and ratios with their spread."""
+    """Returns medians over repetitions, and ratios of the same repetitions."""
     own: dict[str, dict[int, Measurement]] = defaultdict(dict)
     for each in measurements:
         own[each.contestant][each.repetition] = each
     medians = _medians(measurements)
     ratios = {}
     for name, baseline in RATIOS:
-        values = [one.tokens_per_second / own[baseline][turn].tokens_per_second for turn, one in own[name].items()]
-        ratios[f"{name} / {baseline}"] = {
-            "median": statistics.median(values),
-            "min": min(values),
-            "max": max(values),
-            "of_medians": medians[name] / medians[baseline],
-        }
+        rates = [[own[each][turn].tokens_per_second for turn in own[name]] for each in (name, baseline)]
+        ratios[f"{name} / {baseline}"] = ratio_of(*rates)
     means = {
         measure: {name: _mean([getattr(one, measure) for one in turns.values()]) for name, turns in own.items()}
         for measure in ("tokens_per_pass", "block_efficiency", "acceptance_rate")
@@ -532,9 +528,8 @@ def table(results: dict[str, Any]) -> str:
     for name, rate in results["median_tokens_per_second"].items():
         values = [results[column][name] for column in columns]
         lines.append(f"{name:<32}{rate:>10.2f}" + "".join(f"{'-' if v is None else f'{v:.3f}':>14}" for v in values))
-    lines.append(f"{'':<46}{'median':>8}  [{'least':>6}, {'most':>6}]")
-    for name, ratio in results["ratios"].items():
-        lines.append(f"{name:<46}{ratio['median']:>8.3f}  [{ratio['min']:>6.3f}, {ratio['max']:>6.3f}]")
+    lines.append("medians of ratios, with 95 % intervals")
+    lines += [f"{name:<46}  {ratio}" for name, ratio in results["ratios"].items()]
     return "\n".join(lines)
 
 

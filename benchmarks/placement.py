@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 from benchmarks.load import Ask, run_load
+from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.up import stack_options
@@ -132,19 +133,20 @@ def main() -> None:
         for measurement in measure(placement, arguments)
     ]
     loads = list(dict.fromkeys(each.load for each in measurements))
-    medians = {
-        placement.name: {
-            load: statistics.median(speeds) for load in loads if (speeds := speeds_of(measurements, placement, load))
-        }
+    rates = {
+        placement.name: {load: speeds for load in loads if (speeds := speeds_of(measurements, placement, load))}
         for placement in tried
     }
-    first = medians[tried[0].name]
+    first = rates[tried[0].name]
     write_report(
         arguments,
         {
-            "median_tokens_per_second": medians,
+            "median_tokens_per_second": {
+                name: {load: statistics.median(speeds) for load, speeds in own.items()} for name, own in rates.items()
+            },
             "ratio_to_the_first": {
-                name: {load: value / first[load] for load, value in own.items()} for name, own in medians.items()
+                name: {load: ratio_of(speeds, first[load]) for load, speeds in own.items()}
+                for name, own in rates.items()
             },
             "megabytes": {each.placement: each.megabytes for each in measurements},
             "measurements": [asdict(measurement) for measurement in measurements],

@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 import torch
 from torch import Tensor
 
+from benchmarks.paired import ratio_of
 from benchmarks.report import write_report
 from draftwire.distributions import DraftRows, SparseRows
 from draftwire.keys import KEY_BYTES
@@ -130,16 +131,12 @@ def measure(shape: Shape, batch_size: int, device: str, repeats: int) -> dict[st
     return {
         name: {
             "milliseconds": median(times[name][1:]) * 1e3,
-            "ratio_to_log_softmax": _ratio(times[name], plain[name]),
-            "ratio_to_log_softmax_into_given_memory": _ratio(times[name], in_place[name]),
+            "ratio_to_log_softmax": ratio_of(times[name][1:], plain[name][1:]),
+            "ratio_to_log_softmax_into_given_memory": ratio_of(times[name][1:], in_place[name][1:]),
             "accepted": accepted[name],
         }
         for name in CASES
     }
-
-
-def _ratio(times: list[float], others: list[float]) -> float:
-    return median(one / other for one, other in zip(times[1:], others[1:], strict=True))
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 from benchmarks.load import Ask, run_load
+from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, read_metric, write_report
 from draftwire.cli.up import embedded_model
@@ -88,21 +89,25 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     measurements = list(measure_all(arguments))
-    medians = {
-        f"{mode} at {concurrency}": statistics.median(
+    rates = {
+        (mode, concurrency): [
             each.tokens_per_second for each in measurements if (each.mode, each.concurrency) == (mode, concurrency)
-        )
+        ]
         for mode, concurrency in product(MODES, arguments.concurrencies)
     }
     lowest, highest = min(arguments.concurrencies), max(arguments.concurrencies)
-    best_low = max(medians[f"{mode} at {lowest}"] for mode in MODES)
-    best_high = max(medians[f"{mode} at {highest}"] for mode in MODES)
-    ratios = {mode: medians[f"{mode} at {highest}"] / medians[f"{mode} at {lowest}"] for mode in MODES}
-    ratios["better of both"] = best_high / best_low
+    best = {
+        concurrency: max((rates[mode, concurrency] for mode in MODES), key=statistics.median)
+        for concurrency in (lowest, highest)
+    }
+    ratios = {mode: ratio_of(rates[mode, highest], rates[mode, lowest]) for mode in MODES}
+    ratios["better of both"] = ratio_of(best[highest], best[lowest])
     write_report(
         arguments,
         {
-            "median_tokens_per_second": medians,
+            "median_tokens_per_second": {
+                f"{mode} at {concurrency}": statistics.median(own) for (mode, concurrency), own in rates.items()
+            },
             f"ratio_{highest}_to_{lowest}": ratios,
             "measurements": [asdict(measurement) for measurement in measurements],
         },

@@ -26,6 +26,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from benchmarks.load import Ask, run_load
+from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.up import embedded_model
@@ -124,7 +125,7 @@ def _cpu_seconds(stack: LocalStack) -> dict[str, float]:
 def summary(measurements: list[Measurement], concurrency: int) -> dict[str, Any]:
     """Returns medians of each mode at a concurrency, and its CPU time.
 
-    Ratios, as quartiles, are to the same repetition with tracing off.
+    Ratios are to the same repetition with tracing off.
     """
     of_mode: dict[str, list[Measurement]] = {}
     for each in measurements:
@@ -139,17 +140,12 @@ def summary(measurements: list[Measurement], concurrency: int) -> dict[str, Any]
                 name: 1e6 * sum(each.cpu_s[name] for each in own) / sum(each.rounds for each in own)
                 for name in SERVICES
             },
-            "rounds_per_second_over_off": _quartiles(
-                [each.rounds_per_second / off.rounds_per_second for each, off in zip(own, of_mode[OFF], strict=True)]
+            "rounds_per_second_over_off": ratio_of(
+                [each.rounds_per_second for each in own], [off.rounds_per_second for off in of_mode[OFF]]
             ),
         }
         for mode, own in of_mode.items()
     }
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    """Returns the lower quartile, the median and the upper one."""
-    return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
 
 
 def main() -> None:
