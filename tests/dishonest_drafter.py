@@ -1,11 +1,11 @@
-"""A drafter service that lies: `python -m tests.dishonest_drafter WAY --model FOLDER --port PORT ...`."""
+"""Drafters of this process that lie, for as long as a test wants."""
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
+import pytest
 from torch import Tensor
 
 from draftwire.distributions import QuantizedRows
@@ -13,18 +13,17 @@ from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.strategy import Draft
 from draftwire.rounds import DraftSessionSpec
 from draftwire.services.drafter.scheduler import DraftSession, Scheduler
-from draftwire.services.options import main
 
 CORRUPTED_TEMPERATURE = 0.875
 """Requests of this temperature get corrupted blocks, others honest ones."""
 
 
-def argmax() -> None:
+def argmax(patch: pytest.MonkeyPatch) -> None:
     """Takes the likeliest token, and sends its distribution as if the token had been drawn."""
-    QuantizedRows.draw = lambda self, uniforms: self.token_ids[:, 0]
+    patch.setattr(QuantizedRows, "draw", lambda self, uniforms: self.token_ids[:, 0])
 
 
-def too_cold() -> None:
+def too_cold(patch: pytest.MonkeyPatch) -> None:
     """Draws at a lower temperature than it declares."""
 
     def draw(self: QuantizedRows, uniforms: Tensor) -> Tensor:
@@ -32,10 +31,10 @@ def too_cold() -> None:
         places = (cumulated <= uniforms.unsqueeze(1) * cumulated[:, -1:]).sum(dim=1, keepdim=True)
         return self.token_ids.gather(1, places).squeeze(1)
 
-    QuantizedRows.draw = draw
+    patch.setattr(QuantizedRows, "draw", draw)
 
 
-def corrupt() -> None:
+def corrupt(patch: pytest.MonkeyPatch) -> None:
     """Sends weights that do not sum to 65,536, in some sessions."""
     honest = Drawer.drafts
 
@@ -49,22 +48,22 @@ def corrupt() -> None:
             result.append(draft)
         return result
 
-    Drawer.drafts = drafts
+    patch.setattr(Drawer, "drafts", drafts)
 
 
-def forge() -> None:
+def forge(patch: pytest.MonkeyPatch) -> None:
     """Shows permits of numbers that it was not given."""
     honest = Scheduler.open
 
     def forged_open(self: Scheduler, spec: DraftSessionSpec, *rest: Any) -> DraftSession:
         return honest(self, replace(spec, permit=replace(spec.permit, number=spec.permit.number + 1)), *rest)
 
-    Scheduler.open = forged_open
+    patch.setattr(Scheduler, "open", forged_open)
 
 
-WAYS: dict[str, Callable[[], None]] = {"argmax": argmax, "too_cold": too_cold, "corrupt": corrupt, "forge": forge}
-
-if __name__ == "__main__":
-    WAYS[sys.argv.pop(1)]()
-    torch.set_num_threads(1)
-    main("drafter")
+@contextmanager
+def lying(way: Callable[[pytest.MonkeyPatch], None]) -> Iterator[None]:
+    """Makes drafters lie in one of these ways."""
+    with pytest.MonkeyPatch.context() as patch:
+        way(patch)
+        yield

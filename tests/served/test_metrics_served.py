@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from observing import read_metric
 from prometheus_client.parser import text_string_to_metric_families
-from test_honesty import free_port, stack_with
 
+from benchmarks.law import stack_options
+from benchmarks.relay import free_port
 from draftwire.client import Client
-from tests.dishonest_drafter import CORRUPTED_TEMPERATURE
+from tests.dishonest_drafter import CORRUPTED_TEMPERATURE, corrupt, lying
 from tests.in_process import InProcessStack
 from tests.metric_families import PAGE, SERVICES, families_of
 from tests.queries import FILES, OF_TARGETS, alerts_of_compose, queries_of_dashboard, selectors_of
@@ -39,11 +40,11 @@ def use(stack: InProcessStack) -> None:
 @pytest.fixture(scope="module")
 def scraped(pair: tuple[Path, Path]) -> dict[str, list[tuple[str, dict[str, str]]]]:
     """What each service of a stack exports after some traffic."""
-    port = free_port()
-    with stack_with(pair, "corrupt", [], metrics_port=port, address="dns:///127.0.0.1:{port}") as stack:
-        ports = {name: running.metrics_port for name, running in stack.services.items()} | {"drafter": port}
+    options, port = stack_options(*pair), free_port()
+    options["drafter"]["port"], options["gateway"]["drafter"] = port, f"dns:///127.0.0.1:{port}"
+    with lying(corrupt), InProcessStack(options) as stack:
         use(stack)
-        return {service: list(scrape(ports[service])) for service in SERVICES}
+        return {name: list(scrape(running.metrics_port)) for name, running in stack.services.items()}
 
 
 def test_every_series_that_dashboard_and_alerts_ask_for_is_there(
