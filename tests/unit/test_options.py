@@ -381,45 +381,36 @@ def run_command(service: str, *arguments: str, **environment: str) -> Result:
     return CliRunner().invoke(app, arguments, env={PREFIX + name: value for name, value in environment.items()})
 
 
-MODEL = ["--model", "m"]
-
-
-def verifier(**changes: Any) -> VerifierConfig:
-    return VerifierConfig(ModelSettings("m"), **changes)
+MODEL = ["--model", "some/model"]
 
 
 @pytest.mark.parametrize(
-    ("service", "arguments", "environment", "expected"),
+    ("service", "arguments", "environment", "changes"),
     [
-        ("gateway", [], {}, GatewayConfig()),
+        ("gateway", [], {}, {}),
         (
             "verifier",
             [*MODEL, "--max-draft-tokens", "3"],
             {"VERIFIER_PORT": "7", "VERIFIER_MAX_DRAFT_TOKENS": "4", "DRAFTER_PORT": "8"},
-            verifier(server=ServerSettings(port=7, metrics_port=9052), engine=EngineSettings(max_draft_tokens=3)),
+            {"port": 7, "max_draft_tokens": 3},
         ),
+        ("verifier", [*MODEL, "--allow-plaintext"], {}, {"allow_plaintext": True}),
+        ("verifier", [*MODEL, "--no-allow-plaintext"], {"VERIFIER_ALLOW_PLAINTEXT": "true"}, {}),
+        ("verifier", MODEL, {"VERIFIER_ALLOW_PLAINTEXT": "1"}, {"allow_plaintext": True}),
+        ("verifier", MODEL, {"VERIFIER_ALLOW_PLAINTEXT": "false"}, {}),
         *(
-            ("verifier", [*MODEL, *words], environment, verifier(tls=TlsSettings(allow_plaintext=expected)))
-            for words, environment, expected in (
-                (["--allow-plaintext"], {}, True),
-                (["--no-allow-plaintext"], {"VERIFIER_ALLOW_PLAINTEXT": "true"}, False),
-                ([], {"VERIFIER_ALLOW_PLAINTEXT": "1"}, True),
-                ([], {"VERIFIER_ALLOW_PLAINTEXT": "false"}, False),
-            )
-        ),
-        *(
-            ("gateway", words, environment, GatewayConfig(http_port=port))
+            ("gateway", arguments, environment, {"http_port": port})
             for text, port in (("none", None), ("None", None), ("0", 0), ("8080", 8080))
-            for words, environment in ((["--http-port", text], {}), ([], {"GATEWAY_HTTP_PORT": text}))
+            for arguments, environment in ((["--http-port", text], {}), ([], {"GATEWAY_HTTP_PORT": text}))
         ),
     ],
 )
 def test_options_and_variables_set_values_and_options_win(
-    served: list[Any], service: str, arguments: list[str], environment: dict[str, str], expected: object
+    served: list[Any], service: str, arguments: list[str], environment: dict[str, str], changes: dict[str, Any]
 ) -> None:
     """Switches can be turned on and off, and a port that is served by default can be turned off."""
     assert run_command(service, *arguments, **environment).exit_code == 0
-    assert served == [expected]
+    assert served == [build(SERVICES[service], values_of(SERVICES[service], **changes))]
 
 
 def test_plaintext_beyond_the_machine_is_refused_on_one_line(served: list[Any]) -> None:
