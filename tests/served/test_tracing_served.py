@@ -261,7 +261,7 @@ def test_spans_tell_numbers_and_names_and_never_what_was_asked_or_answered(trace
             assert isinstance(value, int) or WORDS.fullmatch(str(value)), value
         for event in span.events:
             assert event.attributes.keys() <= {"address", "epoch", "reason"}
-    seen = b"".join(traced.collector.raw)
+    seen = b"".join(request.SerializeToString() for request in traced.collector.requests)
     assert seen
     assert b"zebra" not in seen
     assert not [line for _, line in traced.lines if line.get("level") not in ("info", None)]
