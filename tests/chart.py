@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -57,27 +58,40 @@ class Rendered:
         kinds = {"gateway": "Deployment", "drafter": "Deployment", "verifier": "StatefulSet"}
         return self.one(kinds[service], service)
 
+    def template(self, service: str) -> Manifest:
+        template: Manifest = self.workload(service)["spec"]["template"]
+        return template
+
     def pods(self) -> list[Manifest]:
         """Returns the templates of all pods, each with "metadata" and "spec"."""
-        pods = [self.workload(service)["spec"]["template"] for service in SERVICES if self.has(service)]
+        pods = [each["spec"]["template"] for kind in ("Deployment", "StatefulSet") for each in self.all(kind)]
         for group in self.all("LeaderWorkerSet"):
             template = group["spec"]["leaderWorkerTemplate"]
             pods += [template["leaderTemplate"], template["workerTemplate"]]
         return pods + self.all("Pod")
 
-    def has(self, service: str) -> bool:
-        kinds = ("Deployment", "StatefulSet")
-        return any(each["metadata"]["labels"][COMPONENT] == service for kind in kinds for each in self.all(kind))
-
-    def pod(self, service: str) -> Manifest:
-        spec: Manifest = self.workload(service)["spec"]["template"]["spec"]
-        return spec
-
     def container(self, service: str) -> Manifest:
-        return container_of(self.pod(service))
+        return container_of(self.template(service)["spec"])
 
     def environment(self, service: str) -> dict[str, str]:
         return environment_of(self.container(service))
+
+    def at(self, path: str) -> Any:
+        """Returns what is at a path; None where there is nothing.
+
+        Args:
+            path: such as "Service/gateway.spec.type": the kind of a manifest and its component, then keys. Instead of
+                a kind, "template", "container" and "environment" are those of a service's pod. Parts of lists are
+                found by their names: "container/gateway.volumeMounts.tls.mountPath".
+        """
+        root, *keys = path.split(".")
+        kind, component = root.split("/")
+        parts = {"template": self.template, "container": self.container, "environment": self.environment}
+        found: Any = parts[kind](component) if kind in parts else self.one(kind, component)
+        for key in keys:
+            named = {each["name"]: each for each in found} if isinstance(found, list) else found
+            found = (named or {}).get(key)
+        return found
 
 
 def container_of(pod: Mapping[str, Any]) -> Manifest:
@@ -103,6 +117,20 @@ def render(values: str, *settings: str) -> Rendered:
     return Rendered(tuple(filter(None, yaml.safe_load_all(done.stdout))))
 
 
+def expect(values: str, expected: Mapping[str, Any], *settings: str) -> None:
+    """Checks what the rendered chart has at some paths; see `Rendered.at`. None stands for nothing."""
+    rendered = render(values, *settings)
+    found = {path: rendered.at(path) for path in expected}
+    assert found == expected, f"found {found}"
+
+
+def refuse(values: str, message: str, *settings: str) -> None:
+    """Checks that the chart is not rendered, and says why."""
+    done = template(values, *settings)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
 def template(values: str, *settings: str, release: str = "prod") -> subprocess.CompletedProcess[str]:
     """Runs `helm template` and returns what it says."""
     changes = [part for setting in settings for part in ("--set-json" if is_json(setting) else "--set", setting)]
@@ -120,14 +148,11 @@ def is_json(setting: str) -> bool:
 
 def configure(service: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts a service up to where it has its configuration, and returns that."""
-    taken: list[Any] = []
-    module = ModuleType("draftwire_taken")
-    module.serve = lambda config: taken.append(config) or 0  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(ENTRIES, service, module.__name__)
+    serve = Mock(return_value=0)
+    monkeypatch.setitem(sys.modules, "draftwire_taken", SimpleNamespace(serve=serve))
+    monkeypatch.setitem(ENTRIES, service, "draftwire_taken")
     app = typer.Typer()
     app.command()(serve_command(service))
     done = CliRunner().invoke(app, env=environment)
     assert done.exit_code == 0, done.output
-    (config,) = taken
-    return config
+    return serve.call_args.args[0]

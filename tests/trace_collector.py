@@ -1,6 +1,5 @@
 """A collector of traces that keeps the spans in memory, and what tests ask of them."""
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,18 +70,13 @@ class Trace:
         return found
 
 
-@dataclass
+@dataclass(eq=False)
 class Collector(service_grpc.TraceServiceServicer):
     """Listens on loopback. A context manager."""
 
-    delay_s: float = 0.0
-    """How long it takes over each batch."""
-    spans: list[CollectedSpan] = field(default_factory=list)
-    raw: list[bytes] = field(default_factory=list)
-    """All that arrived, as it came."""
-    metadata: list[dict[str, str]] = field(default_factory=list)
+    requests: list[service_pb2.ExportTraceServiceRequest] = field(default_factory=list)
+    """All that arrived."""
     port: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
     _server: Any = None
 
     def __enter__(self) -> "Collector":
@@ -102,20 +96,23 @@ class Collector(service_grpc.TraceServiceServicer):
     def Export(
         self, request: service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> service_pb2.ExportTraceServiceResponse:
-        time.sleep(self.delay_s)
-        with self._lock:
-            self.raw.append(request.SerializeToString())
-            self.metadata.append({key: str(value) for key, value in context.invocation_metadata()})
-            for of_resource in request.resource_spans:
-                resource = _attributes(of_resource.resource.attributes)
-                for of_scope in of_resource.scope_spans:
-                    self.spans += [_span(span, resource) for span in of_scope.spans]
+        self.requests.append(request)
         return service_pb2.ExportTraceServiceResponse()
+
+    @property
+    def spans(self) -> list[CollectedSpan]:
+        """What has arrived."""
+        return [
+            _span(span, _attributes(of_resource.resource.attributes))
+            for request in tuple(self.requests)
+            for of_resource in request.resource_spans
+            for of_scope in of_resource.scope_spans
+            for span in of_scope.spans
+        ]
 
     def traces(self) -> dict[str, Trace]:
         """Returns what has arrived, by trace id."""
-        with self._lock:
-            spans = list(self.spans)
+        spans = self.spans
         return {
             trace_id: Trace([span for span in spans if span.trace_id == trace_id])
             for trace_id in dict.fromkeys(span.trace_id for span in spans)

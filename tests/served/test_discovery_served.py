@@ -3,16 +3,16 @@
 import queue
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 from kubernetes_api import KubernetesApi, endpoint_slice, pod
-from observing import read_metric
+from observing import read_metric, wait_until
 
 from benchmarks.relay import free_port
-from draftwire.client import Client, Completion
+from draftwire.client import Client
 from draftwire.models.scripted import expected_tokens
 from tests.in_process import InProcessStack
 
@@ -31,11 +31,8 @@ class Cluster:
     def __init__(self, api: KubernetesApi, exits: ExitStack) -> None:
         self.api = api
         self.events: queue.Queue[tuple[str, str]] = queue.Queue()
-        self.pods: dict[str, InProcessStack] = {}
         self._ports = {"verifier": free_port(), "drafter": free_port()}
-        with ThreadPoolExecutor() as starting:
-            for name, stack in starting.map(self._start, ADDRESSES):
-                self.pods[name] = exits.enter_context(_Stopped(stack))
+        self.pods = {name: exits.enter_context(self._pod(name)) for name in ADDRESSES}
         self.show(["verifier-1"], [])
         options = {"discovery": "kubernetes", "verifier_service": "verifier", "drafter_service": "drafter"}
         settings = {**options, "namespace": "default", "max_requests": 64}
@@ -58,55 +55,33 @@ class Cluster:
         while self.events.get(timeout=max(0.01, deadline - time.monotonic())) != wanted:
             pass
 
-    def wait_until(self, holds: Any) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not holds():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
     def num_peers(self, role: str, state: str) -> float:
         return read_metric(self.gateway, "gateway", "num_peers", f'role="{role}",state="{state}"')
 
-    def metric(self, name: str, metric: str) -> float:
-        return read_metric(self.pods[name], name.partition("-")[0], metric, host=ADDRESSES[name])
+    def num_sessions(self, name: str) -> float:
+        return read_metric(self.pods[name], name.partition("-")[0], "num_sessions", host=ADDRESSES[name])
 
-    def complete(self, max_tokens: int = 40) -> Completion:
+    def complete(self, max_tokens: int = 40) -> Any:
+        """Returns the statistics of a completion."""
         completion = self.client.generate(PROMPT, max_tokens=max_tokens, temperature=0.0)
         assert completion.token_ids == expected_tokens(len(PROMPT), max_tokens)
         assert completion.num_resumed == 0
-        return completion
+        return completion.statistics
 
-    def _start(self, name: str) -> tuple[str, InProcessStack]:
+    def _pod(self, name: str) -> InProcessStack:
         service = name.partition("-")[0]
         options = {"model": SCRIPT, "host": ADDRESSES[name], "port": self._ports[service], "drain_seconds": 0.5}
-        stack = InProcessStack({service: options})
-        stack.__enter__()
-        return name, stack
+        return InProcessStack({service: options})
 
     def _note(self, _service: str, line: Any) -> None:
         self.events.put((str(line["event"]), str(line.get("address", "")).rpartition(":")[0]))
 
 
-class _Stopped:
-    """Stops a stack that runs already."""
-
-    def __init__(self, stack: InProcessStack) -> None:
-        self.stack = stack
-
-    def __enter__(self) -> InProcessStack:
-        return self.stack
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.stop()
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     kubeconfig = tmp_path_factory.mktemp("kubernetes") / "kubeconfig"
-    with ExitStack() as exits:
-        api = exits.enter_context(KubernetesApi())
+    with KubernetesApi() as api, pytest.MonkeyPatch.context() as monkeypatch, ExitStack() as exits:
         kubeconfig.write_text(api.kubeconfig())
-        monkeypatch = exits.enter_context(pytest.MonkeyPatch.context())
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
         yield Cluster(api, exits)
 
@@ -121,21 +96,20 @@ def test_drafter_that_is_added_drafts_and_one_that_is_removed_does_not(
     cluster: Cluster, background: ThreadPoolExecutor
 ) -> None:
     cluster.show(["verifier-1"], [])
-    assert cluster.complete().statistics.num_drafts == 0
+    assert cluster.complete().num_drafts == 0
     cluster.show(["verifier-1"], ["drafter-1"])
     cluster.wait_for("peer_connected", "drafter-1")
-    cluster.wait_until(lambda: cluster.complete().statistics.num_drafts > 0)
-    cluster.wait_until(lambda: cluster.metric("drafter-1", "num_sessions") == 0)
+    wait_until(lambda: cluster.complete().num_drafts > 0)
+    wait_until(lambda: cluster.num_sessions("drafter-1") == 0)
     running = background.submit(cluster.complete, LONG)
-    cluster.wait_until(lambda: cluster.metric("drafter-1", "num_sessions") == 1)
+    wait_until(lambda: cluster.num_sessions("drafter-1") == 1)
     cluster.show(["verifier-1"], [])
     cluster.wait_for("peer_left", "drafter-1")
-    assert cluster.complete().statistics.num_drafts == 0
+    assert cluster.complete().num_drafts == 0
     assert not running.done()
-    assert cluster.metric("drafter-1", "num_sessions") == 1, "it drafts on for the session that it has"
-    statistics = running.result(DEADLINE_S).statistics
-    assert statistics.num_drafters_lost == 0
-    cluster.wait_until(lambda: cluster.num_peers("drafter", "leaving") == 0)
+    assert cluster.num_sessions("drafter-1") == 1, "it drafts on for the session that it has"
+    assert running.result(DEADLINE_S).num_drafters_lost == 0
+    wait_until(lambda: cluster.num_peers("drafter", "leaving") == 0)
 
 
 def test_drafter_that_comes_and_goes_again_and_again_drafts_while_it_is_there(
@@ -145,10 +119,10 @@ def test_drafter_that_comes_and_goes_again_and_again_drafts_while_it_is_there(
     for _ in range(3):
         cluster.show(["verifier-1"], ["drafter-1"])
         cluster.wait_for("peer_found", "drafter-1")
-        cluster.wait_until(lambda: cluster.complete().statistics.num_drafts > 0)
+        wait_until(lambda: cluster.complete().num_drafts > 0)
         cluster.show(["verifier-1"], [])
         cluster.wait_for("peer_left", "drafter-1")
-        assert cluster.complete().statistics.num_drafts == 0
+        assert cluster.complete().num_drafts == 0
     assert all(future.result(DEADLINE_S) for future in running)
 
 
@@ -156,26 +130,26 @@ def test_verifier_that_is_added_takes_sessions_and_the_first_can_be_drained(
     cluster: Cluster, background: ThreadPoolExecutor
 ) -> None:
     cluster.show(["verifier-1"], ["drafter-1"])
-    cluster.wait_until(lambda: cluster.metric("verifier-1", "num_sessions") == 0)
-    running: list[Future[Completion]] = [background.submit(cluster.complete, LONG) for _ in range(4)]
-    cluster.wait_until(lambda: cluster.metric("verifier-1", "num_sessions") == 4)
+    wait_until(lambda: cluster.num_sessions("verifier-1") == 0)
+    running = [background.submit(cluster.complete, LONG) for _ in range(4)]
+    wait_until(lambda: cluster.num_sessions("verifier-1") == 4)
     cluster.show(["verifier-1", "verifier-2"], ["drafter-1"])
     cluster.wait_for("peer_connected", "verifier-2")
     running += [background.submit(cluster.complete, LONG) for _ in range(4)]
-    cluster.wait_until(lambda: cluster.metric("verifier-2", "num_sessions") == 4)
+    wait_until(lambda: cluster.num_sessions("verifier-2") == 4)
 
     leaves = {"ready": False, "serving": True, "terminating": True}
     cluster.show(["verifier-1", "verifier-2"], ["drafter-1"], verifier_1=leaves)
     cluster.wait_for("peer_left", "verifier-1")
     running += [background.submit(cluster.complete, LONG) for _ in range(2)]
-    cluster.wait_until(lambda: cluster.metric("verifier-2", "num_sessions") == 6)
-    assert cluster.metric("verifier-1", "num_sessions") == 4
+    wait_until(lambda: cluster.num_sessions("verifier-2") == 6)
+    assert cluster.num_sessions("verifier-1") == 4
     assert cluster.num_peers("verifier", "leaving") == 1
     cluster.pods["verifier-1"].stop()  # drains for less than its sessions take
     cluster.show(["verifier-2"], ["drafter-1"])
-    completions = [future.result(2 * DEADLINE_S) for future in running]
-    assert [completion.statistics.num_verifiers_lost for completion in completions] == [1] * 4 + [0] * 6
-    cluster.wait_until(lambda: cluster.num_peers("verifier", "leaving") == 0)
+    lost = [future.result(2 * DEADLINE_S).num_verifiers_lost for future in running]
+    assert lost == [1] * 4 + [0] * 6
+    wait_until(lambda: cluster.num_peers("verifier", "leaving") == 0)
     assert cluster.num_peers("verifier", "connected") == 1
 
 

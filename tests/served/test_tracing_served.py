@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,19 @@ class Traced:
         time.sleep(0.3)  # spans that should not be there come no later than others
         return self.collector.traces()[name]
 
+    def follow(self, parent: TraceContext, **fields: Any) -> tuple[Trace, list[Any]]:
+        """Returns the trace of a request that is part of another's, and the finishes of its choices."""
+        finishes = self.generate(str(parent), **fields)
+        return self.trace(parent.trace_id, sum(finish.statistics.num_rounds for finish in finishes)), finishes
+
+    def begin(self, header: str = "") -> tuple[Trace, Any]:
+        """Returns the trace that a request begins, and the finish of its choice."""
+        before = set(self.collector.traces())
+        (finish,) = self.generate(header)
+        self.collector.wait_for(lambda collector: len(set(collector.traces()) - before) == 1)
+        (name,) = set(self.collector.traces()) - before
+        return self.trace(int(name, 16), finish.statistics.num_rounds), finish
+
 
 @pytest.fixture(scope="module")
 def traced() -> Iterator[Traced]:
@@ -139,12 +152,8 @@ def assert_whole(trace: Trace, finish: Any, choice: CollectedSpan) -> None:
 
 
 def test_one_request_is_one_trace_across_the_services(traced: Traced) -> None:
-    before = set(traced.collector.traces())
-    (finish,) = traced.generate()
+    trace, finish = traced.begin()
     assert finish.statistics.num_drafts > 3
-    traced.collector.wait_for(lambda collector: len(set(collector.traces()) - before) == 1)
-    (name,) = set(traced.collector.traces()) - before
-    trace = traced.trace(int(name, 16), finish.statistics.num_rounds)
     root, choice = trace.one("generate"), trace.one("choice")
     assert (root.parent_id, choice.parent_id) == ("", root.span_id)
     assert {span.parent_id for span in trace.spans if span not in (root, choice)} == {choice.span_id}
@@ -161,9 +170,7 @@ def test_one_request_is_one_trace_across_the_services(traced: Traced) -> None:
 
 
 def test_rounds_lie_end_to_end_and_their_parts_fill_them(traced: Traced) -> None:
-    parent = new_parent()
-    (finish,) = traced.generate(str(parent))
-    trace = traced.trace(parent.trace_id, finish.statistics.num_rounds)
+    trace, _ = traced.follow(new_parent())
     rounds, choice, root = trace.all("round"), trace.one("choice"), trace.one("generate")
     assert [span["round"] for span in rounds] == list(range(len(rounds)))
     for span in rounds:
@@ -187,8 +194,7 @@ def test_rounds_lie_end_to_end_and_their_parts_fill_them(traced: Traced) -> None
 
 def test_trace_of_the_client_goes_on(traced: Traced) -> None:
     parent = new_parent()
-    (finish,) = traced.generate(str(parent))
-    trace = traced.trace(parent.trace_id, finish.statistics.num_rounds)
+    trace, (finish,) = traced.follow(parent)
     assert trace.one("generate").parent_id == f"{parent.span_id:016x}"
     assert_whole(trace, finish, trace.one("choice"))
 
@@ -197,29 +203,24 @@ def test_client_may_ask_not_to_be_traced(traced: Traced) -> None:
     untraced, sampled = new_parent(), new_parent()
     (silent,) = traced.generate(str(TraceContext(untraced.trace_id, untraced.span_id, is_sampled=False)))
     assert silent.statistics.num_drafts > 0
-    (finish,) = traced.generate(str(sampled))
-    traced.trace(sampled.trace_id, finish.statistics.num_rounds)
+    traced.follow(sampled)
     assert f"{untraced.trace_id:032x}" not in traced.collector.traces()
     assert all(span.parent_id != f"{untraced.span_id:016x}" for span in traced.collector.spans)
 
 
 @pytest.mark.parametrize("header", ["nonsense", f"00-{0:032x}-{1:016x}-01", "00-" + "f" * 5000])
 def test_header_that_cannot_be_understood_begins_a_trace(traced: Traced, header: str) -> None:
-    before = set(traced.collector.traces())
-    (finish,) = traced.generate(header)
+    trace, finish = traced.begin(header)
     assert finish.statistics.num_generated_tokens == 40
-    traced.collector.wait_for(lambda collector: len(set(collector.traces()) - before) == 1)
-    (name,) = set(traced.collector.traces()) - before
-    assert traced.trace(int(name, 16), finish.statistics.num_rounds).one("generate").parent_id == ""
+    assert trace.one("generate").parent_id == ""
 
 
 def test_requests_at_the_same_time_have_traces_of_their_own(traced: Traced) -> None:
     parents = [new_parent() for _ in range(6)]
     with ThreadPoolExecutor(len(parents)) as pool:
-        finishes = list(pool.map(lambda parent: traced.generate(str(parent), text=PROMPT + str(parent)), parents))
+        followed = list(pool.map(lambda parent: traced.follow(parent, text=PROMPT + str(parent)), parents))
     sessions = set()
-    for parent, (finish,) in zip(parents, finishes, strict=True):
-        trace = traced.trace(parent.trace_id, finish.statistics.num_rounds)
+    for parent, (trace, (finish,)) in zip(parents, followed, strict=True):
         assert_whole(trace, finish, trace.one("choice"))
         sessions.add(trace.one("choice")["session_id"])
         assert {span.trace_id for span in trace.spans} == {f"{parent.trace_id:032x}"}
@@ -229,9 +230,7 @@ def test_requests_at_the_same_time_have_traces_of_their_own(traced: Traced) -> N
 
 
 def test_each_choice_has_a_span_of_its_own(traced: Traced) -> None:
-    parent = new_parent()
-    finishes = traced.generate(str(parent), num_choices=3)
-    trace = traced.trace(parent.trace_id, sum(finish.statistics.num_rounds for finish in finishes))
+    trace, finishes = traced.follow(new_parent(), num_choices=3)
     choices = {span["choice"]: span for span in trace.all("choice")}
     assert trace.one("generate")["num_choices"] == len(choices) == 3
     for finish in finishes:
@@ -255,16 +254,14 @@ def test_client_that_leaves_ends_its_trace(traced: Traced) -> None:
 
 
 def test_spans_tell_numbers_and_names_and_never_what_was_asked_or_answered(traced: Traced) -> None:
-    parent = new_parent()
-    (finish,) = traced.generate(str(parent), logprobs=2, token_details=True)
-    traced.trace(parent.trace_id, finish.statistics.num_rounds)
+    traced.follow(new_parent(), logprobs=2, token_details=True)
     for span in traced.collector.spans:
         assert span.attributes.keys() <= ATTRIBUTES[span.name], span.name
         for value in span.attributes.values():
             assert isinstance(value, int) or WORDS.fullmatch(str(value)), value
         for event in span.events:
             assert event.attributes.keys() <= {"address", "epoch", "reason"}
-    seen = b"".join(traced.collector.raw)
+    seen = b"".join(request.SerializeToString() for request in traced.collector.requests)
     assert seen
     assert b"zebra" not in seen
     assert not [line for _, line in traced.lines if line.get("level") not in ("info", None)]
@@ -275,43 +272,35 @@ def test_spans_tell_numbers_and_names_and_never_what_was_asked_or_answered(trace
 
 @dataclass
 class Fragile:
-    """Two verifiers, two drafters and a gateway; each but the last is a stack of its own. A context manager."""
+    """Two verifiers, two drafters and a gateway; each but the last is a stack of its own."""
 
-    collector: Collector
-    verifiers: list[InProcessStack] = field(default_factory=list)
-    drafters: list[InProcessStack] = field(default_factory=list)
-    gateway: InProcessStack = field(default_factory=lambda: InProcessStack({}))
-    _exits: ExitStack = field(default_factory=ExitStack)
-
-    def __enter__(self) -> "Fragile":
-        traced = {"otlp_endpoint": self.collector.endpoint}
-        with self._exits as exits, ThreadPoolExecutor() as pool:
-            for kind, stacks in (("verifier", self.verifiers), ("drafter", self.drafters)):
-                stacks += [InProcessStack({kind: {"model": SLOW_SCRIPT, **traced}}) for _ in range(2)]
-            for stack in (*self.verifiers, *self.drafters):
-                exits.callback(stack.stop)
-            for starting in [pool.submit(stack.start) for stack in (*self.verifiers, *self.drafters)]:
-                starting.result()
-            peers = {
-                kind: ",".join(f"127.0.0.1:{stack.services[kind].port}" for stack in stacks)
-                for kind, stacks in (("verifier", self.verifiers), ("drafter", self.drafters))
-            }
-            self.gateway = exits.enter_context(InProcessStack({"gateway": {**traced, **peers}}))
-            self._exits = exits.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._exits.close()
+    stacks: dict[str, list[InProcessStack]]
+    address: str
 
     def kill_the_one_that_works(self, kind: str) -> None:
-        stacks = self.verifiers if kind == "verifier" else self.drafters
-        (busy,) = [stack for stack in stacks if read_metric(stack, kind, "num_sessions")]
+        (busy,) = [stack for stack in self.stacks[kind] if read_metric(stack, kind, "num_sessions")]
         busy.kill(kind)
+
+
+@contextmanager
+def fragile_stack(collector: Collector) -> Iterator[Fragile]:
+    traced = {"otlp_endpoint": collector.endpoint}
+    with ExitStack() as exits:
+        stacks = {
+            kind: [exits.enter_context(InProcessStack({kind: {"model": SLOW_SCRIPT, **traced}})) for _ in range(2)]
+            for kind in ("verifier", "drafter")
+        }
+        peers = {
+            kind: ",".join(f"127.0.0.1:{stack.services[kind].port}" for stack in of_kind)
+            for kind, of_kind in stacks.items()
+        }
+        gateway = exits.enter_context(InProcessStack({"gateway": {**traced, **peers}}))
+        yield Fragile(stacks, gateway.address)
 
 
 def test_request_that_loses_its_drafter_and_its_verifier_is_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    with Collector() as collector, Fragile(collector) as fragile, Client(fragile.gateway.address) as client:
+    with Collector() as collector, fragile_stack(collector) as fragile, Client(fragile.address) as client:
         pieces = client.stream(PROMPT, max_tokens=150, num_speculative_tokens=2)
         tokens = 0
         for piece in pieces:

@@ -27,6 +27,13 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+def report_of(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Runs a benchmark; returns the report that it writes and the table that it prints."""
+    output = folder / "report.json"
+    table = run("-m", *arguments, "--output", str(output))
+    return json.loads(output.read_text()), table
+
+
 def test_round_trace_finds_every_station_of_every_service() -> None:
     code = (
         "from benchmarks.round_trace.sitecustomize import watch_service\n"
@@ -56,10 +63,8 @@ def test_gpu_benchmark_runs_without_a_gpu_and_without_what_a_gpu_machine_lacks(
     (tmp_path / "sitecustomize.py").write_text(HIDING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert run("-c", f"import importlib.util; print({{*map(importlib.util.find_spec, {MISSING})}})") == "{None}\n"
-    output = tmp_path / "gpu.json"
     sizes = ("--device", "cpu", "--size", "tiny", "--repetitions", "3")
-    table = run("-m", "benchmarks.gpu", *sizes, "--output", str(output))
-    report = json.loads(output.read_text())
+    report, table = report_of(tmp_path, "benchmarks.gpu", *sizes)
     assert report["device"] == "cpu"
     assert report["torch"]
     sections = report["sections"]
@@ -164,10 +169,8 @@ print(json.dumps([Section("failing", 9.0, fail).run(), Section("slow", 0.1, dawd
 
 
 def test_wire_benchmark_finds_that_keeping_less_takes_fewer_bytes_and_is_accepted_less(tmp_path: Path) -> None:
-    output = tmp_path / "wire.json"
     sizes = ("--prompts", "2", "--max-tokens", "16", "--repetitions", "20")
-    run("-m", "benchmarks.wire", "--parts", "codec", "settings", *sizes, "--output", str(output))
-    report = json.loads(output.read_text())
+    report, _ = report_of(tmp_path, "benchmarks.wire", "--parts", "codec", "settings", *sizes)
     assert report["codec"][0]["bytes_per_token"] == 32 * 5
     small, large = (
         next(row for row in report["settings at T=1.0"] if (row["mass"], row["cap"], row["bits"]) == (1.0, cap, 16))
@@ -178,13 +181,11 @@ def test_wire_benchmark_finds_that_keeping_less_takes_fewer_bytes_and_is_accepte
 
 
 def test_layer_parallel_benchmark_loses_acceptance_and_gives_each_exchange_its_time(tmp_path: Path) -> None:
-    output = tmp_path / "layer_parallel.json"
     sizes = ("--sizes", "3", "--places", "2", "--prompts", "2", "--max-tokens", "16")
     texts = ("--texts", "2", "--text-tokens", "6")
     steps = ("--models", "tiny", "--repetitions", "1", "--seconds", "0.01")
     parts = ("--parts", "acceptance", "cosine", "steps")
-    run("-m", "benchmarks.layer_parallel", *parts, *sizes, *texts, *steps, "--output", str(output))
-    report = json.loads(output.read_text())
+    report, _ = report_of(tmp_path, "benchmarks.layer_parallel", *parts, *sizes, *texts, *steps)
     for temperature in (0, 1):
         rows = report[f"sizes, rule block, T={temperature}"]
         assert [(row["size"], row["calibrates"]) for row in rows] == [(1, True), (3, True), (3, False)]
@@ -235,11 +236,9 @@ def check_shared_steps(rows: list[dict[str, Any]]) -> None:
 
 
 def test_round_profile_gives_each_moment_of_a_round_to_one_part(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    output = tmp_path / "profile.json"
     models = ("--target", str(pair[0]), "--drafter", str(pair[1]), "--threads", "1")
     sizes = ("--prompts", "2", "--max-tokens", "24", "--num-speculative-tokens", "3")
-    table = run("-m", "benchmarks.round_profile", *models, *sizes, "--output", str(output))
-    report = json.loads(output.read_text())
+    report, table = report_of(tmp_path, "benchmarks.round_profile", *models, *sizes)
     parts = report["parts"]
     assert sum(part["ms"] for part in parts.values()) == pytest.approx(report["wall_ms"], rel=0.01)
     assert sum(part["share"] for part in parts.values()) == pytest.approx(1.0, abs=0.01)
@@ -257,11 +256,9 @@ def test_round_profile_gives_each_moment_of_a_round_to_one_part(tmp_path: Path, 
 
 
 def test_peers_benchmark_compares_exact_numbers_of_the_same_tokens(tmp_path: Path) -> None:
-    output = tmp_path / "peers.json"
     sizes = ("--prompts", "2", "--prompt-tokens", "24", "--max-tokens", "12", "--repetitions", "2")
     sweeps = ("--assistant-tokens", "1", "3", "--block-lengths", "2", "3", "--sweep-repetitions", "1")
-    run("-m", "benchmarks.peers", *sizes, *sweeps, "--output", str(output))
-    report = json.loads(output.read_text())
+    report, _ = report_of(tmp_path, "benchmarks.peers", *sizes, *sweeps)
     for temperature in (0, 1):
         results = report["embedded"][f"temperature {temperature}"]
         rates = results["median_tokens_per_second"]
@@ -292,21 +289,19 @@ def test_peers_benchmark_runs_a_pair_at_its_temperature_and_without_an_end_of_te
     for name in ("target", "drafter"):
         save_tiny_model(tmp_path / name, stop_token_id=2)
     (tmp_path / "synthesis.json").write_text(json.dumps({"temperature": 0.0}))
-    assert load_model(str(tmp_path / "target")).description.stop_token_ids == (2,)
+    original = load_model(str(tmp_path / "target")).description
+    assert original.stop_token_ids == (2,)
     with endless(read_pair(str(tmp_path))) as pair:
         assert pair.temperatures == (0.0,)
         copies = [load_model(folder).description for folder in (pair.target, pair.drafter)]
-    original = load_model(str(tmp_path / "target")).description
     assert [copy.stop_token_ids for copy in copies] == [(), ()]
     assert {copy.vocabulary_fingerprint for copy in copies} == {original.vocabulary_fingerprint}
     assert {copy.weights_fingerprint for copy in copies} == {original.weights_fingerprint}
 
 
 def test_http_benchmark_streams_the_same_texts_both_ways(tmp_path: Path) -> None:
-    output = tmp_path / "http_edge.json"
     sizes = ("--completions", "2", "--max-tokens", "8", "--repetitions", "2", "--concurrencies", "2")
-    run("-m", "benchmarks.http_edge", *sizes, "--output", str(output))
-    report = json.loads(output.read_text())
+    report, _ = report_of(tmp_path, "benchmarks.http_edge", *sizes)
     assert len(report["measurements"]) == 2 * 3
     result = report["at_2"]
     assert result["has_same_texts"] is True

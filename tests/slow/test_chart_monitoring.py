@@ -3,6 +3,7 @@
 import json
 import re
 from typing import Any
+from unittest.mock import ANY
 
 from chart import COMPONENT, SERVICES, Rendered, render
 
@@ -11,23 +12,20 @@ from tests.queries import alerts_of_compose, faults_of, queries_of_dashboard, se
 
 
 def dashboard() -> str:
-    (board,) = render("tp8").all("ConfigMap")
-    return str(board["data"]["draftwire.json"])
+    return str(render("tp8").at("ConfigMap/monitoring.data")["draftwire.json"])
 
 
 def rules(rendered: Rendered) -> list[dict[str, Any]]:
-    (rule,) = rendered.all("PrometheusRule")
-    (group,) = rule["spec"]["groups"]
-    found: list[dict[str, Any]] = group["rules"]
-    return found
+    (group,) = rendered.at("PrometheusRule/monitoring.spec.groups")
+    return list(group["rules"])
 
 
 def test_queries_ask_services_for_what_they_export() -> None:
-    (scaled,) = render("drafter-autoscaling").all("ScaledObject")
+    triggers = render("drafter-autoscaling").at("ScaledObject/drafter.spec.triggers")
     queries = {
         "dashboard": queries_of_dashboard(dashboard()),
         "rules": [rule["expr"] for rule in rules(render("llama-70b"))],
-        "scaling": [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]],
+        "scaling": [trigger["metadata"]["query"] for trigger in triggers],
     }
     assert all(queries.values())
     assert [fault for asked in queries.values() for query in asked for fault in faults_of(query)] == []
@@ -46,16 +44,18 @@ def test_variables_of_the_dashboard_ask_for_what_there_is_and_panels_have_a_titl
 
 def test_monitor_finds_the_metrics_of_all_services() -> None:
     rendered = render("drafter-autoscaling")
-    (monitor,) = rendered.all("ServiceMonitor")
-    spec, endpoint = monitor["spec"], {"port": "metrics", "interval": "15s"}
+    monitor = rendered.one("ServiceMonitor", "monitoring")
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
-    assert set(spec) == {"selector", "namespaceSelector", "endpoints"}
-    assert (spec["namespaceSelector"], spec["endpoints"]) == ({"matchNames": ["llm"]}, [endpoint])
+    assert monitor["spec"] == {
+        "selector": ANY,
+        "namespaceSelector": {"matchNames": ["llm"]},
+        "endpoints": [{"port": "metrics", "interval": "15s"}],
+    }
     found = [
         service["metadata"]["labels"][COMPONENT]
         for service in rendered.all("Service")
-        if spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-        and endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+        if monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        and "metrics" in {port["name"] for port in service["spec"]["ports"]}
     ]
     assert sorted(found) == sorted(SERVICES)
 
@@ -80,9 +80,9 @@ def test_nothing_is_left_of_monitoring_where_it_is_off() -> None:
     kinds = {manifest["kind"] for manifest in rendered.manifests}
     assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
     for service in SERVICES:
-        ports = (rendered.container(service)["ports"], rendered.one("Service", service)["spec"]["ports"])
-        names = ["grpc", "http"] if service == "gateway" else ["grpc"]
-        assert [[port["name"] for port in each] for each in ports] == [names, names]
+        for path in (f"container/{service}.ports", f"Service/{service}.spec.ports"):
+            names = [port["name"] for port in rendered.at(path)]
+            assert names == (["grpc", "http"] if service == "gateway" else ["grpc"])
     assert "DRAFTWIRE_GATEWAY_METRICS_PORT" not in rendered.environment("gateway")
 
 

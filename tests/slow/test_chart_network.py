@@ -1,6 +1,7 @@
 """Who may call whom: exactly those who have to."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -36,22 +37,15 @@ def name_of(peer: dict[str, Any]) -> str:
 def arrows(rendered: Rendered, side: str) -> Iterator[Arrow]:
     """Yields what policies of the services allow on one side, "ingress" or "egress"."""
     for component in COMPONENTS:
-        policies = [each for each in rendered.all("NetworkPolicy") if selects(each, component)]
-        assert len(policies) == 1
-        spec = policies[0]["spec"]
+        specs = [each["spec"] for each in rendered.all("NetworkPolicy")]
+        (spec,) = [each for each in specs if each["podSelector"]["matchLabels"].get(COMPONENT) == component]
         assert spec["policyTypes"] == ["Ingress", "Egress"]  # what is not allowed is forbidden
         for rule in spec[side]:
-            peers = rule["from" if side == "ingress" else "to"]
+            peers, ports = rule["from" if side == "ingress" else "to"], rule["ports"]
             assert peers
-            assert rule["ports"]
-            for peer in peers:
-                for port in rule["ports"]:
-                    other = name_of(peer)
-                    yield (other, component, port["port"]) if side == "ingress" else (component, other, port["port"])
-
-
-def selects(policy: dict[str, Any], component: str) -> bool:
-    return bool(policy["spec"]["podSelector"]["matchLabels"].get(COMPONENT) == component)
+            assert ports
+            for peer, port in product(map(name_of, peers), ports):
+                yield (peer, component, port["port"]) if side == "ingress" else (component, peer, port["port"])
 
 
 def test_services_take_calls_of_those_alone_who_have_to_call() -> None:
@@ -70,7 +64,7 @@ def test_models_are_fetched_by_those_who_load_them() -> None:
     added = set(arrows(render("single-gpu"), "egress")) - set(arrows(render("tp8"), "egress"))
     assert added == {("verifier", "0.0.0.0/0", 443), ("drafter", "0.0.0.0/0", 443)}
     for service in ("verifier", "drafter"):
-        rules = render("single-gpu").one("NetworkPolicy", service)["spec"]["egress"]
+        rules = render("single-gpu").at(f"NetworkPolicy/{service}.spec.egress")
         (hub,) = [rule["to"] for rule in rules if "ipBlock" in rule["to"][0]]
         assert "10.0.0.0/8" in hub[0]["ipBlock"]["except"]  # the hub is not inside
 
@@ -87,7 +81,7 @@ def test_traces_go_where_values_say() -> None:
 
 def test_names_are_asked_for_over_udp_and_tcp() -> None:
     for component in COMPONENTS:
-        rules = render("tp8").one("NetworkPolicy", component)["spec"]["egress"]
+        rules = render("tp8").at(f"NetworkPolicy/{component}.spec.egress")
         (dns,) = [rule["ports"] for rule in rules if {"protocol": "UDP", "port": 53} in rule["ports"]]
         assert dns == [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
 
@@ -105,7 +99,7 @@ def test_no_rule_is_open_to_everybody(values: str) -> None:
 def test_empty_lists_let_nobody_through() -> None:
     rendered = render("tp8", "networkPolicy.clients=[]", "networkPolicy.scrapers=[]", "networkPolicy.dns=[]")
     assert {arrow for arrow in arrows(rendered, "ingress") if arrow[1] == "gateway"} == {("test", "gateway", 50051)}
-    assert rendered.one("NetworkPolicy", "verifier")["spec"]["egress"] == []
+    assert rendered.at("NetworkPolicy/verifier.spec.egress") == []
 
 
 def test_metrics_are_closed_where_nobody_reads_them() -> None:

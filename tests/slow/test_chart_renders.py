@@ -1,11 +1,9 @@
 """The chart as a whole: every set of values makes manifests that Kubernetes takes."""
 
-from typing import Any
-
 import kubernetes_validate
 import pytest
 import yaml
-from chart import CHART, VALUES, Manifest, configure, render, run_helm, template
+from chart import CHART, COMPONENT, VALUES, Manifest, configure, container_of, expect, render, run_helm, template
 
 from draftwire import __version__
 
@@ -43,8 +41,7 @@ def test_every_manifest_is_as_kubernetes_defines_it(values: str, version: str) -
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_pods_of_groups_are_as_kubernetes_defines_them(version: str) -> None:
-    (group,) = render("multi-node-tp").all("LeaderWorkerSet")
-    templates = group["spec"]["leaderWorkerTemplate"]
+    templates = render("multi-node-tp").at("LeaderWorkerSet/verifier.spec.leaderWorkerTemplate")
     for name in ("leaderTemplate", "workerTemplate"):
         pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": templates[name]}
         kubernetes_validate.validate(pod, version, strict=True)
@@ -69,53 +66,59 @@ def test_names_fit_however_long_the_release_is_called() -> None:
         assert len(manifest["metadata"]["name"]) + len("-9-15") <= 63, manifest["metadata"]["name"]
 
 
+PORTS = {"gateway": (50051, 9051), "verifier": (50052, 9052), "drafter": (50053, 9053)}
+
+
 def test_selectors_find_their_own_pods_and_no_others() -> None:
     rendered = render("tp8")
-    labels = {service: rendered.workload(service)["spec"]["template"]["metadata"]["labels"] for service in PORTS}
     for service in PORTS:
         selector = rendered.workload(service)["spec"]["selector"]["matchLabels"]
-        assert rendered.one("PodDisruptionBudget", service)["spec"]["selector"]["matchLabels"] == selector
-        assert rendered.one("Service", service)["spec"]["selector"] == selector
+        paths = (f"PodDisruptionBudget/{service}.spec.selector.matchLabels", f"Service/{service}.spec.selector")
+        expect("tp8", dict.fromkeys(paths, selector))
+        labels = {name: rendered.at(f"template/{name}.metadata.labels") for name in PORTS}
         assert [name for name in PORTS if selector.items() <= labels[name].items()] == [service]
-
-
-PORTS = {"gateway": (50051, 9051), "verifier": (50052, 9052), "drafter": (50053, 9053)}
 
 
 @pytest.mark.parametrize(("service", "ports"), PORTS.items())
 def test_services_lead_to_the_ports_that_pods_listen_on(service: str, ports: tuple[int, int]) -> None:
-    rendered = render("tp8")
-    of_service = {port["name"]: port for port in rendered.one("Service", service)["spec"]["ports"]}
-    of_pod = {port["name"]: port["containerPort"] for port in rendered.container(service)["ports"]}
     http = {"http": 8000} if service == "gateway" else {}
-    assert (of_pod, set(of_service)) == ({"grpc": ports[0], "metrics": ports[1], **http}, set(of_pod))
-    for name, port in of_service.items():
-        assert (port["port"], port["targetPort"]) == (of_pod[name], name)
-    options = rendered.environment(service)
-    prefix = f"DRAFTWIRE_{service.upper()}_"
-    assert (options[prefix + "PORT"], options[prefix + "METRICS_PORT"]) == (str(ports[0]), str(ports[1]))
-    assert options[prefix + "HOST"] == "0.0.0.0"
-    assert options.get(prefix + "HTTP_PORT") == ("8000" if service == "gateway" else None)
+    expected = {"grpc": ports[0], "metrics": ports[1], **http}
+    found = render("tp8").at(f"container/{service}.ports")
+    assert {port["name"]: port["containerPort"] for port in found} == expected
+    leads = render("tp8").at(f"Service/{service}.spec.ports")
+    assert {port["name"]: (port["port"], port["targetPort"]) for port in leads} == {
+        name: (port, name) for name, port in expected.items()
+    }
+    variable = f"environment/{service}.DRAFTWIRE_{service.upper()}_"
+    expect(
+        "tp8",
+        {
+            f"{variable}PORT": str(ports[0]),
+            f"{variable}METRICS_PORT": str(ports[1]),
+            f"{variable}HTTP_PORT": "8000" if http else None,
+            f"{variable}HOST": "0.0.0.0",
+        },
+    )
 
 
 @pytest.mark.parametrize("service", ["verifier", "drafter"])
 def test_services_whose_clients_balance_have_no_address_of_their_own(service: str) -> None:
-    spec = render("tp8").one("Service", service)["spec"]
-    assert spec["clusterIP"] == "None"
-    assert "publishNotReadyAddresses" not in spec  # who still loads is not called
+    """And who still loads is not called."""
+    spec = f"Service/{service}.spec"
+    expect("tp8", {f"{spec}.clusterIP": "None", f"{spec}.publishNotReadyAddresses": None})
 
 
 def test_gateways_service_is_as_values_say() -> None:
-    assert render("tp8").one("Service", "gateway")["spec"]["type"] == "ClusterIP"
-    assert render("mtls").one("Service", "gateway")["spec"]["type"] == "LoadBalancer"
-    annotated = render("tp8", 'gateway.service.annotations={"a.b/c":"d"}').one("Service", "gateway")
-    assert annotated["metadata"]["annotations"] == {"a.b/c": "d"}
+    expect("tp8", {"Service/gateway.spec.type": "ClusterIP"})
+    expect("mtls", {"Service/gateway.spec.type": "LoadBalancer"})
+    annotations = 'gateway.service.annotations={"a.b/c":"d"}'
+    expect("tp8", {"Service/gateway.metadata.annotations": {"a.b/c": "d"}}, annotations)
 
 
 @pytest.mark.parametrize("service", PORTS)
 def test_nodes_can_be_drained_one_pod_at_a_time_and_of_pods_that_never_get_ready(service: str) -> None:
-    spec = render("tp8").one("PodDisruptionBudget", service)["spec"]
-    assert (spec["maxUnavailable"], spec["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
+    spec = f"PodDisruptionBudget/{service}.spec"
+    expect("tp8", {f"{spec}.maxUnavailable": 1, f"{spec}.unhealthyPodEvictionPolicy": "AlwaysAllow"})
 
 
 @pytest.mark.parametrize(("values", "said"), [("mtls", None), ("hpa-off", "none")])
@@ -123,7 +126,7 @@ def test_without_drafters_nothing_of_theirs_is_left(
     values: str, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered = render(values, "drafter.enabled=false")
-    components = {manifest["metadata"]["labels"]["app.kubernetes.io/component"] for manifest in rendered.manifests}
+    components = {manifest["metadata"]["labels"][COMPONENT] for manifest in rendered.manifests}
     assert components - {"monitoring"} == {"gateway", "verifier", "test"}
     environment = rendered.environment("gateway")
     assert environment.get("DRAFTWIRE_GATEWAY_DRAFTER") == said
@@ -131,16 +134,20 @@ def test_without_drafters_nothing_of_theirs_is_left(
     configure("gateway", environment, monkeypatch)
 
 
-def test_images_are_those_of_the_values() -> None:
-    settings = ("image.registry=example.com/team", 'image.tag="1.2"', 'image.pullSecrets=["one"]')
-    images = {pod["containers"][0]["image"] for pod in specs(*settings)}
-    assert images == {f"example.com/team/draftwire-{service}:1.2" for service in PORTS}
-    assert all(pod["imagePullSecrets"] == [{"name": "one"}] for pod in specs(*settings))
-    assert {pod["containers"][0]["image"] for pod in specs()} == {
-        f"draftwire-{service}:{__version__}" for service in PORTS
-    }
-
-
-def specs(*settings: str) -> list[Manifest]:
-    pods: list[dict[str, Any]] = render("tp8", *settings).pods()
-    return [pod["spec"] for pod in pods]
+@pytest.mark.parametrize(
+    ("settings", "registry", "tag", "secrets"),
+    [
+        ((), "", __version__, None),
+        (
+            ("image.registry=example.com/team", 'image.tag="1.2"', 'image.pullSecrets=["one"]'),
+            *("example.com/team/", "1.2", [{"name": "one"}]),
+        ),
+    ],
+)
+def test_images_are_those_of_the_values(
+    settings: tuple[str, ...], registry: str, tag: str, secrets: list[Manifest] | None
+) -> None:
+    pods = [pod["spec"] for pod in render("tp8", *settings).pods()]
+    images = {container_of(pod)["image"] for pod in pods}
+    assert images == {f"{registry}draftwire-{service}:{tag}" for service in PORTS}
+    assert [pod.get("imagePullSecrets") for pod in pods] == [secrets] * len(pods)

@@ -1,29 +1,33 @@
 """How many pods there are, and who says so."""
 
 import pytest
-from chart import SERVICES, render
+from chart import expect, render
 
 
 def test_gateways_are_counted_by_their_autoscaler_alone() -> None:
     """Helm applies on the server's side: a field that is in the chart would be reset at each upgrade."""
-    rendered = render("tp8")
-    gateway, scaler = rendered.workload("gateway"), rendered.one("HorizontalPodAutoscaler", "gateway")["spec"]
-    assert "replicas" not in gateway["spec"]
-    assert scaler["scaleTargetRef"] == {
-        "apiVersion": gateway["apiVersion"],
-        "kind": gateway["kind"],
-        "name": gateway["metadata"]["name"],
-    }
-    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 8)
-    (metric,) = scaler["metrics"]
-    assert metric["resource"] == {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}
-    assert "cpu" in rendered.container("gateway")["resources"]["requests"]  # of which the utilization is a share
+    slowly = {"stabilizationWindowSeconds": 600, "policies": [{"type": "Pods", "value": 1, "periodSeconds": 120}]}
+    usage = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 70}}
+    expect(
+        "tp8",
+        {
+            "Deployment/gateway.spec.replicas": None,
+            "HorizontalPodAutoscaler/gateway.spec": {
+                "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "prod-draftwire-gateway"},
+                "minReplicas": 2,
+                "maxReplicas": 8,
+                "metrics": [{"type": "Resource", "resource": usage}],
+                "behavior": {"scaleDown": slowly},
+            },
+            "Deployment/gateway.metadata.name": "prod-draftwire-gateway",
+        },
+    )
+    assert render("tp8").at("container/gateway.resources.requests.cpu")  # of which the utilization is a share
 
 
 def test_gateways_are_counted_by_values_without_an_autoscaler() -> None:
-    rendered = render("hpa-off")
-    assert rendered.workload("gateway")["spec"]["replicas"] == 3
-    assert not rendered.all("HorizontalPodAutoscaler")
+    expect("hpa-off", {"Deployment/gateway.spec.replicas": 3})
+    assert not render("hpa-off").all("HorizontalPodAutoscaler")
 
 
 @pytest.mark.parametrize(
@@ -41,29 +45,41 @@ def test_there_are_as_many_drafters_as_verifiers_need(
     verifiers: int, per_verifier: float, replicas: object, drafters: int
 ) -> None:
     settings = (f"verifier.replicas={verifiers}", f"drafter.perVerifier={per_verifier}", f"drafter.replicas={replicas}")
-    assert render("prometheus-off", *settings).workload("drafter")["spec"]["replicas"] == drafters
+    expect("prometheus-off", {"Deployment/drafter.spec.replicas": drafters}, *settings)
 
 
-def test_drafters_follow_how_many_sessions_wait_for_drafts() -> None:
-    rendered = render("drafter-autoscaling", "drafter.autoscaling.waitingSessions=12.5")
-    assert "replicas" not in rendered.workload("drafter")["spec"]
-    spec = rendered.one("ScaledObject", "drafter")["spec"]
-    assert spec["scaleTargetRef"] == {"name": rendered.workload("drafter")["metadata"]["name"]}
-    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (2, 6)
-    (trigger,) = spec["triggers"]
-    assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")  # of all drafters: a sum
-    of_verifiers = '{namespace="llm",job="prod-draftwire-verifier"}[2m]'
-    assert trigger["metadata"] == {
-        "serverAddress": "http://prometheus-operated.monitoring:9090",
-        "threshold": "12.5",
-        "query": f"sum(rate(draftwire:draft_wait_seconds_total{of_verifiers}))",
-    }
+WAITS = 'sum(rate(draftwire:draft_wait_seconds_total{namespace="llm",job="prod-draftwire-verifier"}[2m]))'
 
 
-def test_drafters_may_follow_another_query() -> None:
-    rendered = render("drafter-autoscaling", 'drafter.autoscaling.query="vector(1)"')
-    (trigger,) = rendered.one("ScaledObject", "drafter")["spec"]["triggers"]
-    assert trigger["metadata"]["query"] == "vector(1)"
+@pytest.mark.parametrize(
+    ("setting", "threshold", "query"),
+    [
+        ("drafter.autoscaling.waitingSessions=12.5", "12.5", WAITS),
+        ('drafter.autoscaling.query="vector(1)"', "8", "vector(1)"),
+    ],
+)
+def test_drafters_follow_how_many_sessions_wait_for_drafts_or_another_query(
+    setting: str, threshold: str, query: str
+) -> None:
+    """An average value of all drafters is a sum of the query."""
+    address = "http://prometheus-operated.monitoring:9090"
+    slowly = {"scaleDown": {"stabilizationWindowSeconds": 600}}
+    asked = {"serverAddress": address, "threshold": threshold, "query": query}
+    expect(
+        "drafter-autoscaling",
+        {
+            "Deployment/drafter.spec.replicas": None,
+            "Deployment/drafter.metadata.name": "prod-draftwire-drafter",
+            "ScaledObject/drafter.spec": {
+                "scaleTargetRef": {"name": "prod-draftwire-drafter"},
+                "minReplicaCount": 2,
+                "maxReplicaCount": 6,
+                "advanced": {"horizontalPodAutoscalerConfig": {"behavior": slowly}},
+                "triggers": [{"type": "prometheus", "metricType": "AverageValue", "metadata": asked}],
+            },
+        },
+        setting,
+    )
 
 
 def test_drafters_are_not_scaled_unless_asked() -> None:
@@ -71,11 +87,14 @@ def test_drafters_are_not_scaled_unless_asked() -> None:
 
 
 def test_upgrades_keep_gateways_and_need_no_gpu_more() -> None:
-    rendered = render("tp8")
-    strategies = {service: rendered.workload(service)["spec"].get("strategy") for service in SERVICES}
-    assert strategies["gateway"] == {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
-    assert strategies["drafter"] == {"rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}}
-    verifier = rendered.workload("verifier")["spec"]
-    assert verifier["podManagementPolicy"] == "Parallel"
-    assert verifier["serviceName"] == rendered.one("Service", "verifier")["metadata"]["name"]
-    assert verifier["replicas"] == 2
+    expect(
+        "tp8",
+        {
+            "Deployment/gateway.spec.strategy": {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+            "Deployment/drafter.spec.strategy": {"rollingUpdate": {"maxUnavailable": 1, "maxSurge": 0}},
+            "StatefulSet/verifier.spec.podManagementPolicy": "Parallel",
+            "StatefulSet/verifier.spec.serviceName": "prod-draftwire-verifier",
+            "Service/verifier.metadata.name": "prod-draftwire-verifier",
+            "StatefulSet/verifier.spec.replicas": 2,
+        },
+    )

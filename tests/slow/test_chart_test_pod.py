@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from chart import Manifest, container_of, environment_of, render
+import pytest
+from chart import container_of, environment_of, expect, render
 
 from draftwire.services.local_stack import LocalStack
 
@@ -19,14 +20,9 @@ STACK: dict[str, dict[str, object]] = {
 }
 
 
-def pod_of(values: str, *settings: str) -> Manifest:
-    (pod,) = render(values, *settings).all("Pod")
-    return dict(pod)
-
-
-def run(pod: Manifest, address: str) -> subprocess.CompletedProcess[str]:
+def run(address: str, *settings: str) -> subprocess.CompletedProcess[str]:
     """Runs what the pod runs, against another gateway."""
-    container = container_of(pod["spec"])
+    container = container_of(render("cpu-demo", *settings).at("Pod/test.spec"))
     python, *rest = container["command"]
     assert python == "python"
     environment = os.environ | environment_of(container) | {"DRAFTWIRE_ADDRESS": address}
@@ -35,32 +31,35 @@ def run(pod: Manifest, address: str) -> subprocess.CompletedProcess[str]:
 
 def test_pod_succeeds_where_all_services_take_part_and_only_there() -> None:
     with LocalStack(STACK) as stack:
-        done = run(pod_of("cpu-demo"), stack.address)
+        done = run(stack.address)
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("32 tokens in ")
         drafter = stack.services["drafter"].process
         drafter.kill()
         drafter.wait()
-        done = run(pod_of("cpu-demo"), stack.address)
+        done = run(stack.address)
         assert done.returncode == 1
         assert "no drafter took part" in done.stderr
-        assert run(pod_of("cpu-demo", "drafter.enabled=false"), stack.address).returncode == 0
+        assert run(stack.address, "drafter.enabled=false").returncode == 0
 
 
-def test_pod_calls_the_gateways_service() -> None:
-    for values in ("cpu-demo", "tp8"):
-        name = render(values).one("Service", "gateway")["metadata"]["name"]
-        assert environment_of(container_of(pod_of(values)["spec"]))["DRAFTWIRE_ADDRESS"] == f"{name}:50051"
-
-
-def test_pod_runs_when_asked_and_once() -> None:
-    pod = pod_of("tp8")
-    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
-    assert pod["metadata"]["annotations"]["helm.sh/hook-delete-policy"] == "before-hook-creation"
-    assert pod["spec"]["restartPolicy"] == "Never"
+@pytest.mark.parametrize("values", ["cpu-demo", "tp8"])
+def test_pod_runs_when_asked_once_and_calls_the_gateways_service(values: str) -> None:
+    expect(
+        values,
+        {
+            "Pod/test.metadata.annotations": {
+                "helm.sh/hook": "test",
+                "helm.sh/hook-delete-policy": "before-hook-creation",
+            },
+            "Pod/test.spec.restartPolicy": "Never",
+            "Pod/test.spec.containers.generate.env.DRAFTWIRE_ADDRESS.value": "prod-draftwire-gateway:50051",
+            "Service/gateway.metadata.name": "prod-draftwire-gateway",
+        },
+    )
 
 
 def test_pod_shows_the_token_of_a_secret() -> None:
-    (token,) = [each for each in container_of(pod_of("mtls")["spec"])["env"] if each["name"] == "DRAFTWIRE_TOKEN"]
-    assert token["valueFrom"] == {"secretKeyRef": {"name": "draftwire-test-token", "key": "token"}}
-    assert "DRAFTWIRE_TOKEN" not in {each["name"] for each in container_of(pod_of("tp8")["spec"])["env"]}
+    token = "Pod/test.spec.containers.generate.env.DRAFTWIRE_TOKEN"
+    expect("mtls", {f"{token}.valueFrom": {"secretKeyRef": {"name": "draftwire-test-token", "key": "token"}}})
+    expect("tp8", {token: None})

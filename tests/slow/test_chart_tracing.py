@@ -1,7 +1,7 @@
 """Where the services of the chart send their spans."""
 
 import pytest
-from chart import SERVICES, VALUES, configure, container_of, environment_of, render, template
+from chart import SERVICES, VALUES, configure, container_of, environment_of, expect, refuse, render
 
 ENDPOINT = "http://collector.tracing:4317"
 COLLECTOR = 'networkPolicy.traces.to=[{"namespaceSelector":{"matchLabels":{"name":"tracing"}}}]'
@@ -27,8 +27,8 @@ def test_all_services_send_their_spans_to_the_collector(monkeypatch: pytest.Monk
 
 
 def test_ratio_of_none_is_none() -> None:
-    rendered = render("single-gpu", f"tracing.endpoint={ENDPOINT}", "tracing.sampleRatio=0", COLLECTOR)
-    assert rendered.environment("gateway")["DRAFTWIRE_GATEWAY_TRACE_SAMPLE_RATIO"] == "0"
+    settings = (f"tracing.endpoint={ENDPOINT}", "tracing.sampleRatio=0", COLLECTOR)
+    expect("single-gpu", {"environment/gateway.DRAFTWIRE_GATEWAY_TRACE_SAMPLE_RATIO": "0"}, *settings)
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,19 @@ def test_ratio_of_none_is_none() -> None:
     ],
 )
 def test_values_that_trace_nothing_are_refused(settings: tuple[str, ...], message: str) -> None:
-    done = template("single-gpu", *settings)
-    assert done.returncode != 0
-    assert message in done.stderr
+    refuse("single-gpu", message, *settings)
 
 
-def test_policy_lets_through_a_collector_on_another_port() -> None:
-    endpoint, ports = "https://collector:14317", "networkPolicy.traces.ports=[4317,14317]"
-    assert render("single-gpu", f"tracing.endpoint={endpoint}", ports, COLLECTOR).environment("gateway")
-
-
-@pytest.mark.parametrize("endpoint", [ENDPOINT, "http://collector:4318"])
-def test_collector_is_reached_without_policies(endpoint: str) -> None:
-    settings = (f"tracing.endpoint={endpoint}", "networkPolicy.enabled=false")
-    assert render("single-gpu", *settings).environment("drafter")["DRAFTWIRE_DRAFTER_OTLP_ENDPOINT"] == endpoint
+@pytest.mark.parametrize(
+    ("endpoint", "settings"),
+    [
+        ("https://collector:14317", ("networkPolicy.traces.ports=[4317,14317]", COLLECTOR)),
+        (ENDPOINT, ("networkPolicy.enabled=false",)),
+        ("http://collector:4318", ("networkPolicy.enabled=false",)),
+    ],
+)
+def test_collector_is_reached_on_any_port_that_policies_let_through_and_without_policies(
+    endpoint: str, settings: tuple[str, ...]
+) -> None:
+    expected = {"environment/drafter.DRAFTWIRE_DRAFTER_OTLP_ENDPOINT": endpoint}
+    expect("single-gpu", expected, f"tracing.endpoint={endpoint}", *settings)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import pytest
+from observing import wait_until
 
 from benchmarks.relay import free_port
 from draftwire.client import Client, Completion
@@ -190,12 +191,6 @@ def stack(images: dict[str, dict[str, Any]]) -> Iterator[Stack]:
 
 
 @contextmanager
-def client(stack: Stack) -> Iterator[Client]:
-    with Client(stack.address) as connected:
-        yield connected
-
-
-@contextmanager
 def killed(container: str) -> Iterator[None]:
     """Kills a container, and starts it again afterwards."""
     docker("kill", container)
@@ -215,15 +210,8 @@ def unplugged(container: str, network: str, alias: str) -> Iterator[None]:
         docker("network", "connect", "--alias", alias, network, container)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = SECONDS) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-
-
 def generate(stack: Stack) -> Completion:
-    with client(stack) as connected:
+    with Client(stack.address) as connected:
         return connected.generate(PROMPT, max_tokens=64, temperature=0.0, timeout_s=SECONDS)
 
 
@@ -264,7 +252,7 @@ def test_services_are_well_by_their_own_account_and_in_time(stack: Stack) -> Non
         started_at = time.monotonic()
         assert "is serving" in docker("exec", stack.container(service), "draftwire", "health", service)
         print(f"draftwire health {service}: {time.monotonic() - started_at:.2f} s, starting it included")
-        wait_until(partial(is_healthy, stack.container(service)))
+        wait_until(partial(is_healthy, stack.container(service)), seconds=SECONDS)
 
 
 def test_text_comes_to_a_client_on_the_host_and_most_of_it_is_drafted(stack: Stack) -> None:
@@ -275,7 +263,7 @@ def test_text_comes_to_a_client_on_the_host_and_most_of_it_is_drafted(stack: Sta
 
 
 def test_stream_goes_on_when_the_drafter_is_killed_and_drafts_come_again_when_it_is_back(stack: Stack) -> None:
-    with client(stack) as connected:
+    with Client(stack.address) as connected:
         stream = connected.stream(PROMPT, max_tokens=1500, min_tokens=1500, temperature=1.0, timeout_s=2 * SECONDS)
         pieces = iter(stream)
         num_tokens = 0
@@ -289,7 +277,7 @@ def test_stream_goes_on_when_the_drafter_is_killed_and_drafts_come_again_when_it
     assert stream.completion is not None
     assert stream.completion.drafter_error
     assert stream.completion.num_draft_tokens > 0
-    wait_until(lambda: speculates(stack))
+    wait_until(lambda: speculates(stack), seconds=SECONDS)
 
 
 def blocks_sent(container: str) -> float:
@@ -311,9 +299,9 @@ def test_every_drafter_of_a_scaled_service_is_used_and_one_less_harms_nothing(st
             assert all(pool.map(lambda _: bool(generate(stack).token_ids), range(4)))
         return blocks_sent(second) > 0
 
-    wait_until(second_is_used)
+    wait_until(second_is_used, seconds=SECONDS)
     stack.compose(*up, "--scale", "drafter=1", timeout_s=UP_SECONDS + SECONDS)
-    wait_until(lambda: speculates(stack))
+    wait_until(lambda: speculates(stack), seconds=SECONDS)
 
 
 def test_stream_ends_with_how_to_resume_it_when_the_verifier_is_out_of_reach(stack: Stack) -> None:
@@ -331,12 +319,12 @@ def test_stream_ends_with_how_to_resume_it_when_the_verifier_is_out_of_reach(sta
     assert interrupted.value.code() is grpc.StatusCode.UNAVAILABLE, interrupted.value.details()
     trailing = {item.key: item.value for item in interrupted.value.trailing_metadata()}
     assert 0 < int(trailing[GENERATED_KEY]) == len(token_ids) < 1500
-    wait_until(lambda: speculates(stack))
+    wait_until(lambda: speculates(stack), seconds=SECONDS)
 
 
 def test_gateway_that_is_stopped_lets_its_streams_end(stack: Stack) -> None:
     """Compose sends the image's stop signal. A shell in between, or a signal that is not handled, would cut them."""
-    with client(stack) as connected:
+    with Client(stack.address) as connected:
         stream = connected.stream(PROMPT, max_tokens=400, min_tokens=400, temperature=1.0, resume_s=0.0)
         pieces = iter(stream)
         next(pieces)

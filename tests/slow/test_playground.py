@@ -1,7 +1,6 @@
 """The playground at `/` of a real gateway, in a headless browser, with the embedded pair."""
 
 import json
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from browser import WatchedPage, chromium, keep_screenshot, watched_page
+from observing import wait_until
 from playwright.sync_api import expect
 
 from benchmarks.report import read_metric
@@ -89,17 +89,18 @@ def test_page_shows_the_tokens_and_the_numbers_of_the_completion(watched: Watche
     assert complete(stack, **values)["choices"][0]["text"] == text
 
     counts = Counter(token["source"] for token in tokens)
-    shown = {source: int(watched.text_of(f"[data-count={source}]")) for source in SOURCES}
-    assert shown == {source: counts[source] for source in SOURCES}
+    expected = {f"[data-count={source}]": str(counts[source]) for source in SOURCES} | {
+        "#rounds": str(metrics["num_rounds"]),
+        "#tokens": str(NUM_TOKENS),
+        "#block_efficiency": f"{metrics['block_efficiency']:.2f}",
+        "#acceptance_rate": f"{metrics['draft_acceptance_rate']:.3f}",
+    }
+    assert {selector: watched.text_of(selector) for selector in expected} == expected
     hidden = metrics["num_accepted_draft_tokens"] - counts["accepted"]
     assert 0 <= hidden <= 4, "what the last block accepted beyond the end"
     bars = "(list) => [...list.children].map((bar) => Number(bar.dataset.accepted))"
     assert watched.page.locator("#chart").evaluate(bars) == metrics["num_accepted_tokens_per_pos"]
     assert sum(metrics["num_accepted_tokens_per_pos"]) == metrics["num_accepted_draft_tokens"] > 0
-    assert watched.text_of("#rounds") == str(metrics["num_rounds"])
-    assert watched.text_of("#tokens") == str(NUM_TOKENS)
-    assert watched.text_of("#block_efficiency") == f"{metrics['block_efficiency']:.2f}"
-    assert watched.text_of("#acceptance_rate") == f"{metrics['draft_acceptance_rate']:.3f}"
 
 
 def test_hovering_and_arrow_keys_show_what_is_known_of_a_token(watched: WatchedPage) -> None:
@@ -117,19 +118,12 @@ def test_hovering_and_arrow_keys_show_what_is_known_of_a_token(watched: WatchedP
 
     page.locator("#speculative .token").first.focus()
     expect(page.locator("#token_place")).to_have_text("round 1")
-    page.keyboard.press("ArrowRight")
-    assert watched.text_of("#token_place").split(",")[0] == "round 2"
-    page.keyboard.press("ArrowDown")
-    assert watched.text_of("#token_place").split(",")[0] == "round 3"
-    page.keyboard.press("ArrowUp")
-    assert watched.text_of("#token_place").split(",")[0] == "round 2"
-    page.keyboard.press("End")
-    focused = "document.activeElement.dataset.index"
-    assert page.evaluate(focused) == str(NUM_TOKENS - 1)
-    page.keyboard.press("ArrowLeft")
-    assert page.evaluate(focused) == str(NUM_TOKENS - 2)
-    page.keyboard.press("Home")
-    assert page.evaluate(focused) == "0"
+    for key, number in (("ArrowRight", 2), ("ArrowDown", 3), ("ArrowUp", 2)):
+        page.keyboard.press(key)
+        assert watched.text_of("#token_place").split(",")[0] == f"round {number}"
+    for key, index in (("End", NUM_TOKENS - 1), ("ArrowLeft", NUM_TOKENS - 2), ("Home", 0)):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.dataset.index") == str(index)
     assert page.locator("#speculative [tabindex='0']").count() == 1, "one stop of the tab key"
 
 
@@ -153,10 +147,7 @@ def test_stop_ends_the_completion_at_the_services_too(watched: WatchedPage, stac
     assert 5 < shown < 1900
     assert watched.text_of("#status") == f"Stopped after {shown} tokens."
     assert watched.tokens("plain") == []
-    deadline = time.monotonic() + 20.0
-    while open_sessions(stack) > 0 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert open_sessions(stack) == 0
+    wait_until(lambda: open_sessions(stack) == 0)
 
 
 def test_gateways_message_is_shown(watched: WatchedPage) -> None:

@@ -37,6 +37,14 @@ class ScriptedGateway:
         expect(self.watched.page.locator("body[data-models]")).to_be_attached()
         return self.watched
 
+    def fail(self, message: str, **fields: Any) -> WatchedPage:
+        """Opens the page and runs, which has to fail with a message."""
+        watched = self.open()
+        watched.start(**fields)
+        watched.wait("failed")
+        assert watched.text_of("#error") == message
+        return watched
+
     def _answer(self, route: Any) -> None:
         path = route.request.url.removeprefix(ORIGIN)
         if path in self._pages:
@@ -124,11 +132,8 @@ def test_markup_in_a_text_is_text(gateway: ScriptedGateway) -> None:
 def test_markup_in_messages_and_names_is_text(gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS["data"][0], "id", HOSTILE[0])
     gateway.answers = [refuse(400, HOSTILE[1])]
-    watched = gateway.open()
-    watched.start()
-    watched.wait("failed")
+    watched = gateway.fail(HOSTILE[1])
     assert watched.text_of("#target") == HOSTILE[0]
-    assert watched.text_of("#error") == HOSTILE[1]
     assert watched.page.evaluate("window.hacked === undefined")
     watched.check_clean()
 
@@ -136,10 +141,7 @@ def test_markup_in_messages_and_names_is_text(gateway: ScriptedGateway, monkeypa
 def test_error_in_the_middle_keeps_the_text_and_says_why(gateway: ScriptedGateway) -> None:
     error = data({"error": {"message": "no verifier is left"}})
     gateway.answers = [stream(chunk(4, token("so "), token("far", "recovered")), error)]
-    watched = gateway.open()
-    watched.start()
-    watched.wait("failed")
-    assert watched.text_of("#error") == "no verifier is left"
+    watched = gateway.fail("no verifier is left")
     assert [one["text"] for one in watched.tokens()] == ["so ", "far"]
     assert watched.text_of("#status") == "Ended after 2 tokens."
     assert len(gateway.bodies) == 1, "nothing is compared with a run that failed"
@@ -149,10 +151,7 @@ def test_error_in_the_middle_keeps_the_text_and_says_why(gateway: ScriptedGatewa
 @pytest.mark.parametrize("end", ["", 'data: {"choices": [{"te'])
 def test_cut_stream_is_no_completion(gateway: ScriptedGateway, end: str) -> None:
     gateway.answers = [stream(chunk(4, token("cut")), end)]
-    watched = gateway.open()
-    watched.start()
-    watched.wait("failed")
-    assert watched.text_of("#error") == "The connection ended before the completion did."
+    watched = gateway.fail("The connection ended before the completion did.")
     assert watched.text_of("#speculative .round") == "cut"
 
 
@@ -169,10 +168,7 @@ def test_refusal_is_shown_in_the_gateways_words(
     gateway: ScriptedGateway, answer: Callable[[Any], None], message: str
 ) -> None:
     gateway.answers = [answer, stream(chunk(4, token("again")), last())]
-    watched = gateway.open()
-    watched.start(compare=False)
-    watched.wait("failed")
-    assert watched.text_of("#error") == message
+    watched = gateway.fail(message, compare=False)
     assert watched.page.get_attribute("#error", "role") == "alert"
     watched.page.click("#run")
     watched.page.wait_for_selector("body[data-state=done]")
@@ -211,9 +207,7 @@ def test_numbers_count_what_the_chunks_say_and_end_with_the_gateways(gateway: Sc
     told = {"num_rounds": 2, "num_draft_tokens": 7, "num_accepted_draft_tokens": 4, "block_efficiency": 2.5}
     told["num_accepted_tokens_per_pos"] = [2, 1, 1, 0]
     gateway.answers = [stream(first, second, ends), stream(first, second, last(**told))]
-    watched = gateway.open()
-    watched.start(compare=False)
-    watched.wait("failed")
+    watched = gateway.fail("stopped here", compare=False)
     expect(watched.page.locator("#rounds")).to_have_text("2")
     counts = "[...document.querySelectorAll('#chart .counts')].map((one) => one.textContent)"
     assert watched.page.evaluate(counts) == ["2/2", "0/2", "0/2", "0/1"]

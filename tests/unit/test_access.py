@@ -1,7 +1,10 @@
 """Tokens: who is let in, how much they may use, and what happens when the file changes."""
 
+import hmac
 import tomllib
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -21,8 +24,7 @@ ALICE, BOB = "alice's token", "bob's token"
 class Clock:
     """Time that stands still until it is moved."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -46,6 +48,13 @@ def bearer(token: str) -> str:
 
 def limited(clock: Clock, **limits: int) -> Caller:
     return Caller(TokenEntry("alice", digest_of(ALICE), **limits), clock)
+
+
+def refused(caller: Caller, num_choices: int = 1) -> NoRoomError:
+    """Returns why a request is refused, which it has to be."""
+    with pytest.raises(NoRoomError) as error, caller.request(num_choices):
+        pass
+    return error.value
 
 
 # Who is let in
@@ -90,32 +99,14 @@ def test_without_a_file_nobody_needs_a_token_and_nothing_is_limited(clock: Clock
         pass
 
 
-def test_file_without_entries_lets_nobody_in(path: Path) -> None:
-    path.write_text("# nobody\n")
-    with pytest.raises(UnauthenticatedError):
-        Access(path).authenticate(bearer(ALICE))
-
-
-def test_every_entry_is_compared_whichever_fits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("token", [ALICE, BOB, "wrong"])
+def test_every_entry_is_compared_whichever_fits(path: Path, monkeypatch: pytest.MonkeyPatch, token: str) -> None:
     """So the time that a refusal takes tells nothing about the entries."""
-    compared: list[bytes] = []
-    compare = access_module.hmac.compare_digest
-
-    def noting(own: bytes, given: bytes) -> bool:
-        compared.append(own)
-        return compare(own, given)
-
-    monkeypatch.setattr(access_module.hmac, "compare_digest", noting)
-    access = Access(path)
-    expected = [digest_of(ALICE).encode(), digest_of(BOB).encode()]
-    for token in (ALICE, BOB):
-        compared.clear()
-        access.authenticate(bearer(token))
-        assert compared == expected
-    compared.clear()
-    with pytest.raises(UnauthenticatedError):
-        access.authenticate(bearer("wrong"))
-    assert compared == expected
+    compare = Mock(side_effect=hmac.compare_digest)
+    monkeypatch.setattr(access_module.hmac, "compare_digest", compare)
+    with suppress(UnauthenticatedError):
+        Access(path).authenticate(bearer(token))
+    assert [call.args[0].decode() for call in compare.call_args_list] == [digest_of(ALICE), digest_of(BOB)]
 
 
 # Limits
@@ -124,9 +115,10 @@ def test_every_entry_is_compared_whichever_fits(path: Path, monkeypatch: pytest.
 def test_requests_beyond_the_limit_are_refused_until_one_ends(clock: Clock) -> None:
     caller = limited(clock, max_sessions=2)
     with caller.request():
-        with caller.request(), pytest.raises(NoRoomError, match="2 requests of alice") as refused:
-            caller.request().__enter__()
-        assert refused.value.retry_after_s == 1.0
+        with caller.request():
+            error = refused(caller)
+        assert "2 requests of alice" in str(error)
+        assert error.retry_after_s == 1.0
         with caller.request():
             pass
 
@@ -136,29 +128,20 @@ def test_every_choice_of_a_request_counts(clock: Clock) -> None:
     with pytest.raises(InvalidRequestError, match="num_choices"), caller.request(5):
         pass
     with caller.request(3):
-        with pytest.raises(NoRoomError), caller.request(2):
-            pass
-        with caller.request(1), pytest.raises(NoRoomError), caller.request():
-            pass
+        refused(caller, 2)
+        with caller.request(1):
+            refused(caller)
     with caller.request(4):
         pass
 
 
-def test_request_that_fails_ends_too(clock: Clock) -> None:
-    caller = limited(clock, max_sessions=1)
-    for _ in range(3):
-        with pytest.raises(KeyError), caller.request():
-            raise KeyError
-    with caller.request():
-        pass
-
-
-def test_refused_request_costs_nothing(clock: Clock) -> None:
+def test_request_that_fails_ends_too_and_one_that_is_refused_costs_nothing(clock: Clock) -> None:
     caller = limited(clock, max_sessions=1, max_tokens_per_minute=60)
+    with pytest.raises(KeyError), caller.request():
+        raise KeyError
     with caller.request():
         for _ in range(3):
-            with pytest.raises(NoRoomError):
-                caller.request().__enter__()
+            refused(caller)
     with caller.request():
         pass
 
@@ -168,9 +151,9 @@ def test_running_request_is_never_cut_but_the_next_one_waits_for_what_it_used(cl
     with caller.request():
         for _ in range(20):
             caller.charge(10)
-    with pytest.raises(NoRoomError, match="60 tokens a minute") as refused:
-        caller.request().__enter__()
-    assert refused.value.retry_after_s == pytest.approx(141.0)  # 200 used, 60 allowed, one a second comes back
+    error = refused(caller)
+    assert "60 tokens a minute" in str(error)
+    assert error.retry_after_s == pytest.approx(141.0)  # 200 used, 60 allowed, one a second comes back
 
 
 @pytest.mark.parametrize("rate", [1, 7, 60, 60_000])
@@ -178,11 +161,8 @@ def test_running_request_is_never_cut_but_the_next_one_waits_for_what_it_used(cl
 def test_hint_says_exactly_when_it_is_worth_while_to_try_again(clock: Clock, rate: int, used: int) -> None:
     caller = limited(clock, max_tokens_per_minute=rate)
     caller.charge(rate + used)
-    with pytest.raises(NoRoomError) as refused:
-        caller.request().__enter__()
-    clock.now += refused.value.retry_after_s - 1e-3
-    with pytest.raises(NoRoomError):
-        caller.request().__enter__()
+    clock.now += refused(caller).retry_after_s - 1e-3
+    refused(caller)
     clock.now += 2e-3
     with caller.request():
         pass
@@ -194,8 +174,7 @@ def test_bucket_holds_a_minute_and_no_more(clock: Clock) -> None:
     caller.charge(59)
     with caller.request():
         caller.charge(1)
-    with pytest.raises(NoRoomError):
-        caller.request().__enter__()
+    refused(caller)
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(0, 200)), max_size=40))
@@ -206,13 +185,10 @@ def test_no_caller_gets_more_than_its_rate_but_for_one_request(steps: list[tuple
     began, charged = clock.now, 0
     for pause, tokens in steps:
         clock.now += pause
-        try:
-            with caller.request():
-                assert charged <= rate + (clock.now - began) * rate / 60.0 + 1e-6
-                caller.charge(tokens)
-                charged += tokens
-        except NoRoomError:
-            pass
+        with suppress(NoRoomError), caller.request():
+            assert charged <= rate + (clock.now - began) * rate / 60.0 + 1e-6
+            caller.charge(tokens)
+            charged += tokens
 
 
 # Files
@@ -247,6 +223,12 @@ def test_file_that_is_no_good_is_refused_with_its_name_and_option(path: Path, te
     assert str(refused.value).startswith(f"tokens_file: {path}: ")
 
 
+def test_file_without_entries_lets_nobody_in(path: Path) -> None:
+    path.write_text("# nobody\n")
+    with pytest.raises(UnauthenticatedError):
+        Access(path).authenticate(bearer(ALICE))
+
+
 def test_file_that_cannot_be_read_is_refused(path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(InvalidRequestError, match=r"tokens_file: .* UTF-8"):
@@ -278,19 +260,17 @@ def test_broken_file_keeps_the_old_tokens_and_is_logged_once(path: Path) -> None
 
 def test_what_is_used_and_what_runs_outlives_a_change_of_the_limits(path: Path, clock: Clock) -> None:
     access = Access(path, clock)
+
+    def changed(token: str, **limits: int) -> Caller:
+        path.write_text(TokenEntry("alice", digest_of(token), **limits).to_toml())
+        return access.authenticate(bearer(token))
+
     caller = access.authenticate(bearer(ALICE))
     with caller.request():
-        path.write_text(TokenEntry("alice", digest_of(ALICE), max_sessions=1).to_toml())
-        again = access.authenticate(bearer(ALICE))
-        assert again is caller
-        with pytest.raises(NoRoomError, match="1 requests"):
-            again.request().__enter__()
-    path.write_text(TokenEntry("alice", digest_of("a new token"), max_tokens_per_minute=60).to_toml())
-    renewed = access.authenticate(bearer("a new token"))
-    renewed.charge(60)
-    path.write_text(TokenEntry("alice", digest_of("a new token"), max_tokens_per_minute=50).to_toml())
-    with pytest.raises(NoRoomError, match="50 tokens"):
-        access.authenticate(bearer("a new token")).request().__enter__()
+        assert changed(ALICE, max_sessions=1) is caller
+        assert "1 requests" in str(refused(caller))
+    changed("a new token", max_tokens_per_minute=60).charge(60)
+    assert "50 tokens" in str(refused(changed("a new token", max_tokens_per_minute=50)))
 
 
 # The command

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -39,7 +40,6 @@ KINDS = {
     "server": server_options(SETTINGS),
     "user": CHANNEL_OPTIONS,
 }
-SERVICES = ("control", "bulk", "server")
 
 
 def arguments(kind: str) -> dict[str, int]:
@@ -55,10 +55,10 @@ def grpc_library() -> bytes:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_argument_is_one_that_grpc_knows(grpc_library: bytes, kind: str) -> None:
+def test_every_argument_is_one_that_grpc_knows_and_given_once(grpc_library: bytes, kind: str) -> None:
     """An unknown one would be ignored. Names end with a zero byte in the library, so no prefix of one is found."""
-    for name in arguments(kind):
-        assert name.encode() + b"\0" in grpc_library, f"gRPC has no argument {name}"
+    assert [name for name in arguments(kind) if name.encode() + b"\0" not in grpc_library] == []
+    assert len(arguments(kind)) == len(KINDS[kind])
 
 
 @pytest.mark.parametrize("name", ["grpc.keepalive_time", "grpc.http2.min_recv_ping_interval_without_data_ms"])
@@ -66,41 +66,42 @@ def test_unknown_argument_would_be_found(grpc_library: bytes, name: str) -> None
     assert name.encode() + b"\0" not in grpc_library
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_argument_is_given_twice(kind: str) -> None:
-    assert len(arguments(kind)) == len(KINDS[kind])
-
-
 # Values
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_compressed(kind: str) -> None:
-    assert arguments(kind)["grpc.default_compression_algorithm"] == grpc.Compression.NoCompression
+ALL = {"grpc.default_compression_algorithm": grpc.Compression.NoCompression}
+OF_SERVICES = {
+    **ALL,
+    # Both ends ask silent peers, also while no call runs.
+    "grpc.keepalive_time_ms": 2_500,
+    "grpc.keepalive_timeout_ms": 1_500,
+    "grpc.http2.ping_timeout_ms": 1_500,
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.max_pings_without_data": 0,
+    # The window of flow control is the one that was set.
+    "grpc.http2.lookahead_bytes": 3 * MIB,
+    "grpc.http2.bdp_probe": 0,
+}
+OF_CLIENTS = {**OF_SERVICES, "grpc.min_reconnect_backoff_ms": 1_500}
 
 
-@pytest.mark.parametrize("kind", SERVICES)
-def test_both_ends_ask_silent_peers_also_while_no_call_runs(kind: str) -> None:
-    given_arguments = arguments(kind)
-    assert given_arguments["grpc.keepalive_time_ms"] == 2_500
-    assert given_arguments["grpc.keepalive_timeout_ms"] == 1_500
-    assert given_arguments["grpc.http2.ping_timeout_ms"] == 1_500
-    assert given_arguments["grpc.keepalive_permit_without_calls"] == 1
-    assert given_arguments["grpc.http2.max_pings_without_data"] == 0
-
-
-@pytest.mark.parametrize("kind", SERVICES)
-def test_flow_control_window_is_the_one_that_was_set(kind: str) -> None:
-    assert arguments(kind)["grpc.http2.lookahead_bytes"] == 3 * MIB
-    assert arguments(kind)["grpc.http2.bdp_probe"] == 0
+def limits(most_bytes: int) -> dict[str, int]:
+    """Messages are limited in both directions."""
+    return dict.fromkeys(("grpc.max_receive_message_length", "grpc.max_send_message_length"), most_bytes)
 
 
 @pytest.mark.parametrize(
-    ("kind", "most_bytes"), [("control", CONTROL_MESSAGE_BYTES), ("bulk", 8 * MIB), ("server", 8 * MIB)]
+    ("kind", "expected"),
+    [
+        ("user", ALL),
+        ("control", {**OF_CLIENTS, **limits(CONTROL_MESSAGE_BYTES), "grpc.use_local_subchannel_pool": 0}),
+        ("bulk", {**OF_CLIENTS, **limits(8 * MIB), "grpc.use_local_subchannel_pool": 1}),  # has connections of its own
+        ("server", {**OF_SERVICES, **limits(8 * MIB), "grpc.so_reuseport": 0}),  # shares its port with nobody
+    ],
 )
-def test_messages_are_limited_in_both_directions(kind: str, most_bytes: int) -> None:
-    assert arguments(kind)["grpc.max_receive_message_length"] == most_bytes
-    assert arguments(kind)["grpc.max_send_message_length"] == most_bytes
+def test_connections_are_what_settings_say_and_as_their_kind_needs(kind: str, expected: dict[str, int]) -> None:
+    found = arguments(kind)
+    assert {name: found.get(name) for name in expected} == expected
 
 
 def test_control_streams_never_allow_more_than_was_set() -> None:
@@ -108,19 +109,10 @@ def test_control_streams_never_allow_more_than_was_set() -> None:
     assert options["grpc.max_send_message_length"] == MIB
 
 
-def test_bulk_alone_has_a_connection_of_its_own() -> None:
-    assert [arguments(kind)["grpc.use_local_subchannel_pool"] for kind in ("control", "bulk")] == [0, 1]
-
-
-@pytest.mark.parametrize("bulk", [False, True])
-def test_lost_peer_is_tried_again_soon_and_every_attempt_ends(bulk: bool) -> None:
-    options = dict(client_options(SETTINGS, bulk=bulk))
+@pytest.mark.parametrize("kind", ["control", "bulk"])
+def test_lost_peer_is_tried_again_soon(kind: str) -> None:
+    options = arguments(kind)
     assert options["grpc.initial_reconnect_backoff_ms"] <= options["grpc.max_reconnect_backoff_ms"] <= 2_000
-    assert options["grpc.min_reconnect_backoff_ms"] == 1_500
-
-
-def test_server_shares_its_port_with_nobody() -> None:
-    assert arguments("server")["grpc.so_reuseport"] == 0
 
 
 @pytest.mark.parametrize("seconds", [LEAST_KEEPALIVE_S, 10.0, 3600.0])
@@ -130,8 +122,8 @@ def test_no_server_sends_a_client_away_that_can_be_configured(seconds: float) ->
     assert server["grpc.http2.min_ping_interval_without_data_ms"] == MIN_PING_INTERVAL_MS
     assert server["grpc.keepalive_permit_without_calls"] == 1
     least = dict(client_options(replace(SETTINGS, keepalive_time_s=LEAST_KEEPALIVE_S), bulk=True))
-    assert least["grpc.keepalive_time_ms"] >= 2 * MIN_PING_INTERVAL_MS
-    assert arguments("user")["grpc.keepalive_time_ms"] >= 2 * MIN_PING_INTERVAL_MS
+    for client in (least, arguments("user")):
+        assert client["grpc.keepalive_time_ms"] >= 2 * MIN_PING_INTERVAL_MS
 
 
 # On the wire
@@ -173,15 +165,23 @@ async def test_the_limit_of_pings_is_in_force_and_clients_below_it_may_stay() ->
 MODEL = ModelDescription("target", "", "float32", bytes(32), vocab_size=1000, context_length=5000, stop_token_ids=())
 
 
-def needed_for_a_prompt() -> int:
-    return (MODEL.context_length + 2 * MODEL.vocab_size) * 5 + ENVELOPE_BYTES
+PROMPT_BYTES = (MODEL.context_length + 2 * MODEL.vocab_size) * 5 + ENVELOPE_BYTES
+BLOCK_BYTES = 10 * MIB
 
 
-def test_prompt_that_fills_the_context_must_fit() -> None:
-    needed = needed_for_a_prompt()
-    check_prompt_fits(MODEL, needed)
-    with pytest.raises(InvalidRequestError, match=f"max_message_bytes is {needed - 1}, .* 5000 tokens.* {needed}"):
-        check_prompt_fits(MODEL, needed - 1)
+@pytest.mark.parametrize(
+    ("check", "what", "needed", "said"),
+    [
+        (check_prompt_fits, MODEL, PROMPT_BYTES, rf" .* 5000 tokens.* {PROMPT_BYTES}"),
+        (check_block_fits, BLOCK_BYTES, BLOCK_BYTES + ENVELOPE_BYTES, " but a draft block"),
+    ],
+)
+def test_prompt_that_fills_the_context_and_longest_block_must_fit(
+    check: Callable[[Any, int], None], what: Any, needed: int, said: str
+) -> None:
+    check(what, needed)
+    with pytest.raises(InvalidRequestError, match=f"max_message_bytes is {needed - 1},{said}"):
+        check(what, needed - 1)
 
 
 def test_what_the_check_allows_for_is_enough_for_the_largest_request() -> None:
@@ -205,14 +205,7 @@ def test_what_the_check_allows_for_is_enough_for_the_largest_request() -> None:
         verifying_key=bytes(16),
         cache_salt="\N{GRINNING FACE}" * 256,
     )
-    check_prompt_fits(MODEL, needed_for_a_prompt())
-    assert request.ByteSize() <= needed_for_a_prompt()
-
-
-def test_longest_block_must_fit() -> None:
-    check_block_fits(10 * MIB, 10 * MIB + ENVELOPE_BYTES)
-    with pytest.raises(InvalidRequestError, match="max_message_bytes is 10485760, but a draft block"):
-        check_block_fits(10 * MIB, 10 * MIB)
+    assert request.ByteSize() <= PROMPT_BYTES
 
 
 # Large batches on control streams
@@ -238,12 +231,9 @@ def test_batches_keep_every_event_in_order_and_stay_below_what_every_service_tak
     assert all(part.ByteSize() <= LEAST_MESSAGE_BYTES for part in parts)
 
 
-def test_usual_batch_is_one_message() -> None:
-    assert [sizes_in(part) for part in in_messages(commands, [100] * 1000)] == [[100] * 1000]
-
-
-def test_single_event_is_never_lost() -> None:
-    assert [sizes_in(part) for part in in_messages(commands, [2 * MIB, 5])] == [[2 * MIB], [5]]
+def test_usual_batch_is_one_message_and_a_single_event_is_never_lost() -> None:
+    for sizes, parts in (([100] * 1000, [[100] * 1000]), ([2 * MIB, 5], [[2 * MIB], [5]])):
+        assert [sizes_in(part) for part in in_messages(commands, sizes)] == parts
 
 
 # Settings

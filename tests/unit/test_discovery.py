@@ -6,23 +6,24 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import trustme
-from kubernetes_api import PORT, KubernetesApi, endpoint_slice, pod
+from kubernetes_api import PORT, Asked, KubernetesApi, endpoint_slice, pod
 from structlog.testing import capture_logs
 
 from draftwire.errors import InvalidRequestError
 from draftwire.services.gateway import discovery, endpoint_slices
 from draftwire.services.gateway.config import DiscoverySettings, GatewayConfig
-from draftwire.services.gateway.discovery import DnsSource, Endpoint, Source, StaticSource
+from draftwire.services.gateway.discovery import DnsSource, Endpoint, Source, SourceStatus, StaticSource
 from draftwire.services.gateway.endpoint_slices import (
     EndpointSliceSource,
     WatchTimes,
@@ -37,62 +38,71 @@ A, B, C = (f"10.0.0.{number}" for number in (1, 2, 3))
 V = f":{PORT}"
 
 
+@dataclass
 class Followed:
-    """What a source has said."""
+    """What a source has said, and what was logged meanwhile."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.endpoints: frozenset[Endpoint] | None = None
-        self.num_told = 0
+    source: Any
+    status: SourceStatus
+    logs: list[Any]
+    endpoints: frozenset[Endpoint] | None = None
+    num_told: int = 0
 
     @property
-    def by_host(self) -> dict[str, Endpoint]:
-        return {endpoint.address.rpartition(":")[0]: endpoint for endpoint in self.endpoints or ()}
+    def events(self) -> list[str]:
+        return [f"{line['event'].removeprefix('gateway.discovery_')} {line['log_level']}" for line in self.logs]
 
     async def follow(self) -> None:
         async with aclosing(self.source.endpoints()) as changes:
-            async for endpoints in changes:
-                self.endpoints = endpoints
+            async for self.endpoints in changes:
                 self.num_told += 1
 
     async def until(self, *hosts: str, **conditions: bool) -> None:
         """Waits until it says that there are services at these hosts, all of them in some condition."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not self._says(hosts, conditions):
-            assert time.monotonic() < deadline, f"it says {self.endpoints}"
-            await asyncio.sleep(0.005)
-
-    def _says(self, hosts: Sequence[str], conditions: Mapping[str, bool]) -> bool:
-        if self.endpoints is None or sorted(self.by_host) != sorted(hosts):
-            return False
-        return all(
-            getattr(endpoint, name) == value for endpoint in self.endpoints for name, value in conditions.items()
+        await until(
+            lambda: (
+                self.endpoints is not None
+                and sorted(endpoint.address.rpartition(":")[0] for endpoint in self.endpoints) == sorted(hosts)
+                and all(getattr(one, name) == value for one in self.endpoints for name, value in conditions.items())
+            ),
+            self,
         )
+
+    async def until_failed(self, times: int) -> None:
+        await until(lambda: self.status.num_failures >= times, self)
+
+    async def until_well(self) -> None:
+        await until(lambda: not self.status.fault, self)
 
 
 @asynccontextmanager
 async def following(source: Source) -> AsyncIterator[Followed]:
     """Follows a source, and makes sure that it ends when it is told to."""
-    followed = Followed(source)
-    task = asyncio.create_task(followed.follow())
-    try:
+    with capture_logs() as logs:
+        followed = Followed(source, source.status, logs)
+        task = asyncio.create_task(followed.follow())
+        try:
+            yield followed
+            assert not task.done()
+        finally:
+            task.cancel()
+            async with asyncio.timeout(1.0):
+                await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def watching(times: WatchTimes = TIMES) -> AsyncIterator[Followed]:
+    """Follows the endpoints of the service "verifier" in Kubernetes."""
+    source = EndpointSliceSource(await read_configuration(), "default", "verifier", times)
+    async with following(source) as followed:
         yield followed
-        assert not task.done() or isinstance(source, StaticSource)
-    finally:
-        task.cancel()
-        async with asyncio.timeout(1.0):
-            await asyncio.gather(task, return_exceptions=True)
 
 
-async def until(holds: Any) -> None:
+async def until(holds: Callable[[], object], what: object = "") -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not holds():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, what
         await asyncio.sleep(0.005)
-
-
-def events(logs: list[Any]) -> list[str]:
-    return [f"{line['event'].removeprefix('gateway.discovery_')} {line['log_level']}" for line in logs]
 
 
 # A list
@@ -106,49 +116,39 @@ async def test_listed_addresses_are_said_once_and_cannot_be_out_of_date() -> Non
     assert source.status.synced_at is None
 
 
-@pytest.mark.parametrize(
-    ("is_ready", "is_terminating", "takes_sessions"),
-    [(True, False, True), (False, False, False), (True, True, False), (False, True, False)],
-)
-def test_endpoint_takes_sessions_while_it_is_ready_and_does_not_terminate(
-    is_ready: bool, is_terminating: bool, takes_sessions: bool
-) -> None:
-    assert Endpoint("a:1", None, is_ready, True, is_terminating).takes_sessions == takes_sessions
+def test_endpoint_takes_sessions_while_it_is_ready_and_does_not_terminate() -> None:
+    for is_ready, is_terminating in product((True, False), repeat=2):
+        endpoint = Endpoint("a:1", is_ready=is_ready, is_terminating=is_terminating)
+        assert endpoint.takes_sessions == (is_ready and not is_terminating)
 
 
 # Names
 
 
-class Resolver:
-    """Answers look-ups in the place of the system's resolver."""
+@pytest.fixture
+async def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Sequence[str] | Exception | None]:
+    """What names are looked up as, in the place of the system's resolver; None: there is no answer."""
+    answers: dict[str, Sequence[str] | Exception | None] = {}
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.answers: dict[str, Sequence[str] | Exception] = {}
-        self.num_asked = 0
-        self.is_hung = False
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(loop, "getaddrinfo", self._answer)
-
-    async def _answer(self, host: str, port: int, *, type: int) -> list[Any]:
-        self.num_asked += 1
-        while self.is_hung:
+    async def look_up(host: str, port: int, *, type: int) -> list[Any]:
+        while (answer := answers[host]) is None:
             await asyncio.sleep(0.01)
-        answer = self.answers[host]
         if isinstance(answer, Exception):
             raise answer
         families = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in answer]
         return [(family, type, 6, "", (address, port)) for family, address in zip(families, answer, strict=True)]
 
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+    return answers
 
-async def test_every_address_of_a_name_is_an_endpoint_and_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolver = Resolver(monkeypatch)
-    resolver.answers = {"verifiers": [A, "fd00::1"], "more": [B]}
+
+async def test_every_address_of_a_name_is_an_endpoint_and_is_looked_up_again(names: dict[str, Any]) -> None:
+    names |= {"verifiers": [A, "fd00::1"], "more": [B]}
     async with following(DnsSource(("verifiers:50052", "more:1"), pause_s=0.01)) as followed:
         await followed.until(A, "[fd00::1]", B)
-        assert followed.by_host[A].address == f"{A}:50052"
-        assert followed.by_host["[fd00::1]"].address == "[fd00::1]:50052"
-        assert followed.by_host[B].address == f"{B}:1"
-        resolver.answers["verifiers"] = [C]
+        addresses = (f"{A}:50052", "[fd00::1]:50052", f"{B}:1")
+        assert followed.endpoints == set(map(Endpoint, addresses))
+        names["verifiers"] = [C]
         await followed.until(C, B)
 
 
@@ -156,43 +156,38 @@ async def test_every_address_of_a_name_is_an_endpoint_and_is_looked_up_again(mon
     "fault", [socket.gaierror(socket.EAI_AGAIN, "temporary"), socket.gaierror(socket.EAI_NONAME, "no such name")]
 )
 async def test_name_that_cannot_be_looked_up_changes_nothing_and_is_logged_once(
-    monkeypatch: pytest.MonkeyPatch, fault: Exception
+    names: dict[str, Any], fault: Exception
 ) -> None:
-    resolver = Resolver(monkeypatch)
-    resolver.answers = {"verifiers": [A]}
-    source = DnsSource(("verifiers:1",), pause_s=0.01)
-    with capture_logs() as logs:
-        async with following(source) as followed:
-            await followed.until(A)
-            synced_at = source.status.synced_at
-            resolver.answers["verifiers"] = fault
-            await until(lambda: source.status.num_failures >= 3)
-            await followed.until(A)
-            assert "verifiers:1" in source.status.fault
-            last = source.status.synced_at
-            resolver.answers["verifiers"] = [B]
-            await followed.until(B)
-    assert events(logs) == ["failed warning", "recovered info"]
-    assert synced_at <= last < (source.status.synced_at or 0.0)
+    names["verifiers"] = [A]
+    async with following(DnsSource(("verifiers:1",), pause_s=0.01)) as followed:
+        await followed.until(A)
+        synced_at = followed.status.synced_at
+        names["verifiers"] = fault
+        await followed.until_failed(3)
+        await followed.until(A)
+        assert "verifiers:1" in followed.status.fault
+        last = followed.status.synced_at
+        names["verifiers"] = [B]
+        await followed.until(B)
+    assert followed.events == ["failed warning", "recovered info"]
+    assert synced_at <= last < (followed.status.synced_at or 0.0)
 
 
-async def test_name_that_cannot_be_looked_up_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    resolver = Resolver(monkeypatch)
-    resolver.answers = {"verifiers": socket.gaierror(socket.EAI_AGAIN, "temporary"), "more": [B]}
+async def test_name_that_cannot_be_looked_up_does_not_hide_the_others(names: dict[str, Any]) -> None:
+    names |= {"verifiers": socket.gaierror(socket.EAI_AGAIN, "temporary"), "more": [B]}
     async with following(DnsSource(("verifiers:1", "more:1"), pause_s=0.01)) as followed:
         await followed.until(B)
 
 
-async def test_resolver_that_hangs_is_given_up_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_resolver_that_hangs_is_given_up_and_asked_again(
+    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(discovery, "DNS_TIMEOUT_SECONDS", 0.05)
-    resolver = Resolver(monkeypatch)
-    resolver.answers = {"verifiers": [A]}
-    resolver.is_hung = True
-    source = DnsSource(("verifiers:1",), pause_s=0.01)
-    async with following(source) as followed:
-        await until(lambda: source.status.num_failures >= 2)
+    names["verifiers"] = None
+    async with following(DnsSource(("verifiers:1",), pause_s=0.01)) as followed:
+        await followed.until_failed(2)
         assert followed.num_told == 0
-        resolver.is_hung = False
+        names["verifiers"] = [A]
         await followed.until(A)
 
 
@@ -204,8 +199,8 @@ async def test_real_resolver_is_asked() -> None:
 # What slices say
 
 
-def address_and_zone(slices: Sequence[Any]) -> list[tuple[str, str | None]]:
-    return sorted((endpoint.address, endpoint.zone) for endpoint in endpoints_of(slices))
+def verifiers(*items: Any, name: str = "x", **changes: Any) -> Any:
+    return endpoint_slice(name, "verifier", items) | changes
 
 
 @pytest.mark.parametrize(
@@ -223,63 +218,60 @@ def test_conditions_that_are_not_known_count_as_ready(
     conditions: dict[str, bool | None], expected: tuple[bool, bool, bool]
 ) -> None:
     for item in ({**pod(A), "conditions": conditions}, {**pod(A), "conditions": conditions, "zone": None}):
-        (endpoint,) = endpoints_of([endpoint_slice("x", "v", [item])])
-        assert (endpoint.is_ready, endpoint.is_serving, endpoint.is_terminating) == expected
+        assert endpoints_of([verifiers(item)]) == {Endpoint(A + V, None, *expected)}
 
 
-def test_endpoint_without_any_conditions_is_ready() -> None:
-    (endpoint,) = endpoints_of([endpoint_slice("x", "v", [{"addresses": [A]}])])
-    assert endpoint == Endpoint(A + V)
+TERMINATING = Endpoint(A + V, is_terminating=True)
+SLICES = {
+    "none": ([verifiers()], []),
+    "no conditions at all": ([verifiers({"addresses": [A]})], [Endpoint(A + V)]),
+    "several addresses of one pod": (
+        [verifiers({**pod(A, "zone-1"), "addresses": [A, B]})],
+        [Endpoint(A + V, "zone-1")],
+    ),
+    "addresses of IPv6 alone": (
+        [verifiers({**pod(A), "addresses": ["fd00::1"]}, addressType="IPv6")],
+        [Endpoint("[fd00::1]" + V)],
+    ),
+    "addresses of two families": (
+        [verifiers({**pod(A), "addresses": ["fd00::1"]}, name="a6", addressType="IPv6"), verifiers(pod(A), name="b4")],
+        [Endpoint(A + V)],
+    ),
+    "one that is ready in one of two slices": (
+        [verifiers(pod(A, ready=False, serving=False)), verifiers(pod(A, "zone-1"), name="y")],
+        [Endpoint(A + V, "zone-1")],
+    ),
+    "one that terminates in one of two slices": (
+        [verifiers(pod(A)), verifiers(pod(A, terminating=True), name="y")],
+        [TERMINATING],
+    ),
+    "ports of each slice": (
+        [verifiers(pod(A)), verifiers(pod(B), name="y", ports=[{"name": "grpc", "port": 9}])],
+        [Endpoint(A + V), Endpoint(f"{B}:9")],
+    ),
+    "the port named grpc": (
+        [verifiers(pod(A), ports=[{"name": "metrics", "port": 1}, {"name": "grpc", "port": 2}])],
+        [Endpoint(f"{A}:2")],
+    ),
+    "the first port": (
+        [verifiers(pod(A), ports=[{"name": "metrics", "port": 1}, {"name": "http", "port": 2}])],
+        [Endpoint(f"{A}:1")],
+    ),
+    "a port with an empty name": ([verifiers(pod(A), ports=[{"name": "", "port": 3}])], [Endpoint(f"{A}:3")]),
+    "a port without a name": ([verifiers(pod(A), ports=[{"port": 3}])], [Endpoint(f"{A}:3")]),
+    "the first port that has a number": (
+        [verifiers(pod(A), ports=[{"name": "grpc", "port": None}, {"name": "other", "port": 4}])],
+        [Endpoint(f"{A}:4")],
+    ),
+    "an empty list of ports": ([verifiers(pod(A), ports=[])], []),
+    "no list of ports": ([verifiers(pod(A), ports=None)], []),
+}
 
 
-def test_several_addresses_of_an_endpoint_lead_to_one_pod() -> None:
-    item = {**pod(A, "zone-1"), "addresses": [A, B]}
-    assert address_and_zone([endpoint_slice("x", "v", [item])]) == [(A + V, "zone-1")]
-
-
-def test_pod_with_addresses_of_two_families_is_taken_once_by_its_ipv4_address() -> None:
-    six = {**pod(A), "addresses": ["fd00::1"]}
-    slices = [endpoint_slice("a6", "v", [six], address_type="IPv6"), endpoint_slice("b4", "v", [pod(A)])]
-    assert address_and_zone(slices) == [(A + V, None)]
-    assert address_and_zone(slices[:1]) == [("[fd00::1]" + V, None)]
-
-
-def test_endpoint_in_two_slices_is_taken_once_and_terminates_if_either_says_so() -> None:
-    def together(first: Any, second: Any) -> Endpoint:
-        (one,) = endpoints_of([endpoint_slice("x", "v", [first]), endpoint_slice("y", "v", [second])])
-        (same,) = endpoints_of([endpoint_slice("x", "v", [second]), endpoint_slice("y", "v", [first])])
-        assert one == same
-        return one
-
-    assert together(pod(A, ready=False, serving=False), pod(A, "zone-1")) == Endpoint(A + V, "zone-1")
-    assert together(pod(A), pod(A, terminating=True)).is_terminating
-
-
-@pytest.mark.parametrize(
-    ("ports", "expected"),
-    [
-        ([{"name": "metrics", "port": 1}, {"name": "grpc", "port": 2}], 2),
-        ([{"name": "metrics", "port": 1}, {"name": "http", "port": 2}], 1),
-        ([{"name": "", "port": 3}], 3),
-        ([{"port": 3}], 3),
-        ([{"name": "grpc", "port": None}, {"name": "other", "port": 4}], 4),
-        ([], None),
-        (None, None),
-    ],
-)
-def test_port_is_the_one_named_grpc_else_the_first(ports: Any, expected: int | None) -> None:
-    slice_ = endpoint_slice("x", "v", [pod(A)]) | {"ports": ports}
-    found = [] if expected is None else [(f"{A}:{expected}", None)]
-    assert address_and_zone([slice_]) == found
-
-
-def test_each_slice_has_ports_of_its_own() -> None:
-    slices = [endpoint_slice("x", "v", [pod(A)]), endpoint_slice("y", "v", [pod(B)], [{"name": "grpc", "port": 9}])]
-    assert address_and_zone(slices) == [(A + V, None), (f"{B}:9", None)]
-
-
-def test_slice_without_endpoints_says_nothing() -> None:
-    assert endpoints_of([endpoint_slice("x", "v", [])]) == frozenset()
+@pytest.mark.parametrize(("slices", "expected"), SLICES.values(), ids=list(SLICES))
+def test_slices_list_each_pod_once_whatever_their_order(slices: list[Any], expected: list[Endpoint]) -> None:
+    """With the port named grpc, else the first; a pod that terminates in one slice terminates."""
+    assert endpoints_of(slices) == endpoints_of(slices[::-1]) == set(expected)
 
 
 # Kubernetes
@@ -291,142 +283,127 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[KubernetesA
     monkeypatch.setattr(endpoint_slices, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(endpoint_slices, "LONGEST_PAUSE_S", 0.2)
     with KubernetesApi() as running:
-        use_kubeconfig(monkeypatch, tmp_path, running)
+        (tmp_path / "kubeconfig").write_text(running.kubeconfig())
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
         yield running
 
 
-def use_kubeconfig(monkeypatch: pytest.MonkeyPatch, folder: Path, api: KubernetesApi) -> None:
-    (folder / "kubeconfig").write_text(api.kubeconfig())
-    monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
-
-
-async def source_of(service: str = "verifier", times: WatchTimes = TIMES) -> EndpointSliceSource:
-    return EndpointSliceSource(await read_configuration(), "default", service, times)
-
-
 async def test_slices_are_listed_once_and_then_watched_from_there(api: KubernetesApi) -> None:
-    api.put(endpoint_slice("x", "verifier", [pod(A, "zone-1")]))
-    async with following(await source_of()) as followed:
+    api.put(verifiers(pod(A, "zone-1")))
+    async with watching() as followed:
         await followed.until(A)
         assert followed.endpoints == {Endpoint(A + V, "zone-1")}
-        api.put(endpoint_slice("y", "verifier", [pod(B)]))
+        api.put(verifiers(pod(B), name="y"))
         await followed.until(A, B)
-        api.put(endpoint_slice("x", "verifier", [pod(A), pod(C)]))
+        api.put(verifiers(pod(A), pod(C)))
         await followed.until(A, B, C)
         api.delete("x")
         await followed.until(B)
-        assert len(api.lists()) == 1
-    (first, *_) = api.watches()
-    assert first.path == "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
-    assert first.query == {
-        "labelSelector": "kubernetes.io/service-name=verifier",
+    path = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
+    selector = {"labelSelector": "kubernetes.io/service-name=verifier"}
+    assert api.lists == [Asked(path, selector, "Bearer secret-token")]
+    watch = {
         "watch": "true",
         "resourceVersion": "1001",
         "allowWatchBookmarks": "true",
         "timeoutSeconds": "1",
     }
-    assert {asked.authorization for asked in api.asked} == {"Bearer secret-token"}
+    assert api.watches[0] == Asked(path, selector | watch, "Bearer secret-token")
 
 
 async def test_other_services_and_namespaces_are_nothing_to_it(api: KubernetesApi) -> None:
     api.put(endpoint_slice("x", "drafter", [pod(A)]))
     api.put(endpoint_slice("y", "verifier", [pod(B)], namespace="elsewhere"))
-    async with following(await source_of()) as followed:
+    async with watching() as followed:
         await followed.until()
         api.put(endpoint_slice("x", "drafter", [pod(C)]))
-        api.put(endpoint_slice("z", "verifier", [pod(B)]))
+        api.put(verifiers(pod(B), name="z"))
         await followed.until(B)
 
 
 async def test_conditions_of_an_endpoint_change_while_it_is_watched(api: KubernetesApi) -> None:
-    api.put(endpoint_slice("x", "verifier", [pod(A)]))
-    async with following(await source_of()) as followed:
-        await followed.until(A, is_ready=True)
-        api.put(endpoint_slice("x", "verifier", [pod(A, ready=False, serving=False)]))
-        await followed.until(A, is_ready=False, is_serving=False)
-        api.put(endpoint_slice("x", "verifier", [pod(A)]))
-        await followed.until(A, is_ready=True)
-        api.put(endpoint_slice("x", "verifier", [pod(A, ready=False, terminating=True)]))
-        await followed.until(A, is_terminating=True, is_serving=True)
+    async with watching() as followed:
+        for is_ready, is_serving, is_terminating in (
+            (True, True, False),
+            (False, False, False),
+            (True, True, False),
+            (False, True, True),
+        ):
+            api.put(verifiers(pod(A, ready=is_ready, serving=is_serving, terminating=is_terminating)))
+            await followed.until(A, is_ready=is_ready, is_serving=is_serving, is_terminating=is_terminating)
 
 
 async def test_watch_that_ended_goes_on_from_the_last_version_without_a_new_list(api: KubernetesApi) -> None:
-    source = await source_of()
-    async with following(source) as followed:
+    async with watching() as followed:
         await followed.until()
-        api.put(endpoint_slice("x", "verifier", [pod(A)]))
+        api.put(verifiers(pod(A)))
         await followed.until(A)
-        await until(lambda: len(api.watches()) == 3)
-        api.put(endpoint_slice("y", "verifier", [pod(B)]))
+        await until(lambda: len(api.watches) == 3)
+        api.put(verifiers(pod(B), name="y"))
         await followed.until(A, B)
-    assert len(api.lists()) == 1
-    assert [asked.query["resourceVersion"] for asked in api.watches()] == ["1000", "1001", "1001"]
-    assert source.status.num_failures == 0
+    assert len(api.lists) == 1
+    assert [asked.query["resourceVersion"] for asked in api.watches] == ["1000", "1001", "1001"]
+    assert followed.status.num_failures == 0
 
 
 async def test_bookmark_moves_the_version_and_changes_nothing_else(api: KubernetesApi) -> None:
-    api.put(endpoint_slice("x", "verifier", [pod(A)]))
-    async with following(await source_of()) as followed:
+    api.put(verifiers(pod(A)))
+    async with watching() as followed:
         await followed.until(A)
-        await until(api.watches)
+        await until(lambda: api.watches)
         api.bookmark()
-        await until(lambda: len(api.watches()) == 2)
+        await until(lambda: len(api.watches) == 2)
         assert followed.num_told == 1
         await followed.until(A)
-    assert [asked.query["resourceVersion"] for asked in api.watches()] == ["1001", "1002"]
+    assert [asked.query["resourceVersion"] for asked in api.watches] == ["1001", "1002"]
 
 
-@pytest.mark.parametrize("gone_is_status", [True, False])
-async def test_expired_watch_is_begun_anew_with_a_list_and_is_no_failure(
-    api: KubernetesApi, gone_is_status: bool
-) -> None:
-    api.gone_is_status = gone_is_status
-    api.put(endpoint_slice("x", "verifier", [pod(A)]))
-    api.put(endpoint_slice("y", "verifier", [pod(B)]))
-    source = await source_of()
-    with capture_logs() as logs:
-        async with following(source) as followed:
-            await followed.until(A, B)
-            await until(api.watches)
-            api.delete("x")
-            api.put(endpoint_slice("z", "verifier", [pod(C)]))
-            api.forget_history()
-            await followed.until(B, C)
-            api.put(endpoint_slice("x", "verifier", [pod(A)]))
-            await followed.until(A, B, C)
-    assert (len(api.lists()), source.status.num_failures, logs) == (2, 0, [])
+@pytest.fixture(params=[True, False], ids=["as a status", "as an event"])
+def expiring(api: KubernetesApi, request: pytest.FixtureRequest) -> KubernetesApi:
+    """Real servers do both: they answer with the status 410, or with a stream that says so."""
+    api.gone_is_status = request.param
+    return api
 
 
-async def test_watch_that_expired_between_two_watches_is_begun_anew(api: KubernetesApi) -> None:
-    """Then real servers answer with the status 410, or with a stream whose first event says so."""
-    for gone_is_status in (True, False):
-        api.gone_is_status = gone_is_status
-        api.asked.clear()
-        source = await source_of()
-        async with following(source) as followed:
-            await followed.until(*followed.by_host)
-            source._version = "1"
-            api.forget_history()
-            await until(lambda: len(api.lists()) == 2)
-        assert source.status.num_failures == 0
+async def test_expired_watch_is_begun_anew_with_a_list_and_is_no_failure(expiring: KubernetesApi) -> None:
+    api = expiring
+    api.put(verifiers(pod(A)))
+    api.put(verifiers(pod(B), name="y"))
+    async with watching() as followed:
+        await followed.until(A, B)
+        await until(lambda: api.watches)
+        api.delete("x")
+        api.put(verifiers(pod(C), name="z"))
+        api.forget_history()
+        await followed.until(B, C)
+        api.put(verifiers(pod(A)))
+        await followed.until(A, B, C)
+    assert (len(api.lists), followed.status.num_failures, followed.logs) == (2, 0, [])
+
+
+async def test_watch_that_expired_between_two_watches_is_begun_anew(expiring: KubernetesApi) -> None:
+    async with watching() as followed:
+        await followed.until()
+        followed.source._version = "1"
+        expiring.forget_history()
+        await until(lambda: len(expiring.lists) == 2)
+    assert followed.status.num_failures == 0
 
 
 async def test_outage_keeps_what_is_known_is_logged_once_and_ends_by_itself(api: KubernetesApi) -> None:
-    api.put(endpoint_slice("x", "verifier", [pod(A)]))
-    source = await source_of()
-    with capture_logs() as logs:
-        async with following(source) as followed:
-            await followed.until(A)
-            api.stop()
-            await until(lambda: source.status.num_failures >= 4)
-            await followed.until(A)
-            assert source.status.fault
-            api.delete("x")
-            api.put(endpoint_slice("y", "verifier", [pod(B)]))
-            api.start()
-            await followed.until(B)
-            await until(lambda: not source.status.fault)
-    assert events(logs) == ["failed warning", "recovered info"]
+    api.put(verifiers(pod(A)))
+    async with watching() as followed:
+        await followed.until(A)
+        api.stop()
+        await followed.until_failed(4)
+        await followed.until(A)
+        assert followed.status.fault
+        api.delete("x")
+        api.put(verifiers(pod(B), name="y"))
+        api.start()
+        await followed.until(B)
+        await followed.until_well()
+    assert followed.events == ["failed warning", "recovered info"]
 
 
 async def test_pauses_grow_while_the_api_is_gone(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,114 +420,99 @@ async def test_pauses_grow_while_the_api_is_gone(api: KubernetesApi, monkeypatch
     monkeypatch.setattr(endpoint_slices, "LONGEST_PAUSE_S", 8.0)
     monkeypatch.setattr(asyncio, "sleep", note)
     api.stop()
-    async with following(await source_of()):
+    async with watching():
         await until(lambda: len(pauses) >= 6)
-    for pause, most in zip(pauses, (1.0, 2.0, 4.0, 8.0, 8.0, 8.0), strict=False):
-        assert most / 2 <= pause <= most
-    assert len({pause / most for pause, most in zip(pauses, (1.0, 2.0, 4.0, 8.0, 8.0, 8.0), strict=False)}) > 1
+    shares = [pause / most for pause, most in zip(pauses, (1.0, 2.0, 4.0, 8.0, 8.0, 8.0), strict=False)]
+    assert 0.5 <= min(shares) < max(shares) <= 1.0
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 504])
 async def test_server_that_fails_is_asked_again(api: KubernetesApi, status: int) -> None:
-    api.put(endpoint_slice("x", "verifier", [pod(A)]))
+    api.put(verifiers(pod(A)))
     api.refusal = status
-    source = await source_of()
-    with capture_logs() as logs:
-        async with following(source) as followed:
-            await until(lambda: source.status.num_failures >= 2)
-            assert followed.num_told == 0
-            assert f"HTTP {status}" in source.status.fault
-            api.refusal = None
-            await followed.until(A)
-            await until(lambda: not source.status.fault)
-    assert events(logs) == ["failed warning", "recovered info"]
+    async with watching() as followed:
+        await followed.until_failed(2)
+        assert followed.num_told == 0
+        assert f"HTTP {status}" in followed.status.fault
+        api.refusal = None
+        await followed.until(A)
+        await followed.until_well()
+    assert followed.events == ["failed warning", "recovered info"]
 
 
 @pytest.mark.parametrize("status", [401, 403])
 async def test_missing_rights_are_an_error_that_says_which_and_are_asked_for_again(
     api: KubernetesApi, status: int
 ) -> None:
-    source = await source_of()
-    with capture_logs() as logs:
-        async with following(source) as followed:
-            await followed.until()
-            api.refusal = 500
-            await until(lambda: source.status.num_failures >= 1)
-            api.refusal = status
-            await until(lambda: f"HTTP {status}" in source.status.fault)
-            failures = source.status.num_failures
-            await until(lambda: source.status.num_failures >= failures + 2)
-            api.refusal = None
-            api.put(endpoint_slice("x", "verifier", [pod(A)]))
-            await followed.until(A)
-            await until(lambda: not source.status.fault)
-    assert events(logs) == ["failed warning", "failed error", "recovered info"]
-    assert "get, list and watch of endpointslices in namespace default" in logs[1]["reason"]
+    async with watching() as followed:
+        await followed.until()
+        api.refusal = 500
+        await followed.until_failed(1)
+        api.refusal = status
+        await until(lambda: f"HTTP {status}" in followed.status.fault)
+        await followed.until_failed(followed.status.num_failures + 2)
+        api.refusal = None
+        api.put(verifiers(pod(A)))
+        await followed.until(A)
+        await followed.until_well()
+    assert followed.events == ["failed warning", "failed error", "recovered info"]
+    assert "get, list and watch of endpointslices in namespace default" in followed.logs[1]["reason"]
 
 
 async def test_right_to_list_alone_is_an_error_that_is_logged_once(api: KubernetesApi) -> None:
     """That it was given is noticed when a watch begins, not when it ends."""
     api.refuses_watches = True
-    source = await source_of(times=WatchTimes(watch_s=60, answer_s=0.5))
-    with capture_logs() as logs:
-        async with following(source) as followed:
-            await until(lambda: source.status.num_failures >= 4)
-            api.put(endpoint_slice("x", "verifier", [pod(A)]))
-            await followed.until(A)
-            assert events(logs) == ["failed error"]
-            api.refuses_watches = False
-            await until(lambda: len(logs) == 2)
-    assert events(logs) == ["failed error", "recovered info"]
+    async with watching(WatchTimes(watch_s=60, answer_s=0.5)) as followed:
+        await followed.until_failed(4)
+        api.put(verifiers(pod(A)))
+        await followed.until(A)
+        assert followed.events == ["failed error"]
+        api.refuses_watches = False
+        await followed.until_well()
+    assert followed.events == ["failed error", "recovered info"]
 
 
-async def test_watch_that_does_not_begin_is_given_up_long_before_it_would_have_ended(api: KubernetesApi) -> None:
-    api.ignores_watches = True
-    source = await source_of(times=WatchTimes(watch_s=60, answer_s=0.2))
-    async with following(source):
-        await until(lambda: source.status.num_failures >= 2)
-        assert source.status.fault == "no answer in time"
+@pytest.mark.parametrize("what", ["answers", "answers_watches"])
+async def test_answer_that_does_not_begin_is_given_up_long_before_a_watch_would_have_ended(
+    api: KubernetesApi, what: str
+) -> None:
+    getattr(api, what).clear()
+    async with watching(WatchTimes(watch_s=60, answer_s=0.2)) as followed:
+        await followed.until_failed(2)
+        assert followed.status.fault == "no answer in time"
+        getattr(api, what).set()
+        await followed.until()
+        await followed.until_well()
 
 
 async def test_connection_that_is_dead_is_noticed_and_a_new_one_opened(api: KubernetesApi) -> None:
     """Nothing is closed: without a deadline of its own the client would wait for ever."""
-    api.put(endpoint_slice("x", "verifier", [pod(A)]))
-    source = await source_of()
-    async with following(source) as followed:
+    api.put(verifiers(pod(A)))
+    async with watching() as followed:
         await followed.until(A)
-        await until(api.watches)
+        await until(lambda: api.watches)
         started = time.monotonic()
-        api.is_dead = True
-        await until(lambda: source.status.num_failures >= 1)
+        api.answers.clear()
+        await followed.until_failed(1)
         assert time.monotonic() - started < TIMES.watch_s + TIMES.answer_s + 2.0
         await followed.until(A)
-        api.put(endpoint_slice("x", "verifier", [pod(B)]))
-        api.is_dead = False
+        api.put(verifiers(pod(B)))
+        api.answers.set()
         await followed.until(B)
 
 
-async def test_server_that_accepts_and_never_answers_is_given_up(api: KubernetesApi) -> None:
-    api.is_dead = True
-    source = await source_of()
-    async with following(source) as followed:
-        await until(lambda: source.status.num_failures >= 2)
-        assert source.status.fault == "no answer in time"
-        api.is_dead = False
-        await followed.until()
-
-
 async def test_source_ends_at_once_while_it_waits_for_a_server_that_does_not_answer(api: KubernetesApi) -> None:
-    api.is_dead = True
-    async with following(await source_of(times=replace(TIMES, answer_s=60.0))):
-        await until(lambda: len(api.asked) == 1)
+    api.answers.clear()
+    async with watching(replace(TIMES, answer_s=60.0)):
+        await until(lambda: len(api.lists) == 1)
 
 
 async def test_server_that_ends_every_watch_at_once_is_not_asked_in_a_tight_loop(api: KubernetesApi) -> None:
     api.ends_watches_at_once = True
-    source = await source_of()
-    async with following(source):
+    async with watching() as followed:
         await asyncio.sleep(0.5)
-        assert 1 <= len(api.watches()) < 20
-        assert source.status.num_failures >= 1
+        assert 1 <= len(api.watches) < 20
+        assert followed.status.num_failures >= 1
 
 
 @pytest.mark.parametrize(
@@ -564,31 +526,29 @@ async def test_server_that_ends_every_watch_at_once_is_not_asked_in_a_tight_loop
     ],
 )
 async def test_slices_that_are_none_are_failures_and_change_nothing(api: KubernetesApi, broken: dict[str, Any]) -> None:
-    api.put(endpoint_slice("x", "verifier", [pod(A)]))
-    source = await source_of()
-    async with following(source) as followed:
+    api.put(verifiers(pod(A)))
+    async with watching() as followed:
         await followed.until(A)
-        await until(api.watches)
-        api.put(endpoint_slice("y", "verifier", [pod(B)]) | broken)
-        await until(lambda: source.status.num_failures >= 2)
-        assert "not a" in source.status.fault
+        await until(lambda: api.watches)
+        api.put(verifiers(pod(B), name="y") | broken)
+        await followed.until_failed(2)
+        assert "not a" in followed.status.fault
         await followed.until(A)
         api.delete("y")
-        api.put(endpoint_slice("z", "verifier", [pod(C)]))
+        api.put(verifiers(pod(C), name="z"))
         await followed.until(A, C)
 
 
 async def test_age_is_that_of_the_last_answer(api: KubernetesApi) -> None:
-    source = await source_of()
-    async with following(source) as followed:
+    async with watching() as followed:
         await followed.until()
-        first = source.status.synced_at
-        await until(lambda: len(api.watches()) == 2)
-        second = source.status.synced_at
+        first = followed.status.synced_at
+        await until(lambda: len(api.watches) == 2)
+        second = followed.status.synced_at
         assert second > first
         api.stop()
-        await until(lambda: source.status.num_failures >= 2)
-        assert source.status.synced_at - second < TIMES.watch_s  # type: ignore[operator]
+        await followed.until_failed(2)
+        assert followed.status.synced_at - second < TIMES.watch_s  # type: ignore[operator]
 
 
 async def test_token_of_the_pod_is_read_again_when_it_was_replaced(
@@ -600,8 +560,8 @@ async def test_token_of_the_pod_is_read_again_when_it_was_replaced(
     ca = trustme.CA()
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ca.issue_cert("127.0.0.1").configure_cert(tls)
-    for name, content in (("token", b"old"), ("ca.crt", ca.cert_pem.bytes())):
-        (tmp_path / name).write_bytes(content)
+    ca.cert_pem.write_to_path(tmp_path / "ca.crt")
+    (tmp_path / "token").write_text("old")
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.crt"))
     quick = SimpleNamespace(timedelta=lambda minutes: timedelta(seconds=minutes / 10), datetime=datetime)
@@ -610,28 +570,28 @@ async def test_token_of_the_pod_is_read_again_when_it_was_replaced(
     with KubernetesApi(tls) as api:
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
-        api.put(endpoint_slice("x", "verifier", [pod(A)]))
-        async with following(await source_of()) as followed:
+        api.put(verifiers(pod(A)))
+        async with watching() as followed:
             await followed.until(A)
             (tmp_path / "token").write_text("new")
-            await until(lambda: api.asked[-1].authorization == "bearer new")
-        assert api.asked[0].authorization == "bearer old"
+            await until(lambda: "bearer new" in {asked.authorization for asked in api.watches})
+        assert api.lists[0].authorization == "bearer old"
 
 
 # What is configured
 
 
-async def sources(**settings: Any) -> tuple[Source, Source]:
-    config = GatewayConfig(discovery=DiscoverySettings("kubernetes", **settings))
-    made = await sources_of(config)
-    return made.verifiers, made.drafters
+async def sources(**settings: Any) -> tuple[str, str]:
+    """Returns the names of where verifiers and drafters are looked for."""
+    made = await sources_of(GatewayConfig(discovery=DiscoverySettings("kubernetes", **settings)))
+    return made.verifiers.name, made.drafters.name
 
 
 async def test_configuration_names_services_and_namespace(api: KubernetesApi) -> None:
-    verifiers, drafters = await sources(verifier_service="v", drafter_service="d", namespace="n")
-    assert (verifiers.name, drafters.name) == ("service n/v", "service n/d")
-    _, none = await sources(verifier_service="v", namespace="n")
-    assert none == StaticSource(())
+    named = {"verifier_service": "v", "namespace": "n"}
+    assert await sources(**named, drafter_service="d") == ("service n/v", "service n/d")
+    made = await sources_of(GatewayConfig(discovery=DiscoverySettings("kubernetes", **named)))
+    assert made.drafters == StaticSource(())
 
 
 async def test_namespace_is_the_pods_own_unless_one_is_named(
@@ -641,21 +601,23 @@ async def test_namespace_is_the_pods_own_unless_one_is_named(
     with pytest.raises(InvalidRequestError, match="set namespace"):
         await sources(verifier_service="v")
     (tmp_path / "namespace").write_text("mine\n")
-    assert (await sources(verifier_service="v"))[0].name == "service mine/v"
+    assert (await sources(verifier_service="v"))[0] == "service mine/v"
 
 
-async def test_without_a_cluster_or_the_library_the_gateway_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("kubeconfig", [None, "", "{", "[]"])
+async def test_without_a_cluster_the_gateway_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kubeconfig: str | None
 ) -> None:
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
+    if kubeconfig is not None:
+        (tmp_path / "kubeconfig").write_text(kubeconfig)
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     with pytest.raises(InvalidRequestError, match="needs a pod, or KUBECONFIG"):
         await sources(verifier_service="v", namespace="n")
-    for text in ("", "{", "[]"):
-        (tmp_path / "kubeconfig").write_text(text)
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-        with pytest.raises(InvalidRequestError, match="needs a pod, or KUBECONFIG"):
-            await sources(verifier_service="v", namespace="n")
+
+
+async def test_without_the_library_the_gateway_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes.aio", None)
     with pytest.raises(InvalidRequestError, match=r"pip install 'draftwire\[services,kubernetes\]'"):
         await sources(verifier_service="v", namespace="n")

@@ -2,6 +2,7 @@
 
 import urllib.request
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx2
 import pytest
@@ -172,20 +173,17 @@ def test_positions_are_counted_as_far_as_they_were_judged_and_accepted() -> None
     assert_values(metrics, expected | {"generation_tokens_total": 7.0}, **OF_MODEL)
 
 
-def test_first_rounds_wait_for_their_prompts_and_are_no_part_of_the_queue() -> None:
+def test_steps_and_later_rounds_are_counted_with_their_time() -> None:
+    """First rounds wait for their prompts, and are no part of the queue."""
     metrics = VerifierMetrics()
     metrics.count(verdict(0, 0, queue_us=9_000_000), is_first=True)
     metrics.count(verdict(2, 1, queue_us=500_000))
-    assert (value(metrics, "queue_seconds_count"), value(metrics, "queue_seconds_sum")) == (1.0, 0.5)
-
-
-def test_steps_are_counted_with_their_sessions_and_time() -> None:
-    metrics = VerifierMetrics()
+    assert_values(metrics, {"queue_seconds_count": 1.0, "queue_seconds_sum": 0.5})
     metrics.count_step(3, 0.25)
     metrics.count_step(1, 0.5)
     expected = {"steps_total": 2.0, "busy_seconds_total": 0.75, "step_sessions_sum": 4.0, "step_seconds_count": 2.0}
     assert_values(metrics, {f"engine_{name}": number for name, number in expected.items()})
-    assert value(metrics, "engine_step_sessions_bucket", le="1.0") == 1.0
+    assert_values(metrics, {"engine_step_sessions_bucket": 1.0}, le="1.0")
 
 
 def test_only_refusals_for_want_of_room_are_counted() -> None:
@@ -195,7 +193,7 @@ def test_only_refusals_for_want_of_room_are_counted() -> None:
             raise error
     with metrics.counting_refusals():
         pass
-    assert value(metrics, "sessions_refused_total") == 1.0
+    assert_values(metrics, {"sessions_refused_total": 1.0})
 
 
 def test_cache_is_counted_in_tokens_of_which_unread_ones_take_no_room_yet() -> None:
@@ -215,23 +213,17 @@ def test_cache_is_counted_in_tokens_of_which_unread_ones_take_no_room_yet() -> N
 
 def test_engine_waits_only_while_it_idles_and_somebody_waits() -> None:
     watch = IdleWatch()
-    watch.set_idle(True, 1.0)  # nobody waits
-    assert watch.waited(5.0) == 0.0
-    watch.wait(1, 5.0)
-    watch.wait(1, 6.0)
-    watch.wait(-1, 7.0)
-    assert watch.waited(7.5) == 2.5, "it goes on"
-    watch.wait(-1, 8.0)
-    assert watch.waited(9.0) == 3.0
-    watch.wait(1, 20.0)
-    watch.set_idle(False, 21.0)  # others have work
-    assert watch.waited(22.0) == 4.0
-    watch.set_idle(True, 30.0)
-    watch.set_idle(True, 31.0)
-    watch.set_idle(False, 32.0)
-    assert watch.waited(33.0) == 6.0
-    watch.wait(-1, 40.0)
-    assert watch.waited(41.0) == 6.0
+    for happens, read_at, waited in (
+        ([(watch.set_idle, True, 1.0)], 5.0, 0.0),  # nobody waits
+        ([(watch.wait, 1, 5.0), (watch.wait, 1, 6.0), (watch.wait, -1, 7.0)], 7.5, 2.5),  # it goes on
+        ([(watch.wait, -1, 8.0)], 9.0, 3.0),
+        ([(watch.wait, 1, 20.0), (watch.set_idle, False, 21.0)], 22.0, 4.0),  # others have work
+        ([(watch.set_idle, True, 30.0), (watch.set_idle, True, 31.0), (watch.set_idle, False, 32.0)], 33.0, 6.0),
+        ([(watch.wait, -1, 40.0)], 41.0, 6.0),
+    ):
+        for change, argument, at in happens:
+            change(argument, at)
+        assert watch.waited(read_at) == waited, read_at
 
 
 def test_waiting_is_exported_while_it_goes_on_and_never_falls() -> None:
@@ -291,10 +283,9 @@ def test_drafters_may_come_while_they_are_read() -> None:
 
 
 def test_without_an_observer_rounds_are_not_timed() -> None:
-    def clock() -> float:
-        raise AssertionError("nobody wants to know")
-
+    clock = Mock()
     watch = RoundWatch(None, clock)
     watch.ask(WhyPlain.NO_DRAFTER, opens=True)
     watch.take(verdict(0, 0), 1.0)
     watch.end()
+    clock.assert_not_called()

@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import cycle
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from gateway_fakes import make_generation
@@ -25,20 +27,6 @@ from draftwire.services.tracing import open_tracer
 from draftwire.trace_context import TraceContext
 
 PARENT = TraceContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
-
-
-class Broken(SpanExporter):
-    """Takes nothing."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.num_calls = 0
-        self._error = error
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.num_calls += 1
-        if self._error is not None:
-            raise self._error
-        return SpanExportResult.FAILURE
 
 
 class Hanging(SpanExporter):
@@ -69,6 +57,11 @@ async def tracing(exporter: SpanExporter) -> AsyncIterator[OtlpTracer]:
 
 
 @pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
 def quiet_sdk() -> Iterator[None]:
     """What a tracer sets for the whole process is put back."""
     level = logging.getLogger("opentelemetry").level
@@ -76,30 +69,29 @@ def quiet_sdk() -> Iterator[None]:
     logging.getLogger("opentelemetry").setLevel(level)
 
 
-def test_no_endpoint_means_no_tracer() -> None:
-    assert open_tracer(TracingSettings(), "gateway", "one") is None
-
-
-@pytest.mark.parametrize("disabled", ["true", "TRUE "])
-def test_switch_of_opentelemetry_turns_tracing_off(disabled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "disabled"), [(None, "false"), ("http://127.0.0.1:1", "true"), ("http://127.0.0.1:1", "TRUE ")]
+)
+def test_without_an_endpoint_or_by_the_switch_of_opentelemetry_there_is_no_tracer(
+    endpoint: str | None, disabled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTEL_SDK_DISABLED", disabled)
-    assert open_tracer(TracingSettings("http://127.0.0.1:1"), "gateway", "one") is None
+    assert open_tracer(TracingSettings(endpoint), "gateway", "one") is None
 
 
-async def test_span_that_nobody_records_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_span_that_nobody_records_is_not_passed_on(
+    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
     """Verifiers refuse ids of zeros."""
-    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    async with tracing(InMemorySpanExporter()) as tracer:
-        request = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1)
-        assert request.choice(make_generation()).traceparent == ""
-    monkeypatch.delenv("OTEL_SDK_DISABLED")
-    async with tracing(InMemorySpanExporter()) as tracer:
-        request = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1)
-        assert TraceContext.parse_exactly(request.choice(make_generation()).traceparent) is not None
+    monkeypatch.setenv("OTEL_SDK_DISABLED", str(not is_recorded).lower())
+    async with tracing(exporter) as tracer:
+        header = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1).choice(make_generation()).traceparent
+    assert (TraceContext.parse_exactly(header) is not None) is is_recorded
+    assert bool(header) is is_recorded
 
 
-async def test_spans_say_where_they_belong_and_when_they_were() -> None:
-    exporter = InMemorySpanExporter()
+async def test_spans_say_where_they_belong_and_when_they_were(exporter: InMemorySpanExporter) -> None:
     before = time.time_ns()
     async with tracing(exporter) as tracer:
         root = tracer.start("generate", PARENT, {"draftwire.num_choices": 1}, is_entry=True)
@@ -133,15 +125,12 @@ async def test_spans_say_where_they_belong_and_when_they_were() -> None:
     assert (resource["service.name"], resource["service.instance.id"]) == ("draftwire-gateway", "one")
 
 
-async def test_span_without_a_parent_begins_a_trace_of_its_own() -> None:
-    exporter = InMemorySpanExporter()
+async def test_span_without_a_parent_begins_a_trace_of_its_own(exporter: InMemorySpanExporter) -> None:
     async with tracing(exporter) as tracer:
-        contexts = [tracer.start("generate", None, {}) for _ in range(2)]
-        for span in contexts:
-            span.end({})
+        for _ in range(2):
+            tracer.start("generate", None, {}).end({})
     first, second = exporter.get_finished_spans()
-    assert first.parent is None
-    assert second.parent is None
+    assert first.parent is second.parent is None
     assert first.context.trace_id != second.context.trace_id
 
 
@@ -153,11 +142,12 @@ def test_wall_clock_agrees_with_the_system_and_runs_as_the_other_one() -> None:
     assert clock.now() >= clock.at(moment)
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("prompt: zebra")])
-def test_lost_spans_are_counted_in_a_line_a_minute(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("outcome", [SpanExportResult.FAILURE, RuntimeError("prompt: zebra")])
+def test_lost_spans_are_counted_in_a_line_a_minute(outcome: object, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(open_telemetry.time, "monotonic", lambda: now)
-    exporter = ForgivingExporter(Broken(error), "verifier")
+    broken = Mock(**{"export.side_effect": cycle([outcome])})
+    exporter = ForgivingExporter(broken, "verifier")
     spans: list[Any] = [None, None, None]
     with capture_logs() as lines:
         for _ in range(50):
@@ -180,22 +170,14 @@ async def test_end_waits_for_a_hanging_collector_for_seconds_only(monkeypatch: p
     exporter = Hanging()
     tracer = OtlpTracer(exporter, "gateway", "one")
     tracer.start("generate", None, {}).end({})
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
-    started = time.monotonic()
-    await tracer.close()
-    ticking.cancel()
+    started, closing = time.monotonic(), asyncio.create_task(tracer.close())
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+    assert not closing.done(), "the event loop goes on meanwhile"
+    await closing
     assert exporter.is_called.is_set()
     assert exporter.is_over.is_set()
     assert 0.3 <= time.monotonic() - started < 3.0
-    assert ticks >= 5, "the event loop goes on meanwhile"
     assert FLUSH_SECONDS <= 5.0
 
 
@@ -220,9 +202,10 @@ async def test_full_queue_neither_blocks_nor_grows(monkeypatch: pytest.MonkeyPat
     await tracer.close()
 
 
-async def test_spans_that_went_out_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_spans_that_went_out_make_room_for_others(
+    exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(open_telemetry, "QUEUE_SPANS", 600)
-    exporter = InMemorySpanExporter()
     with capture_logs() as lines:
         async with tracing(exporter) as tracer:
             for _ in range(5):
@@ -257,8 +240,7 @@ async def test_share_of_requests_that_say_nothing_is_traced(ratio: float, least:
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
-async def test_request_that_says_whether_it_is_traced_is_obeyed(ratio: float) -> None:
-    exporter = InMemorySpanExporter()
+async def test_request_that_says_whether_it_is_traced_is_obeyed(exporter: InMemorySpanExporter, ratio: float) -> None:
     async with tracing(exporter) as tracer:
         requests = RequestTracing(tracer, ratio, random.Random(5))
         unsampled = TraceContext(PARENT.trace_id, PARENT.span_id, is_sampled=False)
@@ -269,8 +251,7 @@ async def test_request_that_says_whether_it_is_traced_is_obeyed(ratio: float) ->
     assert (span.context.trace_id, span.parent.span_id) == (PARENT.trace_id, PARENT.span_id)
 
 
-async def test_error_of_a_request_is_named_and_not_quoted() -> None:
-    exporter = InMemorySpanExporter()
+async def test_error_of_a_request_is_named_and_not_quoted(exporter: InMemorySpanExporter) -> None:
     async with tracing(exporter) as tracer:
         request = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1)
         request.end("failed", ValueError("prompt: zebra"))

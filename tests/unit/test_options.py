@@ -42,6 +42,8 @@ IDENTITY = {"tls_cert": CERT, "tls_key": KEY}
 TRACED = {"otlp_endpoint": "http://host:4317"}
 IN_KUBERNETES = {"discovery": "kubernetes", "verifier_service": "verifier"}
 
+OWN_DEFAULTS = ("port", "metrics_port", "tls_require_client_cert")
+
 ALL_SETTINGS = [(service, setting) for service, config in SERVICES.items() for setting in settings_of(config)]
 
 
@@ -55,14 +57,6 @@ def values_of(config_class: type, **changes: Any) -> dict[str, Any]:
 
 
 # What can be set
-
-
-def test_all_three_services_can_be_configured() -> None:
-    assert set(SERVICES.items()) == {
-        ("drafter", DrafterConfig),
-        ("verifier", VerifierConfig),
-        ("gateway", GatewayConfig),
-    }
 
 
 def test_every_setting_has_a_help_text_and_a_name_of_its_own() -> None:
@@ -100,16 +94,15 @@ def test_only_the_models_have_no_default() -> None:
 
 def test_defaults_of_nested_settings_are_those_of_the_service() -> None:
     """Each service has ports of its own, though they share the class that holds them."""
-    ports = {
-        service: [setting.default for setting in settings_of(config) if setting.name in ("port", "metrics_port")]
+    defaults = {
+        service: [setting.default for setting in settings_of(config) if setting.name in OWN_DEFAULTS]
         for service, config in SERVICES.items()
     }
-    assert ports == {"gateway": [50051, None], "verifier": [50052, 9052], "drafter": [50053, 9053]}
-    certificates = {
-        service: [setting.default for setting in settings_of(config) if setting.name == "tls_require_client_cert"]
-        for service, config in SERVICES.items()
+    assert defaults == {
+        "gateway": [50051, None, False],
+        "verifier": [50052, 9052, True],
+        "drafter": [50053, 9053, True],
     }
-    assert certificates == {"gateway": [False], "verifier": [True], "drafter": [True]}
 
 
 # Environment variables
@@ -137,12 +130,21 @@ def test_variables_of_all_settings_the_clients_and_those_of_others_are_not_repor
     assert unknown_variables({PREFIX + name: "1" for name in (*clients, *settings)} | others) == []
 
 
-def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("DRAFTWIRE_VERIFIER_PROT", "1")
-    with pytest.raises(SystemExit) as ended:
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("DRAFTWIRE_VERIFIER_PROT", "1", "DRAFTWIRE_VERIFIER_PROT"),
+        # The command line would take it as not set, and so ignore it.
+        ("DRAFTWIRE_GATEWAY_DRAFTER", "", "empty environment variable: DRAFTWIRE_GATEWAY_DRAFTER"),
+    ],
+)
+def test_unknown_and_empty_variables_end_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
         refuse_unknown_variables()
-    assert ended.value.code == 2
-    assert "DRAFTWIRE_VERIFIER_PROT" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 # Values
@@ -178,6 +180,11 @@ def test_unknown_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, caps
         (GatewayConfig, {**IN_KUBERNETES, "drafter_service": "d-1", "namespace": "n" * 63, "near_drafter_sessions": 0}),
         (GatewayConfig, {**IN_KUBERNETES, "tls_cert": CERT, "tls_key": KEY, "tls_ca": CA}),
         (GatewayConfig, {**TRACED, "trace_sample_ratio": 0.0}),
+        *(
+            (config, {"otlp_endpoint": url})
+            for config in SERVICES.values()
+            for url in ("http://127.0.0.1:4317", "https://collector.tracing.svc:4317", "http://[::1]:4317")
+        ),
     ],
 )
 def test_every_value_arrives_where_it_belongs(config_class: type, changes: dict[str, Any]) -> None:
@@ -289,12 +296,6 @@ def test_value_out_of_range_is_refused(config_class: type, name: str, value: Any
         build(config_class, values_of(config_class, **{name: value}))
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:4317", "https://collector.tracing.svc:4317", "http://[::1]:4317"])
-def test_collector_is_named_by_its_url(url: str) -> None:
-    for config in SERVICES.values():
-        assert build(config, values_of(config, otlp_endpoint=url)).tracing.otlp_endpoint == url
-
-
 @pytest.mark.parametrize(
     ("config_class", "changes", "message"),
     [
@@ -380,47 +381,36 @@ def run_command(service: str, *arguments: str, **environment: str) -> Result:
     return CliRunner().invoke(app, arguments, env={PREFIX + name: value for name, value in environment.items()})
 
 
-def test_command_without_options_starts_the_default_configuration(served: list[Any]) -> None:
-    assert run_command("gateway").exit_code == 0
-    assert served == [GatewayConfig()]
-
-
-@pytest.mark.parametrize(("text", "port"), [("none", None), ("None", None), ("0", 0), ("8080", 8080)])
-def test_port_that_is_served_by_default_can_be_turned_off(served: list[Any], text: str, port: int | None) -> None:
-    assert run_command("gateway", "--http-port", text).exit_code == 0
-    assert run_command("gateway", GATEWAY_HTTP_PORT=text).exit_code == 0
-    assert served == [GatewayConfig(http_port=port)] * 2
-
-
-@pytest.mark.parametrize("text", ["http", "99999", "-1", "1.5"])
-def test_http_port_that_is_none_ends_the_command_before_anything_starts(served: list[Any], text: str) -> None:
-    assert run_command("gateway", "--http-port", text).exit_code == 2
-    assert run_command("gateway", GATEWAY_HTTP_PORT=text).exit_code == 2
-    assert served == []
-
-
-def test_options_and_variables_set_values_and_options_win(served: list[Any]) -> None:
-    arguments = ["--model", "m", "--max-draft-tokens", "3"]
-    environment = {"VERIFIER_PORT": "7", "VERIFIER_MAX_DRAFT_TOKENS": "4", "DRAFTER_PORT": "8"}
-    assert run_command("verifier", *arguments, **environment).exit_code == 0
-    server = ServerSettings(port=7, metrics_port=9052)
-    assert served == [VerifierConfig(ModelSettings("m"), server, EngineSettings(max_draft_tokens=3))]
+MODEL = ["--model", "some/model"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "expected"),
+    ("service", "arguments", "environment", "changes"),
     [
-        (["--allow-plaintext"], {}, True),
-        (["--no-allow-plaintext"], {"VERIFIER_ALLOW_PLAINTEXT": "true"}, False),
-        ([], {"VERIFIER_ALLOW_PLAINTEXT": "1"}, True),
-        ([], {"VERIFIER_ALLOW_PLAINTEXT": "false"}, False),
+        ("gateway", [], {}, {}),
+        (
+            "verifier",
+            [*MODEL, "--max-draft-tokens", "3"],
+            {"VERIFIER_PORT": "7", "VERIFIER_MAX_DRAFT_TOKENS": "4", "DRAFTER_PORT": "8"},
+            {"port": 7, "max_draft_tokens": 3},
+        ),
+        ("verifier", [*MODEL, "--allow-plaintext"], {}, {"allow_plaintext": True}),
+        ("verifier", [*MODEL, "--no-allow-plaintext"], {"VERIFIER_ALLOW_PLAINTEXT": "true"}, {}),
+        ("verifier", MODEL, {"VERIFIER_ALLOW_PLAINTEXT": "1"}, {"allow_plaintext": True}),
+        ("verifier", MODEL, {"VERIFIER_ALLOW_PLAINTEXT": "false"}, {}),
+        *(
+            ("gateway", arguments, environment, {"http_port": port})
+            for text, port in (("none", None), ("None", None), ("0", 0), ("8080", 8080))
+            for arguments, environment in ((["--http-port", text], {}), ([], {"GATEWAY_HTTP_PORT": text}))
+        ),
     ],
 )
-def test_switches_can_be_turned_on_and_off(
-    served: list[Any], arguments: list[str], environment: dict[str, str], expected: bool
+def test_options_and_variables_set_values_and_options_win(
+    served: list[Any], service: str, arguments: list[str], environment: dict[str, str], changes: dict[str, Any]
 ) -> None:
-    assert run_command("verifier", "--model", "m", *arguments, **environment).exit_code == 0
-    assert served[0].tls == TlsSettings(allow_plaintext=expected)
+    """Switches can be turned on and off, and a port that is served by default can be turned off."""
+    assert run_command(service, *arguments, **environment).exit_code == 0
+    assert served == [build(SERVICES[service], values_of(SERVICES[service], **changes))]
 
 
 def test_plaintext_beyond_the_machine_is_refused_on_one_line(served: list[Any]) -> None:
@@ -442,6 +432,8 @@ def test_plaintext_beyond_the_machine_is_refused_on_one_line(served: list[Any]) 
         ("gateway", [], {"GATEWAY_PORT": "1.5"}),
         ("gateway", [], {"GATEWAY_BLOCK_TIMEOUT_S": "soon"}),
         ("gateway", [], {"GATEWAY_LOG_FORMAT": "xml"}),
+        *(("gateway", ["--http-port", text], {}) for text in ("http", "99999", "-1", "1.5")),
+        *(("gateway", [], {"GATEWAY_HTTP_PORT": text}) for text in ("http", "99999", "-1", "1.5")),
     ],
 )
 def test_malformed_value_ends_the_command_before_anything_starts(
@@ -449,14 +441,6 @@ def test_malformed_value_ends_the_command_before_anything_starts(
 ) -> None:
     assert run_command(service, *arguments, **environment).exit_code == 2
     assert served == []
-
-
-def test_empty_variable_ends_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command line would take it as not set, and so ignore it."""
-    monkeypatch.setenv("DRAFTWIRE_GATEWAY_DRAFTER", "")
-    with pytest.raises(SystemExit, match="2"):
-        refuse_unknown_variables()
-    assert "empty environment variable: DRAFTWIRE_GATEWAY_DRAFTER" in capsys.readouterr().err
 
 
 def test_help_names_every_option_and_variable() -> None:

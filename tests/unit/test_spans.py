@@ -2,9 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY, AsyncMock, Mock
 
 import pytest
 from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop, run
@@ -34,7 +37,6 @@ from draftwire.services.drafter.spans import DrafterSpans
 from draftwire.services.gateway.ports import DrafterLost
 from draftwire.services.gateway.spans import ChoiceSpans
 from draftwire.services.settings import ModelSettings
-from draftwire.services.tracing import Attributes
 from draftwire.services.verifier.config import VerifierConfig
 from draftwire.services.verifier.core import VerifierCore
 from draftwire.services.verifier.scheduler import Step, StepItem
@@ -56,23 +58,17 @@ class Recorded:
     ended_at: float
     attributes: Mapping[str, Any]
 
-    def __getitem__(self, name: str) -> Any:
-        return self.attributes[f"draftwire.{name}"]
+    @property
+    def where(self) -> tuple[object, ...]:
+        return self.name, self.parent, self.started_at, self.ended_at
+
+    def says(self, **values: object) -> bool:
+        """Whether these are among the attributes."""
+        return {f"draftwire.{name}": value for name, value in values.items()}.items() <= self.attributes.items()
 
 
-@dataclass
-class FakeSpan:
-    """A span under way."""
-
-    context: TraceContext = PARENT
-    events: list[tuple[str, Attributes]] = field(default_factory=list)
-    ended: list[tuple[Attributes, str]] = field(default_factory=list)
-
-    def add_event(self, name: str, attributes: Attributes) -> None:
-        self.events.append((name, attributes))
-
-    def end(self, attributes: Attributes, error: str = "") -> None:
-        self.ended.append((attributes, error))
+def new_span() -> Mock:
+    return Mock(context=PARENT)
 
 
 @dataclass
@@ -81,44 +77,22 @@ class FakeTracer:
 
     spans: list[Recorded] = field(default_factory=list)
 
-    def start(
-        self, name: str, parent: TraceContext | None, attributes: Attributes, *, is_entry: bool = False
-    ) -> FakeSpan:
-        return FakeSpan()
-
-    def record(
-        self, name: str, parent: TraceContext, started_at: float, ended_at: float, attributes: Attributes
-    ) -> None:
-        self.spans.append(Recorded(name, parent, started_at, ended_at, attributes))
-
-    async def close(self) -> None:
-        pass
+    def record(self, *span: Any) -> None:
+        self.spans.append(Recorded(*span))
 
     def take(self) -> list[Recorded]:
         spans, self.spans = self.spans, []
         return spans
 
 
-@dataclass
-class Spec:
+def spec_of(session_id: int, traceparent: str = str(PARENT)) -> Any:
     """As much of a session's opening as is looked at."""
-
-    session_id: int
-    traceparent: str = str(PARENT)
-    epoch: int = 0
-    token_ids: tuple[int, ...] = (1, 2, 3)
+    return SimpleNamespace(session_id=session_id, traceparent=traceparent, epoch=0, token_ids=(1, 2, 3))
 
 
-@dataclass(eq=False)
-class Session:
+def session_of(session_id: int) -> Any:
     """As much of a session as is looked at."""
-
-    session_id: int
-    num_reused: int = 2
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.session_id, 0
+    return SimpleNamespace(session_id=session_id, key=(session_id, 0), num_reused=2)
 
 
 def verdict_of(session_id: int, number: int, num_draft_tokens: int = 0, num_accepted: int = 0) -> Verdict:
@@ -144,41 +118,49 @@ def verifier_step(started_at: float, *sessions: Any) -> Step:
 
 def test_prompt_is_one_span_however_many_steps_read_it() -> None:
     tracer = FakeTracer()
-    spans, session, other = VerifierSpans(tracer), Session(1), Session(2)
-    spans.open(Spec(1))  # type: ignore[arg-type]
-    spans.add(verifier_step(10.0, other), [(other, verdict_of(2, 0))], 10.5)  # type: ignore[list-item]
+    spans, session, other = VerifierSpans(tracer), session_of(1), session_of(2)
+    spans.open(spec_of(1))
+    spans.add(verifier_step(10.0, other), [(other, verdict_of(2, 0))], 10.5)
     spans.add(verifier_step(11.0, session, other), [], 11.5)
     spans.add(verifier_step(12.0, session), [], 12.5)
     assert tracer.spans == []
-    spans.add(verifier_step(13.0, session, other), [(session, verdict_of(1, 0))], 13.5)  # type: ignore[list-item]
+    spans.add(verifier_step(13.0, session, other), [(session, verdict_of(1, 0))], 13.5)
     read, verify = tracer.take()
-    assert (read.name, read.parent, read.started_at, read.ended_at) == ("read prompt", PARENT, 11.0, 13.5)
-    assert (read["num_prompt_tokens"], read["num_reused_tokens"], read["num_steps"]) == (3, 2, 3)
-    assert (verify.name, verify.parent, verify.started_at, verify.ended_at) == ("verify", PARENT, 13.0, 13.5)
-    assert (verify["round"], verify["num_sessions"], verify["extra_token"]) == (0, 2, "plain")
-    assert (verify["queue_us"], verify["verify_us"]) == (30, 700)
-    spans.add(verifier_step(14.0, session), [(session, verdict_of(1, 1, 4, 2))], 14.5)  # type: ignore[list-item]
+    assert read.where == ("read prompt", PARENT, 11.0, 13.5)
+    assert read.says(num_prompt_tokens=3, num_reused_tokens=2, num_steps=3)
+    assert verify.where == ("verify", PARENT, 13.0, 13.5)
+    assert verify.says(round=0, num_sessions=2, extra_token="plain", queue_us=30, verify_us=700)
+    spans.add(verifier_step(14.0, session), [(session, verdict_of(1, 1, 4, 2))], 14.5)
     (verify,) = tracer.take()
-    assert (verify["round"], verify["num_draft_tokens"], verify["num_accepted_tokens"]) == (1, 4, 2)
+    assert verify.says(round=1, num_draft_tokens=4, num_accepted_tokens=2)
+
+
+def drafter_step(*sessions: Any) -> DraftStep:
+    return DraftStep([DraftItem(session, 3, [8, 9], None, None) for session in sessions])
+
+
+def completed(*sessions: Any) -> list[Completed]:
+    return [Completed(session, block_of(session.session_id, 6, 4), False) for session in sessions]
 
 
 @pytest.mark.parametrize("traceparent", ["", str(UNSAMPLED)])
-def test_verifier_records_nothing_of_a_session_that_is_not_traced(traceparent: str) -> None:
-    tracer = FakeTracer()
-    spans, session = VerifierSpans(tracer), Session(1)
-    spans.open(Spec(1, traceparent))  # type: ignore[arg-type]
-    spans.open(Spec(2))  # type: ignore[arg-type]
-    spans.add(verifier_step(1.0, session), [(session, verdict_of(1, 0))], 2.0)  # type: ignore[list-item]
+def test_nothing_is_recorded_of_a_session_that_is_not_traced(traceparent: str) -> None:
+    tracer, session = FakeTracer(), session_of(1)
+    verifier, drafter = VerifierSpans(tracer), DrafterSpans(tracer)
+    for spans in (verifier, drafter):
+        spans.open(spec_of(1, traceparent))
+        spans.open(spec_of(2))
+    verifier.add(verifier_step(1.0, session), [(session, verdict_of(1, 0))], 2.0)
+    drafter.add(drafter_step(session), completed(session), 1.0, 2.0)
     assert tracer.spans == []
 
 
-def test_closed_sessions_are_forgotten() -> None:
-    tracer = FakeTracer()
-    verifier, drafter = VerifierSpans(tracer), DrafterSpans(tracer)
-    for spans in (verifier, drafter):
-        spans.open(Spec(1))  # type: ignore[arg-type]
-        assert spans._sessions
-        spans.close((1, 0))
+@pytest.mark.parametrize("spans_of", [VerifierSpans, DrafterSpans])
+def test_closed_sessions_are_forgotten(spans_of: Any) -> None:
+    spans = spans_of(FakeTracer())
+    spans.open(spec_of(1))
+    assert spans._sessions
+    for _ in range(2):
         spans.close((1, 0))
         assert not spans._sessions
 
@@ -194,35 +176,22 @@ def block_of(session_id: int, number: int, num_tokens: int) -> DraftBlock:
 
 def test_drafter_records_its_prompt_and_both_halves_of_each_block() -> None:
     tracer = FakeTracer()
-    spans, session, other = DrafterSpans(tracer), Session(1), Session(2)
-    spans.open(Spec(1))  # type: ignore[arg-type]
-    reading = DraftStep([DraftItem(session, 3, [], None, 2)])  # type: ignore[arg-type]
-    spans.add(reading, [Completed(session, None, False)], 1.0, 1.5)  # type: ignore[arg-type]
+    spans, session, other = DrafterSpans(tracer), session_of(1), session_of(2)
+    spans.open(spec_of(1))
+    reading = DraftStep([DraftItem(session, 3, [], None, 2)])
+    spans.add(reading, [Completed(session, None, False)], 1.0, 1.5)
     assert tracer.spans == []
-    spans.add(reading, [Completed(session, None, True)], 2.0, 2.5)  # type: ignore[arg-type]
+    spans.add(reading, [Completed(session, None, True)], 2.0, 2.5)
     (read,) = tracer.take()
-    assert (read.name, read.parent, read.started_at, read.ended_at) == ("read prompt", PARENT, 1.0, 2.5)
-    assert (read["num_prompt_tokens"], read["num_reused_tokens"], read["num_steps"]) == (3, 2, 2)
-    items = [DraftItem(other, 3, [1], None, None), DraftItem(session, 3, [8, 9], None, None)]  # type: ignore[arg-type]
-    done = [Completed(each, block_of(each.session_id, 6, 4), False) for each in (other, session)]  # type: ignore[arg-type]
-    spans.add(DraftStep(items), done, 5.0, 6.0)
+    assert read.where == ("read prompt", PARENT, 1.0, 2.5)
+    assert read.says(num_prompt_tokens=3, num_reused_tokens=2, num_steps=2)
+    spans.add(drafter_step(other, session), completed(other, session), 5.0, 6.0)
     calibrate, draft = tracer.take()
-    assert [span.parent for span in (calibrate, draft)] == [PARENT, PARENT]
-    assert (calibrate.name, calibrate.started_at, calibrate.ended_at) == ("calibrate", 5.0, pytest.approx(5.002))
-    assert (draft.name, draft.started_at, draft.ended_at) == ("draft", pytest.approx(5.002), pytest.approx(5.007))
-    assert (calibrate["num_tokens"], draft["num_draft_tokens"]) == (2, 4)
-    for span in (calibrate, draft):
-        assert (span["round"], span["epoch"], span["attempt"], span["num_sessions"]) == (6, 0, 1, 2)
-
-
-def test_drafter_records_nothing_of_a_session_that_is_not_traced() -> None:
-    tracer = FakeTracer()
-    spans, session = DrafterSpans(tracer), Session(1)
-    spans.open(Spec(1, str(UNSAMPLED)))  # type: ignore[arg-type]
-    spans.open(Spec(2))  # type: ignore[arg-type]
-    step = DraftStep([DraftItem(session, 3, [1], None, None)])  # type: ignore[arg-type]
-    spans.add(step, [Completed(session, block_of(1, 0, 4), True)], 1.0, 2.0)  # type: ignore[arg-type]
-    assert tracer.spans == []
+    assert calibrate.where == ("calibrate", PARENT, 5.0, pytest.approx(5.002))
+    assert draft.where == ("draft", PARENT, pytest.approx(5.002), pytest.approx(5.007))
+    of_both = {"round": 6, "epoch": 0, "attempt": 1, "num_sessions": 2}
+    assert calibrate.says(num_tokens=2, **of_both)
+    assert draft.says(num_draft_tokens=4, **of_both)
 
 
 # In the cores
@@ -249,75 +218,52 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_verifier_records_until_a_session_is_closed_and_nothing_is_left_of_it() -> None:
-    tracer = FakeTracer()
-    core = VerifierCore(VerifierConfig(ModelSettings("scripted:")))
+@asynccontextmanager
+async def running(core: Any, spans: Any, tracer: FakeTracer, *expected: tuple[str, int | None]) -> AsyncIterator[int]:
+    """Runs a core, yields a lease, and checks that spans were recorded and that nothing is left of them."""
     await core.start()
-    core.spans = VerifierSpans(tracer)
+    core.spans = spans
     lease_id, _ = core.open_lease()
-    verifying = {"first_round": 5, "verifying_key": bytes(KEY_BYTES), "plain_rounds": 2}
-    core.open_session(TargetSessionSpec(**SESSION, **verifying), lease_id)
-    running, started = asyncio.create_task(core.run()), time.perf_counter()
+    task, started = asyncio.create_task(core.run()), time.perf_counter()
     try:
-        await until(lambda: len(tracer.spans) == 3)
-        assert [(span.name, span.attributes.get("draftwire.round")) for span in tracer.spans] == [
-            ("read prompt", None),
-            ("verify", 5),
-            ("verify", 6),
-        ]
+        yield lease_id
+        await until(lambda: len(tracer.spans) == len(expected))
+        assert [(span.name, span.attributes.get("draftwire.round")) for span in tracer.spans] == list(expected)
         assert all(started <= span.started_at <= span.ended_at <= time.perf_counter() for span in tracer.spans)
-        assert core.spans._sessions
+        assert spans._sessions
         core.end_lease(lease_id)
-        assert not core.spans._sessions
+        assert not spans._sessions
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         core.stop()
+
+
+async def test_verifier_records_until_a_session_is_closed_and_nothing_is_left_of_it() -> None:
+    tracer, core = FakeTracer(), VerifierCore(VerifierConfig(ModelSettings("scripted:")))
+    expected = (("read prompt", None), ("verify", 5), ("verify", 6))
+    verifying = {"first_round": 5, "verifying_key": bytes(KEY_BYTES), "plain_rounds": 2}
+    async with running(core, VerifierSpans(tracer), tracer, *expected) as lease_id:
+        core.open_session(TargetSessionSpec(**SESSION, **verifying), lease_id)
 
 
 async def test_drafter_records_until_a_session_is_closed_and_nothing_is_left_of_it() -> None:
-    class Link:
-        broken = False
-
-        def push(self, block: DraftBlock) -> None:
-            pass
-
-    async def connect(*_: object) -> Link:
-        return Link()
-
-    tracer = FakeTracer()
-    core = DrafterCore(DrafterConfig(ModelSettings("scripted:")), connect)
-    await core.start()
-    core.spans = DrafterSpans(tracer)
-    lease_id, _ = core.open_lease()
-    running, started = asyncio.create_task(core.run()), time.perf_counter()
+    connect = AsyncMock(return_value=Mock(broken=False))
+    tracer, core = FakeTracer(), DrafterCore(DrafterConfig(ModelSettings("scripted:")), connect)
+    expected = (("read prompt", None), ("calibrate", 7), ("draft", 7))
     drafting = {"drafting_key": bytes(KEY_BYTES), "verifier_address": "a:1", "target_vocab_size": 320}
-    try:
+    async with running(core, DrafterSpans(tracer), tracer, *expected) as lease_id:
         await core.open_session(DraftSessionSpec(**SESSION, **drafting, permit=Permit(0, bytes(KEY_BYTES))), lease_id)
-        fence = Fence(1, 0, 7, 3, CommittedTokens([1, 2, 3]).hash)
-        core.calibrate(Calibration(fence, 3, [], 4))
-        await until(lambda: len(tracer.spans) == 3)
-        assert [(span.name, span.attributes.get("draftwire.round")) for span in tracer.spans] == [
-            ("read prompt", None),
-            ("calibrate", 7),
-            ("draft", 7),
-        ]
-        assert all(started <= span.started_at <= span.ended_at <= time.perf_counter() for span in tracer.spans)
-        assert core.spans._sessions
-        core.close_session(1, 0)
-        assert not core.spans._sessions
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        core.stop()
+        core.calibrate(Calibration(Fence(1, 0, 7, 3, CommittedTokens([1, 2, 3]).hash), 3, [], 4))
 
 
 # Gateway
 
 
 def test_every_session_of_a_choice_is_opened_with_its_span_and_what_happens_is_noted() -> None:
-    async def scenario() -> tuple[FakeSpan, list[Recorded], Any, list[str], list[str]]:
-        span, tracer = FakeSpan(), FakeTracer()
+    span, tracer = new_span(), FakeTracer()
+
+    async def scenario() -> tuple[Any, list[str], list[str]]:
         first, second = FakeTarget(address="v:1"), FakeTarget(address="v:2")
         drafters = [FakeDrafter(first, second, instance_id=number) for number in (7, 8)]
         first.next_fate = lambda: Fate.LOST_UNTOLD if len(first.verdicts) == 6 else Fate.TOLD
@@ -329,49 +275,40 @@ def test_every_session_of_a_choice_is_opened_with_its_span_and_what_happens_is_n
         first.after_verdict = lose_a_drafter
         spans = ChoiceSpans(tracer, span)
         loop = make_loop([first, second], drafters, observer=spans.add_round, spans=spans, max_tokens=30)
-        result = await collect(loop)
+        statistics = (await collect(loop)).finish.statistics
         targets = [spec.traceparent for spec in (*first.attempts, *second.attempts)]
-        return span, tracer.spans, result, targets, [s.spec.traceparent for each in drafters for s in each.sessions]
+        return statistics, targets, [s.spec.traceparent for each in drafters for s in each.sessions]
 
-    span, rounds, result, targets, drafted = run(scenario())
-    statistics = result.finish.statistics
-    assert set(targets) == set(drafted) == {str(PARENT)}
-    assert (len(targets), len(drafted)) == (2, 3)
-    names = [name for name, _ in span.events]
-    assert [name for name in names if name.startswith("verifier")] == [
-        "verifier opened",
-        "verifier lost",
-        "verifier opened",
-    ]
-    assert [attributes["draftwire.address"] for name, attributes in span.events if name == "verifier opened"] == [
-        "v:1",
-        "v:2",
-    ]
+    statistics, targets, drafted = run(scenario())
+    assert (targets, drafted) == ([str(PARENT)] * 2, [str(PARENT)] * 3)
+    events = [call.args for call in span.add_event.call_args_list]
+    assert [
+        (name, attributes.get("draftwire.address")) for name, attributes in events if name.startswith("verifier")
+    ] == [("verifier opened", "v:1"), ("verifier lost", ANY), ("verifier opened", "v:2")]
+    names = [name for name, _ in events]
     assert names.count("drafter lost") == statistics.num_drafters_lost == 1
     assert names.count("drafter ready") == 3
     assert statistics.num_drafts > 3
-    assert (len(rounds), {each.parent for each in rounds}) == (statistics.num_rounds, {PARENT})
-    ((attributes, error),) = span.ended
-    assert (error, attributes["draftwire.finish_reason"]) == ("", "length")
+    assert [each.parent for each in tracer.spans] == [PARENT] * statistics.num_rounds
+    span.end.assert_called_once_with(ANY, "")
+    attributes = span.end.call_args.args[0]
+    assert attributes["draftwire.finish_reason"] == "length"
     assert attributes["draftwire.num_verifiers_lost"] == 1
 
 
 def test_choice_that_fails_says_so() -> None:
-    async def scenario() -> FakeSpan:
-        span = FakeSpan()
-        loop = make_loop([], None, spans=ChoiceSpans(FakeTracer(), span))
-        with pytest.raises(UnavailableError):
-            await collect(loop)
-        return span
+    span = new_span()
 
-    ((attributes, error),) = run(scenario()).ended
-    assert (attributes["draftwire.finish_reason"], error) == ("", "not finished")
+    async def scenario() -> None:
+        with pytest.raises(UnavailableError):
+            await collect(make_loop([], None, spans=ChoiceSpans(FakeTracer(), span)))
+
+    run(scenario())
+    span.end.assert_called_once_with(ANY, "not finished")
+    assert span.end.call_args.args[0]["draftwire.finish_reason"] == ""
 
 
 def test_session_that_is_not_traced_is_opened_without_a_span() -> None:
-    async def scenario() -> list[str]:
-        target = FakeTarget()
-        await collect(make_loop(target, None))
-        return [spec.traceparent for spec in target.attempts]
-
-    assert run(scenario()) == [""]
+    target = FakeTarget()
+    run(collect(make_loop(target, None)))
+    assert [spec.traceparent for spec in target.attempts] == [""]

@@ -55,10 +55,10 @@ def settings(tmp_path: Path, ca: trustme.CA) -> TlsSettings:
 
 @asynccontextmanager
 async def serving(settings: TlsSettings) -> AsyncIterator[str]:
-    """Runs a server with nothing but health, and yields its address."""
+    """Runs a server with nothing but health, in plaintext without certificates, and yields its address."""
     server = grpc.aio.server()
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
-    credentials = server_credentials(watch_tls(settings), settings)
+    credentials = server_credentials(watch_tls(settings), settings) or grpc.insecure_server_credentials()
     port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     try:
@@ -120,11 +120,6 @@ def test_key_that_does_not_belong_there_is_refused_without_asking_for_a_password
             watch_tls(replace(settings, **{option: path}))
 
 
-def test_without_files_there_is_no_tls() -> None:
-    assert watch_tls(TlsSettings()) is None
-    assert server_credentials(None, TlsSettings()) is None
-
-
 @pytest.fixture
 def own_logging() -> Iterator[None]:
     """What a service that is started sets for the whole process is put back: it logs to a stream that is closed."""
@@ -182,15 +177,10 @@ async def test_client_certificate_is_needed_only_where_it_is_required(settings: 
 
 
 async def test_whoever_knows_whom_to_believe_never_speaks_plaintext(settings: TlsSettings) -> None:
-    server = grpc.aio.server()
-    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        assert await dialled(TlsSettings(), f"127.0.0.1:{port}") is OK
-        assert await dialled(settings, f"127.0.0.1:{port}") is UNAVAILABLE
-    finally:
-        await server.stop(grace=None)
+    assert watch_tls(TlsSettings()) is None
+    async with serving(TlsSettings()) as address:
+        assert await dialled(TlsSettings(), address) is OK
+        assert await dialled(settings, address) is UNAVAILABLE
 
 
 # Files that change
