@@ -39,6 +39,7 @@ STOP_SECONDS = 30.0
 
 _sink: contextvars.ContextVar[Callable[[Mapping[str, Any]], None] | None] = contextvars.ContextVar("sink", default=None)
 """Who gets the log lines of the service that this is part of."""
+_loop_lock = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -205,9 +206,15 @@ def _argument(name: str, value: object) -> str:
     return f"--{name}={value}"
 
 
-@cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Returns the loop, which runs on a thread of its own until the process ends."""
+    """Returns the loop of all services of this process. For any thread."""
+    with _loop_lock:
+        return _start_loop()
+
+
+@cache
+def _start_loop() -> asyncio.AbstractEventLoop:
+    """Returns a loop that runs on a thread of its own until the process ends."""
     started: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
 
     async def run() -> None:
