@@ -80,14 +80,14 @@ class Workers:
             results.append(result)
         return results
 
-    def failing(self, tests: Sequence[str]) -> set[str]:
-        """Returns which of some tests fail without any mistake, or all of them if pytest does."""
+    def failing(self, files: Sequence[str], only: Sequence[str] | None = None) -> set[str]:
+        """Returns which tests of some files, or of a few of them, fail without any mistake: all if pytest fails."""
         tree = self._trees.get()
         try:
-            outcome = tree.run(tests, CHECK_SECONDS, to_the_end=True)
+            outcome = tree.run(files, CHECK_SECONDS, only=only, to_the_end=True)
         finally:
             self._trees.put(tree)
-        return set(tests) if outcome.crash else set(outcome.failed)
+        return set(only or files) if outcome.crash else set(outcome.failed)
 
     def waves(self, file: str) -> list[Wave]:
         """Returns the tests of a file."""
@@ -115,10 +115,15 @@ class Workers:
             if not outcome.failed:
                 return replace(result, caught_by=outcome.crash and f"{outcome.crash} in the {wave.name} tests")
             first = outcome.failed[0]
-            if not tree.run([first], LIMITS_S[wave.name]).is_clean:
+            if not tree.run([file_of(first)], LIMITS_S[wave.name], only=[first]).is_clean:
                 return replace(result, caught_by=first, is_test=True, at_import="::" not in first)
             left_out.append(first)
         return result
+
+
+def file_of(test: str) -> str:
+    """Returns the file in which a test is; files are in themselves."""
+    return test.partition("::")[0]
 
 
 def _chosen(names: Sequence[str]) -> list[Mutant]:
@@ -148,7 +153,8 @@ def _report(workers: Workers, mutants: Sequence[Mutant], json_path: Path | None)
     while waiting:
         by_name |= {result.name: result for result in workers.run_all(waiting, unreliable)}
         unchecked = {result.caught_by for result in by_name.values() if result.is_test} - trusted
-        failing = workers.failing(sorted(unchecked)) if unchecked else set()
+        files = sorted({file_of(test) for test in unchecked})
+        failing = workers.failing(files, sorted(unchecked)) if unchecked else set()
         trusted |= unchecked - failing
         unreliable += sorted(failing & unchecked)
         waiting = [mutant for mutant in waiting if by_name[mutant.name].caught_by in failing & unchecked]

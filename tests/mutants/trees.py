@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from tests.mutants import ROOT, Mutant
-from tests.mutants.reporter import VARIABLE
+from tests.mutants.reporter import ONLY, VARIABLE
 
 TEST_SECONDS = 60
 """How long one test may take: a mistake may make it wait for ever."""
@@ -66,27 +66,37 @@ class Tree:
         os.utime(path, ns=(self._modified_ns, self._modified_ns))
 
     def run(
-        self, tests: Sequence[str], limit_s: float, *, deselect: Sequence[str] = (), to_the_end: bool = False
+        self,
+        files: Sequence[str],
+        limit_s: float,
+        *,
+        only: Sequence[str] | None = None,
+        deselect: Sequence[str] = (),
+        to_the_end: bool = False,
     ) -> Outcome:
         """Runs tests in this order.
 
         Args:
-            tests: files, or names of single tests.
+            files: of tests.
             limit_s: how long all of them may take.
+            only: the tests of these files that are run; None runs all.
             deselect: tests that are left out.
             to_the_end: whether to go on after the first failure.
         """
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir()
-        report = self._scratch / "failed"
+        report, names = self._scratch / "failed", self._scratch / "only"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutants.reporter"]
         command += ["-m", "not slow", f"--timeout={TEST_SECONDS}", f"--basetemp={self._scratch / 'tmp'}"]
         command += [] if to_the_end else ["-x"]
         command += [f"--deselect={test}" for test in deselect]
         environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", VARIABLE: str(report)}
+        if only is not None:
+            names.write_text("\n".join(only))
+            environment[ONLY] = str(names)
         with (self._scratch / "output").open("wb") as output:
             process = self._process = subprocess.Popen(
-                [*command, *tests],
+                [*command, *files],
                 cwd=self.root,
                 env=environment,
                 stdin=subprocess.DEVNULL,
