@@ -375,17 +375,6 @@ def test_token_is_drawn_by_exactly_as_many_leading_bits_as_its_weight(bits: int,
         assert torch.equal(torch.bincount(drawn, minlength=len(expected)), expected)
 
 
-def test_each_row_is_drawn_from_with_its_own_number() -> None:
-    rows = quantize(rows_of_shape("usual", 64), Quantization())
-    uniforms = torch.from_numpy(np.random.default_rng(5).random(64))
-    alone = [
-        int(QuantizedRows(rows.token_ids[i : i + 1], rows.weights[i : i + 1]).draw(uniforms[i : i + 1]))
-        for i in range(64)
-    ]
-    assert rows.draw(uniforms).tolist() == alone
-    assert len(set(alone)) > 5
-
-
 @pytest.mark.parametrize(
     ("values", "reason"),
     [

@@ -176,7 +176,7 @@ def test_dense_block_states_all_probabilities_as_they_were_rounded(encoding: Enc
 
 
 def assert_falls_where_stated(blocks: Drawn, block: int) -> None:
-    """Each number must fall where the stated law puts it, but for 1e-5 of it at the borders: the rounding of float32."""
+    """Each number must fall where the stated law puts it, but for 1e-5 of it at the borders, for rounding."""
     decoded = blocks.decoded(block)
     assert isinstance(decoded, DenseProbs)
     law = torch.from_numpy(decoded.probs).double()
@@ -208,29 +208,22 @@ def test_dense_tokens_are_drawn_after_rounding(encoding: Encoding) -> None:
     assert_falls_where_stated(Drawn(starts, [rows], drawer.drafts()), 0)
 
 
-def test_coupled_tokens_are_the_winners_of_their_places() -> None:
-    starts = [start(number, 3, 300, is_coupled=True, probs=number % 2 == 0) for number in range(8)]
-    blocks = drawn(starts, Quantization())
-    for number, block in enumerate(starts):
-        for place, (row, token) in enumerate(zip(blocks.probs[number], blocks.draft(number).token_ids, strict=True)):
-            words, position = torch.tensor([block.request.key.text_words]), torch.tensor([block.position + place])
-            assert race(row.unsqueeze(0), exponentials(words, position, TARGET)).winners.tolist() == [token]
-
-
-def test_tokens_that_nobody_asks_about_are_drawn_from_all_probabilities() -> None:
-    starts = [start(number, 4, 300, probs=False) for number in range(10)]
-    blocks = drawn(starts, Quantization(mass=0.1, max_support=1), spread=0.1)
-    for number in range(10):
-        expected = draw(torch.stack(blocks.probs[number]), torch.tensor(blocks.uniforms(number)).double())
-        assert blocks.draft(number).token_ids == expected.tolist()
-
-
 @EVERY_QUANTIZATION
-def test_greedy_tokens_are_the_likeliest_and_state_no_numbers(quantization: Quantization) -> None:
-    blocks = drawn([start(number, 3, 300, greedy=True) for number in range(4)], quantization)
-    for number in range(4):
-        assert blocks.draft(number).token_ids == [int(row.argmax()) for row in blocks.probs[number]]
-        assert blocks.draft(number).distributions == DraftDistributions(Encoding.ONE_HOT, 300)
+def test_tokens_of_which_no_numbers_are_stated_are_the_likeliest_the_winners_or_drawn_from_all(
+    quantization: Quantization,
+) -> None:
+    """Greedy ones, coupled ones, and those that nobody asks about."""
+    blocks = drawn([block for block in mixed() if not is_drawn(block)], quantization)
+    for number, block in enumerate(blocks.starts):
+        rows, tokens = torch.stack(blocks.probs[number]), blocks.draft(number).token_ids
+        if block.request.is_coupled:
+            words = torch.tensor([block.request.key.text_words] * len(rows))
+            positions = block.position + torch.arange(len(rows))
+            assert tokens == race(rows, exponentials(words, positions, TARGET)).winners.tolist()
+        elif block.request.sampling.greedy:
+            assert tokens == rows.argmax(dim=1).tolist()
+        else:
+            assert tokens == draw(rows, torch.tensor(blocks.uniforms(number)).double()).tolist()
 
 
 @EVERY_QUANTIZATION
