@@ -187,7 +187,11 @@ def test_laws_and_block_weights_equal_independently_computed_ones() -> None:
         target, draft, tokens = tensor(case["target_probs"]), tensor(case["draft_probs"]), case["draft_tokens"]
         for name in CHAINED:
             law = outcome_law(RULES[name], target, draft, tokens)
-            assert (law - tensor(case["outcomes"][name])).abs().max() <= 1e-12, (name, case["name"])
+            expected = tensor(case["outcomes"][name])
+            assert (law - expected).abs().max() <= 1e-12, (name, case["name"])
+            stated = law_rule(name).stop_law(cut_impossible(single_block(target, draft, tokens)))
+            mean = (expected.sum(dim=1) * torch.arange(len(tokens) + 1)).sum()
+            assert stated.expected_accepted()[0] == pytest.approx(float(mean), abs=1e-12)
         first = outcome_law(GreedyBlockRule(), target, draft, tokens)
         assert (first - tensor(case["outcomes"]["greedy_block_first_round"])).abs().max() <= 1e-12, case["name"]
         weights = block_weights(single_block(target, draft, tokens))[0]
