@@ -261,10 +261,11 @@ async def test_status_of_a_peer_is_passed_on() -> None:
 # When to try again
 
 
-def test_hint_is_the_metadata_that_grpc_itself_reads() -> None:
+def test_hint_is_the_metadata_that_grpc_itself_reads_and_an_interrupted_completion_says_how_far_it_came() -> None:
     """Source: gRPC proposal A6, "Client Retries"."""
     assert RETRY_KEY == "grpc-retry-pushback-ms"
     assert hints(NoRoomError("full", retry_after_s=2.5)) == (("grpc-retry-pushback-ms", "2500"),)
+    assert hints(CompletionInterruptedError("gone", 7)) == (("draftwire-generated-tokens", "7"),)
 
 
 @pytest.mark.parametrize(
@@ -287,10 +288,6 @@ async def test_only_who_can_try_again_is_told_when_or_from_where(error: Exceptio
     assert ({RETRY_KEY, GENERATED_KEY} & {key for key, _ in trailing} != set()) == hinted
 
 
-def test_interrupted_completion_says_how_many_tokens_it_had() -> None:
-    assert hints(CompletionInterruptedError("gone", 7)) == (("draftwire-generated-tokens", "7"),)
-
-
 @pytest.mark.parametrize("seconds", [0.0, 0.001, 1.0, 2.5, 600.0])
 async def test_gateway_learns_from_a_peer_when_to_try_again_and_passes_it_on(seconds: float) -> None:
     async with serving(NoRoomError("full", retry_after_s=seconds)) as (channel, _):
@@ -308,29 +305,31 @@ def refusal_of_a_peer(*metadata: tuple[str, str]) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(Code.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing, details="full")
 
 
-def test_peer_that_does_not_say_when_to_try_again_is_tried_after_a_second() -> None:
-    for refusal in (refusal_of_a_peer(), refusal_of_a_peer(("other", "1"))):
-        error = error_of(refusal)
-        assert isinstance(error, NoRoomError)
-        assert error.retry_after_s == 1.0
-    failed = error_of_number(Code.RESOURCE_EXHAUSTED.value[0], "full")
-    assert isinstance(failed, NoRoomError)
-    assert failed.retry_after_s == 1.0
-
-
-def test_hint_is_found_among_other_metadata_and_the_first_one_counts() -> None:
-    error = error_of(refusal_of_a_peer(("other", "1"), (RETRY_KEY, "2500"), (RETRY_KEY, "9"), ("other", "2")))
-    assert isinstance(error, NoRoomError)
-    assert error.retry_after_s == 2.5
-
-
-@pytest.mark.parametrize("value", ["", "soon", "nan", "inf", "-1"])
-def test_hint_that_makes_no_sense_is_not_taken_over(value: str) -> None:
-    """A proxy may have written it. The refusal stays a refusal, with a time that can be waited for."""
-    error = error_of(refusal_of_a_peer((RETRY_KEY, value)))
+@pytest.mark.parametrize(
+    ("metadata", "seconds"),
+    [
+        ([], 1.0),
+        ([("other", "1")], 1.0),
+        ([("other", "1"), (RETRY_KEY, "2500"), (RETRY_KEY, "9"), ("other", "2")], 2.5),  # the first one counts
+        *(([(RETRY_KEY, nonsense)], None) for nonsense in ("", "soon", "nan", "inf", "-1")),
+    ],
+)
+def test_refusal_of_a_peer_has_a_time_that_can_be_waited_for_whatever_its_hint(
+    metadata: list[tuple[str, str]], seconds: float | None
+) -> None:
+    """A proxy may have written it. Where there is none, it is a second."""
+    trailing = grpc.aio.Metadata(*metadata)
+    error = error_of(grpc.aio.AioRpcError(Code.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing, details="full"))
     assert isinstance(error, NoRoomError)
     assert 0.0 <= error.retry_after_s < float("inf")
     assert hints(error)
+    assert seconds is None or error.retry_after_s == seconds
+
+
+def test_refusal_without_metadata_is_tried_again_after_a_second() -> None:
+    error = error_of_number(Code.RESOURCE_EXHAUSTED.value[0], "full")
+    assert isinstance(error, NoRoomError)
+    assert error.retry_after_s == 1.0
 
 
 @pytest.mark.parametrize("streams", [False, True])

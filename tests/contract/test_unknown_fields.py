@@ -1,5 +1,6 @@
 """A request of a newer client is refused, whichever of its messages says what this version does not know."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -52,9 +53,11 @@ def test_paths_lead_to_every_nested_message() -> None:
     }
 
 
-@pytest.mark.parametrize("path", PATHS, ids=".".join)
-def test_unknown_field_is_refused_wherever_it_is(path: tuple[str, ...]) -> None:
-    request = made(gateway_pb2.GenerateRequest, path)
+@pytest.mark.parametrize(
+    ("kind", "path"), [(gateway_pb2.GetServerRequest, ()), *((gateway_pb2.GenerateRequest, path) for path in PATHS)]
+)
+def test_unknown_field_is_refused_wherever_it_is(kind: type[Message], path: tuple[str, ...]) -> None:
+    request = made(kind, path)
     inner: Any = request
     for name in path:
         field = getattr(inner, name)
@@ -63,24 +66,15 @@ def test_unknown_field_is_refused_wherever_it_is(path: tuple[str, ...]) -> None:
         refuse_unknown_fields(request)
 
 
-def test_unknown_field_of_a_request_without_fields_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="field 16383 of GetServerRequest"):
-        refuse_unknown_fields(made(gateway_pb2.GetServerRequest, ()))
-
-
 def test_what_is_known_passes() -> None:
     sampling = session_pb2.SamplingParameters(logit_bias={1: 1.0}, allowed_token_ids=[1], temperature=0.5)
     chat = gateway_pb2.ChatPrompt(messages=[gateway_pb2.ChatMessage()] * 4096, tools=[gateway_pb2.Tool()])
     refuse_unknown_fields(gateway_pb2.GenerateRequest(chat=chat, sampling=sampling, seed=1, stop=["a"]))
 
 
-def test_messages_that_are_looked_at_are_limited() -> None:
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_messages_that_are_looked_at_are_limited(too_many: int) -> None:
     """The request, its conversation and the messages of that."""
-    for too_many in (0, 1):
-        chat = gateway_pb2.ChatPrompt(messages=[gateway_pb2.ChatMessage()] * (MAX_MESSAGES - 2 + too_many))
-        request = gateway_pb2.GenerateRequest(chat=chat)
-        if too_many:
-            with pytest.raises(InvalidRequestError, match="messages"):
-                refuse_unknown_fields(request)
-        else:
-            refuse_unknown_fields(request)
+    chat = gateway_pb2.ChatPrompt(messages=[gateway_pb2.ChatMessage()] * (MAX_MESSAGES - 2 + too_many))
+    with pytest.raises(InvalidRequestError, match="messages") if too_many else nullcontext():
+        refuse_unknown_fields(gateway_pb2.GenerateRequest(chat=chat))

@@ -15,6 +15,8 @@ import pytest
 import torch
 from cases import every
 from numpy.typing import NDArray
+from scipy.special import softmax
+from scipy.stats import binom
 
 from draftwire.audit import Alarm, AuditSums, DrafterAudit, FirstUses, Statistic, audit_sums
 from draftwire.distributions import DenseRows, DraftRows, SparseRows, no_rows
@@ -53,12 +55,6 @@ def acceptance(target: float, draft: float) -> float:
 
 def surprise(target: float, draft: float) -> float:
     return min(max(-math.log(draft), 0.0), MAX_SURPRISE)
-
-
-def softmax(logits: Array) -> Array:
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    result: Array = weights / weights.sum(axis=-1, keepdims=True)
-    return result
 
 
 def expected(value: Callable[[float, float], float], target: Row, draft: Row) -> tuple[float, float]:
@@ -131,11 +127,9 @@ def test_statistics_are_those_of_plain_python_and_their_mean_under_the_draft_is_
         mean, variance = expected(value, target, draft)
         terms = [getattr(sums, f"{name}_sum") for sums in found]
         assert terms == pytest.approx([value(target[t], draft[t]) - mean for t in possible], abs=1e-12)
-        weights = [draft[token] / math.fsum(draft) for token in possible]
-        assert math.fsum(w * term for w, term in zip(weights, terms, strict=True)) == pytest.approx(0.0, abs=1e-14)
-        second = math.fsum(w * term**2 for w, term in zip(weights, terms, strict=True))
-        assert [getattr(sums, f"{name}_variance") for sums in found] == pytest.approx([variance] * len(found), abs=1e-9)
-        assert getattr(found[0], f"{name}_variance") == pytest.approx(second, abs=1e-14)
+        assert [getattr(sums, f"{name}_variance") for sums in found] == pytest.approx(
+            [variance] * len(found), abs=1e-14
+        )
     rounded = torch.tensor(draft, dtype=torch.float32).to(torch.float64).tolist()
     if min(rounded[token] for token in possible) > 0.0:
         single = packed(lambda rows, drawn: rows_of(rows, drawn, torch.float32), [[(target, draft, possible[0])]])  # type: ignore[call-arg]
@@ -199,13 +193,6 @@ def test_token_of_declared_probability_zero_is_finite_and_counts_against_the_dra
 # The bound holds for honest drafters
 
 
-def tail_weights(count: int, prob: float) -> Array:
-    """The binomial law."""
-    ks = np.arange(count + 1)
-    log_choose = [math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) for k in ks]
-    return np.exp(log_choose + ks * math.log(prob) + (count - ks) * math.log1p(-prob))
-
-
 def evalue(sums: AuditSums) -> float:
     """The e-value of the sums: how many times larger it is than the bound alpha / 2 of everything ever seen."""
     audit = DrafterAudit(alpha=1e-300, window=2**62)
@@ -229,7 +216,7 @@ def test_mean_evalue_of_an_honest_drafter_is_at_most_one(rare: float, kind: str,
     draft = [rare, 1.0 - rare]
     is_rare, is_common = audit_sums(packed(dense_rows, [[(target, draft, token)] for token in (0, 1)], 2))
     mean = 0.0
-    for number, weight in enumerate(tail_weights(num_positions, rare)):
+    for number, weight in enumerate(binom.pmf(range(num_positions + 1), num_positions, rare)):
         if weight > 1e-200:
             mean += weight * evalue(times(is_rare, number) + times(is_common, num_positions - number))
     assert mean <= 1.0 + 1e-9
@@ -289,11 +276,11 @@ def places_of(kind: str, count: int = 60) -> Places:
     generator = np.random.default_rng(sum(map(ord, kind)))
     logits = {"flat": 0.3, "peaked": 5.0}.get(kind, 2.0) * generator.normal(size=(count, VOCAB_SIZE))
     noise = {"close": 0.2, "far": 3.0}.get(kind, 0.7) * generator.normal(size=(count, VOCAB_SIZE))
-    draft = softmax(logits + noise)
+    draft = softmax(logits + noise, axis=1)
     draft[draft < np.median(draft, axis=1, keepdims=True)] = 0.0
     weights = np.where(draft > 0.0, np.maximum(np.round(draft / draft.sum(axis=1, keepdims=True) * 65536), 1.0), 0.0)
     weights[np.arange(count), weights.argmax(axis=1)] += 65536.0 - weights.sum(axis=1)
-    return Places(softmax(logits), weights / 65536.0)
+    return Places(softmax(logits, axis=1), weights / 65536.0)
 
 
 def mixed_places() -> Places:
@@ -378,23 +365,12 @@ def test_chance_of_ever_being_flagged_is_below_alpha_over_all_honest_histories()
     assert 1e-6 < flagged <= alpha
 
 
-def test_no_alarm_comes_from_a_handful_of_tokens() -> None:
-    """The most unlikely tokens that a drafter can declare, each time: the first five prove nothing at 1e-6."""
-    draft = [2.0**-16, 1.0 - 2.0**-16]
-    sums = audit_sums(packed(sparse_rows, [[([1.0, 0.0], draft, 0)]], 2))[0]
-    audit = DrafterAudit()
-    for _ in range(3):
-        audit.add(sums)
-        assert audit.alarm is None
-    assert audit.evidence < 0.0
-
-
 # Dishonest drafters
 
 
 def sharpened(draft: Array, temperature: float) -> Array:
     """The distribution at another temperature."""
-    weights = draft ** (1.0 / temperature)
+    weights = np.where(draft > 0.0, draft ** (1.0 / temperature), 0.0)
     result: Array = weights / weights.sum(axis=1, keepdims=True)
     return result
 
@@ -403,77 +379,56 @@ def one_hot(tokens: NDArray[np.int64], size: int) -> Array:
     return np.eye(size)[tokens]
 
 
-def draws_at(temperature: float) -> Callable[[Places], Reports]:
-    return lambda places: Reports(places.target, places.draft, sharpened(places.draft, temperature))
-
-
-def declares_at(temperature: float) -> Callable[[Places], Reports]:
-    return lambda places: Reports(places.target, sharpened(places.draft, temperature), places.draft)
-
-
-def takes_the_best(places: Places) -> Reports:
-    return Reports(places.target, places.draft, one_hot(places.draft.argmax(axis=1), VOCAB_SIZE))
-
-
-def repeats_a_token(places: Places) -> Reports:
-    """Token 0 wherever it can be drawn."""
-    drawn_from = np.where(places.draft[:, :1] > 0.0, one_hot(np.zeros(1, dtype=np.int64), VOCAB_SIZE), places.draft)
-    return Reports(places.target, places.draft, drawn_from)
-
-
-def declares_the_place_before(places: Places) -> Reports:
+def declares_the_place_before(draft: Array) -> tuple[Array, Array]:
     """The tokens that both places have in common are drawn as here and declared as there."""
-    before = np.roll(places.draft, 1, axis=0)
-    common = np.where(before > 0.0, places.draft, 0.0)
-    return Reports(places.target, before, common / common.sum(axis=1, keepdims=True))
+    before = np.roll(draft, 1, axis=0)
+    common = np.where(before > 0.0, draft, 0.0)
+    return before, common / common.sum(axis=1, keepdims=True)
 
 
-def ignores_weights(places: Places) -> Reports:
-    support = (places.draft > 0.0).astype(np.float64)
-    return Reports(places.target, places.draft, support / support.sum(axis=1, keepdims=True))
+Lie = Callable[[Array], tuple[Array, Array]]
+"""Takes what an honest drafter would draw from; returns what is declared, and what is drawn from."""
 
-
-DISHONEST: dict[str, tuple[Callable[[Places], Reports], int]] = {
-    "draws at temperature 0.7": (draws_at(0.7), 2_000),
-    "draws at temperature 0.9": (draws_at(0.9), 16_000),
-    "draws at temperature 1.1": (draws_at(1.1), 20_000),
-    "draws at temperature 1.4": (draws_at(1.4), 2_000),
-    "declares temperature 0.7": (declares_at(0.7), 2_000),
-    "declares temperature 1.4": (declares_at(1.4), 2_500),
-    "takes the best, declares a softmax": (takes_the_best, 450),
-    "repeats a token": (repeats_a_token, 250),
+DISHONEST: dict[str, tuple[Lie, int]] = {
+    "draws at temperature 0.7": (lambda draft: (draft, sharpened(draft, 0.7)), 2_000),
+    "draws at temperature 0.9": (lambda draft: (draft, sharpened(draft, 0.9)), 16_000),
+    "draws at temperature 1.1": (lambda draft: (draft, sharpened(draft, 1.1)), 20_000),
+    "draws at temperature 1.4": (lambda draft: (draft, sharpened(draft, 1.4)), 2_000),
+    "declares temperature 0.7": (lambda draft: (sharpened(draft, 0.7), draft), 2_000),
+    "declares temperature 1.4": (lambda draft: (sharpened(draft, 1.4), draft), 2_500),
+    "takes the best, declares a softmax": (lambda draft: (draft, np.eye(VOCAB_SIZE)[draft.argmax(axis=1)]), 450),
+    "repeats token 0 wherever it can": (
+        lambda draft: (draft, np.where(draft[:, :1] > 0.0, np.eye(VOCAB_SIZE)[0], draft)),
+        250,
+    ),
     "declares the place before": (declares_the_place_before, 60),
-    "ignores its weights": (ignores_weights, 130),
+    "ignores its weights": (lambda draft: (draft, sharpened(draft, math.inf)), 130),
 }
 """Drafters, and within how many draft tokens they are flagged."""
 
 
-@every(("drafter", "limit"), DISHONEST.values())
-def test_dishonest_drafter_is_flagged_soon(drafter: Callable[[Places], Reports], limit: int) -> None:
+def lying(name: str, places: Places) -> Reports:
+    return Reports(places.target, *DISHONEST[name][0](places.draft))
+
+
+@every("name", DISHONEST)
+def test_dishonest_drafter_is_flagged_soon(name: str) -> None:
     """Four lives, each within the limit, which is about twice what the longest of 20 takes."""
-    reports, generator, step = drafter(mixed_places()), np.random.default_rng(5), max(4, limit // 100)
+    limit = DISHONEST[name][1]
+    reports, generator, step = lying(name, mixed_places()), np.random.default_rng(5), max(4, limit // 100)
     taken = [positions_until_alarm(DrafterAudit(), reports.draw(2 * limit, step, generator)) for _ in range(4)]
     assert all(life is not None and life <= limit for life in taken), taken
 
 
 @every("name", ["draws at temperature 0.7", "takes the best, declares a softmax"])
 def test_drafter_that_goes_wrong_after_20_000_honest_tokens_is_flagged_soon(name: str) -> None:
-    drafter, limit = DISHONEST[name]
-    generator, audit = np.random.default_rng(6), DrafterAudit()
+    limit, generator, audit = DISHONEST[name][1], np.random.default_rng(6), DrafterAudit()
     assert positions_until_alarm(audit, honest(mixed_places()).draw(20_000, STEP, generator)) is None
-    taken = positions_until_alarm(audit, drafter(mixed_places()).draw(4 * limit, 4, generator))
+    taken = positions_until_alarm(audit, lying(name, mixed_places()).draw(4 * limit, 4, generator))
     assert taken is not None
     assert taken <= 4 * limit
     assert audit.alarm is not None
     assert audit.alarm.is_recent
-
-
-def test_alarm_names_the_side_on_which_the_drafter_errs() -> None:
-    for drafter, is_high in ((draws_at(0.6), False), (draws_at(1.6), True)):
-        audit = DrafterAudit()
-        positions_until_alarm(audit, drafter(places_of("far")).draw(20_000, 4, np.random.default_rng(7)))
-        assert audit.alarm is not None
-        assert (audit.alarm.statistic, audit.alarm.is_high) == (Statistic.SURPRISE, is_high)
 
 
 # What it cannot see
@@ -506,7 +461,7 @@ def test_distribution_that_is_shaped_after_choosing_the_token_is_not_seen() -> N
 
 def test_alarm_stays_and_says_what_it_saw() -> None:
     audit = DrafterAudit()
-    reports = takes_the_best(mixed_places()).draw(10_000, 4, np.random.default_rng(9))
+    reports = lying("takes the best, declares a softmax", mixed_places()).draw(10_000, 4, np.random.default_rng(9))
     positions_until_alarm(audit, reports)
     alarm, evidence, total = audit.alarm, audit.evidence, audit.total
     assert alarm is not None

@@ -225,14 +225,11 @@ def test_what_the_template_leaves_out_or_refuses_is_refused(name: str) -> None:
     assert says in refusal(template, conversation)
 
 
-def test_ids_that_no_text_shows_may_say_what_the_order_says() -> None:
-    turns = (USER, replace(CALLING, tool_calls=(CALL, OTHER_CALL)), ANSWER, OTHER_ANSWER)
-    assert rendered(with_template(QWEN), said(*turns))
-
-
-def test_ids_that_the_text_shows_may_come_in_any_order() -> None:
-    turns = (USER, replace(CALLING, tool_calls=(CALL, OTHER_CALL)), OTHER_ANSWER, ANSWER)
-    assert '{"content": 5, "call_id": "call00002"}' in rendered(with_template(MISTRAL), said(*turns))
+def test_answers_come_in_the_order_of_their_calls_or_with_ids_that_the_text_shows() -> None:
+    asked = (USER, replace(CALLING, tool_calls=(CALL, OTHER_CALL)))
+    assert rendered(with_template(QWEN), said(*asked, ANSWER, OTHER_ANSWER))
+    shown = rendered(with_template(MISTRAL), said(*asked, OTHER_ANSWER, ANSWER))
+    assert '{"content": 5, "call_id": "call00002"}' in shown
 
 
 def test_name_that_the_template_compares_and_does_not_show_is_not_left_out() -> None:
@@ -263,21 +260,17 @@ async def test_model_without_a_template_is_refused() -> None:
         await ChatTemplate(with_template(None), "model").render(said(USER))
 
 
-def test_conversation_without_messages_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="prompt is empty"):
-        Conversation(())
-
-
-def test_characters_of_everything_are_counted() -> None:
+def test_conversation_has_a_message_and_as_many_characters_as_all_of_its_parts_together() -> None:
     call = ToolCall("1", "22", "333")
     turn = ChatTurn("4444", "55555", "666666", (call,), "7777777")
     tool = Tool("a" * 100, "b" * 200, "c" * 300)
     assert Conversation((turn,), (tool,), "d" * 1000).num_characters == 1 + 2 + 3 + 4 + 5 + 6 + 7 + 600 + 1000
-
-
-def test_tools_far_beyond_any_context_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="at most 1000000"):
-        said(USER, tools=(Tool("a", "b" * 999_999, "{}"),))
+    for turns, tools, says in (
+        ((), (), "prompt is empty"),
+        ((USER,), (Tool("a", "b" * 999_999, "{}"),), "at most 1000000"),
+    ):
+        with pytest.raises(InvalidRequestError, match=says):
+            Conversation(turns, tools)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ Every outcome of its integer draws and of the rule's numbers is enumerated.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import accumulate
 from unittest import mock
 
 import pytest
@@ -18,7 +18,7 @@ from draftwire.checking.blocks import emitted_codes
 from draftwire.checking.models import Pair, adversarial_pairs, random_pairs
 from draftwire.checking.whole_round import Ran
 from draftwire.checking.wire import WireRound
-from draftwire.distributions import DraftRows, joined, rows_of
+from draftwire.distributions import joined, rows_of
 from draftwire.drafting import drawing, language_model
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.language_model import LanguageModelDrafter
@@ -125,18 +125,14 @@ class CutRound(WireRound):
     def run(self, contexts: Tensor, uniforms: Tensor) -> Ran:
         drafting, verifying = self.shared(uniforms)
         cases, which = torch.cat([contexts.unsqueeze(1), drafting], dim=1).unique(dim=0, return_inverse=True)
-        different = self.blocks(cases[:, 0].to(torch.int64), cases[:, 1:])
-        drafts = [different[index] for index in which.tolist()]
-        lengths = torch.tensor([len(draft.token_ids) for draft in drafts])
-        tokens = torch.tensor([[*draft.token_ids, *[0] * (self.length - len(draft.token_ids))] for draft in drafts])
-        stated: dict[Any, DraftRows] = {}
+        drafts = self.blocks(cases[:, 0].to(torch.int64), cases[:, 1:])
+        padded = [[*draft.token_ids, *[0] * (self.length - len(draft.token_ids))] for draft in drafts]
+        lengths, tokens = torch.tensor([len(draft.token_ids) for draft in drafts])[which], torch.tensor(padded)[which]
         claims = {draft.distributions: Claim(draft.token_ids, draft.distributions) for draft in drafts}
-        for distributions, read in zip(claims, decode(list(claims.values()), self.vocab_size), strict=True):
-            stated[distributions] = rows_of(read)
-        order = {distributions: index for index, distributions in enumerate(stated)}
-        rows = joined(list(stated.values()))
-        firsts = torch.tensor([0, *(len(distributions.support_sizes) for distributions in stated)]).cumsum(0)
-        first = firsts[torch.tensor([order[draft.distributions] for draft in drafts])].unsqueeze(1)
+        rows = joined([rows_of(read) for read in decode(list(claims.values()), self.vocab_size)])
+        ends = accumulate(len(claim.token_ids) for claim in claims.values())
+        start_of = dict(zip(claims, [0, *ends], strict=False))
+        starts = torch.tensor([start_of[draft.distributions] for draft in drafts])[which]
         within = torch.minimum(torch.arange(self.length), lengths.unsqueeze(1) - 1)
         numbers = contexts
         for position in range(self.length):
@@ -147,7 +143,7 @@ class CutRound(WireRound):
             tokens,
             lengths,
             numbers.unsqueeze(1) * (self.length + 1) + torch.arange(self.length + 1),
-            first + within,
+            starts.unsqueeze(1) + within,
         )
         codes = emitted_codes(blocks, verify(self.rule, blocks, FixedNoise(verifying)))
         return Ran(numbers % self.vocab_size**self.length, codes)

@@ -2,7 +2,8 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
@@ -140,25 +141,9 @@ def test_a_block_takes_its_ids_its_weights_and_nothing_more(block: Block, genera
 @UNHURRIED
 def test_falling_weights_take_the_fewest_bytes(block: Block, generator: random.Random) -> None:
     falling = [dict(sorted(row.items(), key=itemgetter(1), reverse=True)) for row in block.rows]
-    shuffled = [dict(generator.sample(list(row.items()), len(row))) for row in block.rows]
-    in_orders = [replace(block, rows=rows) for rows in (falling, shuffled)]
-    first, other = encode_sparse(supports_of(in_orders, generator), [len(block.rows)] * 2)
+    first, other = encode_sparse(supports_of([replace(block, rows=falling), block], generator), [len(block.rows)] * 2)
     assert first.wide_sizes == tuple(sum(weight > 256 for weight in row.values()) for row in falling)
     assert len(first.data) <= len(other.data)
-    assert all(size <= more for size, more in zip(first.wide_sizes, other.wide_sizes, strict=True))
-    for stated, rows in ((first, falling), (other, shuffled)):
-        assert used_rows(decode_one(Claim(block.token_ids, stated), TARGET)) == [list(row.items()) for row in rows]
-
-
-@given(st.sampled_from(VOCAB_SIZES).flatmap(sparse_blocks), GENERATORS)
-@UNHURRIED
-def test_more_high_bytes_than_are_needed_mean_the_same(block: Block, generator: random.Random) -> None:
-    rows = [list(row.items()) for row in block.rows]
-    fewest = [fewest_wide(list(row.values())) for row in block.rows]
-    some = [generator.randint(size, len(row)) for size, row in zip(fewest, rows, strict=True)]
-    for wide_sizes in (fewest, some, [len(row) for row in rows]):
-        claim = sparse_claim(rows, block.token_ids, block.vocab_size, id_width(block.vocab_size), wide_sizes)
-        assert used_rows(decode_one(claim, TARGET)) == rows
 
 
 @pytest.mark.parametrize(
@@ -243,13 +228,7 @@ def test_dense_block_has_its_golden_bytes(encoding: Encoding, golden: str) -> No
     assert decoded.probs.tolist() == rows.tolist()
 
 
-def test_weight_of_all_draws_fits() -> None:
-    (stated,) = encode_sparse(Supports(np.array([[7]]), np.array([[TOTAL_WEIGHT]]), 8), [1])
-    assert stated.data == b"\x07\xff\xff"
-    assert used_rows(decode_one(Claim([7], stated), 8)) == [[(7, TOTAL_WEIGHT)]]
-
-
-# Dense rows and rows without data
+# Dense rows
 
 
 def random_rows(encoding: Encoding, length: int, vocab_size: int, seed: int) -> NDArray[np.floating]:
@@ -326,15 +305,6 @@ def test_rounding_of_a_large_row_is_no_reason_to_refuse_it() -> None:
     for encoding, number in DENSE_FORMATS.items():
         rows = (numbers / numbers.sum(axis=1, keepdims=True)).astype(number)
         decode_one(Claim(rows.argmax(axis=1).tolist(), encode_dense(encoding, rows)), 150_000)
-
-
-@pytest.mark.parametrize("encoding", [Encoding.ONE_HOT, Encoding.NONE])
-def test_rows_without_data_have_all_mass_at_the_drafted_tokens(encoding: Encoding) -> None:
-    decoded = decode_one(Claim([2, 0], DraftDistributions(encoding, 3)), 5)
-    assert isinstance(decoded, Supports)
-    assert decoded.vocab_size == 5
-    assert decoded.token_ids.tolist() == [[2], [0]]
-    assert decoded.weights.tolist() == [[TOTAL_WEIGHT], [TOTAL_WEIGHT]]
 
 
 # What is refused
@@ -567,16 +537,9 @@ def test_no_blocks_give_no_results() -> None:
     assert decode([], 300) == []
 
 
-FAR: dict[Encoding, Callable[[float], list[float]]] = {
-    Encoding.DENSE_FLOAT32: lambda side: [0.5, 0.5 + side * 1e-3],
-    Encoding.DENSE_FLOAT16: lambda side: [0.5, 0.5 + side * 2e-2],
-}
-
-
-@pytest.mark.parametrize("encoding", FAR)
-def test_sum_may_be_off_by_rounding_only(encoding: Encoding) -> None:
-    for side in (-0.9, 0.9):
-        decode_one(dense_claim(encoding, [FAR[encoding](side)], [0]), 2)
-    for side in (-1.1, 1.1):
-        with pytest.raises(BlockViolationError, match="sum to 1"):
-            decode_one(dense_claim(encoding, [FAR[encoding](side)], [0]), 2)
+@pytest.mark.parametrize(("encoding", "most"), [(Encoding.DENSE_FLOAT32, 1e-3), (Encoding.DENSE_FLOAT16, 2e-2)])
+@pytest.mark.parametrize("side", [-1.1, -0.9, 0.9, 1.1])
+def test_sum_may_be_off_by_rounding_only(encoding: Encoding, most: float, side: float) -> None:
+    claim = dense_claim(encoding, [[0.5, 0.5 + side * most]], [0])
+    with nullcontext() if abs(side) < 1.0 else pytest.raises(BlockViolationError, match="sum to 1"):
+        decode_one(claim, 2)

@@ -48,17 +48,10 @@ async def test_forms_that_take_long_hold_up_nothing_else_that_runs_on_threads(st
     assert results == [(FORM, [number]) for number in range(100)]
 
 
-class QuickCompiler:
-    """Reads a form at once."""
-
-    def compile(self, wanted: StructuredOutput, generated_ids: Sequence[int] = ()) -> Automaton:
-        return cast(Automaton, (wanted, generated_ids))
-
-
-async def test_cancellation_is_never_forgotten_however_late_it_comes() -> None:
+async def test_cancellation_is_never_forgotten_however_late_it_comes(stuck: StuckCompiler) -> None:
     """Also where the form has just been read: the request of a user who has left must not go on."""
-    reader = Forms(cast(FormCompiler, QuickCompiler()))
-    num_cancelled = 0
+    stuck.is_free.set()
+    reader, num_cancelled = forms_of(stuck), 0
     for number in range(200):
         reading = asyncio.create_task(reader.compile(FORM))
         for _ in range(number % 12):

@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
+from test_automaton import ids_of
 from tiny_models import save_spelling_model
 
 from draftwire.errors import InvalidRequestError
@@ -46,10 +46,6 @@ def spec_of(expression: str, generated_ids: list[int], choice: int = 0) -> Targe
         max_len=20,
         permit_key=bytes(KEY_BYTES),
     )
-
-
-def ids_of(mask: np.ndarray) -> list[int]:
-    return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
 
 
 async def test_a_text_that_is_moved_is_followed_from_where_it_is(core: VerifierCore) -> None:

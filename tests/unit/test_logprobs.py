@@ -5,10 +5,12 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from cases import every
+from definitions import defined_law
 from hypothesis import given
 from hypothesis import strategies as st
 from test_target import KEY, REFERENCE, VOCAB_SIZE, WatchedModel, certain, fresh_model, random_ids
@@ -76,34 +78,6 @@ salts = itertools.count()
 model = pytest.fixture(fresh_model)
 
 
-def processed_by_hand(logits: Tensor, text: Sequence[int], prompt_len: int, params: SamplingParams) -> Tensor:
-    """Log-probabilities after all processing, `[vocab] float64`, written down as the documentation says it."""
-    row, generated = logits.clone(), list(text[prompt_len:])
-    for token, bias in params.logit_bias:
-        row[token] += bias
-    for token in range(VOCAB_SIZE):
-        is_masked = params.allowed_token_ids is not None and token not in params.allowed_token_ids
-        if is_masked or (token in STOP_TOKENS and len(generated) < params.min_tokens):
-            row[token] = -math.inf
-    for token in set(text):
-        row[token] = (
-            (row[token] * params.repetition_penalty) if row[token] < 0 else row[token] / params.repetition_penalty
-        )
-    for token in set(generated):
-        row[token] -= params.presence_penalty + params.frequency_penalty * generated.count(token)
-    if params.greedy:
-        return torch.full_like(row, -math.inf).index_fill(0, row.argmax(), 0.0)
-    row /= params.temperature
-    if params.top_k:
-        row[row < row.sort(descending=True).values[params.top_k - 1]] = -math.inf
-    if params.top_p < 1.0:
-        probs = row.softmax(0).sort(descending=True)
-        row[probs.indices[probs.values.cumsum(0) - probs.values >= params.top_p]] = -math.inf
-    if params.min_p:
-        row[row.softmax(0) < params.min_p * row.softmax(0).max()] = -math.inf
-    return row.log_softmax(0)
-
-
 @torch.inference_mode()
 def logits_of(text: Sequence[int]) -> Tensor:
     """A plain forward pass of transformers, `[len(text), vocab] float64`."""
@@ -126,12 +100,12 @@ def check_all(tokens: list[TokenLogprob], start: int, text: Sequence[int], num_t
     """Compares what is said of the tokens of a text from position `start` on."""
     logits = logits_of(text)
     for position, token in enumerate(tokens, start):
-        row, before = logits[position - 1], text[:position]
-        prompt_len = min(one.prompt_len, position)
-        if one.logprobs.mode is RAW:
-            check(token, row.log_softmax(0), text[position], num_top)
-        else:
-            check(token, processed_by_hand(row, before, prompt_len, one.sampling), text[position], num_top)
+        expected = logits[position - 1].log_softmax(0)
+        if one.logprobs.mode is PROCESSED:
+            prompt_len = min(one.prompt_len, position)
+            law = defined_law(logits[position - 1].tolist(), one.sampling, text[:position], prompt_len, STOP_TOKENS)
+            expected = torch.tensor(law).log()
+        check(token, expected, text[position], num_top)
 
 
 def through_the_wire(tokens: list[TokenLogprob]) -> list[TokenLogprob]:
@@ -158,10 +132,12 @@ def make(
 
 
 @every("name", SAMPLINGS)
-def test_emitted_tokens_have_the_log_probabilities_of_a_plain_forward_pass(name: str) -> None:
+def test_emitted_tokens_have_the_log_probabilities_of_a_plain_forward_pass_and_who_asks_changes_nothing(
+    name: str,
+) -> None:
     """Every rule, both modes, blocks of 0 to 4 and numbers of likeliest tokens in one step, through the wire."""
-    model = fresh_model()
-    generator = random.Random(name)
+    model, others = fresh_model(), list(SAMPLINGS.values())
+    generator = random.Random(len(name))
     parts = [
         make(
             model,
@@ -169,77 +145,46 @@ def test_emitted_tokens_have_the_log_probabilities_of_a_plain_forward_pass(name:
             random_ids(generator, generator.randint(1, 20)),
             length,
             rule=rule,
-            sampling=SAMPLINGS[name],
-            logprobs=LogprobsRequest(generator.choice([0, 1, 5, 20]), mode=generator.choice(list(LogprobsMode))),
+            sampling=sampling,
+            logprobs=LogprobsRequest(generator.choice(numbers), mode=generator.choice(list(LogprobsMode))),
         )
         for rule in RULES.values()
         for length in range(5)
+        for sampling, numbers in ((SAMPLINGS[name], [0, 1, 5, 20]), (generator.choice(others), [None, 0, 3]))
     ]
+    silent = [replace(one, sequence=model.cache.open(()), logprobs=LogprobsRequest()) for one in parts]
     counts = set()
-    for one, outcome in zip(parts, judge(model, parts).outcomes, strict=True):
+    for one, outcome, untold in zip(parts, judge(model, parts).outcomes, judge(model, silent).outcomes, strict=True):
         assert isinstance(outcome, Judgement)
+        assert replace(outcome, logprobs=[]) == untold
+        if one.logprobs.logprobs is None:
+            assert outcome.logprobs == []
+            continue
         tokens = through_the_wire(outcome.logprobs)
         assert [token.token_id for token in tokens] == outcome.token_ids
-        assert one.logprobs.logprobs is not None
         check_all(tokens, len(one.committed), one.committed + outcome.token_ids, one.logprobs.logprobs, one)
         counts.add(outcome.num_accepted - len(one.draft_tokens))
     assert 0 in counts, "bonus tokens"
 
 
-def test_what_is_reported_does_not_depend_on_who_else_asks_and_changes_nothing(model: WatchedModel) -> None:
-    wishes = [None, 0, 3, 20]
-    for seed in range(5):
-        generator = random.Random(seed)
-        parts = [
-            make(
-                model,
-                generator,
-                random_ids(generator, generator.randint(1, 20)),
-                generator.randrange(5),
-                rule=generator.choice(list(RULES.values())),
-                sampling=generator.choice(list(SAMPLINGS.values())),
-                logprobs=LogprobsRequest(generator.choice(wishes), mode=generator.choice(list(LogprobsMode))),
-            )
-            for _ in range(12)
-        ]
-        silent = [replace(one, sequence=model.cache.open(()), logprobs=LogprobsRequest()) for one in parts]
-        for one, told, untold in zip(parts, judge(model, parts).outcomes, judge(model, silent).outcomes, strict=True):
-            assert isinstance(told, Judgement)
-            assert replace(told, logprobs=[]) == untold
-            num_top = one.logprobs.logprobs
-            if num_top is None:
-                assert told.logprobs == []
-            else:
-                assert len(told.logprobs) == len(told.token_ids)
-                check_all(told.logprobs, len(one.committed), one.committed + told.token_ids, num_top, one)
-
-
 def test_nothing_is_computed_for_those_who_do_not_ask(model: WatchedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(1)
-    kept: list[int] = []
-    read_off: list[int] = []
-
-    def watch_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
-        kept.append(len(rows))
-        return reading.log_softmax_of(logits, rows)
-
-    def watch_reported(log_probs: Tensor, *given: Sequence[int]) -> list[TokenLogprob]:
-        read_off.append(len(log_probs))
-        return original(log_probs, *given)
-
-    original = reading.reported
-    monkeypatch.setattr(target, "log_softmax_of", watch_rows)
-    monkeypatch.setattr(reading, "reported", watch_reported)
+    taken, reported = Mock(wraps=reading.log_softmax_of), Mock(wraps=reading.reported)
+    monkeypatch.setattr(target, "log_softmax_of", taken)
+    monkeypatch.setattr(reading, "reported", reported)
     parts = [make(model, generator, random_ids(generator, 8), length) for length in (0, 3, 2, 4)]
     judge(model, parts)
-    assert (kept, read_off) == ([], [])
+    assert not taken.called
+    assert not reported.called
     assert sum(reading.keep for reading in model.readings) == 1 + 4 + 3 + 5
     parts = [replace(one, sequence=model.cache.open(())) for one in parts]
     parts[1] = replace(parts[1], logprobs=LogprobsRequest(3))
     parts[2] = replace(parts[2], logprobs=LogprobsRequest(0, mode=PROCESSED))
     first, second, third, _ = judge(model, parts).outcomes
-    assert kept == [4], "the raw rows of the one who asks for them"
-    assert read_off == [len(second.token_ids) + len(third.token_ids)], "of both together, at once"
+    ((_, rows), _), ((rows_read_off, *_), _) = taken.call_args, reported.call_args
+    assert (taken.call_count, len(rows)) == (1, 4), "the raw rows of the one who asks for them"
+    assert reported.call_count == 1, "of both together, at once"
+    assert len(rows_read_off) == len(second.token_ids) + len(third.token_ids)
     assert first.logprobs == []
 
 

@@ -2,7 +2,6 @@
 
 import math
 from hashlib import blake2b
-from itertools import product
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ torch.set_num_threads(1)
 
 UNHURRIED = settings(deadline=None, derandomize=True)  # the machine may be busy
 KEY = bytes(range(16))
-OTHER_KEY = bytes(reversed(range(16)))
 MAX_NUMBER = 2**32 - 1
 ALPHA = 1e-6
 
@@ -84,7 +82,10 @@ def slow_bits(words: list[int]) -> list[int]:
     return [(high * 2**32 + low) >> 11 for high, low in (words[:2], words[2:])]
 
 
-words_of_32_bits = st.integers(0, MAX_NUMBER)
+NUMBERS = st.integers(0, MAX_NUMBER) | st.sampled_from([0, 1, MAX_NUMBER])
+KEYS = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES)
+NAMES = st.tuples(KEYS, NUMBERS, NUMBERS, NUMBERS)
+"""Key, choice, round and attempt."""
 
 
 # Philox
@@ -105,7 +106,7 @@ def test_philox_gives_the_published_answers_in_numpy_and_torch() -> None:
         assert [slow_philox(counter, key), *in_both(counter, key)] == [expected] * 3
 
 
-@given(st.lists(words_of_32_bits, min_size=4, max_size=4), st.lists(words_of_32_bits, min_size=2, max_size=2))
+@given(st.lists(NUMBERS, min_size=4, max_size=4), st.lists(NUMBERS, min_size=2, max_size=2))
 @UNHURRIED
 def test_philox_is_that_of_integers_of_any_size(counter: list[int], key: list[int]) -> None:
     assert in_both(counter, key) == [slow_philox(counter, key)] * 2
@@ -114,43 +115,18 @@ def test_philox_is_that_of_integers_of_any_size(counter: list[int], key: list[in
 # Uniforms
 
 
-def test_drawing_does_not_depend_on_what_was_drawn_before_or_on_global_generators() -> None:
-    expected, expected_times = numbers(5, round=7), times([7], 5)
-    torch.manual_seed(0)
-    np.random.seed(0)
-    numbers(1000)
-    times([6, 7], 1000)
-    assert numbers(5, round=7) == expected
-    assert torch.equal(times([7], 5), expected_times)
-
-
-def test_key_choice_round_and_attempt_each_change_all_numbers() -> None:
-    names = product((KEY, OTHER_KEY), (0, 1, MAX_NUMBER), (0, 1, MAX_NUMBER), (0, 1, MAX_NUMBER))
-    drawn = [number for name in names for number in numbers(4, *name)]
-    assert len(set(drawn)) == 2 * 3 * 3 * 3 * 4
-
-
-@every("bit", range(8 * KEY_BYTES))
-def test_every_bit_of_the_key_matters(bit: int) -> None:
-    flipped = (int.from_bytes(KEY, "little") ^ (1 << bit)).to_bytes(KEY_BYTES, "little")
-    assert set(numbers(4, flipped)).isdisjoint(numbers(4))
-    assert set(times([0], 4, flipped).flatten().tolist()).isdisjoint(times([0], 4).flatten().tolist())
-
-
-def test_rounds_do_not_overlap_however_many_numbers_are_drawn() -> None:
-    streams = [set(numbers(2000, round=index)) for index in range(4)]
-    streams += [set(numbers(2000, choice=1)), set(numbers(2000, attempt=1))]
-    assert len(set.union(*streams)) == 2000 * len(streams)
-
-
-@every("count", [0, 1, 2, 7])
-def test_numbers_of_a_round_depend_neither_on_the_batch_nor_on_how_many_are_drawn(count: int) -> None:
-    keys = [DrawKey(KEY, *name) for name in product((0, 1), (5, 6), (0, 2))] + [DrawKey(OTHER_KEY, 0, 5)]
-    for batch in (keys, keys[::-1], keys[3:5], [keys[2]] * 3, []):
-        drawn = uniforms(batch, count)
-        assert drawn.shape == (len(batch), count)
-        assert drawn.dtype == torch.float64
-        assert drawn.tolist() == [numbers(50, key.key, key.choice, key.round, key.attempt)[:count] for key in batch]
+@given(st.lists(NAMES, max_size=6), st.integers(0, 40))
+@UNHURRIED
+def test_numbers_are_philox_of_their_index_under_the_hash_of_key_choice_round_and_attempt(
+    names: list[tuple[bytes, int, int, int]], count: int
+) -> None:
+    """Whatever else is in the batch, was drawn before, or is drawn by other generators."""
+    drawn = uniforms([DrawKey(*name) for name in names], count)
+    assert (drawn.dtype, drawn.shape) == (torch.float64, (len(names), count))
+    for row, (key, *named) in zip(drawn.tolist(), names, strict=True):
+        words = slow_words(key, b"round", *named)
+        expected = [bits * 2.0**-53 for pair in range(20) for bits in slow_bits(slow_philox([pair, 0, 0, 0], words))]
+        assert row == expected[:count]
 
 
 @every(("word", "expected"), [(0, 0.0), (MAX_NUMBER, math.nextafter(1.0, 0.0))])
@@ -164,12 +140,6 @@ def test_smallest_and_largest_words_give_smallest_and_largest_number_below_1(
 def test_numbers_and_keys_have_their_golden_values() -> None:
     assert [number.hex() for number in numbers(3, choice=1, round=2, attempt=3)] == GOLDEN_NUMBERS
     assert {role: derive_key(12345, role).hex() for role in Role} == GOLDEN_KEYS
-
-
-def test_numbers_are_philox_of_their_index_under_the_hash_of_key_choice_round_and_attempt() -> None:
-    key = slow_words(KEY, b"round", 6, 5, 7)
-    expected = [bits * 2.0**-53 for pair in range(4) for bits in slow_bits(slow_philox([pair, 0, 0, 0], key))]
-    assert numbers(8, choice=6, round=5, attempt=7) == expected
 
 
 def test_keys_of_different_roles_and_seeds_differ() -> None:
@@ -232,12 +202,21 @@ def test_exponentials_have_their_golden_values() -> None:
     assert drawn == pytest.approx([float.fromhex(number) for number in GOLDEN_EXPONENTIALS], rel=1e-15)
 
 
-def test_exponentials_are_philox_of_token_and_position_under_the_hash_of_key_and_choice() -> None:
-    key = slow_words(KEY, b"text", 6)
-    for position in (0, 1, 100_000):
-        bits = [bits for pair in range(50) for bits in slow_bits(slow_philox([pair, position, 0, 0], key))]
-        expected = [-math.log1p(-((number // 2 + 0.5) * 2.0**-52)) for number in bits]
-        assert times([position], 99, choice=6)[0].tolist() == pytest.approx(expected[:99], rel=1e-14)
+@given(st.lists(st.tuples(KEYS, NUMBERS, NUMBERS), max_size=4), st.integers(1, 51))
+@UNHURRIED
+def test_exponentials_are_philox_of_token_and_position_under_the_hash_of_key_and_choice(
+    places: list[tuple[bytes, int, int]], vocab_size: int
+) -> None:
+    """In every round and attempt, and whatever else is in the batch."""
+    words = [DrawKey(key, choice, position % 7, position % 3).text_words for key, choice, position in places]
+    positions = torch.tensor([position for _, _, position in places], dtype=torch.int64)
+    drawn = exponentials(torch.tensor(words, dtype=torch.int64).reshape(-1, 2), positions, vocab_size)
+    assert drawn.shape == (len(places), vocab_size)
+    for row, (key, choice, position) in zip(drawn.tolist(), places, strict=True):
+        hashed = slow_words(key, b"text", choice)
+        bits = [bits for pair in range(26) for bits in slow_bits(slow_philox([pair, position, 0, 0], hashed))]
+        expected = [-math.log1p(-((number // 2 + 0.5) * 2.0**-52)) for number in bits[:vocab_size]]
+        assert row == pytest.approx(expected, rel=1e-14)
 
 
 def with_words(monkeypatch: pytest.MonkeyPatch, high: int, low: int) -> float:
@@ -286,34 +265,6 @@ def test_exponentials_of_neighbours_are_uncorrelated() -> None:
         assert abs(np.corrcoef(left.ravel(), right.ravel())[0, 1]) < 5.5 / left.size**0.5
 
 
-def test_exponentials_of_a_place_depend_neither_on_the_batch_nor_on_the_vocabulary() -> None:
-    places = [(KEY, 0, 5), (KEY, 0, 6), (KEY, 1, 5), (OTHER_KEY, 0, 5), (KEY, 0, 5)]
-    words = torch.tensor([DrawKey(key, choice, 0).text_words for key, choice, _ in places])
-    positions = torch.tensor([position for _, _, position in places])
-    together = exponentials(words, positions, 51)
-    for index, (key, choice, position) in enumerate(places):
-        for vocab_size in (1, 2, 3, 4, 50, 51):
-            assert torch.equal(together[index, :vocab_size], times([position], vocab_size, key, choice)[0])
-    order = torch.tensor([3, 0, 4, 2])
-    assert torch.equal(exponentials(words[order], positions[order], 51), together[order])
-    assert exponentials(words[:0], positions[:0], 51).shape == (0, 51)
-
-
-def test_key_choice_position_and_token_each_change_the_exponential() -> None:
-    names = list(product((KEY, OTHER_KEY), (0, 1, MAX_NUMBER), (0, 1, 2, 65_536, MAX_NUMBER)))
-    drawn = [time for key, choice, position in names for time in times([position], 7, key, choice)[0].tolist()]
-    assert len(set(drawn)) == len(names) * 7
-
-
-def test_words_of_texts_differ_from_those_of_rounds_and_are_the_same_in_every_round_and_attempt() -> None:
-    named = [DrawKey(key, choice, index) for key in (KEY, OTHER_KEY) for choice in range(3) for index in range(3)]
-    words = {key.round_words for key in named} | {key.text_words for key in named}
-    assert len(words) == len(named) + 2 * 3
-    assert all(0 <= word <= MAX_NUMBER for pair in words for word in pair)
-    others = {DrawKey(KEY, 3, round, attempt).text_words for round in (0, 1, MAX_NUMBER) for attempt in (0, 1)}
-    assert others == {DrawKey(KEY, 3, 0).text_words}
-
-
 def test_winners_of_races_follow_the_weights() -> None:
     """Odds of a false alarm: 1e-6 for each of three sets of weights."""
     count = 40_000
@@ -325,11 +276,15 @@ def test_winners_of_races_follow_the_weights() -> None:
         assert chisquare(observed.numpy(), (shares / shares.sum() * count).numpy()).pvalue > ALPHA
 
 
-def test_winners_at_consecutive_places_are_independent() -> None:
-    """Odds of a false alarm: 1e-6."""
-    count = 40_000
+@every(("beside", "choice"), [(1, 0), (0, 1)])
+def test_winners_of_neighbouring_places_and_choices_are_independent(beside: int, choice: int) -> None:
+    """Odds of a false alarm: 1e-6 for each."""
+    count = 100_000
     shares = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
-    winners = (shares / times(list(range(2 * count)), 3)).argmax(dim=1).reshape(count, 2)
-    observed = torch.bincount(3 * winners[:, 0] + winners[:, 1], minlength=9)
+    first, second = (
+        (shares / times(list(range(start, 2 * count, 2)), 3, choice=number)).argmax(dim=1)
+        for start, number in ((0, 0), (beside, choice))
+    )
+    observed = torch.bincount(3 * first + second, minlength=9)
     expected = torch.outer(shares, shares).flatten() * count
     assert chisquare(observed.numpy(), expected.numpy()).pvalue > ALPHA

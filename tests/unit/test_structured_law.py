@@ -13,12 +13,12 @@ from cases import every
 from definitions import defined_law
 from enumeration import Law, largest_deviation, law_of_judged_rounds
 from numpy.typing import NDArray
+from test_automaton import tiny_compiler
 from tiny_models import tiny_network, with_exact_norms
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
-from draftwire.automaton import Automaton, BlockMasks, FormCompiler
+from draftwire.automaton import Automaton, BlockMasks
 from draftwire.distributions import DenseRows
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel
@@ -46,10 +46,7 @@ Seen = tuple[CachedModel, PreTrainedModel]
 
 
 def compiled(form: StructuredOutput = FORM) -> Automaton:
-    tokenizer = Tokenizer(models.BPE(vocab={t or "<e>": i for i, t in enumerate(TOKENS)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    compiler = FormCompiler(PreTrainedTokenizerFast(tokenizer_object=tokenizer), VOCAB_SIZE, [STOP])
-    return compiler.compile(form)
+    return tiny_compiler([token or "<e>" for token in TOKENS], VOCAB_SIZE, [STOP]).compile(form)
 
 
 def allowed(text: Sequence[int]) -> list[int]:

@@ -35,42 +35,32 @@ def test_dense_law_gives_nothing_to_tokens_that_the_drafter_does_not_have() -> N
     assert log_probs(dense, [4, 0]) == [-math.inf, -math.inf]
 
 
+ASKED = {"reports_draft_logprobs": True}
+
+
 @every(
-    ("draft", "decided", "expected"),
+    ("changes", "draft", "decided", "given", "last"),
     [
-        ([10, 11, 12], [20], [-math.inf]),
-        ([10, 11, 12], [10, 20], [0.0, -math.inf]),
-        ([10, 11], [10, 11, 20], [0.0, 0.0, math.nan]),
+        (ASKED, [10, 11, 12], [20], [-math.inf], RECOVERED),
+        (ASKED, [10, 11, 12], [10, 20], [0.0, -math.inf], RECOVERED),
+        (ASKED, [10, 11], [10, 11, 20], [0.0, 0.0, math.nan], BONUS),
+        (ASKED | {"plain_rounds": 1}, [], [20], [math.nan], PLAIN),  # nobody drafted
+        (ASKED | {"rule": "coupled"}, [10, 11], [10, 20], [math.nan] * 2, RECOVERED),  # by ids alone
+        ({}, [10, 11], [10, 20], [], RECOVERED),  # nobody asks
     ],
 )
-def test_verdict_tells_what_was_given_in_the_place_of_each_token(
-    draft: list[int], decided: list[int], expected: list[float]
+def test_verdict_tells_what_was_given_in_the_place_of_each_token_and_where_it_came_from(
+    changes: dict[str, object], draft: list[int], decided: list[int], given: list[float], last: TokenSource
 ) -> None:
     scheduler = make_scheduler()
-    scheduler.open(make_spec(reports_draft_logprobs=True), lease_id=0)
-    offer(scheduler, make_block(first_fence(), draft))  # each token was certain
+    scheduler.open(make_spec(**changes), lease_id=0)
+    if draft:  # each token was certain
+        encoding = Encoding.NONE if "rule" in changes else Encoding.ONE_HOT
+        offer(scheduler, make_block(first_fence(), draft, encoding))
     verdict = complete(scheduler, next_step(scheduler), decided)
     assert verdict is not None
-    assert verdict.draft_logprobs == pytest.approx(expected, nan_ok=True)
-
-
-def test_verdict_tells_nothing_of_tokens_that_nobody_drafted_or_nobody_asks_for() -> None:
-    scheduler = make_scheduler()
-    scheduler.open(make_spec(reports_draft_logprobs=True, plain_rounds=1), lease_id=0)
-    plain = complete(scheduler, next_step(scheduler), [20])
-    scheduler.open(make_spec(2, reports_draft_logprobs=True, rule="coupled"), lease_id=0)
-    offer(scheduler, make_block(first_fence(2), [10, 11], Encoding.NONE))
-    of_ids = complete(scheduler, next_step(scheduler), [10, 20])
-    scheduler.open(make_spec(3), lease_id=0)
-    offer(scheduler, make_block(first_fence(3), [10, 11]))
-    unasked = complete(scheduler, next_step(scheduler), [10, 20])
-    assert plain is not None
-    assert of_ids is not None
-    assert unasked is not None
-    assert plain.draft_logprobs == pytest.approx([math.nan], nan_ok=True)
-    assert of_ids.draft_logprobs == pytest.approx([math.nan] * 2, nan_ok=True)
-    assert unasked.draft_logprobs == []
-    assert (plain.sources, of_ids.sources) == ([PLAIN], [ACCEPTED, RECOVERED])
+    assert verdict.draft_logprobs == pytest.approx(given, nan_ok=True)
+    assert verdict.sources == [*[ACCEPTED] * (len(decided) - 1), last]
 
 
 # What of it is shown
