@@ -190,6 +190,7 @@ def test_stop_token_ids_of_request_and_model_are_joined() -> None:
         ("temperature", -math.inf),
         ("temperature", 100.5),
         ("top_k", -1),
+        ("top_k", 2**32),
         ("top_p", 0.0),
         ("top_p", -0.5),
         ("top_p", 1.5),
@@ -209,6 +210,7 @@ def test_sampling_parameter_out_of_range_is_refused_by_name(name: str, value: fl
         (SamplingParams(temperature=0.0), True),
         (SamplingParams(top_k=1), True),
         (SamplingParams(top_k=2), False),
+        (SamplingParams(top_k=2**32 - 1), False),
         (SamplingParams(temperature=100.0, top_p=1e-9), False),
     ],
 )
