@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 from client_fakes import FINISH, LOST, Call, Code, Failure, Gateways, Step, delta, echo, finish_of, nothing
@@ -564,15 +564,25 @@ def test_cancel_while_the_next_call_is_made_ends_that_call() -> None:
 def test_cancel_while_a_message_is_taken_leaves_nothing_of_it() -> None:
     progress = paused_progress()
     stream = CompletionStream(Gateways([delta(0), delta(1), FINISH]).start, progress)
-    taking = patch.object(progress, "take", side_effect=lambda response: stream.cancel() or [Piece([0], "a")])
+
+    def take(response: gateway_pb2.GenerateResponse) -> list[Piece]:
+        stream.cancel()
+        return [Piece([0], "a")]
+
     for _ in range(2):
-        with taking, pytest.raises(UnavailableError, match="was cancelled"):
+        with patch.object(progress, "take", take), pytest.raises(UnavailableError, match="was cancelled"):
             next(stream)
 
 
 def test_cancel_before_a_piece_is_handed_out_is_no_error_of_the_program() -> None:
     stream = CompletionStream(Gateways([delta(0), FINISH]).start, paused_progress())
-    stream._pieces = Mock(popleft=Mock(side_effect=lambda: stream.cancel() or deque[Piece]().popleft()))
+
+    class Racing(deque[Piece]):
+        def popleft(self) -> Piece:
+            stream.cancel()
+            return super().popleft()
+
+    stream._pieces = Racing([Piece([0], "a")])
     with pytest.raises(UnavailableError, match="was cancelled"):
         next(stream)
 

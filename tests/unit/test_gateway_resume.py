@@ -158,6 +158,6 @@ def test_resumed_completion_without_a_drafter_asks_for_no_more_rounds_than_are_l
 def test_complete_completion_is_finished_without_a_verifier(
     generated_ids: list[int], stop: list[int], reason: FinishReason
 ) -> None:
-    changes = {"generated_ids": tuple(generated_ids), "stop": (text_of(stop),) if stop else ()}
-    result = run(collect(make_loop(None, None, **changes)))
+    stops = (text_of(stop),) if stop else ()
+    result = run(collect(make_loop(None, None, generated_ids=tuple(generated_ids), stop=stops)))
     assert (result.deltas, result.reason, result.statistics.num_generated_tokens) == ([], reason, 0)

@@ -86,7 +86,7 @@ DRAFTERS: list[tuple[State, list[State], set[int], int | None]] = [
 def test_drafter_that_is_free_and_near_drafts(
     verifier: State, drafters: list[State], but: set[int], expected: int | None
 ) -> None:
-    links = [FakeLink(**{"instance_id": number, **state}) for number, state in enumerate(drafters, 1)]
+    links: list[Any] = [FakeLink(**{"instance_id": number, **state}) for number, state in enumerate(drafters, 1)]
     pool = make_pool([FakeLink(**verifier)], links, near_drafter_sessions=2)
     chosen = pool.drafter_for(pool.verifiers.links[0], but)
     assert chosen is (None if expected is None else links[expected])
