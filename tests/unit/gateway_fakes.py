@@ -4,9 +4,10 @@ import asyncio
 import selectors
 import string
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import wraps
 from typing import Any, TypeVar
 
 from draftwire.errors import UnavailableError
@@ -85,6 +86,22 @@ def run(work: Coroutine[Any, Any, Value]) -> Value:
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def timed(work: Awaitable[Value]) -> tuple[Value, float]:
+    """Returns what comes of some work, and how many seconds it took."""
+    started_at = now()
+    return await work, now() - started_at
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Decorates a test that is to run in virtual time."""
+
+    @wraps(test)
+    def run_test(**fixtures: Any) -> None:
+        run(test(**fixtures))
+
+    return run_test
 
 
 # Verifiers
@@ -196,14 +213,6 @@ class FakeTarget:
     def spec(self) -> TargetSessionSpec:
         return self.session.spec
 
-    @property
-    def committed(self) -> CommittedTokens:
-        return self.session.committed
-
-    @property
-    def fence(self) -> Fence:
-        return self.session.fence
-
     async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
         self.attempts.append(spec)
         error = self.on_opening(spec)
@@ -252,10 +261,6 @@ class FakeTarget:
 
     def tell(self, event: SessionEvent) -> None:
         self.session.inbox.put_nowait(event)
-
-    def lose(self, session: TargetSession, error: Exception) -> None:
-        session.is_open = False
-        session.inbox.put_nowait(TargetLost(error))
 
     def _tell_prompt(self, session: TargetSession) -> None:
         num_top, ids = session.spec.logprobs.prompt_logprobs, session.spec.token_ids
@@ -364,6 +369,7 @@ class DraftSession:
     inbox: Inbox
     known: CommittedTokens
     is_open: bool = True
+    is_ready: bool = False
     has_shown_permit: bool = False
     last_round: int = -1
     is_faulty: bool = False
@@ -425,11 +431,17 @@ class FakeDrafter:
         if error is not None:
             session.is_faulty = True
             raise error
+        session.is_ready = True
 
     def calibrate(self, calibration: Calibration) -> None:
         self.calibrations.append(calibration)
         session, fence = self._of(calibration.fence.session_id, calibration.fence.epoch), calibration.fence
-        if session is None or fence.round <= session.last_round or calibration.base_len != len(session.known):
+        if (
+            session is None
+            or not session.is_ready
+            or fence.round <= session.last_round
+            or calibration.base_len != len(session.known)
+        ):
             self.violations.append(calibration)
             return
         session.known.append(calibration.token_ids)

@@ -29,6 +29,17 @@ def app_of(*messages: dict[str, Any], error: Exception | None = None) -> Callabl
     return app
 
 
+class Sent(list[dict[str, Any]]):
+    """Takes what an application sends."""
+
+    async def __call__(self, message: Any) -> None:
+        self.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self)
+
+
 def client_of(app: Callable[..., Any], base_url: str = "http://gateway") -> httpx2.AsyncClient:
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url=base_url)
 

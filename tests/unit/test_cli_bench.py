@@ -1,6 +1,8 @@
 """`draftwire bench`: what is asked for, and what is made of the times."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,24 +139,21 @@ class FakeAsyncClient:
         self.asked: list[str] = []
         self._failing = failing
 
-    def stream(self, prompt: str, **_options: Any) -> "FakeStream":
+    @asynccontextmanager
+    async def stream(self, prompt: str, **_options: Any) -> AsyncIterator["FakeStream"]:
         self.asked.append(prompt)
-        return FakeStream(self, prompt == self._failing)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            yield FakeStream(prompt == self._failing)
+        finally:
+            self.running -= 1
 
 
 @dataclass
 class FakeStream:
-    owner: FakeAsyncClient
     fails: bool
     completion: Completion = field(default_factory=completion)
-
-    async def __aenter__(self) -> "FakeStream":
-        self.owner.running += 1
-        self.owner.most = max(self.owner.most, self.owner.running)
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self.owner.running -= 1
 
     async def __aiter__(self) -> Any:
         await asyncio.sleep(0.01)

@@ -19,9 +19,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    return fake_client(monkeypatch)
+client = pytest.fixture(fake_client)
 
 
 def piped(text: str, *arguments: str) -> Result:

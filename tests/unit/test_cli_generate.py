@@ -19,9 +19,7 @@ SGR = re.compile(r"\x1b\[[0-9;]*m")
 SHOWN = TEXT.replace("\x1b", "␛")
 
 
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    return fake_client(monkeypatch)
+client = pytest.fixture(fake_client)
 
 
 def generate(*arguments: str, **environment: str) -> Result:

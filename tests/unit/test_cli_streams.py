@@ -21,9 +21,7 @@ HOSTILE = "gone\x1b[2J \x9b1m[/x]"
 SHOWN = "gone␛[2J �1m[/x]"
 
 
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
-    return fake_client(monkeypatch)
+client = pytest.fixture(fake_client)
 
 
 UNREAD: list[tuple[int, list[str]]] = [

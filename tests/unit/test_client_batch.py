@@ -277,7 +277,7 @@ def test_first_of_several_failures_at_once_is_raised(kind: type, monkeypatch: py
         assert raised.value is (work._failures if kind is BatchThreads else failed)[0]
 
 
-def test_prompts_that_break_cancel_what_runs(run: Run) -> None:
+def test_what_is_no_error_of_a_prompt_is_raised_even_where_errors_are_returned_and_cancels_what_runs(run: Run) -> None:
     server = Server()
     server.hanging = {"0"}
 
@@ -288,9 +288,6 @@ def test_prompts_that_break_cancel_what_runs(run: Run) -> None:
     with pytest.raises(ZeroDivisionError):
         run(server, prompts(), returns=True)
     assert server.num_running == 0
-
-
-def test_mistake_of_the_program_is_raised_even_where_errors_are_returned(run: Run) -> None:
     with pytest.raises(TypeError, match="temprature"):
         run(Server(), ["0"], {"temprature": 1.0}, returns=True)  # type: ignore[typeddict-unknown-key]
 

@@ -8,11 +8,12 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from client_fakes import FINISH, LOST, Call, Code, Failure, Gateways, Step, delta, echo, finish_of, nothing
@@ -244,6 +245,7 @@ def check(
         brought: Any = read(stream)
     except DraftwireError as error:
         brought = type(error)
+        assert read(stream) == [], f"{name}: what failed is over"
     assert brought == brings, name
     assert gateways.cancelled == (0 if isinstance(brings, list) else 1), f"{name}: what fails is cancelled"
     assert len(gateways.requests) == (num_requests or len(gateways.requests)), name
@@ -430,6 +432,7 @@ def test_completion_says_what_was_asked_for_alone_and_its_statistics_have_the_na
 
 
 def test_stream_that_is_left_before_its_end_is_cancelled_and_not_taken_for_a_finished_one(clock: Clock) -> None:
+    """Also by a `with` block, whose end cancels nothing that has ended."""
     gateways = Gateways([delta(0), delta(1), FINISH])
     stream = clock.stream(gateways)
     for _ in stream:
@@ -437,6 +440,14 @@ def test_stream_that_is_left_before_its_end_is_cancelled_and_not_taken_for_a_fin
     assert gateways.cancelled == 1
     for _ in range(2):
         refused(stream, UnavailableError)
+    with clock.stream(gateways) as stream:
+        assert next(stream).token_ids == [0]
+        assert gateways.cancelled == 1
+    stream.close()
+    assert gateways.cancelled == 2
+    with clock.stream(gateways) as stream:
+        assert read(stream) == [0, 1]
+    assert gateways.cancelled == 2
 
 
 def test_pieces_are_taken_one_by_one_without_ending_the_stream_and_a_loop_goes_on_behind_them(clock: Clock) -> None:
@@ -447,24 +458,6 @@ def test_pieces_are_taken_one_by_one_without_ending_the_stream_and_a_loop_goes_o
     assert (next(stream, None), next(stream, None), gateways.cancelled) == (None, None, 0)
     assert stream.completion is not None
     assert (stream.completion.token_ids, stream.completion.text) == ([0, 1, 2], "abc")
-
-
-def test_end_of_a_with_block_cancels_what_still_runs(clock: Clock) -> None:
-    gateways = Gateways([delta(0), delta(1), FINISH])
-    with clock.stream(gateways) as stream:
-        assert next(stream).token_ids == [0]
-        assert gateways.cancelled == 0
-    stream.close()
-    assert gateways.cancelled == 1
-    with clock.stream(gateways) as stream:
-        assert read(stream) == [0, 1]
-    assert gateways.cancelled == 1
-
-
-def test_stream_that_failed_is_over(clock: Clock) -> None:
-    stream = clock.stream(Gateways([delta(0), Failure(Code.INVALID_ARGUMENT)]))
-    refused(stream, InvalidRequestError)
-    assert (read(stream), stream.completion) == ([], None)
 
 
 def test_cancelled_stream_is_unavailable_every_time_whatever_its_gateway_says_or_had_said(clock: Clock) -> None:
@@ -509,12 +502,16 @@ def paused_progress() -> Progress:
     return Progress(request, Patience(1, 1_000.0, None))
 
 
+def async_stream(gateways: Gateways, prepare: Callable[[], Awaitable[Any]] = nothing) -> AsyncCompletionStream:
+    return AsyncCompletionStream(gateways.start, paused_progress(), prepare)
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_cancelling_a_stream_ends_its_pause(is_async: bool) -> None:
     gateways = Gateways([delta(0), FULL])
     with asyncio.Runner() as runner:
         blocking: Any = None if is_async else CompletionStream(gateways.start, paused_progress())
-        stream = blocking or Driven(AsyncCompletionStream(gateways.start, paused_progress(), nothing), runner.run)
+        stream = blocking or Driven(async_stream(gateways), runner.run)
         assert next(stream).token_ids == [0]
         started_at = time.monotonic()
         if is_async:
@@ -527,26 +524,20 @@ def test_cancelling_a_stream_ends_its_pause(is_async: bool) -> None:
 
 
 async def test_wait_for_the_server_ends_with_its_stream_and_with_its_task() -> None:
-    async def prepare() -> None:
-        try:
-            await asyncio.sleep(1_000.0)
-        finally:
-            ended.set()
-
-    gateways, ended = Gateways([FINISH]), asyncio.Event()
-    stream = AsyncCompletionStream(gateways.start, paused_progress(), prepare)
-    asyncio.get_running_loop().call_later(0.05, stream.cancel)
+    gateways, server = Gateways([FINISH]), asyncio.Event()
+    first, second = (async_stream(gateways, server.wait) for _ in range(2))
+    asyncio.get_running_loop().call_later(0.05, first.cancel)
     with pytest.raises(UnavailableError, match="was cancelled"):
-        await asyncio.wait_for(anext(stream), RESUME_S)
-    assert ended.is_set()
+        await asyncio.wait_for(anext(first), RESUME_S)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(anext(AsyncCompletionStream(gateways.start, paused_progress(), prepare)), 0.05)
+        await asyncio.wait_for(anext(second), 0.05)
+    assert len(asyncio.all_tasks()) == 1, "nobody waits any more"
     assert gateways.requests == []
 
 
 async def test_pause_of_an_async_stream_lasts_as_long_as_it_should() -> None:
     gateways = Gateways([delta(0), Failure(Code.RESOURCE_EXHAUSTED, retry_ms=300)], [delta(1), FINISH])
-    stream = AsyncCompletionStream(gateways.start, paused_progress(), nothing)
+    stream = async_stream(gateways)
     started_at = time.monotonic()
     assert [piece.token_ids async for piece in stream] == [[0], [1]]
     assert time.monotonic() - started_at >= 0.3
@@ -570,28 +561,27 @@ def test_cancel_while_the_next_call_is_made_ends_that_call() -> None:
     assert [gateways.cancelled > 0 for gateways in made] == [True, True]
 
 
-def test_cancel_while_a_message_is_taken_leaves_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_while_a_message_is_taken_leaves_nothing_of_it() -> None:
     progress = paused_progress()
     stream = CompletionStream(Gateways([delta(0), delta(1), FINISH]).start, progress)
-    take = progress.take
 
-    def cancelling(response: gateway_pb2.GenerateResponse) -> list[Piece]:
+    def take(response: gateway_pb2.GenerateResponse) -> list[Piece]:
         stream.cancel()
-        return take(response)
+        return [Piece([0], "a")]
 
-    monkeypatch.setattr(progress, "take", cancelling)
     for _ in range(2):
-        with pytest.raises(UnavailableError, match="was cancelled"):
+        with patch.object(progress, "take", take), pytest.raises(UnavailableError, match="was cancelled"):
             next(stream)
 
 
 def test_cancel_before_a_piece_is_handed_out_is_no_error_of_the_program() -> None:
+    stream = CompletionStream(Gateways([delta(0), FINISH]).start, paused_progress())
+
     class Racing(deque[Piece]):
         def popleft(self) -> Piece:
             stream.cancel()
             return super().popleft()
 
-    stream = CompletionStream(Gateways([delta(0), FINISH]).start, paused_progress())
     stream._pieces = Racing([Piece([0], "a")])
     with pytest.raises(UnavailableError, match="was cancelled"):
         next(stream)
@@ -602,7 +592,7 @@ def test_cancel_before_a_piece_is_handed_out_is_no_error_of_the_program() -> Non
 
 async def test_async_loop_that_is_left_cancels_the_call_soon() -> None:
     gateways = Gateways([delta(0), delta(1), FINISH])
-    async for _ in AsyncCompletionStream(gateways.start, paused_progress(), nothing):
+    async for _ in async_stream(gateways):
         break
     for _ in range(5):  # turns of the event loop, which closes the generator
         await asyncio.sleep(0)
@@ -622,14 +612,14 @@ async def test_cancelled_call_is_no_cancelled_task_and_a_cancelled_task_cancels_
 
     is_call_cancelled, waiting, gateways = True, asyncio.Event(), Gateways([delta(1), FINISH])
     gateways.kind = Silent
-    stream = AsyncCompletionStream(gateways.start, paused_progress(), nothing)
+    stream = async_stream(gateways)
     assert (await anext(stream)).token_ids == [0]
     gateways.kind = Call
     assert [piece.token_ids async for piece in stream] == [[1]]
     assert stream.completion is not None
     assert stream.completion.num_resumed == 1
     gateways.kind, is_call_cancelled = Silent, False
-    stream = AsyncCompletionStream(gateways.start, paused_progress(), nothing)
+    stream = async_stream(gateways)
     await anext(stream)
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.wait_for(waiting.wait(), RESUME_S)

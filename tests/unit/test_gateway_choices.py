@@ -18,6 +18,7 @@ from gateway_fakes import (
     Fate,
     LetterTokenizer,
     describe,
+    in_virtual_time,
     make_generation,
     now,
     run,
@@ -62,14 +63,22 @@ class Came:
     prompt: list[int] = field(default_factory=list)
     finish: Finish | None = None
 
+    @property
+    def end(self) -> Finish:
+        assert self.finish is not None, "it is not finished"
+        return self.finish
+
 
 async def admitted(core: GatewayCore, choices: Sequence[Generation]) -> dict[int, Came]:
     with core.admit(len(choices)):
         return await collect(core.generate(choices))
 
 
-async def collect(events: AsyncGenerator[ChoiceEvent]) -> dict[int, Came]:
-    found: dict[int, Came] = {}
+async def collect(
+    events: AsyncGenerator[ChoiceEvent], found: dict[int, Came] | None = None, pause_s: float = 0.0
+) -> dict[int, Came]:
+    """Returns what came of each choice; a given `found` has got it all when an error is raised."""
+    found = {} if found is None else found
     async with aclosing(events):
         async for said in events:
             came = found.setdefault(said.generation.choice, Came())
@@ -82,6 +91,7 @@ async def collect(events: AsyncGenerator[ChoiceEvent]) -> dict[int, Came]:
                     came.prompt += [token.token_id for token in tokens]
                 case Finish() as finish:
                     came.finish = finish
+            await asyncio.sleep(pause_s)
     return found
 
 
@@ -122,7 +132,7 @@ def test_every_choice_is_generated_whole_as_a_session_of_its_own(count: int) -> 
     core = make_core(target, [drafter])
     found = generated(core, make_choices(count))
     assert_whole(found, count)
-    ends = [(came.finish.reason, came.finish.statistics.num_generated_tokens) for came in found.values()]
+    ends = [(came.end.reason, came.end.statistics.num_generated_tokens) for came in found.values()]
     assert ends == [(FinishReason.LENGTH, 20)] * count
     for of_peer in (target.attempts, [session.spec for session in drafter.sessions]):
         assert sorted(spec.choice for spec in of_peer) == list(range(count)), "random numbers are keyed by it"
@@ -150,32 +160,19 @@ def test_others_start_when_the_first_choice_of_their_prompt_has_begun() -> None:
     assert all(1 <= num_verdicts <= 8 for _, num_verdicts in noted[2:]), "not before its first verdict, and soon after"
 
 
-def test_first_choice_that_is_left_reads_the_prompt_where_others_were_finished_before() -> None:
-    target = FakeTarget()
-    noted = openings(target)
-    left = [one for one in make_choices(4) if one.choice in (1, 3)]
-    found = generated(make_core(target), left)
-    assert sorted(found) == [1, 3]
-    assert noted[0] == (1, 0)
-    assert noted[1][0] == 3
-    assert noted[1][1] >= 1
-
-
-def test_choice_that_was_complete_before_leaves_the_prompt_to_the_next() -> None:
-    """All its tokens came before the interruption, its finish did not."""
+@pytest.mark.parametrize("was_finished", [False, True])
+def test_choice_that_was_complete_before_leaves_the_prompt_to_the_next(was_finished: bool) -> None:
+    """All its tokens came before the interruption; its finish did, too, or did not."""
     target = slow_target(0.2, 0.0)
     noted = openings(target)
     first, *others = make_choices(4)
-    complete = replace(first, generated_ids=tuple(STORY[:20]))
-    found = asyncio.run(collect(make_core(target).generate([complete, *others])))  # texts are skipped on a thread
-    assert [found[choice].ids for choice in range(4)] == [[], *[STORY[:20]] * 3]
+    before = [] if was_finished else [replace(first, generated_ids=tuple(STORY[:20]))]
+    found = asyncio.run(collect(make_core(target).generate([*before, *others])))  # texts are skipped on a thread
+    assert {choice: came.ids for choice, came in found.items() if came.ids} == dict.fromkeys((1, 2, 3), STORY[:20])
     assert noted[0] == (1, 0)
     assert sorted(choice for choice, _ in noted[1:]) == [2, 3]
     assert all(num_verdicts >= 1 for _, num_verdicts in noted[1:]), "the prompt is read once"
-
-
-def test_request_of_which_all_was_finished_before_has_nothing_to_tell() -> None:
-    assert run(collect(make_core(FakeTarget()).generate([]))) == {}
+    assert run(collect(make_core(target).generate([]))) == {}, "if all are"
 
 
 class TurningPeers(FakePeers):
@@ -186,18 +183,16 @@ class TurningPeers(FakePeers):
         return super().targets()
 
 
-def test_all_choices_of_a_prompt_go_to_the_verifier_that_holds_it_while_it_has_room() -> None:
+@pytest.mark.parametrize(("room", "shares"), [(5, [0, 0, 5]), (2, [1, 2, 2])])
+def test_all_choices_of_a_prompt_go_to_the_verifier_that_holds_it_while_it_has_room(
+    room: int, shares: list[int]
+) -> None:
     targets = [FakeTarget(address=f"target:{number}") for number in range(3)]
-    found = run(collect(make_core(TurningPeers(targets)).generate(make_choices(5))))
-    assert len(found) == 5
-    (holder,) = [target for target in targets if target.attempts]
-    assert len(holder.attempts) == 5
-    others = [FakeTarget(address=f"target:{number}") for number in range(3)]
-    for target in others:
-        limit(target, 2)
+    for target in targets:
+        limit(target, room)
         target.delay_s = lambda count: 1.0
-    assert len(run(collect(make_core(TurningPeers(others)).generate(make_choices(5))))) == 5
-    assert sorted(len(target.sessions) for target in others) == [1, 2, 2]
+    assert_whole(generated(make_core(TurningPeers(targets)), make_choices(5)), 5)
+    assert sorted(len(target.sessions) for target in targets) == shares
 
 
 def test_resumed_choices_go_on_each_behind_its_own_tokens() -> None:
@@ -215,21 +210,16 @@ def test_time_of_every_choice_counts_from_the_arrival_of_the_request(monkeypatch
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=now))
     target = slow_target(100.0, 1.0)
     found = generated(make_core(target), make_choices(2))
-    finishes = [found[choice].finish for choice in range(2)]
-    times = [finish.statistics.time_to_first_token_us for finish in finishes if finish is not None]
-    assert times[0] == 100_000_000
-    assert times[1] > 100_000_000
+    first, second = (found[choice].end.statistics.time_to_first_token_us for choice in range(2))
+    assert second > first == 100_000_000
 
 
 # Echoes and prompts
 
 
-def test_prompts_come_back_before_all_else_under_their_first_choices() -> None:
-    async def events() -> list[ChoiceEvent]:
-        generations = [make_generation(choice=choice, prompt_index=choice, echo=choice != 1) for choice in range(3)]
-        return [said async for said in make_core(FakeTarget()).generate(generations)]
-
-    told = asyncio.run(events())  # texts are made on a thread
+async def test_prompts_come_back_before_all_else_under_their_first_choices() -> None:
+    generations = [make_generation(choice=choice, prompt_index=choice, echo=choice != 1) for choice in range(3)]
+    told = [said async for said in make_core(FakeTarget()).generate(generations)]
     assert [(said.generation.choice, said.event) for said in told[:2]] == [
         (choice, PromptEcho(PROMPT, text_of(PROMPT))) for choice in (0, 2)
     ]
@@ -250,7 +240,7 @@ def test_prompt_is_reported_once_and_before_all_tokens_of_its_choices() -> None:
 
 def test_choices_of_no_tokens_need_no_verifier() -> None:
     found = run(collect(make_core(FakePeers([])).generate(make_choices(2, max_tokens=0))))
-    assert [(came.ids, came.text, came.finish.reason) for came in found.values()] == [([], "", FinishReason.LENGTH)] * 2
+    assert [(came.ids, came.text, came.end.reason) for came in found.values()] == [([], "", FinishReason.LENGTH)] * 2
 
 
 def test_prompt_is_reported_also_where_no_token_is_asked_for() -> None:
@@ -258,11 +248,9 @@ def test_prompt_is_reported_also_where_no_token_is_asked_for() -> None:
     target = FakeTarget()
     asking = make_generation(logprobs=LogprobsRequest(2, prompt_logprobs=1), max_tokens=0, num_speculative_tokens=0)
     drafter = FakeDrafter(target)
-    found = run(collect(make_core(target, [drafter]).generate([asking])))
-    came = found[0]
-    assert (came.prompt, came.ids, came.text) == (PROMPT[1:], [], "")
-    assert came.finish.reason is FinishReason.LENGTH
-    numbers = came.finish.statistics
+    came = generated(make_core(target, [drafter]), [asking])[0]
+    assert (came.prompt, came.ids, came.text, came.end.reason) == (PROMPT[1:], [], "", FinishReason.LENGTH)
+    numbers = came.end.statistics
     assert (numbers.num_generated_tokens, numbers.num_rounds, numbers.num_emitted_tokens) == (0, 1, 1)
     assert (target.spec.plain_rounds, target.spec.max_len, drafter.opened) == (1, len(PROMPT) + 1, 0)
     assert all_is_closed(target)
@@ -297,102 +285,70 @@ def test_trace_and_metrics_tell_a_wrong_request_from_a_failure_of_the_service(er
     assert counts == {"invalid": 0, "failed": 0} | {result: 2}
 
 
-def test_interruption_says_how_many_tokens_the_choice_had_that_failed() -> None:
+def test_interruption_says_how_many_tokens_the_choice_had_that_failed_and_what_came_before_is_told_first() -> None:
     target = FakeTarget()
 
     def fate() -> Fate:
-        if len(target.verdicts) < 30:
-            return Fate.TOLD
-        target.connected = False
-        return Fate.LOST_UNTOLD
+        target.connected = len(target.verdicts) < 30
+        return Fate.TOLD if target.connected else Fate.LOST_UNTOLD
 
     target.next_fate = fate
-
-    async def tokens_and_error() -> tuple[dict[int, int], CompletionInterruptedError]:
-        counts: dict[int, int] = {}
-        try:
-            async for said in make_core(target).generate(make_choices(3, max_tokens=100)):
-                if isinstance(said.event, Delta):
-                    counts[said.generation.choice] = counts.get(said.generation.choice, 0) + len(said.event.token_ids)
-        except CompletionInterruptedError as error:
-            return counts, error
-        raise AssertionError("all is lost")
-
-    counts, error = run(tokens_and_error())
-    assert error.num_generated_tokens in counts.values()
-    assert sum(counts.values()) >= 28, "what came before is told"
+    found: dict[int, Came] = {}
+    with pytest.raises(CompletionInterruptedError) as interruption:
+        run(collect(make_core(target).generate(make_choices(3, max_tokens=100)), found))
+    counts = [len(came.ids) for came in found.values()]
+    assert interruption.value.num_generated_tokens in counts
+    assert sum(counts) >= 28
 
 
-def test_what_came_before_a_failure_is_told_first() -> None:
+def test_what_waits_to_be_read_is_told_before_a_failure() -> None:
     target = FakeTarget()
     target.on_opening = lambda spec: InvalidRequestError("no") if spec.choice == 1 else None
-
-    told: list[ChoiceEvent] = []
-
-    async def read_slowly() -> None:
-        async for said in make_core(target).generate(make_choices(2, max_tokens=100)):
-            told.append(said)
-            await asyncio.sleep(10.0)
-
+    found: dict[int, Came] = {}
     with pytest.raises(InvalidRequestError):
-        run(read_slowly())
-    assert len(told) > 1, "all that waited to be read"
+        run(collect(make_core(target).generate(make_choices(2, max_tokens=100)), found, pause_s=10.0))
+    assert len(found[0].ids) > 1
 
 
 # Cancellation and slow readers
 
 
 @pytest.mark.parametrize("num_events", [1, 3, 40])
-def test_request_that_is_cancelled_leaves_nothing(num_events: int) -> None:
+@in_virtual_time
+async def test_request_that_is_left_leaves_nothing(num_events: int) -> None:
     target = slow_target(1.0)
     drafter = FakeDrafter(target)
     core = make_core(target, [drafter])
-
-    async def cancel() -> None:
-        async with aclosing(core.generate(make_choices(4, max_tokens=100))) as events:
-            for _ in range(num_events):
-                await anext(events)
-        assert all_is_closed(target)
-        assert len(asyncio.all_tasks()) == 1
-
-    run(cancel())
+    async with aclosing(core.generate(make_choices(4, max_tokens=100))) as events:
+        for _ in range(num_events):
+            await anext(events)
+    assert all_is_closed(target)
+    assert len(asyncio.all_tasks()) == 1
     assert all(not session.is_open for session in drafter.sessions)
     assert (core.num_requests, count_of(core, "cancelled")) == (0, 4)
 
 
-def test_cancelling_the_task_that_reads_ends_all_choices() -> None:
+@in_virtual_time
+async def test_cancelling_the_task_that_reads_ends_all_choices() -> None:
     target = slow_target(1.0)
-
-    async def cancel() -> None:
-        task = asyncio.create_task(collect(make_core(target).generate(make_choices(4, max_tokens=100))))
-        await asyncio.sleep(10.0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert all_is_closed(target)
-        assert len(asyncio.all_tasks()) == 1
-
-    run(cancel())
-    assert len(target.sessions) == 4
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(collect(make_core(target).generate(make_choices(4, max_tokens=100))), 10.0)
+    assert all_is_closed(target)
+    assert (len(asyncio.all_tasks()), len(target.sessions)) == (1, 4)
 
 
-def test_slow_reader_holds_up_its_own_choices_and_no_other_request() -> None:
+@in_virtual_time
+async def test_slow_reader_holds_up_its_own_choices_and_no_other_request() -> None:
     count, rounds = 8, PLAIN.plain_run_rounds
     slow, other = FakeTarget(), FakeTarget(address="target:2")
-
-    async def read_slowly() -> tuple[int, dict[int, Came]]:
-        core = make_core(slow)
-        events = core.generate(make_choices(count, max_tokens=150))
-        await anext(events)
-        await asyncio.sleep(1_000.0)
-        num_verdicts = len(slow.verdicts)
-        beside = await collect(make_core(other).generate(make_choices(2)))
-        assert [came.ids for came in beside.values()] == [STORY[:20]] * 2
-        return num_verdicts, await collect(events)
-
-    num_verdicts, found = run(read_slowly())
+    events = make_core(slow).generate(make_choices(count, max_tokens=150))
+    await anext(events)
+    await asyncio.sleep(1_000.0)
+    num_verdicts = len(slow.verdicts)
+    assert_whole(await collect(make_core(other).generate(make_choices(2))), 2)
     # What waits to be read, one event in each hand, and what was asked for before that came in.
     assert num_verdicts <= 1 + MAX_UNREAD_EVENTS + count * (1 + 2 * rounds)
+    found = await collect(events)
     assert sorted(len(came.ids) for came in found.values()) == [149, *[150] * (count - 1)]
 
 
@@ -411,22 +367,13 @@ def limit(target: FakeTarget, num_sessions: int) -> None:
     target.on_opening = refusal
 
 
-def test_choices_wait_for_the_room_that_others_of_the_request_have() -> None:
-    """Far longer than another verifier would be sought."""
-    target = FakeTarget()
-    limit(target, 2)
-    target.delay_s = lambda count: 10.0
-    found = generated(make_core(target), make_choices(3, prompts=2))
-    assert_whole(found, 6)
+@pytest.mark.parametrize(("count", "room", "seconds"), [(1, 1, [40.0, 1.0]), (3, 2, [10.0])])
+def test_choices_wait_for_the_room_that_others_of_the_request_have(count: int, room: int, seconds: list[float]) -> None:
+    """Far longer than another verifier would be sought, be it for a first token or for all of them."""
+    target = slow_target(*seconds)
+    limit(target, room)
+    assert_whole(generated(make_core(target), make_choices(count, prompts=2)), 2 * count)
     assert max(len(spec.token_ids) for spec in target.attempts) == len(PROMPT)
-
-
-def test_choice_makes_room_for_others_also_if_its_first_token_takes_long() -> None:
-    """Longer than another verifier would be sought: the prompt is long."""
-    target = slow_target(40.0, 1.0)
-    limit(target, 1)
-    found = generated(make_core(target), make_choices(1, prompts=2))
-    assert_whole(found, 2)
 
 
 def test_room_that_comes_just_after_it_was_asked_for_is_asked_for_again() -> None:
@@ -460,36 +407,27 @@ def test_resumed_first_choice_is_not_overtaken_by_a_fresh_one_of_another_prompt(
     assert ([found[choice].ids for choice in range(2)], noted[0][0]) == ([STORY[3:20], STORY[:20]], 0)
 
 
-def test_first_choice_is_refused_at_once_where_there_is_no_room() -> None:
+@in_virtual_time
+async def test_first_choice_is_refused_at_once_where_there_is_no_room() -> None:
     target = FakeTarget()
     limit(target, 0)
-
-    async def seconds() -> float:
-        with pytest.raises(NoRoomError):
-            await collect(make_core(target).generate(make_choices(3, prompts=2)))
-        return now()
-
-    assert run(seconds()) == 0.0
+    with pytest.raises(NoRoomError):
+        await collect(make_core(target).generate(make_choices(3, prompts=2)))
+    assert now() == 0.0
     assert all_is_closed(target)
 
 
 @pytest.mark.parametrize("failover_timeout_s", [0.0, 30.0])
-def test_room_that_does_not_come_is_given_up_when_nothing_of_the_request_runs(failover_timeout_s: float) -> None:
+@in_virtual_time
+async def test_room_that_does_not_come_is_given_up_when_nothing_of_the_request_runs(failover_timeout_s: float) -> None:
     target = slow_target(2.0)
-
-    def refusal(spec: TargetSessionSpec) -> Exception | None:
-        assert len(target.attempts) < 80, "with pauses in between"
-        return NoRoomError("full") if spec.choice else None
-
-    target.on_opening = refusal
-
-    async def seconds() -> float:
-        settings = LoopSettings(failover_timeout_s=failover_timeout_s)
-        with pytest.raises(NoRoomError):
-            await collect(make_core(target, loop=settings).generate(make_choices(2)))
-        return now()
-
-    assert 20 * 2.0 <= run(seconds()) < 20 * 2.0 + 2 * failover_timeout_s + 5.0
+    target.on_opening = lambda spec: NoRoomError("full") if spec.choice else None
+    with pytest.raises(NoRoomError):
+        await collect(
+            make_core(target, loop=LoopSettings(failover_timeout_s=failover_timeout_s)).generate(make_choices(2))
+        )
+    assert 20 * 2.0 <= now() < 20 * 2.0 + 2 * failover_timeout_s + 5.0
+    assert len(target.attempts) < 80, "with pauses in between"
 
 
 def test_verifier_that_is_lost_before_others_start_is_waited_for() -> None:
@@ -509,25 +447,22 @@ def test_verifier_that_is_lost_before_others_start_is_waited_for() -> None:
 # Admission
 
 
-def test_every_choice_counts_and_nothing_starts_where_they_do_not_fit() -> None:
+@in_virtual_time
+async def test_every_choice_counts_and_nothing_starts_where_they_do_not_fit() -> None:
     target = slow_target(1.0)
     core = make_core(target, max_requests=4)
-
-    async def ask() -> None:
-        with pytest.raises(InvalidRequestError, match="num_choices"):
-            await admitted(core, make_choices(5))
-        running = asyncio.create_task(admitted(core, make_choices(3)))
-        await asyncio.sleep(5.0)
-        assert core.num_requests == 3
-        with pytest.raises(NoRoomError):
-            await admitted(core, make_choices(2))
-        assert ({spec.choice for spec in target.attempts}, len(target.attempts)) == ({0, 1, 2}, 3)
-        assert len(await admitted(core, make_choices(1))) == 1
-        await running
-        assert core.num_requests == 0
-        assert len(await admitted(core, make_choices(4))) == 4
-
-    run(ask())
+    with pytest.raises(InvalidRequestError, match="num_choices"):
+        await admitted(core, make_choices(5))
+    running = asyncio.create_task(admitted(core, make_choices(3)))
+    await asyncio.sleep(5.0)
+    assert core.num_requests == 3
+    with pytest.raises(NoRoomError):
+        await admitted(core, make_choices(2))
+    assert ({spec.choice for spec in target.attempts}, len(target.attempts)) == ({0, 1, 2}, 3)
+    assert len(await admitted(core, make_choices(1))) == 1
+    await running
+    assert core.num_requests == 0
+    assert len(await admitted(core, make_choices(4))) == 4
 
 
 def test_request_counts_from_before_it_is_prepared_until_it_ends_however_it_ends() -> None:

@@ -48,14 +48,17 @@ async def generate(core: GatewayCore, request: gateway_pb2.GenerateRequest) -> N
     await servicer.Generate(request, Context())  # type: ignore[arg-type]
 
 
-async def test_full_gateway_reads_no_prompt() -> None:
+async def test_full_gateway_reads_no_prompt_and_choices_that_are_finished_need_no_room() -> None:
     core, tokenizer = make_core(max_requests=4)
     with core.admit(1), pytest.raises(NoRoomError):
         await generate(core, gateway_pb2.GenerateRequest(text="abc", num_choices=4))
     assert tokenizer.num_requests == []
-    with core.admit(1), pytest.raises(InvalidRequestError, match="no ids of abc"):
-        await generate(core, gateway_pb2.GenerateRequest(text="abc", num_choices=3))
-    assert tokenizer.num_requests == [4], "it counts while it is prepared"
+    finished = [gateway_pb2.GeneratedChoice(choice=choice, is_finished=True) for choice in range(2)]
+    for num_choices, before in ((3, []), (5, finished)):
+        request = gateway_pb2.GenerateRequest(text="abc", num_choices=num_choices, generated_choices=before)
+        with core.admit(1), pytest.raises(InvalidRequestError, match="no ids of abc"):
+            await generate(core, request)
+    assert tokenizer.num_requests == [4, 4], "it counts while it is prepared"
     assert core.num_requests == 0
 
 
@@ -82,12 +85,3 @@ async def test_largest_requests_are_checked_beside_the_event_loop(where: str, mo
         with pytest.raises(InvalidRequestError, match="looked at"):
             await generate(core, request)
     assert threads == [True, False]
-
-
-async def test_choices_that_are_finished_need_no_room() -> None:
-    core, tokenizer = make_core(max_requests=2)
-    finished = [gateway_pb2.GeneratedChoice(choice=choice, is_finished=True) for choice in range(2)]
-    request = gateway_pb2.GenerateRequest(text="abc", num_choices=3, generated_choices=finished)
-    with core.admit(1), pytest.raises(InvalidRequestError, match="no ids of abc"):
-        await generate(core, request)
-    assert tokenizer.num_requests == [2]

@@ -25,7 +25,7 @@ from draftwire.errors import CompletionInterruptedError
 from draftwire.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.services.gateway.loop import FinishReason
 
-WANTED = LogprobsRequest(2, 3)
+WANTED = LogprobsRequest(2, 3, LogprobsMode.PROCESSED)
 
 
 def said(ids: list[int], start: int, num_top: int) -> list[TokenLogprob]:
@@ -39,21 +39,17 @@ def check(result: Result, num_top: int = 2, num_before: int = 0) -> None:
     assert result.logprobs == said(result.ids, len(PROMPT) + num_before, num_top)
 
 
-async def test_tokens_of_deltas_come_with_their_log_probabilities_and_the_prompts_before_them() -> None:
-    target = FakeTarget(accepts=[4, 0, 2, 1, 3])
-    result = await collect(make_loop(target, FakeDrafter(target), logprobs=WANTED))
-    assert len(result.ids) == 20
-    check(result)
-    assert result.prompt == said(PROMPT[1:], 1, 3)
-    assert [spec.logprobs for spec in target.attempts] == [WANTED]
-
-
-async def test_nothing_is_reported_unless_asked_for() -> None:
-    target = FakeTarget(accepts=[4, 0, 2, 1, 3])
-    result = await collect(make_loop(target, FakeDrafter(target)))
-    assert (result.logprobs, result.prompt) == ([], [])
-    assert all(delta.logprobs == [] for delta in result.deltas)
-    assert target.spec.logprobs == NO_LOGPROBS
+async def test_tokens_of_deltas_come_with_their_log_probabilities_and_the_prompts_before_them_if_asked_for() -> None:
+    for wanted in (WANTED, NO_LOGPROBS):
+        target = FakeTarget(accepts=[4, 0, 2, 1, 3])
+        result = await collect(make_loop(target, FakeDrafter(target), logprobs=wanted))
+        result.assert_whole()
+        assert [spec.logprobs for spec in target.attempts] == [wanted]
+        if wanted == WANTED:
+            check(result)
+            assert result.prompt == said(PROMPT[1:], 1, 3)
+        else:
+            assert (result.logprobs, result.prompt) == ([], [])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -146,13 +142,6 @@ async def test_prompt_of_one_token_has_nothing_to_report() -> None:
     loop = make_loop(target, None, prompt_ids=[3], logprobs=LogprobsRequest(prompt_logprobs=2))
     result = await collect(loop)
     assert (result.prompt, result.ids, result.logprobs) == ([], STORY[:20], [])
-
-
-@pytest.mark.parametrize("mode", LogprobsMode)
-async def test_mode_reaches_the_verifier(mode: LogprobsMode) -> None:
-    target = FakeTarget()
-    await collect(make_loop(target, None, logprobs=LogprobsRequest(1, mode=mode)))
-    assert target.spec.logprobs.mode is mode
 
 
 async def test_resumed_completion_goes_on_behind_the_tokens_that_came() -> None:

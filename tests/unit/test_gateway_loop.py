@@ -2,13 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from gateway_fakes import (
-    DRAFTER,
     GONE,
     PROMPT,
     STOP_TOKEN,
@@ -18,7 +16,7 @@ from gateway_fakes import (
     FakeTarget,
     Result,
     collect,
-    describe,
+    in_virtual_time,
     make_loop,
     refuse,
     run,
@@ -28,34 +26,23 @@ from gateway_fakes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwire.encoding import Claim, DraftDistributions, decode_one
 from draftwire.errors import (
-    BlockViolationError,
-    InvalidRequestError,
     ModelMismatchError,
     NoRoomError,
 )
 from draftwire.keys import Role, derive_key
 from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding
 from draftwire.rounds import (
     Calibration,
     CommittedTokens,
     Fence,
     Permit,
-    PlainRun,
-    ReceivedBlock,
-    TargetSessionSpec,
     Verdict,
 )
-from draftwire.services.admission import Room
 from draftwire.services.gateway.config import LoopSettings
 from draftwire.services.gateway.loop import Delta, FinishReason
-from draftwire.services.gateway.ports import BlocksRefused, DrafterLost, Inbox, TargetLost
-from draftwire.services.prefill import PrefillPacer
-from draftwire.services.verifier.scheduler import Completed, Scheduler, Step, StepResult
+from draftwire.services.gateway.ports import DrafterLost
 from draftwire.token_source import TokenSource
-from draftwire.verification.target import Judgement, Outcome
 
 TEST_SECONDS = 10.0  # a loop that hangs fails, long before pytest's own limit
 
@@ -95,19 +82,33 @@ scenarios = st.builds(
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(scenario=scenarios)
-def test_text_ids_calibrations_blocks_and_statistics_are_right_whatever_is_drafted_and_accepted(
+def test_text_sessions_calibrations_blocks_and_statistics_are_right_whatever_is_drafted_and_accepted(
     scenario: Scenario,
 ) -> None:
     target, drafter = pair(scenario.accepts, context_length=scenario.drafter_context)
-    drafter.ready_after = scenario.ready_after
+    drafter.ready_after, target.num_cached_tokens = scenario.ready_after, 2
     limits = LoopSettings(plain_run_rounds=scenario.plain_run_rounds, bridge_rounds=scenario.bridge_rounds)
     speculative = scenario.num_speculative_tokens
     result = whole_story(target, drafter, limits, scenario.max_tokens, num_speculative_tokens=speculative)
     has_no_room = speculative > 0 and scenario.drafter_context <= len(PROMPT)
     assert ("context" in result.drafter_error) == has_no_room
+    assert len(target.session.committed) == len(PROMPT) + scenario.max_tokens, "the verifier did no more"
+    told = [(verdict.token_ids, text_of(verdict.token_ids)) for verdict in target.verdicts]
+    assert [(delta.token_ids, delta.text) for delta in result.deltas] == told, "round by round"
+    check_sessions(scenario, target, drafter)
     check_calibrations(target, drafter)
     check_blocks(scenario, target, drafter)
     check_statistics(result, target.verdicts)
+
+
+def check_sessions(scenario: Scenario, target: FakeTarget, drafter: FakeDrafter) -> None:
+    """They reserve room for prompt and budget, as far as each model's context goes."""
+    needed = len(PROMPT) + scenario.max_tokens
+    assert target.spec.max_len == needed
+    assert all(session.spec.max_len == min(needed, scenario.drafter_context) for session in drafter.sessions)
+    speculates = scenario.num_speculative_tokens > 0
+    assert (target.spec.permit_key != b"") == speculates, "the key would let a drafter in"
+    assert drafter.opened <= speculates
 
 
 def check_calibrations(target: FakeTarget, drafter: FakeDrafter) -> None:
@@ -145,6 +146,7 @@ def check_statistics(result: Result, verdicts: list[Verdict]) -> None:
     emitted = sum(accepted) + len(blocks)
     expected = {
         "num_prompt_tokens": len(PROMPT),
+        "num_cached_prompt_tokens": 2,  # however many rounds tell of them
         "num_generated_tokens": len(result.ids),
         "num_emitted_tokens": sum(len(verdict.token_ids) for verdict in verdicts),
         "num_rounds": len(verdicts),
@@ -166,21 +168,6 @@ def check_statistics(result: Result, verdicts: list[Verdict]) -> None:
     assert 0 < statistics.time_to_first_token_us <= statistics.duration_us
 
 
-def test_cached_tokens_of_the_prompt_are_counted_once_however_many_rounds_tell_of_them() -> None:
-    target, drafter = pair(accepts=[2] * 10)
-    target.num_cached_tokens = 2
-    statistics = whole_story(target, drafter).statistics
-    assert (statistics.num_rounds > 2, statistics.num_cached_prompt_tokens) == (True, 2)
-
-
-def test_blocks_carry_the_generation_once_the_drafter_is_ready_and_are_shown_round_by_round() -> None:
-    target, drafter = pair(accepts=[4, 2, 0, *[4] * 10])
-    deltas = whole_story(target, drafter).deltas
-    assert [verdict.num_draft_tokens for verdict in target.verdicts] == [0, 4, 4, 4, 4, 4]
-    told = [(verdict.token_ids, text_of(verdict.token_ids)) for verdict in target.verdicts]
-    assert [(delta.token_ids, delta.text) for delta in deltas] == told
-
-
 @pytest.mark.parametrize("salt", ["", "one tenant"])
 def test_specs_say_what_the_request_asks_for(salt: str) -> None:
     target, drafter = pair()
@@ -199,62 +186,29 @@ def test_specs_say_what_the_request_asks_for(salt: str) -> None:
     assert drafting.permit == Permit.make(verifying.permit_key, 0)
 
 
-def test_target_without_speculation_gets_no_key_that_would_let_a_drafter_in_and_the_drafter_nothing() -> None:
-    target, drafter = pair()
-    whole_story(target, drafter, num_speculative_tokens=0)
-    assert target.spec.permit_key == b""
-    assert (drafter.opened, drafter.calibrations, drafter.closed) == (0, [], [])
-
-
-def test_sessions_reserve_room_for_prompt_and_budget_as_far_as_each_models_context_goes() -> None:
-    needed = len(PROMPT) + 7
-    for drafter_context, drafter_max_len in ((10_000, needed), (needed, needed), (6, 6)):
-        target, drafter = pair(context_length=drafter_context)
-        whole_story(target, drafter, max_tokens=7)
-        assert (target.spec.max_len, drafter.spec.max_len) == (needed, drafter_max_len)
-
-
-def test_every_generation_is_a_session_of_its_own() -> None:
-    """Two random 64-bit ids are equal with a probability of 5e-20."""
-    targets = [FakeTarget(), FakeTarget()]
-    for target in targets:
-        whole_story(target, None)
-    assert targets[0].spec.session_id != targets[1].spec.session_id
-
-
 # Where the text ends
 
 
-@pytest.mark.parametrize("with_drafter", [False, True])
-def test_exactly_max_tokens_are_generated_unless_a_stop_token_ends_the_output_right_there(with_drafter: bool) -> None:
-    """After the plain first token, places 1 to 5 are the first block: four accepted tokens and a bonus token."""
-    for max_tokens in (1, 2, 3, 5, 6, 7, 20):
-        target, drafter = pair(accepts=[4] * 10)
-        whole_story(target, drafter if with_drafter else None, max_tokens=max_tokens)
-        assert len(target.committed) == len(PROMPT) + max_tokens, "the verifier did no more than was wanted"
-    for place, num_emitted in {0: 1, 1: 6, 3: 6, 5: 6, 6: 11}.items():
-        target = FakeTarget([*STORY[:place], STOP_TOKEN, *STORY[place + 1 :]], accepts=[4] * 10)
-        result = run(collect(make_loop(target, FakeDrafter(target) if with_drafter else None)))
-        assert (result.ids, result.text) == ([*STORY[:place], STOP_TOKEN], text_of(STORY[:place])), place
-        assert (result.reason, result.statistics.num_generated_tokens) == (FinishReason.STOP, place + 1), place
-        assert not with_drafter or result.statistics.num_emitted_tokens == num_emitted, place
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=160, deadline=None, derandomize=True)
 @given(
     start=st.integers(0, 12),
     length=st.integers(1, 6),
+    is_token=st.booleans(),
     accepts=st.lists(st.integers(0, 5), max_size=20),
     num_speculative_tokens=st.integers(0, 5),
 )
-def test_stop_string_ends_the_output_at_the_token_that_completes_it(
-    start: int, length: int, accepts: list[int], num_speculative_tokens: int
+def test_stop_ends_the_output_at_the_first_token_that_is_one_or_completes_its_string(
+    start: int, length: int, is_token: bool, accepts: list[int], num_speculative_tokens: int
 ) -> None:
-    stop = text_of(STORY[start : start + length])
-    changes = {"stop": (stop,), "num_speculative_tokens": num_speculative_tokens}
-    result = run(collect(make_loop(*pair(accepts), **changes)))
-    assert (result.text, result.ids) == (text_of(STORY[:start]), STORY[: start + length])
-    assert result.reason is FinishReason.STOP
+    story = [*STORY[:start], *[STOP_TOKEN] * length, *STORY] if is_token else STORY
+    stop = () if is_token else (text_of(STORY[start : start + length]),)
+    target = FakeTarget(story, accepts)
+    loop = make_loop(target, FakeDrafter(target), stop=stop, num_speculative_tokens=num_speculative_tokens)
+    result = run(collect(loop))
+    ids = story[: start + (1 if is_token else length)]
+    assert (result.text, result.ids, result.reason) == (text_of(STORY[:start]), ids, FinishReason.STOP)
+    statistics, num_emitted = result.statistics, sum(len(verdict.token_ids) for verdict in target.verdicts)
+    assert (statistics.num_generated_tokens, statistics.num_emitted_tokens) == (len(ids), num_emitted)
 
 
 def test_budget_that_ends_with_a_stop_is_a_stop_and_with_the_beginning_of_one_is_none() -> None:
@@ -291,12 +245,13 @@ def test_generation_does_not_wait_for_a_drafter_that_never_gets_ready() -> None:
     assert (drafter.calibrations, drafter.open_cancelled) == ([], True)
 
 
-def test_drafter_that_gets_ready_late_is_used_from_then_on() -> None:
-    target, drafter = pair(accepts=[4] * 10)
-    drafter.ready_after = 5
-    whole_story(target, drafter)
-    drafted = [verdict.num_draft_tokens > 0 for verdict in target.verdicts]
-    assert (drafted, drafted[:5], drafted[-1]) == (sorted(drafted), [False] * 5, True)
+def test_drafter_that_gets_ready_is_used_from_the_end_of_the_plain_run_on() -> None:
+    for ready_after, num_plain in ((0, 1), (4, 5)):
+        target, drafter = pair(accepts=[4] * 10)
+        drafter.ready_after = ready_after
+        whole_story(target, drafter, LoopSettings(bridge_rounds=4))
+        drafted = [verdict.num_draft_tokens > 0 for verdict in target.verdicts]
+        assert drafted == [False] * num_plain + [True] * (len(drafted) - num_plain)
 
 
 def test_plain_runs_go_on_where_the_drafters_context_ends() -> None:
@@ -359,19 +314,18 @@ def test_drafter_lost_while_no_block_is_awaited_asks_for_nothing_twice() -> None
 
 @pytest.mark.parametrize("block_wins", [False, True])
 def test_block_and_plain_run_that_race_for_a_round_at_the_verifier_decide_it_once(block_wins: bool) -> None:
-    """The drafter was given up: its block comes before the plain run, or after it."""
+    """The drafter was given up: its block comes before the plain run, which finds it being judged, or after it."""
     target, drafter = pair(accepts=[2] * 10)
-    late: list[Calibration] = []
+    target.delay_s = lambda count: 1.0
 
     def lose(calibration: Calibration) -> None:
         drafter.tell(DrafterLost(GONE))
         if block_wins:
             drafter.send_block(calibration)
         else:
-            late.append(calibration)
+            asyncio.get_running_loop().call_later(0.5, drafter.send_block, calibration)
 
     drafter.answer_block(1, lose)
-    target.after_verdict = lambda count: [drafter.send_block(calibration) for calibration in late] and None
     whole_story(target, drafter)
     assert [verdict.num_draft_tokens > 0 for verdict in target.verdicts[:4]] == [False, True, block_wins, False]
     assert len(drafter.calibrations) == 2
@@ -396,110 +350,6 @@ def test_peer_that_cannot_be_told_to_close_does_not_fail_a_finished_generation()
         assert len(peers[1 - failing].closed) == 1
 
 
-class SchedulerTarget:
-    """A verifier made of the real scheduler, whose steps the test runs by hand."""
-
-    def __init__(self) -> None:
-        self.connected = True
-        self.description = describe("target")
-        self.address = "target:1"
-        self.violations: list[Any] = []
-        room, pacer = Room(max_sessions=1, kv_cache_tokens=10_000), PrefillPacer(max_added_latency_s=1.0)
-        self.scheduler = Scheduler(10_000, STOP_TOKEN + 1, max_draft_tokens=8, room=room, pacer=pacer)
-        self.inbox: Inbox
-        self.permit_key = b""
-        self.block_step: Step | None = None
-        self.plain_run_came = asyncio.Event()
-        """After the block."""
-
-    async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
-        self.inbox, self.permit_key = inbox, spec.permit_key
-        self.scheduler.open(spec, lease_id=0)
-
-    def run_plain(self, run: PlainRun) -> None:
-        self.scheduler.run_plain(run)
-        if self.block_step is not None:
-            self.plain_run_came.set()
-
-    def offer_block(self, calibration: Calibration, encoding: Encoding) -> None:
-        """Takes a block of one token."""
-        vocab_size = STOP_TOKEN + 1
-        draft = decode_one(Claim([0], DraftDistributions(encoding, vocab_size)), vocab_size)
-        permit, has_distributions = Permit.make(self.permit_key, 0), encoding is not Encoding.NONE
-        block = ReceivedBlock(calibration.fence, [0], draft, has_distributions, DRAFTER, permit=permit)
-        self.scheduler.take_permit(block)
-        self.scheduler.offer_block(block)
-
-    def close(self, session_id: int, epoch: int) -> None:
-        self.scheduler.close(session_id, epoch)
-
-    def takes_blocks_of(self, drafter_id: int) -> bool:
-        return True
-
-    def decide(self, step: Step) -> None:
-        """Completes a step of one session with the next token of the story."""
-        (item,) = step.items
-        outcome: Outcome = Judgement([STORY[len(item.session.committed) - len(PROMPT)]], 0)
-        completed: list[Completed] = self.scheduler.complete(
-            step, StepResult([outcome], [1], [0], num_tokens=1, verify_us=1)
-        )
-        ((_, verdict),) = completed
-        assert isinstance(verdict, Verdict)
-        self.inbox.put_nowait(verdict)
-
-    async def run_plain_steps(self) -> None:
-        while True:
-            step = self.scheduler.next_step()
-            if step is not None:
-                assert step.items[0].block is None
-                self.decide(step)
-            await asyncio.sleep(0.001)
-
-    async def generate(self, drafter: FakeDrafter) -> None:
-        verifying = asyncio.create_task(self.run_plain_steps())
-        try:
-            result = await collect(make_loop(self, drafter, LoopSettings(verdict_timeout_s=1.0), max_tokens=5))
-        finally:
-            verifying.cancel()
-        result.assert_whole(5)
-
-
-def test_block_decided_after_the_plain_run_came_does_not_leave_the_next_round_undecided() -> None:
-    """A drafter is given up while the verifier scores its block: the plain run finds the round taken and is dropped."""
-    target, drafter = SchedulerTarget(), FakeDrafter(FakeTarget())
-
-    def send_block(calibration: Calibration) -> None:
-        target.offer_block(calibration, Encoding.ONE_HOT)
-        target.block_step = target.scheduler.next_step()  # the engine works on it
-        drafter.tell(DrafterLost(GONE))
-
-    async def decide_late() -> None:
-        await asyncio.wait_for(target.plain_run_came.wait(), TEST_SECONDS)
-        assert target.block_step is not None
-        target.decide(target.block_step)
-
-    async def both() -> None:
-        await asyncio.gather(target.generate(drafter), decide_late())
-
-    drafter.on_calibration = send_block
-    run(both())
-
-
-def test_refused_block_leaves_its_round_to_a_plain_run() -> None:
-    target, drafter = SchedulerTarget(), FakeDrafter(FakeTarget())
-    refusals = []
-
-    def send_bad_block(calibration: Calibration) -> None:
-        with pytest.raises(BlockViolationError) as refusal:
-            target.offer_block(calibration, Encoding.NONE)
-        refusals.append(refusal)
-        target.inbox.put_nowait(BlocksRefused(ModelMismatchError("the verifier refused a block"), 0))
-
-    drafter.on_calibration = send_bad_block
-    run(target.generate(drafter))
-    assert len(refusals) == 1
-
-
 # Messages out of place
 
 
@@ -522,7 +372,7 @@ def test_verdict_that_is_not_of_the_current_round_or_comes_twice_is_ignored(with
             if name == "twice":
                 target.tell(target.verdicts[-1])
             else:
-                fence = MISPLACED[name](target.fence)
+                fence = MISPLACED[name](target.session.fence)
                 target.tell(Verdict(fence, [51, 50, 49], 2, 2, TokenSource.BONUS, plain_rounds_left=0))
 
         target.after_verdict = disturb
@@ -538,69 +388,33 @@ def assert_both_closed(target: FakeTarget, drafter: FakeDrafter) -> None:
     assert (target.closed, drafter.closed) == ([key], [key])
 
 
-def test_refusal_of_the_only_verifier_is_raised() -> None:
-    for error in (InvalidRequestError("too hot"), NoRoomError("full")):
-        target, drafter = pair()
-        target.open_error = error
-        with pytest.raises(type(error), match=str(error)):
-            run(collect(make_loop(target, drafter)))
-        assert (len(target.attempts), len(target.closed), drafter.opened) == (1, 1, 0)
-
-
-def test_both_peers_are_closed_at_the_end_or_when_the_consumer_leaves_early() -> None:
+def test_both_peers_are_closed_at_the_end() -> None:
     target, drafter = pair(accepts=[2] * 10)
     whole_story(target, drafter)
     assert_both_closed(target, drafter)
 
-    async def leave(after: int) -> None:
-        target, drafter = pair(accepts=[1] * 20)
-        events = make_loop(target, drafter).run()
-        for _ in range(after):
-            assert isinstance(await anext(events), Delta)
-        assert target.closed == []
-        await events.aclose()
-        assert_both_closed(target, drafter)
 
-    for after in (1, 2, 4):
-        run(leave(after))
+@pytest.mark.parametrize(("after", "ready_after"), [(1, 0), (2, 0), (4, 0), (1, 10_000)])
+@in_virtual_time
+async def test_both_peers_are_closed_when_the_consumer_leaves_early(after: int, ready_after: int) -> None:
+    """And an opening that goes on is cancelled."""
+    target, drafter = pair(accepts=[1] * 20)
+    drafter.ready_after = ready_after
+    events = make_loop(target, drafter).run()
+    for _ in range(after):
+        assert isinstance(await anext(events), Delta)
+    assert target.closed == []
+    await events.aclose()
+    await asyncio.sleep(0)
+    assert drafter.open_cancelled == (ready_after > 0)
+    assert_both_closed(target, drafter)
 
 
-def test_both_peers_are_closed_when_the_consumer_is_cancelled_while_it_waits() -> None:
+@in_virtual_time
+async def test_both_peers_are_closed_when_the_consumer_is_cancelled_while_it_waits() -> None:
     target, drafter = pair()
     target.after_verdict = lambda count: setattr(target, "silent", count == 2)
-
-    async def cancel() -> bool:
-        consumer = asyncio.create_task(collect(make_loop(target, drafter)))
-        while not target.silent:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        consumer.cancel()
-        with suppress(asyncio.CancelledError):
-            await consumer
-        return consumer.cancelled()
-
-    assert run(cancel())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(collect(make_loop(target, drafter)), 1.0)
+    assert len(target.verdicts) == 2
     assert_both_closed(target, drafter)
-
-
-def test_opening_of_the_drafter_is_cancelled_when_the_consumer_leaves() -> None:
-    target, drafter = pair()
-    drafter.ready_after = 10_000
-
-    async def leave() -> None:
-        events = make_loop(target, drafter).run()
-        await anext(events)
-        await events.aclose()
-        await asyncio.sleep(0)
-        assert drafter.open_cancelled
-
-    run(leave())
-    assert_both_closed(target, drafter)
-
-
-def test_errors_meant_for_users_pass_through_unchanged() -> None:
-    target, drafter = pair()
-    target.after_verdict = lambda count: target.tell(TargetLost(ModelMismatchError("other words")))
-    with pytest.raises(ModelMismatchError, match=r"^other words$"):
-        run(collect(make_loop(target, drafter)))
-    assert len(target.attempts) == 1

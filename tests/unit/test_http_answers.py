@@ -2,11 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from operator import length_hint
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from http_fakes import STREAM_START, Gate, app_of
+from http_fakes import STREAM_START, Gate, Sent, app_of
 
 from draftwire.errors import UnavailableError
 from draftwire.parameters import SamplingParams
@@ -77,29 +79,23 @@ def test_parts_joined_are_the_whole_answer(shape: Shape, num_tokens: int) -> Non
 
 
 async def test_nothing_of_an_answer_is_made_before_its_reader_has_taken_what_came_before() -> None:
-    made = 0
+    texts = iter(["x" * PART_BYTES] * 64)
     may_go_on = asyncio.Event()
-    sent: list[dict[str, Any]] = []
-
-    def texts() -> Iterator[str]:
-        nonlocal made
-        for _ in range(64):
-            made += 1
-            yield "x" * PART_BYTES
+    sent = Sent()
 
     async def send(message: Any) -> None:
-        sent.append(message)
+        await sent(message)
         if len(sent) > 2:
             await may_go_on.wait()
 
-    sending = asyncio.create_task(send_whole(send, texts()))
+    sending = asyncio.create_task(send_whole(send, texts))
     for _ in range(200):
         await asyncio.sleep(0)
-    assert made <= 4
+    assert length_hint(texts) >= 60, "of 64"
     assert not sending.done(), "a request has not ended while its answer is not read"
     may_go_on.set()
     await sending
-    assert b"".join(message.get("body", b"") for message in sent) == b"x" * (64 * PART_BYTES)
+    assert sent.body == b"x" * (64 * PART_BYTES)
     assert b"content-length" not in dict(sent[0]["headers"])
     assert [message.get("more_body") for message in sent[1:]] == [True] * 64 + [False]
     assert sent[-1]["body"] == b"", "which is sent only when all that came before is on its way"
@@ -114,22 +110,15 @@ async def test_other_work_runs_between_the_parts_of_an_answer_that_is_read_at_on
             turns += 1
             await asyncio.sleep(0)
 
-    async def send(message: Any) -> None:
-        pass
-
     working = asyncio.create_task(work())
-    await send_whole(send, iter(["x" * PART_BYTES] * 50))
+    await send_whole(Sent(), iter(["x" * PART_BYTES] * 50))
     working.cancel()
     assert turns >= 50
 
 
 async def test_short_answer_says_how_long_it_is_and_goes_out_at_once() -> None:
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await send_whole(send, iter(['{"a":', "", '"\u00e9"}']))
+    sent = Sent()
+    await send_whole(sent, iter(['{"a":', "", '"\u00e9"}']))
     assert dict(sent[0]["headers"])[b"content-length"] == b"10"
     assert sent[1:] == [{"type": "http.response.body", "body": '{"a":"\u00e9"}'.encode(), "more_body": False}]
 
@@ -137,74 +126,61 @@ async def test_short_answer_says_how_long_it_is_and_goes_out_at_once() -> None:
 # Streams
 
 
-class Made:
-    """Stands for a maker of pieces whose choices have all ended."""
+async def streamed(sent: Sent, *pieces: Piece, error: Exception | None = None, tells_usage: bool = False) -> None:
+    """Sends a stream of pieces, and then raises an error if there is one."""
 
-    endings = ENDINGS
-
-
-async def streamed(pieces: AsyncIterator[Piece], *, tells_usage: bool = False) -> list[dict[str, Any]]:
-    """Returns what goes out of a stream, its fault included."""
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
+    async def made() -> AsyncIterator[Piece]:
+        for one in pieces:
+            yield one
+        if error is not None:
+            raise error
 
     options = {"stream": True, "stream_options": {"include_usage": tells_usage}}
     body = CompletionBody.model_validate({"model": "m", "prompt": "p", **options})
-    try:
-        await _stream(body, pieces, Made(), Writer(CompletionShape(), Wishes(1), "m"), send)  # type: ignore[arg-type]
-    except UnavailableError as error:
-        sent.append({"fault": str(error)})
-    return sent
-
-
-async def some(*pieces: Piece, error: Exception | None = None) -> AsyncIterator[Piece]:
-    for one in pieces:
-        yield one
-    if error is not None:
-        raise error
+    maker: Any = SimpleNamespace(endings=ENDINGS)
+    await _stream(body, made(), maker, Writer(CompletionShape(), Wishes(1), "m"), sent)
 
 
 async def test_stream_that_fails_before_its_first_piece_has_sent_nothing() -> None:
-    assert await streamed(some(error=UnavailableError("full"))) == [{"fault": "full"}]
+    sent = Sent()
+    with pytest.raises(UnavailableError, match="full"):
+        await streamed(sent, error=UnavailableError("full"))
+    assert sent == []
 
 
 @pytest.mark.parametrize("tells_usage", [False, True])
 async def test_stream_ends_with_its_cost_if_it_is_asked_for_and_with_done(tells_usage: bool) -> None:
-    start, *parts = await streamed(some(piece(0, 1), piece(0, 2)), tells_usage=tells_usage)
-    assert start == STREAM_START
-    events = b"".join(part["body"] for part in parts).decode().split("\n\n")
+    sent = Sent()
+    await streamed(sent, piece(0, 1), piece(0, 2), tells_usage=tells_usage)
+    assert sent[0] == STREAM_START
+    events = sent.body.decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     assert len(events) == 2 + tells_usage + 2
     assert ("usage" in events[2] and json.loads(events[2].removeprefix("data: "))["usage"] is not None) == tells_usage
-    assert [part["more_body"] for part in parts] == [True, True, False]
+    assert [part["more_body"] for part in sent[1:]] == [True, True, False]
 
 
 async def test_work_ends_when_whoever_waits_for_it_has_gone() -> None:
-    has_ended, gone = asyncio.Event(), asyncio.Event()
+    waits = asyncio.Event()
 
     async def work() -> None:
-        gone.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            has_ended.set()
+        waits.set()
+        await asyncio.Event().wait()
 
     async def receive() -> Any:
-        await gone.wait()
+        await waits.wait()
         return {"type": "http.disconnect"}
 
     await asyncio.wait_for(_while_connected(receive, work()), 5.0)
-    assert has_ended.is_set()
+    assert len(asyncio.all_tasks()) == 1
 
 
 # What a failure leaves
 
 
-async def cut(app: Any, takes: int) -> list[dict[str, Any]]:
+async def cut(app: Any, takes: int) -> Sent:
     """Returns what went out of an answer that is cut while its reader has stopped reading after some messages."""
-    sent: list[dict[str, Any]] = []
+    sent = Sent()
     is_stuck = asyncio.Event()
     reads = asyncio.Event()
 
@@ -212,15 +188,19 @@ async def cut(app: Any, takes: int) -> list[dict[str, Any]]:
         if len(sent) == takes and not reads.is_set():
             is_stuck.set()
             await reads.wait()
-        sent.append(message)
+        await sent(message)
 
-    call = asyncio.create_task(Guard(app, Gate())({"type": "http", "path": "/v1/completions"}, None, send))  # type: ignore[arg-type]
+    call = asyncio.create_task(called(app, send))
     await is_stuck.wait()
     reads.set()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     return sent
+
+
+async def called(app: Any, send: Any) -> None:
+    await Guard(app, Gate())({"type": "http", "path": "/v1/completions"}, None, send)  # type: ignore[arg-type]
 
 
 async def test_answer_that_is_cut_before_it_has_begun_is_an_error() -> None:
@@ -236,16 +216,11 @@ async def test_stream_that_is_cut_before_its_end_went_out_says_so() -> None:
 
 
 async def test_whole_answer_that_fails_in_the_middle_gets_no_end_and_no_event() -> None:
-    sent: list[dict[str, Any]] = []
-
+    sent = Sent()
     start = STREAM_START | {"headers": [(b"content-type", b"application/json")]}
-    app = app_of(start, {"type": "http.response.body", "body": b"{", "more_body": True}, error=UnavailableError("gone"))
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await Guard(app, Gate())({"type": "http", "path": "/v1/completions"}, None, send)  # type: ignore[arg-type]
-    assert [message.get("more_body") for message in sent] == [None, True]
+    part = {"type": "http.response.body", "body": b"{", "more_body": True}
+    await called(app_of(start, part, error=UnavailableError("gone")), sent)
+    assert sent == [start, part]
 
 
 @pytest.mark.parametrize(

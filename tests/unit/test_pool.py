@@ -2,15 +2,15 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_fakes import describe, now, run
+from gateway_fakes import describe, run, timed
 from link_fakes import FakeLink, FakePeer, ListedSource
 
 from draftwire.errors import InvalidRequestError, ModelMismatchError, UnavailableError
-from draftwire.models.description import ModelDescription
 from draftwire.services.gateway.discovery import Endpoint
 from draftwire.services.gateway.pool import POLL_SECONDS, Pool
 from draftwire.services.gateway.roster import Roster
@@ -50,42 +50,47 @@ def test_verifier_with_the_fewest_sessions_comes_first_and_those_that_rest_come_
     assert list(pool.targets()) == [idle, busy, resting_idle, resting]
 
 
-def test_without_a_connected_verifier_there_is_no_target() -> None:
-    assert list(make_pool([FakeLink(connected=False)]).targets()) == []
+State = dict[str, Any]
+AVERAGE = [{"num_sessions": 0, "is_resting": True}, {"num_sessions": 9}, {"num_sessions": 4}]
+DRAFTERS: list[tuple[State, list[State], set[int], int | None]] = [
+    # The one with the fewest sessions, unless it rests.
+    ({}, AVERAGE, set(), 2),
+    ({}, AVERAGE, {3}, 1),
+    ({}, AVERAGE, {2, 3}, 0),
+    ({}, AVERAGE, {1, 2, 3}, None),
+    # Known by its process: two addresses may lead to one, and one address to another than before.
+    ({}, [{"instance_id": 7}, {"instance_id": 7}], {7}, None),
+    ({}, [{"instance_id": 8}, {"instance_id": 7}], {7}, 0),
+    # In quarantine at this verifier, or not connected.
+    ({"quarantined": {1}}, [{}, {"num_sessions": 5}], set(), 1),
+    ({"quarantined": {3}}, [{}, {"num_sessions": 5}], set(), 0),
+    ({}, [{"connected": False}], set(), None),
+    # In the verifier's zone, until it has too many sessions more, or where no other can.
+    ({"zone": "a"}, [{"zone": "a"}, {"zone": "b"}], set(), 0),
+    ({"zone": "a"}, [{"zone": "a", "num_sessions": 6}, {"zone": "b", "num_sessions": 4}], set(), 0),
+    ({"zone": "a"}, [{"zone": "a", "num_sessions": 7}, {"zone": "b", "num_sessions": 4}], set(), 1),
+    ({"zone": "a"}, [{"zone": "a"}, {"zone": "b", "num_sessions": 9}], {1}, 1),
+    ({"zone": "a", "quarantined": {1}}, [{"zone": "a"}, {"zone": "b", "num_sessions": 9}], set(), 1),
+    ({"zone": "a"}, [{"zone": "a", "connected": False}, {"zone": "b", "num_sessions": 9}], set(), 1),
+    ({"zone": "a"}, [{"zone": "a", "is_resting": True}, {"zone": "b", "num_sessions": 9}], set(), 1),
+    # Where a zone is not known the number of sessions decides alone.
+    *(
+        ({"zone": own}, [{"zone": busy, "num_sessions": 3}, {"zone": idle, "num_sessions": 2}], set(), 1)
+        for own, idle, busy in ((None, "b", None), ("a", None, "a"), (None, None, None), (None, "a", "b"))
+    ),
+]
+"""A verifier, drafters whose processes are 1, 2, 3 unless they say otherwise, those not to be taken, and who drafts."""
 
 
-def test_drafter_with_the_fewest_sessions_drafts_unless_it_rests() -> None:
-    target = FakeLink()
-    resting = FakeLink(instance_id=1, is_resting=True)
-    busy, idle = FakeLink(instance_id=2, num_sessions=9), FakeLink(instance_id=3, num_sessions=4)
-    pool = make_pool([target], [resting, busy, idle])
-    assert pool.drafter_for(target, ()) is idle  # type: ignore[arg-type]
-    assert pool.drafter_for(target, {3}) is busy  # type: ignore[arg-type]
-    assert pool.drafter_for(target, {2, 3}) is resting  # type: ignore[arg-type]
-    assert pool.drafter_for(target, {1, 2, 3}) is None  # type: ignore[arg-type]
-
-
-def test_drafter_is_known_by_its_process_not_by_its_address() -> None:
-    """Two addresses may lead to one process, and one address to another process than before."""
-    drafters = [FakeLink("drafter:1", instance_id=1), FakeLink("drafter:2", instance_id=1)]
-    pool = make_pool([FakeLink()], drafters)
-    assert pool.drafter_for(pool.verifiers.links[0], {1}) is None
-    drafters[0].instance_id = 2
-    assert pool.drafter_for(pool.verifiers.links[0], {1}) is drafters[0]
-
-
-def test_quarantine_counts_at_the_verifier_that_imposed_it() -> None:
-    strict, other = FakeLink(quarantined={1}), FakeLink()
-    first, second = FakeLink(instance_id=1), FakeLink(instance_id=2, num_sessions=5)
-    pool = make_pool([strict, other], [first, second])
-    assert pool.drafter_for(strict, ()) is second  # type: ignore[arg-type]
-    assert pool.drafter_for(other, ()) is first  # type: ignore[arg-type]
-
-
-def test_drafter_that_is_not_connected_drafts_nothing() -> None:
-    pool = make_pool([FakeLink()], [FakeLink(instance_id=1, connected=False)])
-    assert pool.drafter_for(pool.verifiers.links[0], ()) is None
-    assert pool.connected_drafters == []
+@pytest.mark.parametrize(("verifier", "drafters", "but", "expected"), DRAFTERS)
+def test_drafter_that_is_free_and_near_drafts(
+    verifier: State, drafters: list[State], but: set[int], expected: int | None
+) -> None:
+    links: list[Any] = [FakeLink(**{"instance_id": number, **state}) for number, state in enumerate(drafters, 1)]
+    pool = make_pool([FakeLink(**verifier)], links, near_drafter_sessions=2)
+    chosen = pool.drafter_for(pool.verifiers.links[0], but)
+    assert chosen is (None if expected is None else links[expected])
+    assert pool.connected_drafters == [link for link in links if link.connected]
 
 
 def test_service_that_left_serves_nothing_new() -> None:
@@ -96,54 +101,6 @@ def test_service_that_left_serves_nothing_new() -> None:
     assert list(pool.targets()) == [staying]
     assert pool.drafter_for(staying, ()) is None  # type: ignore[arg-type]
     assert pool.connected_drafters == []
-
-
-# Zones
-
-
-def near_and_far(near: int, far: int, **state: Any) -> tuple[Pool, FakeLink, FakeLink]:
-    """Returns a pool whose verifier is in zone a, and its drafters, with so many sessions, in zones a and b."""
-    drafters = (
-        FakeLink(zone="a", instance_id=1, num_sessions=near, **state),
-        FakeLink(zone="b", instance_id=2, num_sessions=far),
-    )
-    return make_pool([FakeLink(zone="a")], drafters, near_drafter_sessions=2), *drafters
-
-
-@pytest.mark.parametrize(("num_near", "num_far", "is_near_chosen"), [(0, 0, True), (6, 4, True), (7, 4, False)])
-def test_near_drafter_drafts_until_it_has_too_many_sessions_more(
-    num_near: int, num_far: int, is_near_chosen: bool
-) -> None:
-    pool, near, far = near_and_far(num_near, num_far)
-    assert pool.drafter_for(pool.verifiers.links[0], ()) is (near if is_near_chosen else far)
-
-
-def test_far_drafter_drafts_where_no_near_one_can() -> None:
-    pool, near, far = near_and_far(0, 9)
-    target = pool.verifiers.links[0]
-    assert pool.drafter_for(target, {1}) is far
-    target.quarantined = {1}  # type: ignore[attr-defined]
-    assert pool.drafter_for(target, ()) is far
-    target.quarantined = set()  # type: ignore[attr-defined]
-    near.connected = False
-    assert pool.drafter_for(target, ()) is far
-
-
-def test_near_drafter_that_rests_is_not_free() -> None:
-    pool, _, far = near_and_far(0, 9, is_resting=True)
-    assert pool.drafter_for(pool.verifiers.links[0], ()) is far
-
-
-@pytest.mark.parametrize(
-    ("of_verifier", "of_idle", "of_busy"), [(None, "b", None), ("a", None, "a"), (None, None, None), (None, "a", "b")]
-)
-def test_where_a_zone_is_not_known_the_number_of_sessions_decides_alone(
-    of_verifier: str | None, of_idle: str | None, of_busy: str | None
-) -> None:
-    idle = FakeLink(zone=of_idle, instance_id=1, num_sessions=2)
-    busy = FakeLink(zone=of_busy, instance_id=2, num_sessions=3)
-    pool = make_pool([FakeLink(zone=of_verifier)], [busy, idle])
-    assert pool.drafter_for(pool.verifiers.links[0], ()) is idle
 
 
 # Who is met
@@ -166,7 +123,7 @@ def meeting(verifiers: Sequence[FakeLink], drafters: Sequence[FakeLink] = (), af
         pool = Pool(*rosters, LARGEST_BYTES, 0)  # type: ignore[arg-type]
         tasks = [asyncio.create_task(task) for task in pool.maintain()]
         try:
-            return pool, await pool.meet(60.0), now()
+            return pool, *await timed(pool.meet(60.0))
         finally:
             for task in tasks:
                 if task.done():
@@ -230,63 +187,39 @@ def test_drafter_that_answers_first_is_judged_when_there_is_a_verifier() -> None
     assert drafter.fault is None
 
 
-def test_waiting_ends_when_one_verifier_and_one_drafter_are_connected() -> None:
-    verifiers = [FakeLink(connected=False), FakeLink(connected=False)]
-    drafters = [FakeLink(connected=False), FakeLink(connected=False)]
-
-    async def wait() -> float:
-        asyncio.get_running_loop().call_later(1.0, setattr, verifiers[1], "connected", True)
-        asyncio.get_running_loop().call_later(3.0, setattr, drafters[0], "connected", True)
-        await make_pool(verifiers, drafters).wait_connected(10.0)
-        return now()
-
-    assert run(wait()) == pytest.approx(3.0, abs=2 * POLL_SECONDS)
+UNFIT: list[State] = [
+    {"connected": False, "fault": fault} for fault in (ModelMismatchError("other model"), InvalidRequestError("long"))
+]
 
 
-def test_gateway_without_drafters_waits_for_none() -> None:
-    run(make_pool([FakeLink()]).wait_connected(0.0))
+ABSENT: list[State] = [{"address": address, "connected": False} for address in ("a:1", "b:1")]
 
 
-def test_verifier_that_is_not_found_yet_is_waited_for_but_no_drafter_is() -> None:
-    with pytest.raises(UnavailableError, match="no verifier"):
-        run(make_pool([]).wait_connected(10.0))
+WAITS: dict[str, tuple[list[State], list[State], list[float], str, float]] = {
+    "until one of each is connected": (ABSENT, ABSENT, [1.0, 3.0], "", 3.0),
+    "for no drafter where there are none": ([{}], [], [], "", 0.0),
+    "for one that is fit": ([*ABSENT, *UNFIT], [], [1.0], "", 1.0),
+    "in vain for a verifier to be found": ([], [], [], "no verifier", 10.0),
+    "in vain for a verifier": (ABSENT, ABSENT, [], "no verifier at a:1, b:1.* within 10 s", 10.0),
+    "in vain for a drafter": ([{}], ABSENT, [], "no drafter at a:1, b:1.* within 10 s", 10.0),
+    "for no verifier if none is fit": (UNFIT, UNFIT, [], "other model", 0.0),
+    "for no drafter if none is fit": ([{}], UNFIT, [], "other model", 0.0),
+}
+"""Verifiers, drafters, when the first ones of each are connected, the error, and how many seconds it takes."""
 
 
-@pytest.mark.parametrize(("missing", "named"), [("verifier", "no verifier at a:1, b:1"), ("drafter", "no drafter")])
-def test_waiting_for_a_peer_that_does_not_come_ends_in_time(missing: str, named: str) -> None:
-    links = [FakeLink("a:1", connected=False), FakeLink("b:1", connected=False)]
-    pool = make_pool(links if missing == "verifier" else [FakeLink()], links)
-
-    async def wait() -> float:
-        with pytest.raises(UnavailableError, match=f"{named}.* within 10 s"):
-            await pool.wait_connected(10.0)
-        return now()
-
-    assert 10.0 <= run(wait()) < 11.0
-
-
-@pytest.mark.parametrize("kind", ["verifier", "drafter"])
-def test_fault_is_raised_at_once_when_every_peer_of_a_kind_has_one(kind: str) -> None:
-    fault = ModelMismatchError("other model")
-    unfit = [FakeLink(connected=False, fault=fault), FakeLink(connected=False, fault=InvalidRequestError("too long"))]
-    pool = make_pool(unfit if kind == "verifier" else [FakeLink()], unfit)
-
-    async def wait() -> float:
-        with pytest.raises(ModelMismatchError, match="other model"):
-            await pool.wait_connected(10.0)
-        return now()
-
-    assert run(wait()) == 0.0
-
-
-def test_one_peer_that_is_unfit_does_not_end_the_waiting_for_the_others() -> None:
-    unfit, late = FakeLink(connected=False, fault=ModelMismatchError("other model")), FakeLink(connected=False)
+@pytest.mark.parametrize("name", WAITS)
+def test_gateway_waits_for_peers_that_may_come(name: str) -> None:
+    *states, connected_at, says, seconds = WAITS[name]
+    verifiers, drafters = ([FakeLink(**state) for state in of_role] for of_role in states)
 
     async def wait() -> None:
-        asyncio.get_running_loop().call_later(1.0, setattr, late, "connected", True)
-        await make_pool([unfit, late]).wait_connected(10.0)
+        for (first, *_), at in zip((verifiers, drafters), connected_at, strict=False):
+            asyncio.get_running_loop().call_later(at, setattr, first, "connected", True)
+        with pytest.raises((UnavailableError, ModelMismatchError), match=says) if says else nullcontext():
+            await make_pool(verifiers, drafters).wait_connected(10.0)
 
-    run(wait())
+    assert run(timed(wait()))[1] == pytest.approx(seconds, abs=2 * POLL_SECONDS)
 
 
 # Who cannot be used
@@ -295,91 +228,66 @@ def test_one_peer_that_is_unfit_does_not_end_the_waiting_for_the_others() -> Non
 SERVED = replace(describe("served", 100), weights_fingerprint=b"weights", vocabulary_fingerprint=b"words")
 
 
-async def check(link: Any, model: ModelDescription, reference: FakePeer | None = None) -> None:
-    pool = await pool_with(FakeLink(peer=reference or FakePeer(SERVED)))
-    await pool._check(link, model)
+OTHER_WORDS = replace(SERVED, name="small", vocabulary_fingerprint=b"other")
+OTHER_MODEL = r"verifier:2 serves impostor \((float32|bfloat16)\).*served \(float32"
 
 
-async def pool_with(link: FakeLink) -> Pool:
-    """Returns a pool that met a verifier."""
-    pool = make_pool([link])
-    await pool._check(link, await link.peer.describe())  # type: ignore[arg-type]
+def drafter_link(*tokens: str) -> FakeDrafterLink:
+    return FakeDrafterLink("drafter:1", peer=FakePeer(OTHER_WORDS, tokens=list(tokens)))
+
+
+async def pool_that_met(*links: FakeLink) -> Pool:
+    """Returns a pool that met the first of its verifiers."""
+    pool = make_pool(links)
+    await pool._check(links[0], await links[0].peer.describe())  # type: ignore[arg-type]
     return pool
 
 
-async def test_verifier_with_the_same_model_under_another_name_is_taken() -> None:
-    await check(FakeLink(), replace(SERVED, name="elsewhere", revision="other"))
-
-
 @pytest.mark.parametrize(
-    "change",
+    ("link", "changes", "says"),
     [
-        {"weights_fingerprint": b"other"},
-        {"dtype": "bfloat16"},
-        {"vocabulary_fingerprint": b"other"},
-        {"vocab_size": 60},
-        {"context_length": 99},
-        {"stop_token_ids": ()},
+        (FakeLink("verifier:2"), {"name": "elsewhere", "revision": "other"}, ""),
+        (FakeLink("verifier:2"), {"name": "impostor", "weights_fingerprint": b"other"}, OTHER_MODEL),
+        (FakeLink("verifier:2"), {"name": "impostor", "dtype": "bfloat16"}, OTHER_MODEL),
+        (FakeLink("verifier:2"), {"name": "impostor", "vocabulary_fingerprint": b"other"}, OTHER_MODEL),
+        (FakeLink("verifier:2"), {"name": "impostor", "vocab_size": 60}, OTHER_MODEL),
+        (FakeLink("verifier:2"), {"name": "impostor", "context_length": 99}, OTHER_MODEL),
+        (FakeLink("verifier:2"), {"name": "impostor", "stop_token_ids": ()}, OTHER_MODEL),
+        (FakeLink("verifier:2"), {"context_length": 1_000_000}, "a prompt of 1000000 tokens"),
+        (drafter_link(), {"weights_fingerprint": b"other", "dtype": "bfloat16", "context_length": 50}, ""),
+        (drafter_link("a", "c"), {"vocabulary_fingerprint": b"other"}, r"small has 2.* token 1: 'b' against 'c'"),
     ],
 )
-async def test_verifier_with_another_model_is_refused_and_both_are_named(change: dict[str, Any]) -> None:
-    other = replace(SERVED, name="impostor", **change)
-    with pytest.raises(
-        ModelMismatchError, match=r"verifier:2 serves impostor \((float32|bfloat16)\).*served \(float32"
-    ):
-        await check(FakeLink("verifier:2"), other)
-
-
-async def test_peer_whose_prompts_would_not_fit_into_a_message_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="a prompt of 1000000 tokens"):
-        await check(FakeLink(), replace(SERVED, context_length=1_000_000))
-
-
-def drafter_link(model: ModelDescription, tokens: list[str]) -> FakeDrafterLink:
-    return FakeDrafterLink("drafter:1", peer=FakePeer(model, tokens=tokens))
-
-
-async def test_drafter_may_have_another_model_with_the_same_vocabulary() -> None:
-    drafter = replace(SERVED, name="small", weights_fingerprint=b"other", dtype="bfloat16", context_length=50)
-    await check(drafter_link(drafter, []), drafter)
-
-
-async def test_drafter_with_another_vocabulary_is_refused_and_the_first_differing_token_named() -> None:
-    drafter = replace(SERVED, name="small", vocabulary_fingerprint=b"other")
-    with pytest.raises(ModelMismatchError, match=r"drafter small has 2.* token 1: 'b' against 'c'"):
-        await check(drafter_link(drafter, ["a", "c"]), drafter)
+async def test_verifier_has_the_model_that_is_served_and_a_drafter_its_vocabulary(
+    link: FakeLink, changes: dict[str, Any], says: str
+) -> None:
+    """Under whatever name. What differs is named."""
+    pool = await pool_that_met(FakeLink(peer=FakePeer(SERVED)))
+    with pytest.raises((ModelMismatchError, InvalidRequestError), match=says) if says else nullcontext():
+        await pool._check(link, replace(SERVED, **changes))  # type: ignore[arg-type]
 
 
 async def test_drafter_that_fits_only_what_is_served_elsewhere_by_now_is_refused() -> None:
     """The verifier that was met first may have come back with another model, which nothing is decided by any more."""
-    drafter = replace(SERVED, name="small", vocabulary_fingerprint=b"other")
     reference = FakePeer(SERVED)
-    pool = await pool_with(FakeLink(peer=reference))
-    reference.model = replace(SERVED, vocabulary_fingerprint=b"other")
+    pool = await pool_that_met(FakeLink(peer=reference))
+    reference.model = OTHER_WORDS
     with pytest.raises(ModelMismatchError, match="vocabulary of drafter:1"):
-        await pool._check(drafter_link(drafter, []), drafter)
+        await pool._check(drafter_link(), OTHER_WORDS)
 
 
 async def test_vocabularies_are_compared_over_the_connection_that_there_is_then() -> None:
-    """A link opens a new channel when its certificates were renewed, and closes the old one."""
-    drafter, link = replace(SERVED, name="small", vocabulary_fingerprint=b"other"), FakeLink(peer=FakePeer(SERVED))
-    pool = await pool_with(link)
-    link.peer.error = UnavailableError("closed")
-    link.peer = FakePeer(SERVED)
-    with pytest.raises(ModelMismatchError):
-        await pool._check(drafter_link(drafter, ["x"]), drafter)
-
-
-async def test_vocabularies_are_compared_with_another_verifier_when_the_first_has_left() -> None:
-    """Its link may be closed."""
-    drafter = replace(SERVED, name="small", vocabulary_fingerprint=b"other")
+    """A link opens a new channel when its certificates were renewed, and is closed when its verifier has left."""
     first, second = FakeLink(peer=FakePeer(SERVED)), FakeLink(peer=FakePeer(SERVED, tokens=["a", "z"]))
-    pool = make_pool([first, second])
-    await pool._check(first, SERVED)  # type: ignore[arg-type]
+    pool = await pool_that_met(first, second)
+    first.peer.error = UnavailableError("closed")
+    first.peer = FakePeer(SERVED)
+    with pytest.raises(ModelMismatchError, match="'b' against 'x'"):
+        await pool._check(drafter_link("a", "x"), OTHER_WORDS)
     first.has_left.set()
     first.peer.error = UnavailableError("closed")
     with pytest.raises(ModelMismatchError, match="'z' against 'x'"):
-        await pool._check(drafter_link(drafter, ["a", "x"]), drafter)
+        await pool._check(drafter_link("a", "x"), OTHER_WORDS)
     second.has_left.set()
     with pytest.raises(ModelMismatchError, match="vocabulary of drafter:1"):
-        await pool._check(drafter_link(drafter, ["a", "x"]), drafter)
+        await pool._check(drafter_link("a", "x"), OTHER_WORDS)

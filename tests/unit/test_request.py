@@ -120,14 +120,11 @@ def test_value_out_of_range_is_refused_by_name(changes: dict[str, Any], named: s
 @pytest.mark.parametrize(
     "changes",
     [
-        {"prompts": [[1] * 9]},
-        {"prompts": [[0, 49]]},
         {"max_tokens": 0},
         {"max_tokens": 1},
         {"max_tokens": 7},
         {"stop": tuple(f"s{i}" for i in range(MAX_STOP_STRINGS))},
         {"stop": ("x" * MAX_STOP_LENGTH, "y")},
-        {"stop_token_ids": (0, 49)},
         {"seed": 0},
         {"seed": MAX_SEED},
         {"num_speculative_tokens": 0},
@@ -140,26 +137,28 @@ def test_value_out_of_range_is_refused_by_name(changes: dict[str, Any], named: s
 )
 def test_value_at_the_edge_of_its_range_is_kept(changes: dict[str, Any]) -> None:
     generation = only(**changes)
-    for name, value in changes.items():
-        if name == "prompts":
-            assert [generation.prompt_ids] == value
-        elif name == "stop_token_ids":
-            assert generation.stop_token_ids >= frozenset(value)
-        else:
-            assert getattr(generation, name) == value
+    assert {name: getattr(generation, name) for name in changes} == changes
+
+
+def test_ids_at_the_edge_of_their_range_are_kept() -> None:
+    for prompt in ([1] * 9, [0, 49]):
+        assert only(prompts=[prompt]).prompt_ids == prompt
+    assert only(stop_token_ids=(0, 49)).stop_token_ids == {0, 7, 49}
 
 
 def test_defaults_are_filled_in() -> None:
     sampling = SamplingParams(temperature=0.5, top_k=4, top_p=0.9)
-    generation = only(sampling=sampling)
-    assert generation.prompt_ids == [1, 2, 3]
-    assert generation.sampling == sampling
-    assert generation.max_tokens == 7  # all that the prompt leaves of the context
-    assert generation.stop == ()
-    assert generation.stop_token_ids == {0, 7}
-    assert generation.num_speculative_tokens == 3
-    assert generation.rule == "token"
-    assert generation.cache_salt == ""
+    expected = Generation(
+        prompt_ids=[1, 2, 3],
+        sampling=sampling,
+        max_tokens=7,  # all that the prompt leaves of the context
+        stop=(),
+        stop_token_ids=frozenset({0, 7}),
+        seed=11,
+        num_speculative_tokens=3,
+        rule="token",
+    )
+    assert only(sampling=sampling, seed=11) == expected
 
 
 @pytest.mark.parametrize(("max_tokens", "max_len"), [(1, 4), (5, 8), (7, 10), (None, 10)])
@@ -176,11 +175,6 @@ def test_requests_without_a_seed_get_different_ones() -> None:
     assert all(0 <= seed <= MAX_SEED for seed in seeds)
 
 
-def test_stop_token_ids_of_request_and_model_are_joined() -> None:
-    generation = only(stop_token_ids=(7, 9))
-    assert generation.stop_token_ids == {0, 7, 9}
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -190,6 +184,7 @@ def test_stop_token_ids_of_request_and_model_are_joined() -> None:
         ("temperature", -math.inf),
         ("temperature", 100.5),
         ("top_k", -1),
+        ("top_k", 2**32),
         ("top_p", 0.0),
         ("top_p", -0.5),
         ("top_p", 1.5),
@@ -209,6 +204,7 @@ def test_sampling_parameter_out_of_range_is_refused_by_name(name: str, value: fl
         (SamplingParams(temperature=0.0), True),
         (SamplingParams(top_k=1), True),
         (SamplingParams(top_k=2), False),
+        (SamplingParams(top_k=2**32 - 1), False),
         (SamplingParams(temperature=100.0, top_p=1e-9), False),
     ],
 )
@@ -265,11 +261,8 @@ def test_prompt_of_which_the_first_choice_has_begun_is_not_told_again() -> None:
     }
 
 
-def test_request_of_which_all_is_finished_asks_for_nothing() -> None:
-    assert complete(num_choices=2, generated_choices=tuple(came(choice=one, is_finished=True) for one in (1, 0))) == []
-
-
-def test_stop_tokens_of_the_model_are_ignored_if_wished_and_those_of_the_request_are_not() -> None:
+def test_stop_tokens_of_the_model_are_joined_with_those_of_the_request_or_ignored_if_wished() -> None:
+    assert only(stop_token_ids=(7, 9)).stop_token_ids == {0, 7, 9}
     assert only(ignore_eos=True).stop_token_ids == frozenset()
     assert only(ignore_eos=True, stop_token_ids=(7, 9)).stop_token_ids == {7, 9}
     assert only(ignore_eos=True, generated_choices=(came(7, 0, 1),)).generated_ids == (7, 0, 1)
@@ -277,7 +270,8 @@ def test_stop_tokens_of_the_model_are_ignored_if_wished_and_those_of_the_request
     assert only(ignore_eos=True, sampling=least).sampling == least, "no possible token is a stop token"
 
 
-def test_nothing_is_drafted_for_a_request_of_no_tokens() -> None:
+def test_nothing_is_drafted_for_a_request_of_no_tokens_and_nothing_asked_for_by_one_that_is_finished() -> None:
     generation = only(max_tokens=0)
     assert (generation.max_tokens, generation.num_speculative_tokens) == (0, 0)
     assert generation.max_len == 4, "what a verifier emits along with what it tells of the prompt"
+    assert complete(num_choices=2, generated_choices=tuple(came(choice=one, is_finished=True) for one in (1, 0))) == []

@@ -15,13 +15,6 @@ from draftwire.services.gateway.round_times import RoundTimes, RoundWatch, WhyPl
 from draftwire.token_source import TokenSource
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def verdict(number: int = 0, *, drafted: int = 0, left: int = 0, **microseconds: int) -> Verdict:
     return Verdict(
         fence=Fence(7, 2, number, 5, 0),
@@ -36,17 +29,26 @@ def verdict(number: int = 0, *, drafted: int = 0, left: int = 0, **microseconds:
     )
 
 
-class Session:
-    """A watch, a clock to turn by hand, and what was told."""
+def watched(*steps: WhyPlain | float | Verdict, opens: bool = False) -> list[RoundTimes]:
+    """Returns what a watch tells of steps: a round is asked for, seconds pass, a verdict is taken.
 
-    def __init__(self) -> None:
-        self.told: list[RoundTimes] = []
-        self.clock = Clock()
-        self.watch = RoundWatch(self.told.append, self.clock)
-
-    def after(self, seconds: float) -> float:
-        self.clock.now += seconds
-        return self.clock.now
+    Args:
+        steps: one after the other.
+        opens: whether the first round opens the session.
+    """
+    told: list[RoundTimes] = []
+    now = 100.0
+    watch = RoundWatch(told.append, lambda: now)
+    for number, step in enumerate(steps):
+        if isinstance(step, WhyPlain):
+            watch.ask(step, opens=opens and number == 0)
+        elif isinstance(step, Verdict):
+            watch.take(step, now)
+        else:
+            now += step
+    watch.end()
+    assert_whole(told)
+    return told
 
 
 def assert_whole(rounds: list[RoundTimes]) -> None:
@@ -63,83 +65,59 @@ def assert_whole(rounds: list[RoundTimes]) -> None:
 
 
 def test_first_round_is_prefill_and_the_next_has_its_parts() -> None:
-    session = Session()
-    session.watch.ask(WhyPlain.WARMING_UP, opens=True)
-    session.after(0.5)
-    session.watch.take(verdict(0, queue=400_000, verify=90_000), session.clock())
-    session.after(0.001)
-    session.watch.ask(WhyPlain.EMPTY_BLOCK)
-    session.after(0.1)
-    session.watch.take(
-        verdict(1, drafted=4, queue=5_000, verify=30_000, calibration=3_000, draft=20_000), session.clock()
+    first, second = watched(
+        WhyPlain.WARMING_UP,
+        0.5,
+        verdict(0, queue=400_000, verify=90_000),
+        0.001,
+        WhyPlain.EMPTY_BLOCK,
+        0.1,
+        verdict(1, drafted=4, queue=5_000, verify=30_000, calibration=3_000, draft=20_000),
+        0.002,
+        opens=True,
     )
-    session.after(0.002)
-    session.watch.end()
-    first, second = session.told
     assert (first.is_first, first.why_plain) == (True, WhyPlain.WARMING_UP)
-    assert first.prefill_s == pytest.approx(0.5)
+    assert (first.prefill_s, first.gateway_s) == pytest.approx((0.5, 0.001))
     assert first.queue_s == first.verify_s == first.wire_s == 0.0
-    assert (first.gateway_s, second.epoch, second.round) == (pytest.approx(0.001), 2, 1)
-    assert (second.is_first, second.why_plain, second.lost_s) == (False, None, 0.0)
+    assert (second.epoch, second.round, second.is_first, second.why_plain, second.lost_s) == (2, 1, False, None, 0.0)
     assert (second.num_draft_tokens, second.num_accepted_tokens, second.num_tokens) == (4, 2, 3)
     assert (second.queue_s, second.verify_s) == pytest.approx((0.005, 0.03))
     assert (second.calibration_s, second.draft_s) == pytest.approx((0.003, 0.02))
-    assert (second.wire_s, second.gateway_s) == (pytest.approx(0.1 - 0.058), pytest.approx(0.002))
-    assert_whole(session.told)
+    assert (second.wire_s, second.gateway_s) == pytest.approx((0.1 - 0.058, 0.002))
 
 
 def test_rounds_of_a_plain_run_start_with_the_verdict_before_them() -> None:
-    session = Session()
-    session.watch.ask(WhyPlain.NO_DRAFTER, opens=True)
+    """Also where the loop was busy when a verdict came, and takes it later."""
+    now, told = 100.0, list[RoundTimes]()
+    watch = RoundWatch(told.append, lambda: now)
+    watch.ask(WhyPlain.NO_DRAFTER, opens=True)
     for left in (2, 1, 0):
-        session.after(0.01)
-        arrived_at = session.clock()
-        session.after(0.004)  # the loop was busy, and takes it later
-        session.watch.take(verdict(2 - left, left=left, verify=2_000), arrived_at)
-    session.watch.end()
-    assert [times.duration_s for times in session.told] == pytest.approx([0.01, 0.014, 0.018])
-    assert [times.gateway_s for times in session.told] == pytest.approx([0.0, 0.0, 0.004])
-    assert [times.is_first for times in session.told] == [True, False, False]
-    assert session.told[1].wire_s == pytest.approx(0.012)
-    assert_whole(session.told)
+        now += 0.014
+        watch.take(verdict(2 - left, left=left, verify=2_000), now - 0.004)
+    watch.end()
+    assert [times.duration_s for times in told] == pytest.approx([0.01, 0.014, 0.018])
+    assert [times.gateway_s for times in told] == pytest.approx([0.0, 0.0, 0.004])
+    assert [times.is_first for times in told] == [True, False, False]
+    assert told[1].wire_s == pytest.approx(0.012)
+    assert_whole(told)
 
 
 def test_waiting_for_a_drafter_that_is_given_up_is_a_part_of_its_own() -> None:
-    session = Session()
-    session.watch.ask(WhyPlain.EMPTY_BLOCK)
-    session.after(5.0)
-    session.watch.ask(WhyPlain.NO_DRAFTER)
-    session.after(0.02)
-    session.watch.take(verdict(verify=15_000), session.clock())
-    session.watch.end()
-    (times,) = session.told
+    (times,) = watched(WhyPlain.EMPTY_BLOCK, 5.0, WhyPlain.NO_DRAFTER, 0.02, verdict(verify=15_000))
     assert (times.lost_s, times.verify_s, times.wire_s) == pytest.approx((5.0, 0.015, 0.005))
     assert times.why_plain is WhyPlain.NO_DRAFTER
-    assert_whole(session.told)
 
 
 def test_a_block_that_came_after_its_drafter_was_given_up_was_not_waited_for_in_vain() -> None:
-    session = Session()
-    session.watch.ask(WhyPlain.EMPTY_BLOCK)
-    session.after(0.4)
-    session.watch.ask(WhyPlain.NO_DRAFTER)
-    session.after(0.1)
-    session.watch.take(verdict(drafted=2, draft=300_000), session.clock())
-    session.watch.end()
-    (times,) = session.told
+    (times,) = watched(WhyPlain.EMPTY_BLOCK, 0.4, WhyPlain.NO_DRAFTER, 0.1, verdict(drafted=2, draft=300_000))
     assert (times.lost_s, times.draft_s, times.wire_s) == pytest.approx((0.0, 0.3, 0.2))
     assert times.why_plain is None
 
 
 def test_services_that_claim_more_than_the_round_took_are_cut() -> None:
-    session = Session()
-    session.watch.ask(WhyPlain.EMPTY_BLOCK)
-    session.after(0.01)
-    session.watch.take(verdict(drafted=4, verify=8_000, queue=4_000, draft=9_000, calibration=1_000), session.clock())
-    session.watch.end()
-    (times,) = session.told
+    claim = verdict(drafted=4, verify=8_000, queue=4_000, draft=9_000, calibration=1_000)
+    (times,) = watched(WhyPlain.EMPTY_BLOCK, 0.01, claim)
     assert (times.verify_s, times.queue_s, times.draft_s) == pytest.approx((0.008, 0.002, 0.0), abs=1e-9)
-    assert_whole(session.told)
 
 
 def observed(target: FakeTarget, drafter: Any, **arguments: Any) -> tuple[list[RoundTimes], int]:
@@ -182,13 +160,6 @@ def test_every_committed_round_is_told_once_whatever_happens(
 
 
 def test_plain_rounds_say_why() -> None:
-    target = FakeTarget(accepts=[4] * 10)
-    drafter = FakeDrafter(target)
-    drafter.ready_after = 3
-    told, _ = observed(target, drafter, max_tokens=11)
-    reasons = [times.why_plain for times in told]
-    assert reasons[0] is WhyPlain.WARMING_UP
-    assert None in reasons
     alone, _ = observed(FakeTarget(), None)
     assert {times.why_plain for times in alone} == {WhyPlain.NO_DRAFTER}
     target = FakeTarget(accepts=[4, 4])
