@@ -14,6 +14,9 @@ import time
 from types import TracebackType
 
 SGR = re.compile(r"\x1b\[[0-9;]*m")
+OF_TERMINALS = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES")
+LAST_SHOWN = 2000
+"""Characters of what was shown that a failure quotes."""
 
 
 def _take_terminal() -> None:
@@ -26,8 +29,8 @@ class Terminal:
     """A command of ours whose standard input, output and error are a terminal; what it shows is in `shown`."""
 
     def __init__(self, *arguments: str, rows: int = 40, columns: int = 120, **environment: str) -> None:
-        """Starts it. Variables about colours that the tests run with are left out."""
-        inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+        """Starts it. Variables about the terminal that the tests run with are left out."""
+        inherited = {name: value for name, value in os.environ.items() if name not in OF_TERMINALS}
         self._own, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
@@ -62,8 +65,8 @@ class Terminal:
         """Reads until a text is shown, behind so many characters."""
         deadline = time.monotonic() + seconds
         while text not in self.shown[after:]:
-            assert time.monotonic() < deadline, f"{text!r} is not in {self.shown[after:]!r}"
-            assert self._read(), f"{text!r} is not in {self.shown[after:]!r}, and the command has ended"
+            assert time.monotonic() < deadline, f"{text!r} is not shown; the last was {self.shown[-LAST_SHOWN:]!r}"
+            assert self._read(), f"{text!r} is not shown, and the command has ended: {self.shown[-LAST_SHOWN:]!r}"
 
     def type(self, keys: str) -> None:
         """Presses keys; "\\x03" is Ctrl-C, "\\x04" Ctrl-D."""
@@ -81,7 +84,7 @@ class Terminal:
         """Reads to the end and returns the exit status."""
         deadline = time.monotonic() + seconds
         while self._read():
-            assert time.monotonic() < deadline, f"it does not end: {self.shown!r}"
+            assert time.monotonic() < deadline, f"it does not end: {self.shown[-LAST_SHOWN:]!r}"
         return self.process.wait(10.0)
 
     def _read(self) -> bool:
