@@ -91,11 +91,15 @@ def long_spec(session_id: int, prompt_len: int, **changes: Any) -> TargetSession
 
 
 def make_block(
-    fence: Fence, token_ids: list[int] | None = None, encoding: Encoding = Encoding.ONE_HOT, **changes: Any
+    fence: Fence,
+    token_ids: list[int] | None = None,
+    encoding: Encoding = Encoding.ONE_HOT,
+    vocab_size: int = VOCAB_SIZE,
+    **changes: Any,
 ) -> ReceivedBlock:
     """A block as it comes out of the edge, where its distributions were decoded. It shows the first permit."""
     token_ids = [10, 11] if token_ids is None else token_ids
-    (draft,) = decode([Claim(token_ids, DraftDistributions(encoding, VOCAB_SIZE))], VOCAB_SIZE)
+    (draft,) = decode([Claim(token_ids, DraftDistributions(encoding, vocab_size))], VOCAB_SIZE)
     given = {"drafter_id": DRAFTER, "has_distributions": encoding is not Encoding.NONE, "permit": permit()} | changes
     return ReceivedBlock(fence, token_ids, draft, **given)
 
@@ -339,6 +343,7 @@ VIOLATIONS: dict[str, tuple[Violation, MakeBad]] = {
     "empty": (Violation.LENGTH, lambda fence: make_block(fence, [])),
     "no distributions": (Violation.NO_DISTRIBUTIONS, lambda fence: make_block(fence, encoding=Encoding.NONE)),
     "found in decoding": (Violation.TOKEN_ID, lambda fence: make_block(fence, [VOCAB_SIZE])),
+    "more rows than the target": (Violation.ENCODING, lambda fence: make_block(fence, vocab_size=VOCAB_SIZE + 1)),
     "wrong data": (Violation.ENCODING, lambda fence: make_block(fence, encoding=Encoding.DENSE_FLOAT32)),
     "another drafter": (Violation.PEER, lambda fence: make_block(fence, drafter_id=OTHER, permit=None)),
     "another's permit": (Violation.PEER, lambda fence: make_block(fence, drafter_id=OTHER)),
