@@ -7,7 +7,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -147,59 +146,96 @@ def break_under_load(
     return took
 
 
-def fail_in_a_step(group: Group, gateway: LocalStack, expected: list[int], faults: Path, rank: int) -> None:
-    """Lets a rank fail in the middle of a step, which must end the group at once."""
-    fault = faults / f"rank_{rank}"
-    try:
-        break_under_load(group, gateway, expected, fault.touch, END_SECONDS)
-    finally:
-        fault.unlink()
-    (status,) = group.ended_statuses
-    assert status != 0
-    (lost,) = group.of("group_lost")
-    assert rank == 1 or "MemoryError" in str(lost["reason"])
+class BreakingGroup:
+    """Tests of any group of two that serves a gateway; a class that inherits them stands where its fixtures are."""
+
+    def test_killed_follower_ends_the_group_at_once_and_what_it_served_goes_on(
+        self, group: Group, gateway: LocalStack, expected: list[int]
+    ) -> None:
+        break_under_load(group, gateway, expected, lambda: os.kill(group.follower, signal.SIGKILL), END_SECONDS)
+        assert len(group.of("group_lost")) == 1
+        assert group.ended_statuses == [-signal.SIGKILL]
+
+    def test_stopped_follower_ends_the_group_within_the_timeout_and_what_it_served_goes_on(
+        self, group: Group, gateway: LocalStack, expected: list[int]
+    ) -> None:
+        seconds = TIMEOUT_S + END_SECONDS
+        break_under_load(group, gateway, expected, lambda: os.kill(group.follower, signal.SIGSTOP), seconds)
+        assert group.ended_statuses == [-signal.SIGKILL], "a stopped process is killed"
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_rank_that_fails_in_the_middle_of_a_step_ends_the_group_at_once_and_what_it_served_goes_on(
+        self, group: Group, gateway: LocalStack, faults: Path, expected: list[int], rank: int
+    ) -> None:
+        fault = faults / f"rank_{rank}"
+        try:
+            break_under_load(group, gateway, expected, fault.touch, END_SECONDS)
+        finally:
+            fault.unlink()
+        (status,) = group.ended_statuses
+        assert status != 0
+        (lost,) = group.of("group_lost")
+        assert rank == 1 or "MemoryError" in str(lost["reason"])
+
+    def test_killed_rank_0_takes_the_others_with_it_even_one_that_is_stopped(
+        self, group: Group, gateway: LocalStack, expected: list[int]
+    ) -> None:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that the follower becomes a child of this process
+        group.ensure()
+
+        def kill() -> None:
+            os.kill(group.follower, signal.SIGSTOP)
+            group.rank_0.kill()
+
+        break_under_load(group, gateway, expected, kill, END_SECONDS)
+        assert os.waitstatus_to_exitcode(os.waitpid(group.follower, 0)[1]) != 0
+
+    def test_idle_group_that_loses_a_follower_says_so_before_any_request(self, group: Group) -> None:
+        group.ensure()
+        with grpc.insecure_channel(group.address) as channel:
+            name = f"draftwire.v1.{group.service.capitalize()}Service"
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+            started = time.monotonic()
+            os.kill(group.follower, signal.SIGKILL)
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert time.monotonic() - started < 5.0
+        group.wait_for_end(END_SECONDS)
+        assert group.rank_0.returncode == 1
 
 
-def kill_rank_0(group: Group, gateway: LocalStack, expected: list[int]) -> None:
-    """Stops the follower and kills rank 0, after which neither must be left."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that the follower becomes a child of this process
-    group.ensure()
-
-    def kill() -> None:
-        os.kill(group.follower, signal.SIGSTOP)
-        group.rank_0.kill()
-
-    break_under_load(group, gateway, expected, kill, END_SECONDS)
-    assert os.waitstatus_to_exitcode(os.waitpid(group.follower, 0)[1]) != 0
-
-
-def kill_follower_of_idle(group: Group) -> None:
-    """Kills the follower while nobody asks for anything; health must say so at once, and the group must end."""
-    group.ensure()
-    with grpc.insecure_channel(group.address) as channel:
-        name = f"draftwire.v1.{group.service.capitalize()}Service"
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
-        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
-        started = time.monotonic()
-        os.kill(group.follower, signal.SIGKILL)
-        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert time.monotonic() - started < 5.0
+def end_with_status_0(group: Group) -> None:
+    """Waits for the end of a group that was told to end, and makes sure that no process of it failed."""
     group.wait_for_end(END_SECONDS)
-    assert group.rank_0.returncode == 1
+    assert group.rank_0.returncode == 0
+    assert group.ended_statuses == []
+    assert len(group.of("follower_stopped")) == 1
 
 
-def greedy_text(model: Path) -> list[int]:
-    """Returns what a model says after `PROMPT` at temperature 0, by transformers."""
-    network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+def fail_outside_the_group(group: Group, faults: Path, complete: Callable[[], Completion]) -> Completion:
+    """Lets one step fail without a word of the other rank, which must cost its sessions only; returns one of them."""
+    (faults / f"{group.service}_step").touch()
+    done = complete()
+    assert getattr(done.statistics, f"num_{group.service}s_lost") == 1
+    wait_until(lambda: group.of("step_failed"), "the log tells of the step")
+    assert len(group.of("step_failed")) == 1
+    assert group.rank_0.poll() is None
+    assert is_alive(group.follower)
+    return done
+
+
+def greedy_text(pair: tuple[Path, Path]) -> list[int]:
+    """What the target says after `PROMPT` at temperature 0, by transformers."""
+    network: Any = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
     with torch.inference_mode():
         output = network.generate(torch.tensor([PROMPT]), max_new_tokens=LENGTH, do_sample=False, eos_token_id=None)
     ids: list[int] = output[0, len(PROMPT) :].tolist()
     return ids
 
 
-@contextmanager
-def rank_faults(folder: Path) -> Iterator[Path]:
-    """Lets processes that are started meanwhile fail as files in a folder ask; see `tests/injected/rank_faults`."""
+def rank_faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder in which a test asks processes that were started meanwhile for faults; see `injected/rank_faults`."""
+    folder = tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patched:
         path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH", "")]))
         patched.setenv("PYTHONPATH", path)

@@ -1,6 +1,7 @@
 """Very small models made on the spot, whose laws can be enumerated."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from draftwire.models.cached_model import Reading
+from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence
 
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "qwen2", "qwen3", "granite")
@@ -225,6 +226,31 @@ def with_exact_norms(model: PreTrainedModel) -> PreTrainedModel:
             exact.weight = module.weight
             model.set_submodule(name, exact)
     return model
+
+
+def ragged_reads(model: CachedModel, fuzzily: bool = False) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Reads random texts in batches of ragged lengths, and forgets ends of them.
+
+    Yields a text that was read and the logits after its last tokens, `[0 to its length, vocab]`.
+    """
+    generator = random.Random(3)
+    texts: list[list[int]] = [[] for _ in range(6)]
+    sequences = [model.cache.open() for _ in texts]
+    for _ in range(12):
+        members = generator.sample(range(6), generator.randint(1, 6))
+        readings = []
+        for index in members:
+            if texts[index] and generator.random() < 0.5:
+                length = generator.randrange(len(texts[index]))
+                del texts[index][length:]
+                model.cache.truncate(sequences[index], length)
+            ids = [generator.randrange(model.vocab_size) for _ in range(generator.choice([1, 1, 2, 3, 5, 7, 9, 40]))]
+            texts[index] += ids
+            readings.append(Reading(sequences[index], ids, generator.randint(0, len(ids))))
+        logits = model.read(readings, fuzzily).clone()
+        model.cache.check_integrity()
+        for index, rows in zip(members, logits.split([reading.keep for reading in readings]), strict=True):
+            yield list(texts[index]), rows
 
 
 class ExtendsByReading:

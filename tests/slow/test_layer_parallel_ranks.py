@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from observing import is_alive, read_metric, wait_until
+from observing import read_metric
 
 from benchmarks.law import VOCAB_SIZE
 from draftwire.client import Client, Completion
@@ -20,12 +20,11 @@ from tests.breakable_group import (
     LENGTH,
     PROMPT,
     TIMEOUT_S,
+    BreakingGroup,
     Group,
-    break_under_load,
-    fail_in_a_step,
+    end_with_status_0,
+    fail_outside_the_group,
     greedy_text,
-    kill_follower_of_idle,
-    kill_rank_0,
     rank_faults,
 )
 from tests.tiny_models import save_tiny_model
@@ -37,17 +36,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("drafter"), VOCAB_SIZE, seed=9, num_layers=6)
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder in which a test asks for faults."""
-    with rank_faults(tmp_path_factory.mktemp("faults")) as folder:
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def expected(pair: tuple[Path, Path]) -> list[int]:
-    """What the target says at temperature 0, by transformers."""
-    return greedy_text(pair[0])
+faults = pytest.fixture(scope="module")(rank_faults)
+expected = pytest.fixture(scope="module")(greedy_text)
 
 
 @pytest.fixture(scope="module")
@@ -104,50 +94,11 @@ def test_idle_group_outlives_the_timeout(group: Group, gateway: LocalStack, expe
 def test_step_that_fails_outside_the_group_ends_its_sessions_only(
     group: Group, gateway: LocalStack, faults: Path, expected: list[int]
 ) -> None:
-    (faults / "drafter_step").touch()
-    done = complete(gateway)
-    assert done.token_ids == expected
-    assert done.statistics.num_drafters_lost == 1
-    wait_until(lambda: group.of("step_failed"), "the log tells of the step")
-    assert len(group.of("step_failed")) == 1
-    assert group.rank_0.poll() is None
-    assert is_alive(group.follower)
+    assert fail_outside_the_group(group, faults, lambda: complete(gateway)).token_ids == expected
 
 
-# What breaks
-
-
-def test_killed_follower_ends_the_group_at_once_and_every_completion_goes_on(
-    group: Group, gateway: LocalStack, expected: list[int]
-) -> None:
-    break_under_load(group, gateway, expected, lambda: os.kill(group.follower, signal.SIGKILL), END_SECONDS)
-    assert len(group.of("group_lost")) == 1
-    assert group.ended_statuses == [-signal.SIGKILL]
-
-
-def test_stopped_follower_ends_the_group_within_the_timeout_and_every_completion_goes_on(
-    group: Group, gateway: LocalStack, expected: list[int]
-) -> None:
-    seconds = TIMEOUT_S + END_SECONDS
-    break_under_load(group, gateway, expected, lambda: os.kill(group.follower, signal.SIGSTOP), seconds)
-    assert group.ended_statuses == [-signal.SIGKILL], "a stopped process is killed"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_fails_in_the_middle_of_a_step_ends_the_group_at_once_and_every_completion_goes_on(
-    group: Group, gateway: LocalStack, faults: Path, expected: list[int], rank: int
-) -> None:
-    fail_in_a_step(group, gateway, expected, faults, rank)
-
-
-def test_killed_rank_0_takes_the_others_with_it_even_one_that_is_stopped(
-    group: Group, gateway: LocalStack, expected: list[int]
-) -> None:
-    kill_rank_0(group, gateway, expected)
-
-
-def test_idle_group_that_loses_a_follower_says_so_before_any_request(group: Group) -> None:
-    kill_follower_of_idle(group)
+class TestBreakingDrafter(BreakingGroup):
+    """Its sessions go on without it."""
 
 
 def test_group_that_was_lost_takes_part_again_when_it_is_back(
@@ -180,10 +131,7 @@ def test_sigterm_drains_and_all_processes_end_with_status_0(
         (faults / "verifier_slow").unlink()
         token_ids += [token for piece in pieces for token in piece.token_ids]
     assert token_ids == expected
-    group.wait_for_end(END_SECONDS)
-    assert group.rank_0.returncode == 0
-    assert group.ended_statuses == []
-    assert len(group.of("follower_stopped")) == 1
+    end_with_status_0(group)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observing import is_alive, read_metric, wait_until
+from observing import is_alive, read_metric
 
 from benchmarks.law import compare, draw_completions, exact_law
 from benchmarks.relay import free_port
@@ -27,12 +27,11 @@ from tests.breakable_group import (
     LENGTH,
     PROMPT,
     TIMEOUT_S,
+    BreakingGroup,
     Group,
-    break_under_load,
-    fail_in_a_step,
+    end_with_status_0,
+    fail_outside_the_group,
     greedy_text,
-    kill_follower_of_idle,
-    kill_rank_0,
     rank_faults,
 )
 
@@ -40,17 +39,8 @@ ALPHA = 1e-6
 """Probability of a false alarm of the test of the law."""
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder in which a test asks for faults."""
-    with rank_faults(tmp_path_factory.mktemp("faults")) as folder:
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def expected(pair: tuple[Path, Path]) -> list[int]:
-    """What the target says at temperature 0, by transformers."""
-    return greedy_text(pair[0])
+faults = pytest.fixture(scope="module")(rank_faults)
+expected = pytest.fixture(scope="module")(greedy_text)
 
 
 @pytest.fixture(scope="module")
@@ -131,55 +121,16 @@ def test_idle_group_outlives_the_timeout(group: Group, gateway: LocalStack, expe
 def test_step_that_fails_outside_the_group_ends_its_sessions_only(
     group: Group, gateway: LocalStack, faults: Path, expected: list[int]
 ) -> None:
-    (faults / "verifier_step").touch()
     with Client(gateway.address) as client:
-        done = client.generate(PROMPT, temperature=0.0, max_tokens=LENGTH)
+        done = fail_outside_the_group(
+            group, faults, lambda: client.generate(PROMPT, temperature=0.0, max_tokens=LENGTH)
+        )
     assert done.token_ids == expected
-    assert done.statistics.num_verifiers_lost == 1
-    wait_until(lambda: group.of("step_failed"), "the log tells of the step")
-    assert len(group.of("step_failed")) == 1
-    assert group.rank_0.poll() is None
-    assert is_alive(group.follower)
-
-
-# What breaks
 
 
 @pytest.mark.usefixtures("plain")
-def test_killed_follower_ends_the_group_at_once_and_its_sessions_move(
-    group: Group, gateway: LocalStack, expected: list[int]
-) -> None:
-    break_under_load(group, gateway, expected, lambda: os.kill(group.follower, signal.SIGKILL), END_SECONDS)
-    assert len(group.of("group_lost")) == 1
-    assert group.ended_statuses == [-signal.SIGKILL]
-
-
-@pytest.mark.usefixtures("plain")
-def test_stopped_follower_ends_the_group_within_the_timeout_and_its_sessions_move(
-    group: Group, gateway: LocalStack, expected: list[int]
-) -> None:
-    seconds = TIMEOUT_S + END_SECONDS
-    break_under_load(group, gateway, expected, lambda: os.kill(group.follower, signal.SIGSTOP), seconds)
-    assert group.ended_statuses == [-signal.SIGKILL], "a stopped process is killed"
-
-
-@pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_fails_in_the_middle_of_a_step_ends_the_group_at_once_and_its_sessions_move(
-    group: Group, gateway: LocalStack, faults: Path, expected: list[int], rank: int
-) -> None:
-    fail_in_a_step(group, gateway, expected, faults, rank)
-
-
-@pytest.mark.usefixtures("plain")
-def test_killed_rank_0_takes_the_others_with_it_even_one_that_is_stopped(
-    group: Group, gateway: LocalStack, expected: list[int]
-) -> None:
-    kill_rank_0(group, gateway, expected)
-
-
-def test_idle_group_that_loses_a_follower_says_so_before_any_request(group: Group) -> None:
-    kill_follower_of_idle(group)
+class TestBreakingVerifier(BreakingGroup):
+    """Its sessions move to the plain verifier."""
 
 
 # How it is started and stopped
@@ -195,10 +146,7 @@ def test_sigterm_lets_running_requests_finish_and_all_processes_end_with_status_
         group.rank_0.send_signal(signal.SIGTERM)
         count += sum(len(piece.token_ids) for piece in pieces)
     assert count == LENGTH
-    group.wait_for_end(END_SECONDS)
-    assert group.rank_0.returncode == 0
-    assert group.ended_statuses == []
-    assert len(group.of("follower_stopped")) == 1
+    end_with_status_0(group)
 
 
 def test_model_that_cannot_be_shared_out_is_refused_with_the_sizes_that_can(

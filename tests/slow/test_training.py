@@ -1,7 +1,8 @@
 """Training can be interrupted anywhere and gives the same result; the evaluation set stays out of it and is counted."""
 
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -76,10 +77,6 @@ def assert_same_weights(model: PreTrainedModel, expected: PreTrainedModel) -> No
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-def stacked(batches: list[Tensor]) -> Tensor:
-    return torch.stack(batches)
-
-
 @pytest.mark.parametrize("first_step", range(9))
 def test_windows_resumed_at_any_step_are_those_of_an_uninterrupted_run(first_step: int) -> None:
     whole, resumed = list(windows(TOKENS, PLAN)), list(windows(TOKENS, PLAN, first_step))
@@ -88,23 +85,16 @@ def test_windows_resumed_at_any_step_are_those_of_an_uninterrupted_run(first_ste
     assert all(torch.equal(a, b) for a, b in zip(resumed, whole[first_step:], strict=True))
 
 
-def test_every_epoch_reads_every_window_once_in_another_order() -> None:
-    rows = torch.cat(list(windows(TOKENS, PLAN))[:6])
+def test_every_epoch_reads_every_window_once_in_another_order_and_so_does_every_seed() -> None:
+    """With a target for the last token of each."""
     whole = [tuple(TOKENS[start : start + 9].tolist()) for start in range(0, 96, 8)]
-    first, second = ([tuple(row) for row in part.tolist()] for part in rows.split(12))
-    assert sorted(first) == sorted(second) == sorted(whole)
-    assert first != second
-
-
-def test_batches_have_one_more_token_than_the_context_so_that_the_last_has_a_target() -> None:
-    batch = next(windows(TOKENS, PLAN))
-    assert batch.shape == (4, 9)
-    assert batch.dtype == torch.int64
-
-
-def test_seed_orders_the_windows() -> None:
-    other = TrainingPlan(total_tokens=256, sequence_length=8, batch_tokens=32, micro_batch_tokens=16, seed=6)
-    assert not torch.equal(stacked(list(windows(TOKENS, PLAN))), stacked(list(windows(TOKENS, other))))
+    orders = []
+    for plan in (PLAN, replace(PLAN, seed=6)):
+        rows = torch.cat(list(windows(TOKENS, plan))[:6])
+        assert rows.dtype == torch.int64
+        orders += [[tuple(row) for row in part.tolist()] for part in rows.split(12)]
+    assert all(sorted(order) == sorted(whole) for order in orders)
+    assert all(order != other for order, other in combinations(orders, 2))
 
 
 def test_tokens_that_do_not_fill_a_batch_are_refused() -> None:
@@ -169,9 +159,8 @@ def test_finished_run_is_not_trained_further(folder: Path, other_folder: Path, t
 )
 def test_checkpoint_of_another_plan_is_refused(change: dict[str, float], folder: Path, tmp_path: Path) -> None:
     trained(folder, tmp_path / "state.pt")
-    values = {name: getattr(PLAN, name) for name in TrainingPlan.__dataclass_fields__}
     with pytest.raises(ValueError, match="another plan"):
-        Trainer(load(folder), TrainingPlan(**(values | change)), tmp_path / "state.pt", compiled=False)
+        Trainer(load(folder), replace(PLAN, **change), tmp_path / "state.pt", compiled=False)
 
 
 @pytest.mark.parametrize(

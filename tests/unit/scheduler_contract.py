@@ -1,22 +1,25 @@
 """What the schedulers of drafter and verifier both promise, written once and run on each of them."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
 from draftwire.models.kv_cache import blocks_for
-from draftwire.rounds import CommittedTokens, Fence
 from draftwire.services.admission import ClosedEarly
 from draftwire.services.prefill import ChunkCost, PrefillPacer
 
 CONTEXT_LENGTH = 12
 PROMPT = [1, 2, 3, 4]
+UNSHRUNK = settings(max_examples=400, stateful_step_count=40, deadline=None, phases=(Phase.explicit, Phase.generate))
+"""Of tests of messages in any order: shrinking takes longer than a test may."""
 BOTH_OUT_OF_RANGE: list[dict[str, Any]] = [
     {"token_ids": []},
     {"token_ids": [1] * CONTEXT_LENGTH},
@@ -62,8 +65,6 @@ class Side:
     """Makes what carries steps out with `run`; takes how many tokens of every prompt it need not read."""
     ask: Callable[[Any, Any], object]
     """Gives a session without work some for one step."""
-    messages: Sequence[Callable[[Any, Fence], object]]
-    """Sends a message of each kind."""
     done: Callable[[Any], list[int]]
     """Returns the sessions that a completed step did more for than read a part of their prompts."""
     timed: Callable[[Any, float], Any]
@@ -161,34 +162,7 @@ class SchedulerContract:
         assert scheduler.of_lease(1) == [opened[0], opened[2]]
         assert scheduler.of_lease(5) == []
 
-    # Messages
-
-    def test_message_of_an_unknown_session_or_epoch_is_dropped_and_counted(self) -> None:
-        for send in self.side.messages:
-            scheduler, _ = self.opened(1)
-            scheduler.close(1, 0)
-            session = scheduler.open(self.side.make_spec(1, epoch=1), lease_id=0)
-            self.side.run_steps(scheduler)
-            committed = list(session.committed.ids)
-            for number, (session_id, epoch) in enumerate(((2, 0), (2, 1), (1, 0), (1, 2)), 1):
-                send(scheduler, Fence(session_id, epoch, 0, len(PROMPT), CommittedTokens(PROMPT).hash))
-                assert scheduler.dropped == {"unknown_session": number}
-                assert scheduler.next_step() is None
-            assert session.committed.ids == committed
-
     # Steps of several sessions
-
-    def test_work_that_comes_during_a_step_goes_into_the_next_one(self) -> None:
-        scheduler, sessions = self.opened(1, 2)
-        engine = self.side.engine()
-        self.side.run_steps(scheduler, engine=engine)
-        self.side.ask(scheduler, sessions[0])
-        step = next_step(scheduler)
-        assert ids_of(step) == [1]
-        self.side.ask(scheduler, sessions[1])
-        scheduler.open(self.side.make_spec(3), lease_id=0)
-        scheduler.complete(step, engine.run(step))
-        assert sorted(ids_of(next_step(scheduler))) == [2, 3]
 
     def test_session_that_fails_is_reported_once_and_leaves_the_others_in_the_step_alone(self) -> None:
         scheduler, sessions = self.opened(1, 2, 3)
@@ -254,17 +228,6 @@ class SchedulerContract:
             scheduler.open(self.side.long_spec(99, short_len), lease_id=0)
             assert list(itertools.chain(*self.side.run_steps(scheduler, num_steps, engine))) == [99]
 
-    def test_session_whose_share_is_nothing_stays_queued_and_gets_on_later(self) -> None:
-        scheduler, _ = self.opened(max_sessions=9, context_length=100, budget=2)
-        engine = self.side.engine()
-        sessions = [scheduler.open(self.side.long_spec(session_id, 6), lease_id=0) for session_id in range(1, 6)]
-        step = next_step(scheduler)
-        assert len(step.items) == 1
-        assert all(session.queued for session in sessions)
-        scheduler.complete(step, engine.run(step))
-        assert sorted(itertools.chain(*self.side.run_steps(scheduler, engine=engine))) == [1, 2, 3, 4, 5]
-        assert not any(session.queued for session in sessions)
-
     def test_long_prompt_gets_on_although_shorter_ones_keep_coming(self) -> None:
         """As many short prompts come as leave, always more than tokens may be read."""
         scheduler, _ = self.opened(max_sessions=64, context_length=1000, budget=4)
@@ -307,45 +270,6 @@ class SchedulerContract:
                 run_step(1.0 + 0.01 * (prompt_len - 16) / num_steps)
                 assert scheduler.pacer.beside.seconds_per_token == pytest.approx(0.01)
 
-    # Closing
-
-    def test_closing_takes_back_waiting_work_of_that_session_only(self) -> None:
-        for asks in (False, True):
-            scheduler, sessions = self.opened(1, 2, 3)
-            if asks:
-                self.side.run_steps(scheduler)
-                for session in sessions:
-                    self.side.ask(scheduler, session)
-            assert scheduler.close(2, 0) is sessions[1]
-            assert ids_of(next_step(scheduler)) == [1, 3]
-
-    def test_closing_during_a_step_drops_the_outcome_and_frees_the_room_once(self) -> None:
-        for asks in (False, True):
-            scheduler, sessions = self.opened(1, 2)
-            engine = self.side.engine()
-            if asks:
-                self.side.run_steps(scheduler, engine=engine)
-                for session in sessions:
-                    self.side.ask(scheduler, session)
-            step = next_step(scheduler)
-            assert scheduler.close(1, 0) is sessions[0]
-            assert scheduler.close(1, 0) is None
-            assert self.side.done(scheduler.complete(step, engine.run(step))) == [2]
-            assert scheduler.next_step() is None
-            scheduler.close(2, 0)
-            assert scheduler.room.usage == 0.0
-
-    def test_outcome_is_dropped_when_the_session_was_opened_anew_meanwhile(self) -> None:
-        for budget in (3, 1000):
-            scheduler, _ = self.opened(1, budget=budget)
-            step = next_step(scheduler)
-            scheduler.close(1, 0)
-            reopened = scheduler.open(self.side.make_spec(1), lease_id=0)
-            assert list(scheduler.complete(step, self.side.engine().run(step))) == []
-            assert (reopened.committed.ids, reopened.num_unread, reopened.num_reused) == (PROMPT, len(PROMPT), None)
-            assert reopened.is_reading
-            assert self.side.run_steps(scheduler)[-1] == [1]
-
 
 class AnyOrder(RuleBasedStateMachine):
     """Sessions of few names that open, get messages, take part in steps and close in any order.
@@ -353,34 +277,30 @@ class AnyOrder(RuleBasedStateMachine):
     What an open session must be is kept in `expected`; a scheduler's own machine adds messages and the end of steps.
     """
 
-    KEYS = st.tuples(st.integers(1, 5), st.integers(0, 1))
+    KEYS = st.tuples(st.integers(1, 2), st.integers(0, 1))
     side: Side
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = self.side.make_scheduler(max_sessions=4, context_length=64, kv_cache_tokens=160, budget=3)
+        self.scheduler = self.side.make_scheduler(max_sessions=3, context_length=64, kv_cache_tokens=160, budget=3)
         self.scheduler.closed_early = ClosedEarly(bound=0)  # so that every session can be opened sooner or later
         self.engine = self.side.engine()
         self.step: Any = None
         self.expected: dict[tuple[int, int], list[int]] = {}
         """Committed tokens of each open session."""
+        self.known: dict[tuple[int, int], Any] = {}
+        """What else each of them should be."""
+        self.dropped: Counter[str] = Counter()
+        """Messages that had no effect, by reason."""
 
-    def forget(self, key: tuple[int, int]) -> None:
-        """Forgets what is kept of a session besides."""
-
-    def is_finished(self) -> bool:
-        """Whether all that was asked for is done, where nothing is left to do."""
-        return not any(session.queued for session in self.scheduler.sessions.values())
-
-    def open_session(self, key: tuple[int, int], spec: Any) -> bool:
-        fits = len(self.expected) < 4 and blocks_for(spec.max_len) <= self.scheduler.room.num_free_blocks
+    def open_session(self, key: tuple[int, int], spec: Any, known: Any) -> None:
+        fits = len(self.expected) < 3 and blocks_for(spec.max_len) <= self.scheduler.room.num_free_blocks
         if key in self.expected or not fits:
             with pytest.raises(InvalidRequestError if key in self.expected else NoRoomError):
                 self.scheduler.open(spec, lease_id=0)
-            return False
+            return
         self.scheduler.open(spec, lease_id=0)
-        self.expected[key] = list(spec.token_ids)
-        return True
+        self.expected[key], self.known[key] = list(spec.token_ids), known
 
     @precondition(lambda self: self.step is None)
     @rule()
@@ -403,12 +323,13 @@ class AnyOrder(RuleBasedStateMachine):
     def close(self, key: tuple[int, int]) -> None:
         closed = self.scheduler.close(*key)
         assert (closed is not None) == (self.expected.pop(key, None) is not None)
-        self.forget(key)
+        self.known.pop(key, None)
 
     @invariant()
     def accounts_add_up(self) -> None:
         scheduler = self.scheduler
         assert set(scheduler.sessions) == set(self.expected)
+        assert scheduler.dropped == self.dropped
         ready = scheduler._ready
         assert len({id(session) for session in ready}) == len(ready)
         assert all(scheduler.sessions.get(session.key) is session for session in ready)
@@ -420,13 +341,19 @@ class AnyOrder(RuleBasedStateMachine):
         reserved = sum(blocks_for(session.spec.max_len) for session in scheduler.sessions.values())
         assert scheduler.room.num_free_blocks == blocks_for(160) - reserved
 
+    @invariant()
+    def sessions_are_as_their_messages_made_them(self) -> None:
+        """Compares each open session with what is known of it."""
+        raise NotImplementedError
+
     def teardown(self) -> None:
         """Whoever has work is served, sooner or later."""
-        for _ in range(300):  # sessions hold at most 4 * 60 tokens
+        for _ in range(300):  # sessions hold at most 3 * 60 tokens
             if self.step is not None:
                 self.finish()
             self.begin_step()
             if self.step is None:
                 break
         assert self.step is None
-        assert self.is_finished()
+        assert not any(session.queued for session in self.scheduler.sessions.values())
+        self.sessions_are_as_their_messages_made_them()

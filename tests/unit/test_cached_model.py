@@ -19,7 +19,7 @@ from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
 from draftwire.models.lean_decoder import FAMILY
-from draftwire.models.paged_attention import KvStorage, Segment, pack
+from draftwire.models.paged_attention import KvStorage, Segment, SegmentGroup, pack
 
 torch.set_num_threads(1)
 
@@ -73,6 +73,8 @@ class Subject:
         spoil(self.model)
         logits = self.model.read(readings)
         self.model.cache.check_integrity()
+        for tensor in layers_of(self.model):
+            assert bool((tensor[:BLOCK_SIZE] == 0.0).all()), "padding reads zeros that nothing ever overwrites"
         assert logits.shape == (sum(reading.keep for reading in readings), VOCAB_SIZE)
         for reading, rows in zip(readings, logits.split([reading.keep for reading in readings]), strict=True):
             text = self.texts[reading.sequence] = self.texts[reading.sequence] + reading.token_ids
@@ -185,26 +187,6 @@ def test_many_sequences_of_very_different_lengths_are_read_in_one_call(subject: 
         subject.read(*readings)
 
 
-@pytest.mark.parametrize("chunk", [*(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 2)), 7, 15, 17, 60])
-def test_prompt_may_be_read_in_chunks_while_others_decode(subject: Subject, chunk: int) -> None:
-    generator = random.Random(chunk)
-    prompt, other = random_ids(generator, 60), subject.open([])
-    sequence = subject.open(prompt)
-    for start in range(0, 60, chunk):
-        part = prompt[start : start + chunk]
-        last = start + chunk >= 60
-        subject.read(Reading(sequence, part, len(part) if last else 0), Reading(other, random_ids(generator, 1), 1))
-
-
-def test_any_number_of_last_positions_may_be_kept(llama: Subject) -> None:
-    for keep in range(13):
-        first, second = llama.open([]), llama.open([])
-        ids = random_ids(random.Random(keep), 12)
-        llama.read(Reading(first, ids, keep), Reading(second, ids[:3], min(keep, 3)))
-        llama.close(first)
-        llama.close(second)
-
-
 def test_sequence_may_be_cut_to_any_length_and_go_on(subject: Subject) -> None:
     ids = random_ids(random.Random(5), 40)
     for length in range(41):
@@ -274,30 +256,6 @@ def test_any_schedule_in_any_room_gives_the_logits_of_a_fresh_pass(generator: ra
     play(make("llama", num_blocks), generator, 12)
 
 
-def test_reused_beginning_gives_the_same_logits_and_is_not_read_again(subject: Subject) -> None:
-    ids = random_ids(random.Random(8), 70)
-    first = subject.open(ids)
-    subject.read(Reading(first, ids, 70))
-    subject.publish(first)
-    for length, reused in ((70, 64), (65, 64), (64, 48), (17, 16), (16, 0)):
-        sequence = subject.open(ids[:length])
-        assert sequence.length == reused
-        subject.read(Reading(sequence, ids[reused:length], length - reused))
-        subject.read(Reading(first, [3], 1))
-        subject.close(sequence)
-    subject.close(first)
-    other_end = ids[:40] + [5] * 10  # after the writer is gone
-    sequence = subject.open(other_end)
-    assert sequence.length == 32
-    subject.read(Reading(sequence, other_end[32:], 18))
-
-
-def test_padding_reads_zeros_that_nothing_ever_overwrites(subject: Subject) -> None:
-    play(subject, random.Random(11), 10)
-    for tensor in layers_of(subject.model):
-        assert bool((tensor[:BLOCK_SIZE] == 0.0).all())
-
-
 def test_sequence_that_gives_nan_spoils_no_other(llama: Subject) -> None:
     sick, sound, later = llama.open([]), llama.open([]), llama.open([])
     llama.read(Reading(sick, [1] * 20, 0), Reading(sound, [2] * 20, 0))
@@ -329,20 +287,14 @@ def test_kept_path_moves_the_nodes_keys_and_values_and_nothing_else(subject: Sub
     subject.model.keep_path(sequence, 22, path)
     subject.model.cache.check_integrity()
     assert sequence.length == len(kept)
+    if path == list(range(len(path))):  # the first nodes, after which it goes on as after these tokens
+        subject.texts[sequence] = subject.texts[sequence][: len(kept)]
+        subject.read(Reading(sequence, [1, 2], 2))
+        subject.truncate(sequence, len(kept))
     for tensor, expected in zip(stored(subject, sequence), before, strict=True):
         assert torch.equal(tensor, expected[kept])
     for tensor, expected in zip(stored(subject, other), others, strict=True):
         assert torch.equal(tensor, expected)
-
-
-@pytest.mark.parametrize("num_kept", [0, 1, 7, 20])
-def test_keeping_the_first_nodes_equals_truncation(subject: Subject, num_kept: int) -> None:
-    ids = random_ids(random.Random(4), 42)
-    sequence = subject.open(ids)
-    subject.read(Reading(sequence, ids, 1))
-    subject.model.keep_path(sequence, 22, list(range(num_kept)))
-    subject.texts[sequence] = ids[: 22 + num_kept]
-    subject.read(Reading(sequence, [1, 2], 2))
 
 
 def test_forward_pass_that_fails_anywhere_changes_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,16 +321,6 @@ def test_forward_pass_that_fails_anywhere_changes_no_sequence(monkeypatch: pytes
     llama.read(Reading(first, [1], 1), Reading(second, [2], 1), Reading(third, ids[32:40], 8))
 
 
-def test_call_without_room_for_its_last_reading_changes_none() -> None:
-    subject = make("llama", num_blocks=4)
-    first, second = subject.open([]), subject.open([])
-    subject.read(Reading(first, [1] * 10, 1), Reading(second, [2] * 10, 1))
-    with pytest.raises(NoRoomError):
-        subject.model.read([Reading(first, [1] * 20, 1), Reading(second, [2] * 40, 1)])
-    assert (first.length, second.length, subject.model.cache.num_free_blocks) == (10, 10, 2)
-    subject.read(Reading(first, [1] * 20, 1), Reading(second, [2] * 6, 1))
-
-
 def test_model_with_attention_sinks_is_refused_when_it_reads() -> None:
     config = GptOssConfig(**tiny_shape(VOCAB_SIZE, 64), head_dim=8, num_local_experts=2)
     model = CachedModel(decoder_of(randomize(GptOssForCausalLM(config)).eval()), 64)
@@ -397,34 +339,32 @@ def test_nothing_to_read_and_too_much_to_keep_are_bugs_of_the_caller(llama: Subj
     llama.model.cache.check_integrity()
 
 
+def packed(subject: Subject, sizes: list[tuple[int, int]]) -> tuple[list[Segment], list[SegmentGroup]]:
+    """Packs sequences of so many tokens, of which so many are new."""
+    segments = []
+    for length, num_tokens in sizes:
+        segments.append(Segment(subject.open([]), num_tokens))
+        subject.model.cache.append(segments[-1].sequence, length)
+    return segments, pack(segments, KvStorage(subject.model.cache.num_slots), torch.device("cpu")).groups
+
+
 def test_padding_at_most_doubles_a_rows_queries_and_keys(llama: Subject) -> None:
     generator = random.Random(2)
-    segments = []
-    for length in (1, 2, 3, 4, 5, 9, 17, 30, 31, 32, 33, 64, 100, 150):
-        sequence = llama.open([])
-        llama.model.cache.append(sequence, length)
-        segments.append(Segment(sequence, generator.randint(1, length)))
-    step = pack(segments, KvStorage(llama.model.cache.num_slots), torch.device("cpu"))
+    lengths = (1, 2, 3, 4, 5, 9, 17, 30, 31, 32, 33, 64, 100, 150)
+    segments, groups = packed(llama, [(length, generator.randint(1, length)) for length in lengths])
     starts = {sum(one.num_tokens for one in segments[:index]): one for index, one in enumerate(segments)}
-    rows = 0
-    for group in step.groups:
+    for group in groups:
         for row, tokens in enumerate(group.tokens):
-            one = starts[int(tokens[0])]
-            rows += 1
+            one = starts.pop(int(tokens[0]))
             assert len(tokens) < 2 * one.num_tokens
             assert group.slots.shape[1] < 2 * one.sequence.length
             real = torch.ones(len(tokens), dtype=torch.bool) if group.real is None else group.real[row]
             assert int(real.sum()) == one.num_tokens
-    assert rows == len(segments)
+    assert not starts, "each is in one group"
 
 
 def test_steps_of_equal_shape_are_not_padded_at_all(llama: Subject) -> None:
-    segments = []
-    for _ in range(8):
-        sequence = llama.open([])
-        llama.model.cache.append(sequence, 37)
-        segments.append(Segment(sequence, 5))
-    (group,) = pack(segments, KvStorage(llama.model.cache.num_slots), torch.device("cpu")).groups
+    _, (group,) = packed(llama, [(37, 5)] * 8)
     assert group.real is None
     assert group.tokens.shape == (8, 5)
     assert group.slots.shape == (8, 37)

@@ -1,10 +1,11 @@
 """The engines on scripted models: what they read, reuse and free, step by step, under the real schedulers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from cases import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ExtendsByReading
@@ -16,7 +17,6 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.encoding import Claim, decode, decode_one, encode_dense
-from draftwire.errors import BlockViolationError
 from draftwire.keys import KEY_BYTES
 from draftwire.models import scripted as scripted_models
 from draftwire.models.cached_model import Reading
@@ -160,19 +160,6 @@ def test_prompt_is_read_in_parts_beside_a_running_session() -> None:
     assert (running.num_unread, reader.num_unread) == (1, 1)
 
 
-def test_blocks_of_several_sessions_are_judged_in_one_step() -> None:
-    verifier = Verifier()
-    sessions = [verifier.open(number, [number] * (10 * number)) for number in (1, 2, 3)]
-    verifier.run()
-    for length, session in zip((1, 4, 8), sessions, strict=True):
-        verifier.offer(session, expected_tokens(len(session.committed), length))
-    ((_, told),) = verifier.steps()
-    assert [verdict.num_accepted_tokens for _, verdict in told if isinstance(verdict, Verdict)] == [1, 4, 8]
-    for session in sessions:
-        start = len(session.spec.token_ids)
-        assert session.committed.ids[start:] == expected_tokens(start, len(session.committed) - start)
-
-
 def test_step_audits_the_blocks_of_rules_that_ask_for_distributions_and_nothing_else() -> None:
     verifier = Verifier()
     rules = ("block", "typical", "token", "coupled", "block")
@@ -185,98 +172,32 @@ def test_step_audits_the_blocks_of_rules_that_ask_for_distributions_and_nothing_
     assert [sums is not None for sums in result.audits] == [True, False, True, False, False]
 
 
-def test_rejected_tokens_leave_the_cache() -> None:
-    verifier = Verifier(Script(acceptance=(1.0, 0.0)))
-    session = verifier.open()
-    verifier.run()
-    verifier.offer(session, expected_tokens(len(session.committed), 8))
-    ((_, verdict),) = verifier.run()
-    assert isinstance(verdict, Verdict)
-    assert verdict.num_accepted_tokens == 1
-    (sequence,) = verifier.model.cache.sequences
-    assert sequence.length == len(session.committed) - 1
-
-
-def test_bad_block_is_refused_and_its_session_goes_on_beside_others() -> None:
+@every("is_closed", [False, True])
+@every(
+    ("second", "salts", "reused"),
+    [
+        ([*PROMPT[:33], 7, 8], ("", ""), 2 * BLOCK_SIZE),  # whole blocks
+        (PROMPT[:32], ("", ""), BLOCK_SIZE),  # its last token is read in any case
+        (PROMPT, ("a", "a"), 2 * BLOCK_SIZE),
+        (PROMPT, ("a", "b"), 0),
+        (PROMPT, ("a", ""), 0),
+    ],
+)
+def test_beginning_that_another_session_of_the_same_salt_has_read_is_reused_and_reported(
+    second: list[int], salts: tuple[str, str], reused: int, is_closed: bool
+) -> None:
     verifier = Verifier()
-    bad, good = verifier.open(1), verifier.open(2)
+    verifier.open(1, cache_salt=salts[0])
     verifier.run()
-    with pytest.raises(BlockViolationError):
-        verifier.offer(bad, [330], vocab_size=340)  # more rows than the target has
-    verifier.offer(good, expected_tokens(len(good.committed), 2))
-    fence = bad.fence
-    told = {session.spec.session_id: result for session, result in verifier.run()}
-    assert told.keys() == {2}
-    assert isinstance(told[2], Verdict)
-    assert bad.fence == fence
-    verifier.scheduler.run_plain(PlainRun(bad.fence, 2))
-    assert len(verifier.run()) == 2
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 5])
-def test_forgotten_session_frees_its_blocks(num_steps: int) -> None:
-    verifier = Verifier()
-    verifier.open(1, plain_rounds=20)
-    verifier.open(2, [200] * 100, plain_rounds=20)
-    list(verifier.steps(limit=num_steps))
-    verifier.close(1)
-    assert len(verifier.model.cache.sequences) == (1 if num_steps else 0)
-    verifier.close(2)
-    assert is_empty(verifier.model.cache)
-
-
-def test_session_that_is_not_known_can_be_forgotten() -> None:
-    verifier = Verifier()
-    verifier.engine.forget((9, 9))
-    verifier.open()
-    verifier.run()
-    verifier.close()
-    verifier.engine.forget((1, 0))
-    assert is_empty(verifier.model.cache)
-
-
-@pytest.mark.parametrize("first_is_closed", [False, True])
-def test_beginning_that_another_session_has_read_is_reused_and_reported(first_is_closed: bool) -> None:
-    verifier = Verifier()
-    verifier.open(1)
-    verifier.run()
-    if first_is_closed:
+    if is_closed:
         verifier.close(1)
-    verifier.open(2, [*PROMPT[:33], 7, 8])
-    ((result, ((_, verdict),)),) = verifier.steps()
+    verifier.open(2, second, cache_salt=salts[1])
+    steps = list(verifier.steps())
+    ((_, verdict),) = steps[-1][1]
     assert isinstance(verdict, Verdict)
-    assert verdict.num_cached_tokens == 2 * BLOCK_SIZE  # whole blocks
-    assert result.num_tokens == 35 - 2 * BLOCK_SIZE
-    assert verifier.scheduler.prefix_tokens == {"queried": 40 + 35, "reused": 32}
-
-
-def test_last_token_is_read_even_where_the_whole_prompt_is_known() -> None:
-    verifier = Verifier()
-    for session_id in (1, 2):
-        verifier.open(session_id, PROMPT[:32])
-        verifier.run()
-    assert verifier.scheduler.prefix_tokens["reused"] == 16
-
-
-@pytest.mark.parametrize(("salts", "reused"), [(("a", "a"), 32), (("a", "b"), 0), (("a", ""), 0)])
-def test_tokens_are_shared_only_under_the_same_salt(salts: tuple[str, str], reused: int) -> None:
-    verifier = Verifier()
-    for session_id, salt in enumerate(salts):
-        verifier.open(session_id, cache_salt=salt)
-        verifier.run()
-    assert verifier.scheduler.prefix_tokens["reused"] == reused
-
-
-def test_session_that_is_opened_anew_under_its_old_name_starts_afresh() -> None:
-    verifier = Verifier()
-    verifier.open(1, plain_rounds=5)
-    verifier.run()
-    verifier.close(1)
-    session = verifier.open(1, [9, 8, 7])
-    verifier.run()
-    (sequence,) = verifier.model.cache.sequences
-    assert sequence.length == 3
-    assert session.committed.ids[:3] == [9, 8, 7]
+    assert verdict.num_cached_tokens == reused
+    assert sum(result.num_tokens for result, _ in steps) == len(second) - reused
+    assert verifier.scheduler.prefix_tokens == {"queried": len(PROMPT) + len(second), "reused": reused}
 
 
 def test_sessions_that_were_admitted_never_run_out_of_cache() -> None:
@@ -301,13 +222,16 @@ def test_accounts_of_the_target_add_up_whatever_sessions_do(
 ) -> None:
     """`steps` checks the cache after each step; here, too, what each sequence holds."""
     verifier = Verifier(Script(acceptance=(acceptance,)))
+    verifier.engine.forget((9, 9))  # which it has never seen
     waiting = list(enumerate(prompts))
     for round_number, length in enumerate(lengths):
         if waiting:
             session_id, (prompt_len, first) = waiting.pop()
             verifier.open(session_id, [first] * prompt_len)
         if round_number == leaves:
-            verifier.close(next(iter(verifier.scheduler.sessions))[0])
+            left, _ = next(iter(verifier.scheduler.sessions))
+            verifier.close(left)
+            waiting.append((left, (5, 7)))  # and is opened anew
         list(verifier.steps(limit=1 + length))
         for session in list(verifier.scheduler.sessions.values()):
             if not session.queued and length:
@@ -374,6 +298,9 @@ class DraftSide:
             if step is None:
                 return
             result = self.engine.step(step)
+            for item, outcome in zip(step.items, result.outcomes, strict=True):
+                if outcome is not None:
+                    check_block(outcome, item)
             self.cache.check_integrity()
             reserved = self.cache.num_blocks - self.scheduler.room.num_free_blocks
             assert self.cache.num_blocks - self.cache.num_free_blocks <= reserved
@@ -381,6 +308,14 @@ class DraftSide:
 
     def blocks(self) -> list[DraftBlock]:
         return [each.outcome for _, completed in self.steps() for each in completed if each.outcome is not None]
+
+
+def check_block(block: DraftBlock, item: drafting.StepItem) -> None:
+    asked, length = item.calibration, len(block.token_ids)
+    assert (block.fence, block.attempt) == (asked.fence, asked.attempt)
+    assert block.token_ids == expected_tokens(asked.fence.prefix_len, length)
+    assert length == asked.num_draft_tokens or item.session.cut_at == (block.fence.round, block.attempt)
+    assert rows_of(decode_one(Claim(block.token_ids, block.distributions), 320)).dense().shape == (length, 320)
 
 
 def scripted() -> DraftSide:
@@ -412,23 +347,6 @@ def test_warm_up_of_the_drafter_leaves_nothing_behind_and_tells_what_was_read(ma
 
 
 @either_strategy
-def test_block_is_what_was_asked_for(make: Any) -> None:
-    side = make()
-    for session_id in (1, 2):
-        side.open(session_id, [session_id] * 20 * session_id)
-    assert side.blocks() == []
-    asked = [side.calibrate([50, 51], 3, 1, num_draft_tokens=2), side.calibrate([], 7, 2, num_draft_tokens=5)]
-    ((result, completed),) = side.steps()
-    for calibration, each in zip(asked, completed, strict=True):
-        assert each.outcome is not None
-        assert (each.outcome.fence, each.outcome.attempt) == (calibration.fence, 0)
-        assert each.outcome.token_ids == expected_tokens(calibration.fence.prefix_len, calibration.num_draft_tokens)
-        decoded = decode_one(Claim(each.outcome.token_ids, each.outcome.distributions), 320)
-        assert rows_of(decoded).dense().shape == (calibration.num_draft_tokens, 320)
-    assert list(result.num_unread) == [0, 0]
-
-
-@either_strategy
 def test_drafter_reads_a_prompt_in_parts_beside_a_running_session(make: Any) -> None:
     side = make()
     side.open(1)
@@ -442,20 +360,6 @@ def test_drafter_reads_a_prompt_in_parts_beside_a_running_session(make: Any) -> 
         assert [each.session.spec.session_id for each in completed if each.outcome is not None] == [1]
         opened.append([each.is_opened for each in completed].count(True))
     assert opened == [0] * (PARTS - 1) + [1]
-
-
-@either_strategy
-def test_accepted_and_rejected_tokens_are_followed_by_the_right_block(make: Any) -> None:
-    side = make()
-    side.open()
-    side.blocks()
-    (block,) = [side.calibrate([60], 1), *side.blocks()][1:]
-    for number, new in enumerate(([*block.token_ids, 61], [*block.token_ids[:1], 62], [63], []), start=2):
-        side.calibrate(new, number)
-        (block,) = side.blocks()
-        length = len(side.scheduler.sessions[1, 0].committed)
-        assert block.token_ids == expected_tokens(length, 4)
-        assert block.fence.prefix_len == length
 
 
 @either_strategy
@@ -501,21 +405,6 @@ def test_block_that_is_wanted_while_it_is_drawn_ends_after_the_token_under_way(
     # A model's forward pass comes before each token but the first, a script's waiting before each.
     cut = num_drawn + (side.cache.num_free_blocks < side.cache.num_blocks)
     assert [len(block.token_ids) for block in blocks] == [4, cut]
-    assert blocks[1].token_ids == expected_tokens(len(PROMPT), cut)
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_forgotten_session_of_the_drafter_frees_its_blocks(num_steps: int) -> None:
-    side = with_cache()
-    side.open(1)
-    side.open(2, [200] * 100)
-    side.calibrate([7], 1, 1)
-    list(side.steps(limit=num_steps))
-    side.close(1)
-    assert len(side.cache.sequences) == (1 if num_steps else 0)
-    side.close(2)
-    assert is_empty(side.cache)
-    side.engine.forget((1, 0))
 
 
 @pytest.mark.parametrize(("salts", "reused"), [(("a", "a"), 32), (("a", "b"), 0)])
@@ -533,22 +422,26 @@ def test_beginning_that_another_session_of_the_drafter_has_read_is_reused(salts:
 
 @settings(max_examples=40, deadline=None)
 @given(
+    make=st.sampled_from([scripted, with_cache]),
     prompts=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 1)), min_size=1, max_size=5),
     rounds=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8), st.integers(0, 2)), min_size=1, max_size=12),
     leaves=st.integers(0, 12),
 )
-def test_accounts_of_the_drafter_add_up_whatever_sessions_do(
-    prompts: list[tuple[int, int]], rounds: list[tuple[int, int, int]], leaves: int
+def test_blocks_are_what_was_asked_for_and_accounts_of_the_drafter_add_up_whatever_sessions_do(
+    make: Callable[[], DraftSide], prompts: list[tuple[int, int]], rounds: list[tuple[int, int, int]], leaves: int
 ) -> None:
-    """Calibrations come before, between and after steps; `steps` checks the cache after each."""
-    side = with_cache()
+    """Calibrations come before, between and after steps; `steps` checks the cache and the blocks after each."""
+    side = make()
+    side.engine.forget((9, 9))  # which it has never seen
     waiting = list(enumerate(prompts))
     for number, (num_new, num_draft_tokens, num_steps) in enumerate(rounds):
         if waiting:
             session_id, (prompt_len, first) = waiting.pop()
             side.open(session_id, [first] * prompt_len)
         if number == leaves:
-            side.close(next(iter(side.scheduler.sessions))[0])
+            left, _ = next(iter(side.scheduler.sessions))
+            side.close(left)
+            waiting.append((left, (5, 7)))  # and is opened anew
         for session_id, _ in list(side.scheduler.sessions):
             length = len(side.scheduler.sessions[session_id, 0].committed)
             new = [*expected_tokens(length, num_new), 9][:num_new] if num_new % 2 else [9] * num_new

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, LLAMA3, family_network, save_tiny_model, tiny_network
+from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, LLAMA3, family_network, ragged_reads, save_tiny_model, tiny_network
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
@@ -104,29 +104,13 @@ def cached(model: PreTrainedModel, groups: LayerGroups, is_static: bool = False)
 def test_fuzzy_logits_are_those_of_the_definition(name: str, grouping: str, is_static: bool) -> None:
     """In float32, in batches of ragged lengths, with ends forgotten and read again: at most 1e-4 apart."""
     reference, groups = make(name), GROUPS[grouping]
-    model = cached(make(name), groups, is_static)
-    generator = random.Random(3)
-    texts: list[list[int]] = [[] for _ in range(5)]
-    sequences = [model.cache.open() for _ in texts]
     largest, from_exact = 0.0, 0.0
-    for _ in range(10):
-        members = generator.sample(range(5), generator.randint(1, 5))
-        readings = []
-        for index in members:
-            if texts[index] and generator.random() < 0.5:
-                length = generator.randrange(len(texts[index]))
-                del texts[index][length:]
-                model.cache.truncate(sequences[index], length)
-            ids = [generator.randrange(VOCAB_SIZE) for _ in range(generator.choice([1, 1, 2, 3, 5, 7, 40]))]
-            texts[index] += ids
-            readings.append(Reading(sequences[index], ids, generator.randint(0, len(ids))))
-        rows = model.read(readings, fuzzily=True).split([reading.keep for reading in readings])
-        for index, reading, own in zip(members, readings, rows, strict=True):
-            if reading.keep:
-                expected = by_definition(reference, groups, texts[index])[-reading.keep :]
-                exact = by_definition(reference, groups_of_size(1, NUM_LAYERS), texts[index])[-reading.keep :]
-                largest = max(largest, float((own - expected).abs().max()))
-                from_exact = max(from_exact, float((own - exact).abs().max()))
+    for text, rows in ragged_reads(cached(make(name), groups, is_static), fuzzily=True):
+        if len(rows):
+            expected = by_definition(reference, groups, text)[-len(rows) :]
+            exact = by_definition(reference, groups_of_size(1, NUM_LAYERS), text)[-len(rows) :]
+            largest = max(largest, float((rows - expected).abs().max()))
+            from_exact = max(from_exact, float((rows - exact).abs().max()))
     assert 0.0 < largest <= 1e-4
     assert from_exact > 0.05, "the approximation is one"
 

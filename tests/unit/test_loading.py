@@ -61,24 +61,22 @@ def test_rolled_back_cache_gives_the_logits_of_a_fresh_forward(architecture: str
         assert (logits - fresh).abs().max() < 2e-4, "float32 rounding of logits of about 10"
 
 
-def test_recurrent_model_is_refused(tmp_path: Path) -> None:
-    model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2))
-    with pytest.raises(InvalidRequestError, match="roll back"):
-        load_model(save(model, tmp_path))
+SMALL = {"vocab_size": VOCAB_SIZE, "hidden_size": 16}
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "reason"),
     [
-        BloomForCausalLM(BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=16, n_layer=2, n_head=2)),
-        FalconForCausalLM(
-            FalconConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
-        ),
+        (MambaForCausalLM(MambaConfig(**SMALL, num_hidden_layers=2)), "roll back"),
+        (BloomForCausalLM(BloomConfig(**SMALL, n_layer=2, n_head=2)), "in its own way"),
+        (FalconForCausalLM(FalconConfig(**SMALL, num_hidden_layers=2, num_attention_heads=2)), "in its own way"),
     ],
-    ids=["bloom", "falcon"],
+    ids=["mamba", "bloom", "falcon"],
 )
-def test_model_that_computes_attention_itself_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="in its own way"):
+def test_model_that_is_recurrent_or_computes_attention_itself_is_refused(
+    model: PreTrainedModel, reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
         load_model(save(model, tmp_path))
 
 

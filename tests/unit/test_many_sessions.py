@@ -130,6 +130,8 @@ class Plan:
     continues: bool = False
     """Whether its prompt follows what another session has written, as the next turn of a chat does."""
     seed: int = 0
+    choice: int = 0
+    """Which of a request's texts it writes; each draws with numbers of its own."""
 
     @property
     def max_len(self) -> int:
@@ -312,7 +314,7 @@ class Stack:
             session_id=client.session_id,
             epoch=client.epoch,
             first_round=len(client.rounds),
-            choice=0,
+            choice=plan.choice,
             token_ids=client.committed.ids,
             prompt_len=len(plan.prompt),
             sampling=plan.sampling,
@@ -333,7 +335,7 @@ class Stack:
         spec = DraftSessionSpec(
             session_id=client.session_id,
             epoch=client.epoch,
-            choice=0,
+            choice=plan.choice,
             token_ids=client.committed.ids,
             prompt_len=len(plan.prompt),
             sampling=plan.sampling,
@@ -591,7 +593,7 @@ class Stack:
             if done.distributions is not None:
                 rows = [plan.probs(draft_logits[number, end - 1], readable_text[:end]) for end in places[:-1]]
                 drawn_from = torch.stack(rows).float()  # as it would be sent
-                key = DrawKey(plan.key(Role.DRAFTING), 0, number, done.attempt)
+                key = DrawKey(plan.key(Role.DRAFTING), plan.choice, number, done.attempt)
                 if rule.is_coupled:
                     words = torch.tensor([key.text_words] * length)
                     times = exponentials(words, torch.tensor(places[:-1]), drawn_from.shape[1])
@@ -610,7 +612,7 @@ class Stack:
                 torch.tensor([done.draft_tokens], dtype=torch.int64),
                 torch.tensor([length]),
             )
-            key = DrawKey(plan.key(Role.VERIFYING), 0, number, done.attempt)
+            key = DrawKey(plan.key(Role.VERIFYING), plan.choice, number, done.attempt)
             outcome = verify(rule, blocks, KeyedNoise([key], [done.prefix_len], device))
             accepted = done.draft_tokens[: int(outcome.num_accepted)]
             assert done.token_ids == [*accepted, int(outcome.extra_tokens)]
@@ -777,6 +779,7 @@ def random_plan(generator: random.Random, seed: int) -> Plan:
         stop_token_ids=choice([frozenset(), frozenset(), frozenset({3})]),
         continues=choice([False, False, True]),
         seed=seed,
+        choice=seed % 3,
     )
 
 

@@ -4,7 +4,7 @@ import functools
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tiny_models import (
     FAMILY_WINDOW,
     LLAMA3,
     family_network,
+    ragged_reads,
     save_tiny_model,
     tiny_network,
 )
@@ -105,28 +106,6 @@ def ranks() -> Iterator[Ranks]:
 # What is done with a model; the same with one process and with several.
 
 
-def ragged(model: CachedModel) -> list[Tensor]:
-    """Reads random texts in batches of ragged lengths, and forgets ends of them."""
-    generator = random.Random(3)
-    vocab_size = model.vocab_size
-    lengths = [0] * 6
-    sequences = [model.cache.open() for _ in lengths]
-    rows = []
-    for _ in range(12):
-        readings = []
-        for index in generator.sample(range(6), generator.randint(1, 6)):
-            if lengths[index] and generator.random() < 0.5:
-                lengths[index] = generator.randrange(lengths[index])
-                model.cache.truncate(sequences[index], lengths[index])
-            count = generator.choice([1, 2, 3, 5, 9, 40])
-            lengths[index] += count
-            ids = [generator.randrange(vocab_size) for _ in range(count)]
-            readings.append(Reading(sequences[index], ids, generator.randint(0, count)))
-        rows.append(model.read(readings).clone())
-        model.cache.check_integrity()
-    return rows
-
-
 def everything_else(model: CachedModel) -> list[Tensor]:
     """Long prompts, beginnings taken over, tokens that the host does not know, paths through trees, a full cache."""
     generator = random.Random(4)
@@ -154,7 +133,8 @@ def everything_else(model: CachedModel) -> list[Tensor]:
     return [row.clone() for row in rows]
 
 
-DRIVES: list[Callable[[CachedModel], list[Tensor]]] = [ragged, everything_else]
+def driven(model: CachedModel) -> list[Tensor]:
+    return [rows for _, rows in ragged_reads(model)] + everything_else(model)
 
 
 # What ranks do.
@@ -165,41 +145,39 @@ def load(group: ProcessGroup, path: str) -> ParallelModel:
     return ParallelModel(decoder, CACHE_TOKENS, group=group)
 
 
-def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[list[Tensor]]:
-    """Returns on rank 0 what the drives give, plain and in static shapes; on the others nothing."""
+def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[Tensor]:
+    """Returns on rank 0 what `driven` does, plain and in static shapes; on the others nothing."""
     decoder = load_parallel_target(path, dtype, "cpu", None, group).decoder
-    results = []
+    results: list[Tensor] = []
     for is_static in (False, True):
         model = ParallelModel(decoder, CACHE_TOKENS, is_static, group=group)
         if group.rank:
             follow(model)
         else:
-            results += [drive(model) for drive in DRIVES]
+            results += driven(model)
             model.stop()
     return results
 
 
 @functools.cache
-def expected(path: str, dtype: str = "float32") -> list[list[Tensor]]:
+def expected(path: str, dtype: str = "float32") -> list[Tensor]:
     """Returns what rank 0 is to return."""
     decoder = decoder_of(load_model(path, dtype).model)
-    models = [CachedModel(decoder, CACHE_TOKENS, is_static) for is_static in (False, True)]
-    return [drive(model) for model in models for drive in DRIVES]
+    return [row for is_static in (False, True) for row in driven(CachedModel(decoder, CACHE_TOKENS, is_static))]
 
 
 QUICK = [("llama with all biases", 2), ("llama 3.1, tied, one key", 2)]
 """Models and numbers of ranks that stand for all: what is shared out has biases, or too few heads."""
 
 
-def compare(parallel: list[list[Tensor]], single: list[list[Tensor]], tolerance: float) -> float:
+def compare(parallel: list[Tensor], single: list[Tensor], tolerance: float) -> float:
     largest = 0.0
-    for ours, theirs in zip(parallel, single, strict=True):
-        for own, other in zip(ours, theirs, strict=True):
-            assert own.shape == other.shape
-            assert own.is_contiguous()
-            if other.numel():
-                assert other.std() > 0.1, "logits that say something"
-                largest = max(largest, float((own - other).abs().max()))
+    for own, other in zip(parallel, single, strict=True):
+        assert own.shape == other.shape
+        assert own.is_contiguous()
+        if other.numel():
+            assert other.std() > 0.1, "logits that say something"
+            largest = max(largest, float((own - other).abs().max()))
     assert largest <= tolerance
     return largest
 
@@ -225,13 +203,9 @@ def test_lower_precision_differs_by_rounding_alone(ranks: Ranks, folders: dict[s
     exact, single = expected(path), expected(path, "bfloat16")
     own = ranks.run(2, logits, path, "bfloat16")[0]
 
-    def distance(results: list[list[Tensor]]) -> float:
-        pairs = [
-            (a.float() - b).abs().flatten()
-            for x, y in zip(results, exact, strict=True)
-            for a, b in zip(x, y, strict=True)
-        ]
-        return float(torch.cat(pairs).mean())
+    def distance(results: list[Tensor]) -> float:
+        pairs = zip(results, exact, strict=True)
+        return float(torch.cat([(rows.float() - other).abs().flatten() for rows, other in pairs]).mean())
 
     assert distance(own) <= 1.3 * distance(single)
 
@@ -584,14 +558,14 @@ def load_layers(group: ProcessGroup, path: str, layers: LayerParallelism) -> Par
 
 
 def shared_layers(group: ProcessGroup, path: str, layers: LayerParallelism) -> tuple[list[int], list[Tensor]]:
-    """Returns which layers' attention a rank has, and on rank 0 what the drives give and what drafting does."""
+    """Returns which layers' attention a rank has, and on rank 0 what `driven` and `drafting` do."""
     model = load_layers(group, path, layers)
     attentions: Any = model._exact._decoder._base.attentions  # type: ignore[attr-defined]
     held = [index for index, attention in enumerate(attentions) if attention is not None]
     if group.rank:
         follow(model)
         return held, []
-    results = [row for drive in DRIVES for row in drive(model)] + drafting(model)
+    results = driven(model) + drafting(model)
     model.stop()
     return held, results
 
@@ -637,7 +611,7 @@ def test_layers_shared_out_among_ranks_say_what_they_say_in_one_process(
     base = LeanDecoder(load_model(folders[name], "float32").model)
     for size, layers, held in shared_out:
         alone = CachedModel(base, CACHE_TOKENS, drafting=LayerParallelDecoder(base, layers.of(base.num_layers)))
-        expected_rows = [row for drive in DRIVES for row in drive(alone)] + drafting(alone)
+        expected_rows = driven(alone) + drafting(alone)
         found = ranks.run(size, shared_layers, folders[name], layers)
         assert [own for own, _ in found] == held
         for own, expected_row in zip(found[0][1], expected_rows, strict=True):

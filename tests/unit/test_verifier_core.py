@@ -1,18 +1,21 @@
-"""The verifier's core: who is told of a refused block and of a drafter in quarantine, and who is not."""
+"""The verifier's core: who is told of a refused block, a drafter in quarantine and a failed step, and who is not."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
 from draftwire.audit import AuditSums
 from draftwire.encoding import Claim, DraftDistributions, decode
-from draftwire.errors import Violation
+from draftwire.errors import UnavailableError, Violation
 from draftwire.keys import KEY_BYTES
 from draftwire.parameters import SamplingParams
 from draftwire.quantization import Encoding
-from draftwire.rounds import CommittedTokens, Fence, Permit, ReceivedBlock, TargetSessionSpec
+from draftwire.rounds import CommittedTokens, Fence, Permit, PlainRun, ReceivedBlock, TargetSessionSpec, Verdict
+from draftwire.services.leases import SessionFailed
 from draftwire.services.metrics import PREFIX
 from draftwire.services.outbox import Outbox
 from draftwire.services.settings import ModelSettings
@@ -236,3 +239,27 @@ async def test_session_of_a_seed_that_was_used_before_is_no_evidence(core: Verif
     open_session(core, 3, lease_id, seed=43)
     convict(core, 3)
     assert core.drafters.get(DRAFTER).is_quarantined
+
+
+async def test_error_of_a_library_fails_the_steps_sessions_without_a_quote_and_the_next_session_runs(
+    core: VerifierCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease_id, outbox = core.open_lease()
+    running = asyncio.create_task(core.run_steps())
+    monkeypatch.setattr(
+        core._engine, "step", Mock(side_effect=[RuntimeError("words of a prompt"), DEFAULT], wraps=core._engine.step)
+    )
+    events = []
+    for session_id in (1, 2):
+        open_session(core, session_id, lease_id, None)
+        core.run_plain(PlainRun(core._scheduler.sessions[session_id, 0].fence, 1))
+        async with asyncio.timeout(10):
+            events += await outbox.take_all()
+        assert core.num_sessions == session_id - 1
+    failed, verdict = events
+    assert isinstance(failed, SessionFailed)
+    assert isinstance(failed.error, UnavailableError)
+    assert "words" not in str(failed.error)
+    assert isinstance(verdict, Verdict)
+    assert verdict.fence.session_id == 2
+    running.cancel()

@@ -6,17 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from scheduler_contract import (
     CONTEXT_LENGTH,
     PROMPT,
+    UNSHRUNK,
     AnyOrder,
     FixedPacer,
     SchedulerContract,
     Side,
-    ids_of,
     next_step,
 )
 
@@ -92,11 +91,15 @@ def long_spec(session_id: int, prompt_len: int, **changes: Any) -> TargetSession
 
 
 def make_block(
-    fence: Fence, token_ids: list[int] | None = None, encoding: Encoding = Encoding.ONE_HOT, **changes: Any
+    fence: Fence,
+    token_ids: list[int] | None = None,
+    encoding: Encoding = Encoding.ONE_HOT,
+    vocab_size: int = VOCAB_SIZE,
+    **changes: Any,
 ) -> ReceivedBlock:
     """A block as it comes out of the edge, where its distributions were decoded. It shows the first permit."""
     token_ids = [10, 11] if token_ids is None else token_ids
-    (draft,) = decode([Claim(token_ids, DraftDistributions(encoding, VOCAB_SIZE))], VOCAB_SIZE)
+    (draft,) = decode([Claim(token_ids, DraftDistributions(encoding, vocab_size))], VOCAB_SIZE)
     given = {"drafter_id": DRAFTER, "has_distributions": encoding is not Encoding.NONE, "permit": permit()} | changes
     return ReceivedBlock(fence, token_ids, draft, **given)
 
@@ -109,18 +112,6 @@ def offer(scheduler: Scheduler, block: ReceivedBlock) -> None:
     """Does what the core does with a block."""
     scheduler.take_permit(block)
     scheduler.offer_block(block)
-
-
-def take(scheduler: Scheduler, block: ReceivedBlock) -> FenceVerdict:
-    """Offers a block and returns what became of it, as `run_plain` does."""
-    session = scheduler.sessions.get((block.fence.session_id, block.fence.epoch))
-    try:
-        offer(scheduler, block)
-    except BlockViolationError as error:
-        if error.violation is Violation.PREFIX:
-            return FenceVerdict.VIOLATION
-        raise
-    return FenceVerdict.CURRENT if session is not None and session.block is block else FenceVerdict.STALE
 
 
 def first_fence(session_id: int = 1, epoch: int = 0) -> Fence:
@@ -212,23 +203,11 @@ def drafted_for(**changes: Any) -> tuple[Scheduler, TargetSession]:
     return scheduler, session
 
 
-def send_block(scheduler: Scheduler, fence: Fence) -> FenceVerdict:
-    return take(scheduler, make_block(fence))
-
-
-def send_plain_run(scheduler: Scheduler, fence: Fence) -> FenceVerdict:
-    return scheduler.run_plain(PlainRun(fence, 2))
-
-
-MESSAGES = (send_block, send_plain_run)
-
-
 VERIFIER = Side(
     make_scheduler=make_scheduler,
     make_spec=lambda session_id=1, **changes: make_spec(session_id, **{"plain_rounds": 1, **changes}),
     engine=Engine,
     ask=lambda scheduler, session: scheduler.run_plain(PlainRun(session.fence, 1)),
-    messages=MESSAGES,
     done=lambda told: [session.spec.session_id for session, _ in told],
     timed=lambda result, seconds: replace(result, verify_us=int(seconds * 1e6)),
     out_of_range=[
@@ -246,74 +225,6 @@ VERIFIER = Side(
 
 class TestVerifierScheduler(SchedulerContract):
     side = VERIFIER
-
-
-# Rounds
-
-
-def test_session_that_was_moved_counts_rounds_on_and_ends_at_the_max_len_of_the_whole_text() -> None:
-    moved = [*PROMPT, 30, 31, 32]
-    scheduler, session = opened(epoch=2, first_round=5, token_ids=moved, max_len=10, plain_rounds=9)
-    verdicts = run_plain_steps(scheduler, [20, 21, 22, 23])
-    committed = [*moved, 20, 21]
-    fences = [Fence(1, 2, 5 + n, 7 + n, CommittedTokens(committed[: 7 + n]).hash) for n in range(3)]
-    assert [verdict.fence for verdict in verdicts] == fences
-    assert session.committed.ids == [*committed, 22]
-    assert verdicts[-1].plain_rounds_left == 0
-
-
-def test_messages_for_the_current_round_become_steps_and_each_fence_follows_from_what_was_committed() -> None:
-    scheduler, session = opened()
-    assert scheduler.next_step() is None, "a session without plain rounds waits for work"
-    after = Fence(1, 0, 1, 6, CommittedTokens([*PROMPT, 10, 20]).hash)
-    for fence, decided in ((first_fence(), [10, 20]), (after, [30, 31])):
-        block = make_block(fence, [decided[0], 11])
-        assert take(scheduler, block) is FenceVerdict.CURRENT
-        step = next_step(scheduler)
-        assert [(item.session, item.block) for item in step.items] == [(session, block)]
-        assert scheduler.next_step() is None
-        verdict = complete(scheduler, step, decided)
-        assert verdict is not None
-        assert verdict.fence == fence
-    assert scheduler.run_plain(PlainRun(session.fence, 2)) is FenceVerdict.CURRENT
-    assert [verdict.num_draft_tokens for verdict in run_plain_steps(scheduler, [20] * 4)] == [0, 0]
-    assert session.committed.ids == [*PROMPT, 10, 20, 30, 31, 20, 20]
-    assert not scheduler.dropped
-
-
-def test_message_for_a_past_round_is_dropped_and_one_from_the_future_or_about_another_prefix_is_a_violation() -> None:
-    past: list[dict[str, int]] = [{}, {"prefix_hash": 1}, {"prefix_len": 999}]
-    wrong: list[dict[str, int]] = [{"round": 1}, {"prefix_hash": 1}, {"prefix_len": len(PROMPT) - 1}]
-    for send, is_past in itertools.product(MESSAGES, (True, False)):
-        for changes in past if is_past else wrong:
-            scheduler, session = opened(plain_rounds=int(is_past))
-            run_plain_steps(scheduler, [20])
-            before = session.fence
-            verdict = FenceVerdict.STALE if is_past else FenceVerdict.VIOLATION
-            assert send(scheduler, replace(first_fence(), **changes)) is verdict, changes
-            assert scheduler.dropped == {verdict.value: 1}
-            assert scheduler.next_step() is None
-            assert session.fence == before
-
-
-def test_message_is_dropped_while_its_round_is_decided() -> None:
-    """By a block, by a plain round, and while the prompt before them is read in parts, waiting or in a step."""
-    for send, has_block, in_step, budget in itertools.product(MESSAGES, (True, False), (True, False), (1000, 3)):
-        scheduler, _ = opened(make_scheduler(budget=budget), plain_rounds=0 if has_block else 2)
-        if has_block:
-            offer(scheduler, make_block(first_fence(), [10]))
-        step = next_step(scheduler) if in_step else None
-        assert send(scheduler, first_fence()) is FenceVerdict.STALE
-        assert scheduler.dropped == {"stale": 1}
-        verdict = None
-        while verdict is None:
-            verdict = complete(scheduler, step or next_step(scheduler), [10, 20] if has_block else [20])
-            step = None
-        assert (verdict.num_draft_tokens, verdict.plain_rounds_left) == ((1, 0) if has_block else (0, 1))
-        if not has_block:
-            assert send(scheduler, scheduler.sessions[1, 0].fence) is FenceVerdict.STALE, "a plain run goes on"
-            assert [one.num_draft_tokens for one in run_plain_steps(scheduler, [21, 22])] == [0]
-        assert scheduler.next_step() is None
 
 
 # What a step leaves behind
@@ -410,34 +321,6 @@ def test_time_in_the_queue_is_counted_from_each_rounds_own_start() -> None:
     assert (first.queue_us, second.queue_us) == (pytest.approx(1_000_000, abs=1), pytest.approx(1000, abs=1))
 
 
-def test_plain_run_counts_down_and_ends_at_a_stop_token_and_at_max_len() -> None:
-    for max_len, plain_rounds, tokens, left in (
-        (CONTEXT_LENGTH, 3, [20] * 9, [2, 1, 0]),
-        (CONTEXT_LENGTH, 6, [20, STOP_TOKEN, 21, 22], [5, 0]),
-        (len(PROMPT) + 1, 50, [20] * 9, [0]),
-        (9, 50, [20] * 9, [49, 48, 47, 46, 0]),
-        (CONTEXT_LENGTH, 50, [20] * 9, [*range(49, 42, -1), 0]),
-    ):
-        scheduler, session = opened(plain_rounds=plain_rounds, max_len=max_len)
-        verdicts = run_plain_steps(scheduler, tokens)
-        assert [verdict.plain_rounds_left for verdict in verdicts] == left
-        lengths = [(verdict.fence.round, verdict.fence.prefix_len) for verdict in verdicts]
-        assert lengths == [(number, len(PROMPT) + number) for number in range(len(left))]
-        assert session.committed.ids == PROMPT + tokens[: len(left)]
-        if len(session.committed) == max_len:
-            with pytest.raises(InvalidRequestError):
-                scheduler.run_plain(PlainRun(session.fence, 1))
-            assert scheduler.next_step() is None
-
-
-def test_plain_run_of_no_rounds_is_refused() -> None:
-    """Zero can come over the wire; counted down, it would never end."""
-    scheduler, _ = opened()
-    with pytest.raises(InvalidRequestError):
-        scheduler.run_plain(PlainRun(first_fence(), 0))
-    assert scheduler.next_step() is None
-
-
 def test_tokens_that_others_had_read_are_told_in_every_verdict() -> None:
     scheduler = make_scheduler(context_length=100)
     scheduler.open(long_spec(1, 20, plain_rounds=3), lease_id=0)
@@ -447,53 +330,7 @@ def test_tokens_that_others_had_read_are_told_in_every_verdict() -> None:
     assert [verdict.num_cached_tokens for _, verdict in told if isinstance(verdict, Verdict)] == [16, 16, 16]
 
 
-def test_block_that_comes_before_the_prompt_is_read_is_kept_until_then() -> None:
-    scheduler = make_scheduler(context_length=100, budget=10)
-    session = scheduler.open(long_spec(1, 25, plain_rounds=0), lease_id=0)
-    offer(scheduler, make_block(session.fence, [10]))
-    engine = Engine()
-    *parts, told = [scheduler.complete(step, engine.run(step)) for step in iter(scheduler.next_step, None)]
-    assert parts == [[], []]
-    ((_, verdict),) = told
-    assert isinstance(verdict, Verdict)
-    assert verdict.token_ids == [10, 20]
-
-
-def test_whatever_is_ready_goes_into_one_step_and_leaves_when_it_ends() -> None:
-    scheduler = make_scheduler(max_sessions=6)
-    for session_id, plain_rounds in ((1, 0), (2, 3), (3, 0), (4, 1), (5, 0)):
-        scheduler.open(make_spec(session_id, plain_rounds=plain_rounds), lease_id=0)
-    block = make_block(first_fence(3))
-    offer(scheduler, block)
-    scheduler.run_plain(PlainRun(first_fence(5), 2))
-    step = next_step(scheduler)
-    assert sorted(ids_of(step)) == [2, 3, 4, 5]
-    assert [item.block for item in step.items if item.block is not None] == [block]
-    assert scheduler.next_step() is None
-    engine = Engine()
-    scheduler.complete(step, engine.run(step))
-    assert [sorted(served) for served in VERIFIER.run_steps(scheduler, engine=engine)] == [[2, 5], [2]]
-
-
 # Blocks that are refused
-
-
-def test_block_is_as_long_as_its_session_and_the_extra_token_leave_room_for() -> None:
-    for prompt_len, max_len, draft_len, fits in (
-        (4, CONTEXT_LENGTH, 0, False),
-        (4, CONTEXT_LENGTH, 3, True),  # the session's limit
-        (4, CONTEXT_LENGTH, 4, False),
-        *((max_len - 3, max_len, draft_len, draft_len == 2) for max_len in (8, CONTEXT_LENGTH) for draft_len in (2, 3)),
-    ):
-        scheduler, session = opened(token_ids=[5] * prompt_len, max_len=max_len, prompt_len=1)
-        if fits:
-            assert take(scheduler, make_block(session.fence, [10] * draft_len)) is FenceVerdict.CURRENT
-            complete(scheduler, next_step(scheduler), [10] * draft_len + [20])
-            assert len(session.committed) == prompt_len + draft_len + 1
-        else:
-            with pytest.raises(InvalidRequestError):
-                offer(scheduler, make_block(session.fence, [10] * draft_len))
-        assert scheduler.next_step() is None
 
 
 MakeBad = Callable[[Fence], ReceivedBlock]
@@ -506,6 +343,7 @@ VIOLATIONS: dict[str, tuple[Violation, MakeBad]] = {
     "empty": (Violation.LENGTH, lambda fence: make_block(fence, [])),
     "no distributions": (Violation.NO_DISTRIBUTIONS, lambda fence: make_block(fence, encoding=Encoding.NONE)),
     "found in decoding": (Violation.TOKEN_ID, lambda fence: make_block(fence, [VOCAB_SIZE])),
+    "more rows than the target": (Violation.ENCODING, lambda fence: make_block(fence, vocab_size=VOCAB_SIZE + 1)),
     "wrong data": (Violation.ENCODING, lambda fence: make_block(fence, encoding=Encoding.DENSE_FLOAT32)),
     "another drafter": (Violation.PEER, lambda fence: make_block(fence, drafter_id=OTHER, permit=None)),
     "another's permit": (Violation.PEER, lambda fence: make_block(fence, drafter_id=OTHER)),
@@ -560,29 +398,13 @@ def test_block_is_dropped_whatever_is_wrong_with_it_where_it_is_stale_or_specula
 
 
 def test_rule_that_needs_no_distributions_takes_blocks_without_them() -> None:
-    scheduler, _ = opened(rule="typical")
-    assert take(scheduler, make_block(first_fence(), encoding=Encoding.NONE)) is FenceVerdict.CURRENT
+    scheduler, session = opened(rule="typical")
+    block = make_block(first_fence(), encoding=Encoding.NONE)
+    offer(scheduler, block)
+    assert session.block is block
 
 
 # Permits
-
-
-def test_first_permit_makes_its_sender_the_sessions_drafter_and_later_blocks_need_none() -> None:
-    """The first block may be stale: the verifier may have gone on alone while it was drafted."""
-    for is_stale in (False, True):
-        scheduler, session = opened(plain_rounds=int(is_stale))
-        run_plain_steps(scheduler, [20])
-        with pytest.raises(BlockViolationError) as raised:
-            offer(scheduler, make_block(session.fence, permit=None))
-        assert raised.value.violation is Violation.PEER
-        first = make_block(first_fence())
-        assert take(scheduler, first) is (FenceVerdict.STALE if is_stale else FenceVerdict.CURRENT)
-        assert scheduler.take_permit(first) is None, "the same again is no new drafter"
-        for number in range(3):
-            block = make_block(session.fence, permit=None)
-            assert session.queued or take(scheduler, block) is FenceVerdict.CURRENT
-            complete(scheduler, next_step(scheduler), [20 + number])
-        assert scheduler.dropped == ({"stale": 1} if is_stale else {})
 
 
 def test_forged_permit_is_a_violation_even_with_a_stale_block_and_changes_nothing() -> None:
@@ -596,7 +418,8 @@ def test_forged_permit_is_a_violation_even_with_a_stale_block_and_changes_nothin
             offer(scheduler, make_block(first_fence(), permit=shown, drafter_id=drafter_id))
         assert raised.value.violation is Violation.PEER
         assert (session.drafter_id, session.permit_number) == (DRAFTER, 0)
-        assert take(scheduler, make_block(session.fence, permit=None)) is FenceVerdict.CURRENT
+        scheduler.offer_block(make_block(session.fence, permit=None))
+        assert session.queued
 
 
 def test_session_without_a_key_takes_nobodys_blocks() -> None:
@@ -610,127 +433,122 @@ def test_session_without_a_key_takes_nobodys_blocks() -> None:
         assert scheduler.next_step() is None
 
 
-def test_permit_of_a_past_epoch_or_another_session_opens_nothing() -> None:
-    scheduler = make_scheduler()
-    one, other = (scheduler.open(make_spec(number, permit_key=bytes([number] * 16)), lease_id=0) for number in (1, 2))
-    with pytest.raises(BlockViolationError):
-        offer(scheduler, make_block(one.fence, permit=permit(key=bytes([2] * 16))))
-    offer(scheduler, make_block(replace(other.fence, epoch=1), permit=permit(key=bytes([2] * 16))))
-    assert scheduler.dropped == {"unknown_session": 1}
-    assert (one.drafter_id, other.drafter_id) == (None, None)
-
-
-def test_higher_number_takes_the_session_over_and_the_earlier_drafter_is_a_stranger() -> None:
-    scheduler, session = drafted_for()
-    late = make_block(session.fence, permit=None)
-    assert scheduler.take_permit(make_block(session.fence, drafter_id=OTHER, permit=permit(3))) is session
-    with pytest.raises(BlockViolationError) as raised:
-        offer(scheduler, late)
-    assert raised.value.violation is Violation.PEER
-    for drafter_id in (DRAFTER, OTHER):
-        assert take(scheduler, make_block(session.fence, drafter_id=drafter_id)) is FenceVerdict.STALE, "a lower number"
-    assert scheduler.dropped == {"stale": 2}
-    assert (session.drafter_id, session.permit_number) == (OTHER, 3)
-    assert take(scheduler, make_block(session.fence, drafter_id=OTHER, permit=None)) is FenceVerdict.CURRENT
-
-
-def test_speculation_that_was_ended_goes_on_with_a_higher_number_alone() -> None:
-    scheduler, session = opened()
-    scheduler.take_permit(make_block(session.fence, permit=permit(1)))
-    scheduler.end_speculation(session)
-    for drafter_id, number in itertools.product((DRAFTER, OTHER), (0, 1)):
-        shown = make_block(session.fence, drafter_id=drafter_id, permit=permit(number))
-        assert scheduler.take_permit(shown) is None
-        assert take(scheduler, shown) is FenceVerdict.STALE
-        assert (session.drafter_id, session.permit_number) == (None, 1)
-    assert scheduler.dropped == {"stale": 2, "no_speculation": 2}
-    replacement = make_block(session.fence, drafter_id=OTHER, permit=permit(2))
-    assert take(scheduler, replacement) is FenceVerdict.CURRENT
-    assert next_step(scheduler).items[0].block is replacement
-
-
 # All of it in any order
+
+
+@dataclass(slots=True)
+class Known:
+    """What an open session should be."""
+
+    round: int
+    plain_rounds_left: int
+    permit_number: int = -1
+    drafter_id: int | None = None
+    block: ReceivedBlock | None = None
 
 
 class VerifierInAnyOrder(AnyOrder):
     """Messages are blocks of two drafters and plain runs; steps end with tokens or errors."""
 
     side = VERIFIER
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rounds: dict[tuple[int, int], int] = {}
-        """Of each open session."""
-        self.parts: dict[tuple[int, int], tuple[int, int | None]] = {}
-        """The highest permit that each open session has seen, and its drafter unless its part has ended."""
-
-    @rule(key=AnyOrder.KEYS, prompt_len=st.integers(1, 20), room=st.integers(1, 40), plain_rounds=st.integers(0, 3))
-    def open(self, key: tuple[int, int], prompt_len: int, room: int, plain_rounds: int) -> None:
-        spec = long_spec(key[0], prompt_len, epoch=key[1], max_len=prompt_len + room, plain_rounds=plain_rounds)
-        if self.open_session(key, spec):
-            self.rounds[key], self.parts[key] = 0, (-1, None)
+    ROUNDS_OFF = st.sampled_from([0, 0, 0, 0, -1, 1])
+    WRONG = st.sampled_from([*[{}] * 8, {"prefix_hash": 0}, {"prefix_len": 999}])
+    """Fields of a fence that a message has wrong."""
 
     @rule(
         key=AnyOrder.KEYS,
-        is_block=st.booleans(),
+        prompt_len=st.integers(1, 20),
+        room=st.integers(1, 40),
+        plain_rounds=st.integers(0, 3),
+        first_round=st.sampled_from([0, 5]),
+    )
+    def open(self, key: tuple[int, int], prompt_len: int, room: int, plain_rounds: int, first_round: int) -> None:
+        max_len = prompt_len + room
+        changes = {"epoch": key[1], "max_len": max_len, "plain_rounds": plain_rounds, "first_round": first_round}
+        self.open_session(key, long_spec(key[0], prompt_len, **changes), Known(first_round, plain_rounds))
+
+    def fence(self, key: tuple[int, int], rounds_off: int, wrong: dict[str, int]) -> tuple[Fence, str]:
+        """Returns what a message says, and why it would be dropped; it would not if that is empty."""
+        number = self.known[key].round if key in self.known else 0
+        committed = CommittedTokens(self.expected.get(key, [1]))
+        fence = Fence(*key, max(0, number + rounds_off), len(committed), committed.hash)
+        is_current = fence.round == number and not wrong
+        if key not in self.known:
+            reason = "unknown_session"
+        elif fence.round < number or (is_current and self.scheduler.sessions[key].queued):
+            reason = "stale"
+        else:
+            reason = "" if is_current else "violation"
+        return replace(fence, **wrong), reason
+
+    def room(self, key: tuple[int, int]) -> int:
+        return self.scheduler.sessions[key].spec.max_len - len(self.expected[key])
+
+    @rule(key=AnyOrder.KEYS, amount=st.integers(0, 4), rounds_off=ROUNDS_OFF, wrong=WRONG)
+    def run_plain(self, key: tuple[int, int], amount: int, rounds_off: int, wrong: dict[str, int]) -> None:
+        fence, reason = self.fence(key, rounds_off, wrong)
+        if not reason and (amount == 0 or self.room(key) == 0):
+            with pytest.raises(InvalidRequestError):
+                self.scheduler.run_plain(PlainRun(fence, amount))
+            return
+        verdicts = {"": FenceVerdict.CURRENT, "violation": FenceVerdict.VIOLATION}
+        assert self.scheduler.run_plain(PlainRun(fence, amount)) is verdicts.get(reason, FenceVerdict.STALE)
+        if reason:
+            self.dropped[reason] += 1
+        else:
+            self.known[key].plain_rounds_left = amount
+
+    @rule(
+        key=AnyOrder.KEYS,
         amount=st.integers(0, 4),
-        rounds_off=st.sampled_from([0, 0, 0, 0, -1, 1]),
-        right_prefix=st.sampled_from([True, True, True, True, False]),
+        rounds_off=ROUNDS_OFF,
+        wrong=WRONG,
         sender=st.sampled_from([(DRAFTER, None), (DRAFTER, 0), (DRAFTER, 0), (OTHER, None), (OTHER, 1), (DRAFTER, 2)]),
     )
-    def message(
+    def offer(
         self,
         key: tuple[int, int],
-        is_block: bool,
         amount: int,
         rounds_off: int,
-        right_prefix: bool,
+        wrong: dict[str, int],
         sender: tuple[int, int | None],
     ) -> None:
-        number, committed = self.rounds.get(key, 0), self.expected.get(key, [1])
-        prefix_hash = CommittedTokens(committed).hash if right_prefix else 0
-        fence = Fence(*key, max(0, number + rounds_off), len(committed), prefix_hash)
-        session = self.scheduler.sessions.get(key)
-        is_current = fence.round == number and right_prefix
-        wanted = FenceVerdict.CURRENT if is_current else FenceVerdict.VIOLATION
-        if session is None or fence.round < number or (is_current and session.queued):
-            wanted = FenceVerdict.STALE
-        if session is not None and is_block:
-            shown = -1 if sender[1] is None else sender[1]
-            if shown > self.parts[key][0]:
-                self.parts[key] = (shown, sender[0])
-            highest, drafter = self.parts[key]
-            if (sender[1] is not None and shown < highest) or (highest >= 0 and drafter is None):
-                wanted = FenceVerdict.STALE
-            elif sender[0] != drafter and wanted is not FenceVerdict.STALE:
-                with pytest.raises(BlockViolationError) as raised:
-                    self._send(fence, is_block, amount, sender)
-                assert raised.value.violation is Violation.PEER
-                return
-        if wanted is FenceVerdict.CURRENT:
-            assert session is not None
-            room = session.spec.max_len - len(committed)
-            good = 1 <= amount <= 3 and amount < room if is_block else amount >= 1 and room >= 1
-            if not good:
-                with pytest.raises(InvalidRequestError):
-                    self._send(fence, is_block, amount, sender)
-                assert not session.queued
-                return
-        assert self._send(fence, is_block, amount, sender) is wanted
-        assert wanted is not FenceVerdict.CURRENT or (session is not None and session.queued)
-
-    def _send(self, fence: Fence, is_block: bool, amount: int, sender: tuple[int, int | None]) -> FenceVerdict:
-        if is_block:
-            drafter_id, number = sender
-            shown = None if number is None else permit(number)
-            return take(self.scheduler, make_block(fence, [10] * amount, drafter_id=drafter_id, permit=shown))
-        return self.scheduler.run_plain(PlainRun(fence, amount))
+        fence, reason = self.fence(key, rounds_off, wrong)
+        drafter_id, number = sender
+        shown = None if number is None else permit(number)
+        block = make_block(fence, [10] * amount, drafter_id=drafter_id, permit=shown)
+        known, violation = self.known.get(key), None
+        is_new = known is not None and number is not None and number > known.permit_number
+        assert self.scheduler.take_permit(block) is (self.scheduler.sessions[key] if is_new else None)
+        if known is not None:
+            if is_new:
+                known.permit_number, known.drafter_id = number, drafter_id
+            if number is not None and number < known.permit_number:
+                reason = "stale"
+            elif known.drafter_id is None and known.permit_number >= 0:
+                reason = "no_speculation"
+            elif drafter_id != known.drafter_id and reason != "stale":
+                violation = Violation.PEER
+            elif reason == "violation":
+                violation = Violation.PREFIX
+            elif not reason and not 1 <= amount <= min(3, self.room(key) - 1):
+                violation = Violation.LENGTH
+        if reason:
+            self.dropped[reason] += 1
+        if violation is not None:
+            with pytest.raises(BlockViolationError) as raised:
+                self.scheduler.offer_block(block)
+            assert raised.value.violation is violation
+            return
+        self.scheduler.offer_block(block)
+        if known is not None and not reason:
+            known.block = block
 
     @rule(key=AnyOrder.KEYS)
     def end_speculation(self, key: tuple[int, int]) -> None:
-        if self.parts.get(key, (-1, None))[1] is not None:  # nobody else can do anything to be sent away for
+        if key in self.known and self.known[key].drafter_id is not None:  # nobody else can be sent away
             self.scheduler.end_speculation(self.scheduler.sessions[key])
-            self.parts[key] = (self.parts[key][0], None)
+            self.known[key].drafter_id = None
 
     @precondition(lambda self: self.step is not None)
     @rule(choices=st.lists(st.integers(0, 5), min_size=5, max_size=5))
@@ -745,34 +563,34 @@ class VerifierInAnyOrder(AnyOrder):
             return [*(item.block.token_ids[:choice] if item.block else []), extra]
 
         told = self.scheduler.complete(self.step, self.engine.run(self.step, decide))
-        members = [item.session for item in self.step.items]
+        items = {id(item.session): item for item in self.step.items}
         self.step = None
         for session, result in told:
             assert self.scheduler.sessions[session.key] is session
-            assert any(session is member for member in members)
-            if isinstance(result, Verdict):
-                committed = self.expected[session.key]
-                assert (result.fence.round, result.fence.prefix_len) == (self.rounds[session.key], len(committed))
-                assert result.fence.prefix_hash == CommittedTokens(committed).hash
-                self.rounds[session.key] += 1
-                self.expected[session.key] = committed + result.token_ids
-            else:
+            if not isinstance(result, Verdict):
                 self.close(session.key)  # as the core does
+                continue
+            known, committed = self.known[session.key], self.expected[session.key]
+            assert items[id(session)].block is known.block
+            assert result.fence == Fence(*session.key, known.round, len(committed), CommittedTokens(committed).hash)
+            committed += result.token_ids
+            known.round += 1
+            if known.block is None:
+                is_over = STOP_TOKEN in result.token_ids or self.room(session.key) == 0
+                known.plain_rounds_left = 0 if is_over else known.plain_rounds_left - 1
+            known.block = None
+            assert result.plain_rounds_left == known.plain_rounds_left
 
     def finish(self) -> None:
         self.finish_step([0] * 5)
 
-    def forget(self, key: tuple[int, int]) -> None:
-        self.rounds.pop(key, None)
-        self.parts.pop(key, None)
-
     @invariant()
     def sessions_are_as_their_messages_made_them(self) -> None:
         for key, session in self.scheduler.sessions.items():
+            found = Known(*(getattr(session, name) for name in Known.__slots__))
+            assert found == self.known[key]
             assert session.queued == (session.block is not None or session.plain_rounds_left > 0)
-            assert session.round == self.rounds[key]
-            assert (session.permit_number, session.drafter_id) == self.parts[key]
 
 
 TestAnyOrder = VerifierInAnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = UNSHRUNK

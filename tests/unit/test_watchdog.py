@@ -76,13 +76,17 @@ async def test_each_function_has_a_time_of_its_own() -> None:
     thread.stop()
 
 
-async def test_function_that_fails_has_ended() -> None:
+async def test_function_that_fails_has_ended_and_the_next_one_runs() -> None:
     clock = Clock()
     thread = TorchThread(clock)
     with pytest.raises(ZeroDivisionError):
         await thread.run(lambda: 1 / 0)
     thread.post(lambda: 1 / 0)
-    await thread.run(int)
+    assert await thread.run(lambda: 7) == 7
+    held = Held()
+    held.let_go()
+    thread.post(lambda: held() or 1 / 0)
+    await asyncio.to_thread(held.began.wait, SECONDS)
     await until_idle(thread, clock)
     thread.stop()
 
