@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
 from draftwire.models.kv_cache import blocks_for
@@ -278,6 +278,12 @@ class AnyOrder(RuleBasedStateMachine):
     """
 
     KEYS = st.tuples(st.integers(1, 2), st.integers(0, 1))
+    ROOMS = st.integers(1, 4) | st.integers(1, 40)
+    """Tokens that a session may generate: some are soon full."""
+    PROMPTS = st.integers(1, 3) | st.integers(1, 20)
+    """Their tokens: some are read in one step."""
+    WHO = st.integers(0, 11)
+    """Whom a message is for; see `key_of`."""
     side: Side
 
     def __init__(self) -> None:
@@ -293,6 +299,21 @@ class AnyOrder(RuleBasedStateMachine):
         self.dropped: Counter[str] = Counter()
         """Messages that had no effect, by reason."""
 
+    @initialize(rooms=st.lists(ROOMS, min_size=2, max_size=2))
+    def open_some(self, rooms: list[int]) -> None:
+        """So that messages have somebody to be for, even in runs that open no more."""
+        for number, room in enumerate(rooms, 1):
+            self.open((number, 0), 2, room)
+
+    def open(self, key: tuple[int, int], prompt_len: int, room: int) -> None:
+        """Opens a session with a prompt and room for so many tokens, if it can be opened."""
+        raise NotImplementedError
+
+    def key_of(self, who: int) -> tuple[int, int]:
+        """Returns the name of a session that is open, or now and then one that may not be."""
+        names = sorted(self.expected)
+        return names[who % len(names)] if names and who < 10 else (1 + who % 2, 1)
+
     def open_session(self, key: tuple[int, int], spec: Any, known: Any) -> None:
         fits = len(self.expected) < 3 and blocks_for(spec.max_len) <= self.scheduler.room.num_free_blocks
         if key in self.expected or not fits:
@@ -306,7 +327,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def begin_step(self) -> None:
         queued = [session for session in self.scheduler.sessions.values() if session.queued]
-        running = [session for session in queued if not session.is_reading]
+        running = [
+            session
+            for session in queued
+            if not session.is_reading and session.num_unread <= session.spec.max_draft_tokens + 1  # as a round commits
+        ]
         self.step = self.scheduler.next_step()
         assert (self.step is not None) == bool(queued)
         if self.step is not None:

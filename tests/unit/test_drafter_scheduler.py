@@ -207,22 +207,23 @@ class DrafterInAnyOrder(AnyOrder):
 
     side = DRAFTER
 
-    @rule(key=AnyOrder.KEYS, prompt_len=st.integers(1, 20), room=st.integers(1, 40))
+    @rule(key=AnyOrder.KEYS, prompt_len=AnyOrder.PROMPTS, room=AnyOrder.ROOMS)
     def open(self, key: tuple[int, int], prompt_len: int, room: int) -> None:
         permit = replace(PERMIT, number=sum(key))
         spec = long_spec(key[0], prompt_len, max_len=prompt_len + room, epoch=key[1], permit=permit)
         self.open_session(key, spec, Known())
 
     @rule(
-        key=AnyOrder.KEYS,
+        who=AnyOrder.WHO,
         later=st.sampled_from([(1, 0), (1, 0), (1, 0), (3, 0), (0, 1), (0, 0), (0, 0), (-1, 5)]),
         num_new=st.integers(0, 6),
         num_draft_tokens=st.integers(1, 3),
         right_prefix=st.sampled_from([True, True, True, True, False]),
     )
     def calibrate(
-        self, key: tuple[int, int], later: tuple[int, int], num_new: int, num_draft_tokens: int, right_prefix: bool
+        self, who: int, later: tuple[int, int], num_new: int, num_draft_tokens: int, right_prefix: bool
     ) -> None:
+        key = self.key_of(who)
         committed, known = self.expected.get(key, [1]), self.known.get(key, Known((0, 0)))
         last = known.last_asked
         number, attempt = max(0, last[0] + later[0]), later[1] + (last[1] if later[0] == 0 else 0)
@@ -245,8 +246,9 @@ class DrafterInAnyOrder(AnyOrder):
             self.expected[key] = committed + new
             known.last_asked, known.calibration = (number, attempt), calibration
 
-    @rule(key=AnyOrder.KEYS, off=st.sampled_from([(0, 0), (0, 0), (0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)]))
-    def send_drafted(self, key: tuple[int, int], off: tuple[int, int]) -> None:
+    @rule(who=AnyOrder.WHO, off=st.sampled_from([(0, 0), (0, 0), (0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)]))
+    def send_drafted(self, who: int, off: tuple[int, int]) -> None:
+        key = self.key_of(who)
         known = self.known.get(key, Known())
         wish = known.last_asked[0] + off[0], known.last_asked[1] + off[1]
         self.scheduler.send_drafted(SendDrafted(*key, *wish))

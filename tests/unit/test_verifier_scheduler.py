@@ -457,12 +457,14 @@ class VerifierInAnyOrder(AnyOrder):
 
     @rule(
         key=AnyOrder.KEYS,
-        prompt_len=st.integers(1, 20),
-        room=st.integers(1, 40),
+        prompt_len=AnyOrder.PROMPTS,
+        room=AnyOrder.ROOMS,
         plain_rounds=st.integers(0, 3),
         first_round=st.sampled_from([0, 5]),
     )
-    def open(self, key: tuple[int, int], prompt_len: int, room: int, plain_rounds: int, first_round: int) -> None:
+    def open(
+        self, key: tuple[int, int], prompt_len: int, room: int, plain_rounds: int = 0, first_round: int = 0
+    ) -> None:
         max_len = prompt_len + room
         changes = {"epoch": key[1], "max_len": max_len, "plain_rounds": plain_rounds, "first_round": first_round}
         self.open_session(key, long_spec(key[0], prompt_len, **changes), Known(first_round, plain_rounds))
@@ -484,8 +486,9 @@ class VerifierInAnyOrder(AnyOrder):
     def room(self, key: tuple[int, int]) -> int:
         return self.scheduler.sessions[key].spec.max_len - len(self.expected[key])
 
-    @rule(key=AnyOrder.KEYS, amount=st.integers(0, 4), rounds_off=ROUNDS_OFF, wrong=WRONG)
-    def run_plain(self, key: tuple[int, int], amount: int, rounds_off: int, wrong: dict[str, int]) -> None:
+    @rule(who=AnyOrder.WHO, amount=st.integers(0, 4), rounds_off=ROUNDS_OFF, wrong=WRONG)
+    def run_plain(self, who: int, amount: int, rounds_off: int, wrong: dict[str, int]) -> None:
+        key = self.key_of(who)
         fence, reason = self.fence(key, rounds_off, wrong)
         if not reason and (amount == 0 or self.room(key) == 0):
             with pytest.raises(InvalidRequestError):
@@ -499,7 +502,7 @@ class VerifierInAnyOrder(AnyOrder):
             self.known[key].plain_rounds_left = amount
 
     @rule(
-        key=AnyOrder.KEYS,
+        who=AnyOrder.WHO,
         amount=st.integers(0, 4),
         rounds_off=ROUNDS_OFF,
         wrong=WRONG,
@@ -507,12 +510,13 @@ class VerifierInAnyOrder(AnyOrder):
     )
     def offer(
         self,
-        key: tuple[int, int],
+        who: int,
         amount: int,
         rounds_off: int,
         wrong: dict[str, int],
         sender: tuple[int, int | None],
     ) -> None:
+        key = self.key_of(who)
         fence, reason = self.fence(key, rounds_off, wrong)
         drafter_id, number = sender
         shown = None if number is None else permit(number)
@@ -544,8 +548,9 @@ class VerifierInAnyOrder(AnyOrder):
         if known is not None and not reason:
             known.block = block
 
-    @rule(key=AnyOrder.KEYS)
-    def end_speculation(self, key: tuple[int, int]) -> None:
+    @rule(who=AnyOrder.WHO)
+    def end_speculation(self, who: int) -> None:
+        key = self.key_of(who)
         if key in self.known and self.known[key].drafter_id is not None:  # nobody else can be sent away
             self.scheduler.end_speculation(self.scheduler.sessions[key])
             self.known[key].drafter_id = None
