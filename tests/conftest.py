@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Read when torch is imported: idle torch threads must sleep, for the tests start more processes than there are cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -13,6 +14,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# The same examples in every run, however busy the machine is; `--hypothesis-profile=random` looks for others.
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.register_profile("repeatable", settings.get_profile("random"), derandomize=True)
+settings.load_profile("repeatable")
 
 pytest_plugins = ["tests.stacks"]
 

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import numpy as np
 import pytest
 from google.protobuf.message import Message
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwire.distributions import rows_of
@@ -47,7 +47,6 @@ from draftwire.token_source import TokenSource
 from draftwire.trace_context import TraceContext
 from draftwire.v1 import drafter_pb2, gateway_pb2, session_pb2, verifier_pb2
 
-DERANDOMIZED = settings(deadline=None, derandomize=True)  # the machine may be busy
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1) | st.sampled_from([2**63, 2**64 - 1])
 IDS = st.lists(UINT32, max_size=12)
@@ -387,7 +386,6 @@ WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callabl
 
 @pytest.mark.parametrize("kind", WIRE)
 @given(st.data())
-@DERANDOMIZED
 def test_message_survives_the_wire(kind: type, data: st.DataObject) -> None:
     strategy, to_proto, from_proto = WIRE[kind]
     value = data.draw(strategy)
@@ -405,7 +403,6 @@ def test_sampling_parameters_have_fields_of_their_names_and_are_sent_even_where_
 
 
 @given(made(DraftBlock))
-@DERANDOMIZED
 def test_draft_block_travels_with_all_it_says(block: DraftBlock) -> None:
     """Its distributions are any: they are checked after the wire."""
     message = sent(messages.block_to_proto(block))
@@ -425,7 +422,6 @@ def test_draft_block_travels_with_all_it_says(block: DraftBlock) -> None:
 
 
 @given(st.lists(st.tuples(OF_TYPE[Fence], st.sampled_from(Encoding), st.integers(0, 3)), max_size=6))
-@DERANDOMIZED
 def test_blocks_of_one_message_keep_their_order_and_what_was_drawn_from(
     parts: list[tuple[Fence, Encoding, int]],
 ) -> None:

@@ -1,7 +1,7 @@
 """Room: what was reserved is there, what was not is refused, and accounts add up."""
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from draftwire.errors import NoRoomError, ProtocolViolationError
@@ -38,7 +38,6 @@ def test_refusal_changes_nothing_and_says_when_to_try_again(max_sessions: int, n
     wishes=st.lists(st.tuples(st.integers(1, 80), st.booleans()), max_size=30),
 )
 @example(kv_cache_tokens=10 * BLOCK_SIZE, wishes=[(7 * BLOCK_SIZE, False), (3 * BLOCK_SIZE + 1, False), (48, False)])
-@settings(deadline=None)  # the machine may be busy
 def test_cache_has_room_for_whatever_was_admitted(kv_cache_tokens: int, wishes: list[tuple[int, bool]]) -> None:
     """Sessions use all that they reserved, in whole blocks; the cache of the same size never refuses one of them."""
     room, cache = Room(max_sessions=5, kv_cache_tokens=kv_cache_tokens), KvCache(kv_cache_tokens)

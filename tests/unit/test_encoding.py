@@ -31,7 +31,7 @@ from draftwire.encoding import (
 from draftwire.errors import BlockViolationError, Violation
 from draftwire.quantization import MAX_SUPPORT, Encoding, id_width, position_bytes
 
-UNHURRIED = settings(deadline=None, max_examples=40)  # the machine may be busy
+FEW = settings(max_examples=40)
 TARGET = 200_000
 VOCAB_SIZES = (1, 2, 100, 256, 257, 40_000, 65_536, 65_537, TARGET)
 """Ids of 1, 2 and 3 bytes, and the largest and smallest vocabularies of each."""
@@ -107,7 +107,7 @@ def used_rows(decoded: Decoded | BlockViolationError) -> list[list[tuple[int, in
     st.lists(st.sampled_from(VOCAB_SIZES).flatmap(sparse_blocks), min_size=1, max_size=8),
     GENERATORS,
 )
-@UNHURRIED
+@FEW
 def test_sparse_blocks_of_all_vocabularies_come_back_to_the_integer_and_in_their_order(
     blocks: list[Block], generator: random.Random
 ) -> None:
@@ -124,7 +124,7 @@ def test_sparse_blocks_of_all_vocabularies_come_back_to_the_integer_and_in_their
 
 
 @given(st.sampled_from(VOCAB_SIZES).flatmap(sparse_blocks), GENERATORS)
-@UNHURRIED
+@FEW
 def test_a_block_takes_its_ids_its_weights_and_nothing_more(block: Block, generator: random.Random) -> None:
     (stated,) = encode_sparse(supports_of([block], generator), [len(block.rows)])
     width = 1 if block.vocab_size <= 256 else 2 if block.vocab_size <= 65_536 else 3
@@ -138,7 +138,7 @@ def test_a_block_takes_its_ids_its_weights_and_nothing_more(block: Block, genera
 
 
 @given(st.sampled_from(VOCAB_SIZES).flatmap(sparse_blocks), GENERATORS)
-@UNHURRIED
+@FEW
 def test_falling_weights_take_the_fewest_bytes(block: Block, generator: random.Random) -> None:
     falling = [dict(sorted(row.items(), key=itemgetter(1), reverse=True)) for row in block.rows]
     first, other = encode_sparse(supports_of([replace(block, rows=falling), block], generator), [len(block.rows)] * 2)

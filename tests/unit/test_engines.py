@@ -210,7 +210,7 @@ def test_sessions_that_were_admitted_never_run_out_of_cache() -> None:
     assert [len(session.committed) for session in sessions] == [4 * BLOCK_SIZE] * 3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 1)), min_size=1, max_size=6),
     acceptance=st.floats(0.0, 1.0),
@@ -420,7 +420,7 @@ def test_beginning_that_another_session_of_the_drafter_has_read_is_reused(salts:
     assert side.scheduler.prefix_tokens == {"queried": 80, "reused": reused}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     make=st.sampled_from([scripted, with_cache]),
     prompts=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 1)), min_size=1, max_size=5),

@@ -360,7 +360,7 @@ def prefix_len_at(session: TargetSession, number: int) -> int:
     return len(session.spec.token_ids) + sum(tokens)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(plan=plans)
 def test_nothing_is_lost_repeated_or_invented_whatever_happens_to_whom(plan: Plan) -> None:
     world, result = World(plan), Result()

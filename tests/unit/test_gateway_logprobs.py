@@ -52,7 +52,7 @@ async def test_tokens_of_deltas_come_with_their_log_probabilities_and_the_prompt
             assert (result.logprobs, result.prompt) == ([], [])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     place=st.integers(0, 15),
     length=st.integers(1, 4),
@@ -77,7 +77,7 @@ def test_log_probabilities_are_cut_with_their_tokens(
     assert len(result.ids) == min(ends)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(fates=st.lists(st.sampled_from(Fate), max_size=8), accepts=st.lists(st.integers(0, 4), max_size=10))
 def test_session_that_moves_loses_nothing_and_has_its_prompt_computed_once(
     fates: list[Fate], accepts: list[int]

@@ -80,7 +80,7 @@ scenarios = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(scenario=scenarios)
 def test_text_sessions_calibrations_blocks_and_statistics_are_right_whatever_is_drafted_and_accepted(
     scenario: Scenario,
@@ -189,7 +189,7 @@ def test_specs_say_what_the_request_asks_for(salt: str) -> None:
 # Where the text ends
 
 
-@settings(max_examples=160, deadline=None, derandomize=True)
+@settings(max_examples=160)
 @given(
     start=st.integers(0, 12),
     length=st.integers(1, 6),

@@ -79,7 +79,7 @@ def requests(draw: st.DrawFn, tokenizer: Any) -> Request:
     return Request(tokenizer, prompt_ids, story, max_tokens, stop, stop_tokens, draw(st.lists(st.integers(0, 4))))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_parts_of_a_resumed_completion_are_the_whole_wherever_it_was_cut(
     tokenizer: PreTrainedTokenizerBase, data: st.DataObject
@@ -102,7 +102,7 @@ def test_parts_of_a_resumed_completion_are_the_whole_wherever_it_was_cut(
     assert (rest.deltas, rest.reason, target.attempts) == ([], whole.reason, [])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(cuts=st.lists(st.integers(0, 30), max_size=4).map(sorted), accepts=st.lists(st.integers(0, 4), max_size=10))
 @example(cuts=[0, 0], accepts=[])
 @example(cuts=[29, 30], accepts=[])

@@ -191,7 +191,7 @@ class KvCacheMachine(RuleBasedStateMachine):
 
 # Without shrinking, which takes longer than a test may.
 KvCacheMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate)
+    max_examples=150, stateful_step_count=40, phases=(Phase.explicit, Phase.generate)
 )
 TestKvCache = KvCacheMachine.TestCase
 

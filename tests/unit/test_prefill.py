@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from draftwire.services.prefill import (
@@ -18,7 +18,6 @@ from draftwire.services.prefill import (
     share,
 )
 
-UNHURRIED = settings(deadline=None)  # the machine may be busy
 FIXED_S = st.floats(0.0, 1.0)
 PER_TOKEN_S = st.floats(1e-6, 0.1)
 
@@ -40,7 +39,6 @@ def test_cost_of_a_prompt_token_is_unknown_before_the_first_was_read(steps: list
 
 
 @given(FIXED_S, PER_TOKEN_S, st.integers(1, 300), st.lists(st.integers(1, 512), min_size=1, max_size=20))
-@UNHURRIED
 def test_cost_is_the_slope_of_a_line_unless_chunks_are_a_small_share_of_their_steps(
     fixed_s: float, per_token_s: float, others: int, chunks: list[int]
 ) -> None:
@@ -95,7 +93,6 @@ def test_budget_is_the_smallest_chunk_while_the_cost_is_unknown() -> None:
 
 
 @given(st.floats(0.0, 10.0), st.floats(1e-3, 10.0))
-@UNHURRIED
 def test_budget_stays_within_its_bounds_and_uses_up_its_part_of_the_latency(
     per_token_s: float, latency_s: float
 ) -> None:
@@ -112,7 +109,6 @@ def test_budget_stays_within_its_bounds_and_uses_up_its_part_of_the_latency(
 
 
 @given(st.integers(0, 600), st.lists(st.integers(0, 400), max_size=40))
-@UNHURRIED
 def test_first_gets_half_and_the_shortest_the_rest(budget: int, wanted: list[int]) -> None:
     shares = share(budget, wanted)
     assert len(shares) == len(wanted)
@@ -192,7 +188,6 @@ class Simulation:
 
 
 @given(FIXED_S, PER_TOKEN_S, st.floats(1e-3, 1.0), st.integers(1, 64), st.integers(0, 300))
-@UNHURRIED
 def test_chunks_that_a_token_meets_stay_below_the_bound(
     fixed_s: float, per_token_s: float, latency_s: float, num_running: int, num_before: int
 ) -> None:
@@ -204,7 +199,6 @@ def test_chunks_that_a_token_meets_stay_below_the_bound(
 
 
 @given(st.floats(0.0, 0.01), PER_TOKEN_S, st.integers(1, 64))
-@UNHURRIED
 def test_prompt_is_read_as_fast_as_the_bound_allows_where_steps_are_short_beside_it(
     fixed_s: float, per_token_s: float, num_running: int
 ) -> None:

@@ -126,7 +126,7 @@ def observed(target: FakeTarget, drafter: Any, **arguments: Any) -> tuple[list[R
     return told, len(result.ids)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     accepts=st.lists(st.integers(0, 4), max_size=20),
     num_speculative_tokens=st.integers(0, 4),

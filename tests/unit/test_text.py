@@ -59,7 +59,7 @@ def before_first_completed(text: str, stops: tuple[str, ...]) -> str:
 # IncrementalDetokenizer
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(prompt=TRICKY_TEXT.filter(bool), continuation=TRICKY_TEXT, start=CUT, end=CUT)
 def test_pieces_join_to_the_decoding_of_text_that_is_cut_inside_characters(
     tokenizer: PreTrainedTokenizerBase, prompt: str, continuation: str, start: float, end: float
@@ -71,7 +71,7 @@ def test_pieces_join_to_the_decoding_of_text_that_is_cut_inside_characters(
     assert "".join(pieces) == decoded(tokenizer, prompt_ids + ids)[len(decoded(tokenizer, prompt_ids)) :]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), prompt_len=st.integers(1, 6))
 def test_pieces_join_to_the_decoding_of_any_tokens_behind_any_prompt(
     tokenizer: PreTrainedTokenizerBase, partial_ids: list[int], data: st.DataObject, prompt_len: int
@@ -87,7 +87,7 @@ def test_pieces_join_to_the_decoding_of_any_tokens_behind_any_prompt(
     assert "".join(pieces) == decoded(tokenizer, prompt_ids + ids)[len(decoded(tokenizer, prompt_ids)) :]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_replacement_character_that_was_shown_never_becomes_a_real_one(
     tokenizer: PreTrainedTokenizerBase, partial_ids: list[int], data: st.DataObject
@@ -103,7 +103,7 @@ def test_a_replacement_character_that_was_shown_never_becomes_a_real_one(
             assert decoded(tokenizer, prompt_ids + ids[:completed])[1:].startswith(shown)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=TRICKY_TEXT.map(lambda text: text.replace(REPLACEMENT, "")))
 def test_text_is_shown_as_soon_as_its_characters_are_whole(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     prompt_ids, ids = tokenizer("x")["input_ids"], tokenizer(text)["input_ids"]
@@ -115,7 +115,7 @@ def test_text_is_shown_as_soon_as_its_characters_are_whole(tokenizer: PreTrained
     assert (detokenizer.finish(), shown) == ("", text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     parts=st.lists(st.tuples(TRICKY_TEXT, st.integers(0, 200)), max_size=5),
     is_metaspace=st.booleans(),
@@ -192,7 +192,7 @@ def run_stops(pieces: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
     return shown + strings.finish(), strings.stopped
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(text=AB_TEXT, borders=BORDERS, stops=st.lists(AB_STOP, max_size=3).map(tuple))
 @example(text="aab", borders=[0.67], stops=("aab", "a"))
 @example(text="abba", borders=[0.5, 0.75], stops=("abba", "bb"))
@@ -205,7 +205,7 @@ def test_text_is_cut_before_the_stop_string_that_is_completed_first_however_it_i
     assert run_stops(chunked(text, borders), stops) == (expected, expected != text)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=AB_TEXT, borders=BORDERS, stop=AB_STOP)
 def test_only_what_could_become_a_stop_string_is_held_back(text: str, borders: list[float], stop: str) -> None:
     strings, shown, seen = StopStrings((stop,)), "", ""
@@ -232,7 +232,7 @@ def run_stream(stream: TextStream, ids: list[int]) -> tuple[str, int]:
     return shown + stream.finish(), len(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TRICKY_TEXT.filter(bool), start=st.integers(0, 11), length=st.integers(1, 5))
 def test_stop_string_is_found_across_token_borders(
     tokenizer: PreTrainedTokenizerBase, text: str, start: int, length: int
@@ -270,7 +270,7 @@ def test_stop_string_completed_by_the_held_back_rest_is_found_at_finish(tokenize
     assert stream.stopped
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TRICKY_TEXT.filter(bool), cut=CUT, start=st.integers(0, 11), stops=st.booleans(), at_once=st.booleans())
 def test_text_that_was_skipped_is_what_would_have_been_shown_whatever_the_pieces(
     tokenizer: PreTrainedTokenizerBase, text: str, cut: float, start: int, stops: bool, at_once: bool

@@ -85,7 +85,7 @@ def test_deltas_are_rounds_and_name_the_source_of_each_token() -> None:
     assert all((delta.draft_logprobs, delta.text_lengths) == ([], []) for delta in deltas), "nobody asked"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     place=st.integers(0, 15),
     length=st.integers(1, 4),
