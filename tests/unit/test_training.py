@@ -147,6 +147,18 @@ def test_run_changes_every_weight_matrix(folder: Path, tmp_path: Path) -> None:
     assert [name for name in before if torch.equal(before[name], after[name])] == []
 
 
+def test_parts_of_a_batch_weigh_as_their_windows(folder: Path, tmp_path: Path) -> None:
+    """Three windows and one change the weights as the four together do."""
+    steps = []
+    for micro_batch_tokens in (32, 24):
+        model, before = load(folder), load(folder).state_dict()
+        plan = replace(PLAN, total_tokens=32, micro_batch_tokens=micro_batch_tokens)
+        Trainer(model, plan, tmp_path / f"{micro_batch_tokens}.pt", compiled=False).run(TOKENS, loss, "test")
+        steps.append(torch.cat([(after - before[name]).flatten() for name, after in model.state_dict().items()]))
+    whole, parts = steps
+    assert (parts - whole).norm() < 0.01 * whole.norm()
+
+
 def test_finished_run_is_not_trained_further(folder: Path, other_folder: Path, tmp_path: Path) -> None:
     expected = trained(folder, tmp_path / "state.pt")
     model = load(other_folder)
