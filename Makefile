@@ -22,7 +22,7 @@ test-fast: $(INSTALLED)  ## unit and contract tests only, at most 3 minutes
 test-slow: $(INSTALLED)  ## the other tests, at most 30 minutes
 	$(BIN)/python -m tests.tiers slow
 
-evidence: $(INSTALLED)  ## by hand, an hour: a million broken blocks, chaos for a minute, memory over 20 minutes, laws of 20,000
+evidence: $(INSTALLED)  ## by hand, an hour: other random examples, a million broken blocks, chaos, memory, laws of 20,000
 	$(BIN)/python -m pytest tests/unit tests/contract -n 2 -m "not slow" --hypothesis-profile=random
 	$(BIN)/python -m tests.fuzz --messages 1000000
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
