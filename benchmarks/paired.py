@@ -188,8 +188,10 @@ def ratio_of(figures: Sequence[float], base: Sequence[float]) -> Ratio:
         figures: of B, one of each turn.
         base: of A, in the same turns and unit.
 
+    With fewer than `MIN_PAIRS` turns the interval goes from the least to the most, and says little.
+
     Raises:
-        ValueError: not as many of one as of the other, or none.
+        ValueError: not as many of one as of the other.
     """
     return bootstrap_median(_over(figures, base), np.random.default_rng(0))
 

@@ -207,14 +207,16 @@ class KubernetesApi:
     def changes_after(self, version: int, seconds: float) -> Iterator[tuple[str, Json]]:
         """Yields what happens after a version, until the time is over or the server is stopped."""
         until, server = time.monotonic() + seconds, self.server
-        while self.server is server and (left := until - time.monotonic()) > 0.0:
-            if not self.is_kept(version):
+        while (left := until - time.monotonic()) > 0.0:
+            with self._changed:
+                if self.server is not server:
+                    return
+                is_kept, new = self.is_kept(version), [event for event in self._events if event[0] > version]
+                if is_kept and not new:
+                    self._changed.wait(left)
+            if not is_kept:
                 yield "ERROR", EXPIRED
                 return
-            with self._changed:
-                new = [event for event in self._events if event[0] > version]
-                if not new:
-                    self._changed.wait(left)
             for version, kind, item in new:  # noqa: B007
                 yield kind, item
 

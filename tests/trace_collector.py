@@ -76,6 +76,8 @@ class Collector(service_grpc.TraceServiceServicer):
 
     requests: list[service_pb2.ExportTraceServiceRequest] = field(default_factory=list)
     """All that arrived."""
+    spans: list[CollectedSpan] = field(default_factory=list)
+    """What was in them."""
     port: int = 0
     _server: Any = None
 
@@ -97,22 +99,17 @@ class Collector(service_grpc.TraceServiceServicer):
         self, request: service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> service_pb2.ExportTraceServiceResponse:
         self.requests.append(request)
-        return service_pb2.ExportTraceServiceResponse()
-
-    @property
-    def spans(self) -> list[CollectedSpan]:
-        """What has arrived."""
-        return [
+        self.spans += [
             _span(span, _attributes(of_resource.resource.attributes))
-            for request in tuple(self.requests)
             for of_resource in request.resource_spans
             for of_scope in of_resource.scope_spans
             for span in of_scope.spans
         ]
+        return service_pb2.ExportTraceServiceResponse()
 
     def traces(self) -> dict[str, Trace]:
         """Returns what has arrived, by trace id."""
-        spans = self.spans
+        spans = tuple(self.spans)
         return {
             trace_id: Trace([span for span in spans if span.trace_id == trace_id])
             for trace_id in dict.fromkeys(span.trace_id for span in spans)

@@ -215,10 +215,12 @@ def test_way_back_is_the_inverse_of_the_way_there() -> None:
 
 
 def test_long_message_is_cut_so_that_the_status_survives_the_trailers() -> None:
-    code, message = status_of(InvalidRequestError("logit_bias " + "x" * 100_000))
-    assert code is Code.INVALID_ARGUMENT
-    assert message.startswith("logit_bias ")
-    assert len(message) <= 1000
+    """Between two characters, however many bytes one has."""
+    for letter in "xé火":
+        code, message = status_of(InvalidRequestError("logit_bias " + letter * 100_000))
+        assert code is Code.INVALID_ARGUMENT
+        assert 995 < len(message.encode()) <= 1000
+        assert set(message.removeprefix("logit_bias ")) == {letter}
 
 
 @pytest.mark.parametrize("number", [99, 2**32 - 1, Code.INTERNAL.value[0], Code.UNKNOWN.value[0]])
@@ -318,8 +320,7 @@ def test_refusal_of_a_peer_has_a_time_that_can_be_waited_for_whatever_its_hint(
     metadata: list[tuple[str, str]], seconds: float | None
 ) -> None:
     """A proxy may have written it. Where there is none, it is a second."""
-    trailing = grpc.aio.Metadata(*metadata)
-    error = error_of(grpc.aio.AioRpcError(Code.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing, details="full"))
+    error = error_of(refusal_of_a_peer(*metadata))
     assert isinstance(error, NoRoomError)
     assert 0.0 <= error.retry_after_s < float("inf")
     assert hints(error)

@@ -10,9 +10,13 @@ from observing import read_metric, wait_until
 from benchmarks.law import stack_options
 from draftwire.client import Client
 from tests.dishonest_drafter import CORRUPTED_TEMPERATURE, argmax, corrupt, forge, lying, too_cold
-from tests.in_process import InProcessStack
+from tests.in_process import InProcessStack, slow_verifiers
 
 PROMPT = [0, 2, 1, 1]
+
+
+def wait_until_drafted(client: Client) -> None:
+    wait_until(lambda: client.generate(PROMPT, max_tokens=50).statistics.num_drafts > 0, "the drafter takes part")
 
 
 @pytest.mark.parametrize("way", [argmax, too_cold])
@@ -44,7 +48,7 @@ def test_drafter_that_draws_otherwise_than_it_says_is_quarantined_without_a_gap(
 
 def test_corrupt_block_ends_speculation_of_its_session_alone(client: Client, stack: InProcessStack) -> None:
     before = read_metric(stack, "verifier", "blocks_refused", 'violation="weights"')
-    with lying(corrupt), ThreadPoolExecutor(8) as pool:
+    with lying(corrupt), slow_verifiers(), ThreadPoolExecutor(8) as pool:
 
         def generate(seed: int):
             temperature = CORRUPTED_TEMPERATURE if seed % 2 else 1.0
@@ -77,6 +81,7 @@ def test_drafter_with_a_forged_permit_gets_no_block_in_and_costs_its_sessions_no
 
 
 def test_honest_drafter_is_not_suspected_and_its_bytes_are_counted(client: Client, stack: InProcessStack) -> None:
+    wait_until_drafted(client)
     before = read_metric(stack, "verifier", "spec_decode_num_draft_bytes")
     statistics = client.generate(PROMPT, max_tokens=50, seed=3).statistics
     sent = read_metric(stack, "verifier", "spec_decode_num_draft_bytes") - before

@@ -4,7 +4,7 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -76,13 +76,14 @@ class Traced:
         finishes = [answer.finish for answer in answers if answer.HasField("finish")]
         return sorted(finishes, key=lambda finish: finish.choice)
 
-    def trace(self, trace_id: int, num_verified: int) -> Trace:
-        """Waits for a trace that has its root, and as many spans of the verifier as are told, and returns it."""
+    def trace(self, trace_id: int, expected: Mapping[str, int]) -> Trace:
+        """Waits for a trace that has its root and so many spans of each name, and returns it."""
         name = f"{trace_id:032x}"
 
         def is_there(collector: Collector) -> bool:
             trace = collector.traces().get(name)
-            return trace is not None and bool(trace.all("generate")) and len(trace.all("verify")) >= num_verified
+            counts = {"generate": 1, **expected}.items()
+            return trace is not None and all(len(trace.all(kind)) >= count for kind, count in counts)
 
         self.collector.wait_for(is_there)
         time.sleep(0.3)  # spans that should not be there come no later than others
@@ -91,7 +92,7 @@ class Traced:
     def follow(self, parent: TraceContext, **fields: Any) -> tuple[Trace, list[Any]]:
         """Returns the trace of a request that is part of another's, and the finishes of its choices."""
         finishes = self.generate(str(parent), **fields)
-        return self.trace(parent.trace_id, sum(finish.statistics.num_rounds for finish in finishes)), finishes
+        return self.trace(parent.trace_id, told(finishes)), finishes
 
     def begin(self, header: str = "") -> tuple[Trace, Any]:
         """Returns the trace that a request begins, and the finish of its choice."""
@@ -99,7 +100,14 @@ class Traced:
         (finish,) = self.generate(header)
         self.collector.wait_for(lambda collector: len(set(collector.traces()) - before) == 1)
         (name,) = set(self.collector.traces()) - before
-        return self.trace(int(name, 16), finish.statistics.num_rounds), finish
+        return self.trace(int(name, 16), told([finish])), finish
+
+
+def told(finishes: Sequence[Any]) -> dict[str, int]:
+    """Returns how many spans of each name choices tell of."""
+    spent = [finish.statistics for finish in finishes]
+    rounds, drafts = sum(one.num_rounds for one in spent), sum(one.num_drafts for one in spent)
+    return {"choice": len(spent), "round": rounds, "verify": rounds, "draft": drafts, "calibrate": drafts}
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +226,10 @@ def test_header_that_cannot_be_understood_begins_a_trace(traced: Traced, header:
 def test_requests_at_the_same_time_have_traces_of_their_own(traced: Traced) -> None:
     parents = [new_parent() for _ in range(6)]
     with ThreadPoolExecutor(len(parents)) as pool:
-        followed = list(pool.map(lambda parent: traced.follow(parent, text=PROMPT + str(parent)), parents))
+        finished = list(pool.map(lambda parent: traced.generate(str(parent), text=PROMPT + str(parent)), parents))
     sessions = set()
-    for parent, (trace, (finish,)) in zip(parents, followed, strict=True):
+    for parent, (finish,) in zip(parents, finished, strict=True):
+        trace = traced.trace(parent.trace_id, told([finish]))
         assert_whole(trace, finish, trace.one("choice"))
         sessions.add(trace.one("choice")["session_id"])
         assert {span.trace_id for span in trace.spans} == {f"{parent.trace_id:032x}"}
@@ -246,7 +255,7 @@ def test_client_that_leaves_ends_its_trace(traced: Traced) -> None:
         for _ in range(5):
             next(call)
         call.cancel()
-    trace = traced.trace(parent.trace_id, 1)
+    trace = traced.trace(parent.trace_id, {"verify": 1, "choice": 1})
     assert trace.one("generate")["result"] == "cancelled"
     assert not trace.one("generate").is_error
     assert trace.one("choice").is_error
@@ -298,6 +307,12 @@ def fragile_stack(collector: Collector) -> Iterator[Fragile]:
         yield Fragile(stacks, gateway.address)
 
 
+def has_all_rounds(trace: Trace) -> bool:
+    """Whether there is the root, and as many rounds as the choice tells of."""
+    choices = trace.all("choice")
+    return bool(trace.all("generate") and choices) and len(trace.all("round")) == choices[0]["num_rounds"]
+
+
 def test_request_that_loses_its_drafter_and_its_verifier_is_one_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     with Collector() as collector, fragile_stack(collector) as fragile, Client(fragile.address) as client:
@@ -310,8 +325,7 @@ def test_request_that_loses_its_drafter_and_its_verifier_is_one_trace(monkeypatc
             if before < 60 <= tokens:
                 time.sleep(0.5)  # its last spans but those of the last moment arrive
                 fragile.kill_the_one_that_works("verifier")
-        collector.wait_for(lambda collector: any(span.name == "generate" for span in collector.spans))
-        time.sleep(0.5)
+        collector.wait_for(lambda collector: any(has_all_rounds(trace) for trace in collector.traces().values()))
         (trace,) = collector.traces().values()
     choice, rounds = trace.one("choice"), trace.all("round")
     assert choice["num_drafters_lost"] >= 1

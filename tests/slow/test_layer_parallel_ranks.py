@@ -122,14 +122,17 @@ def test_sigterm_drains_and_all_processes_end_with_status_0(
 ) -> None:
     group.ensure()
     complete_with_drafts(gateway)
-    (faults / "verifier_slow").touch()  # so that the signal comes while the stream runs
-    with Client(gateway.address) as client:
-        pieces = iter(client.stream(PROMPT, temperature=0.0, max_tokens=LENGTH, num_speculative_tokens=1))
-        token_ids = list(next(pieces).token_ids)
-        assert read_metric(group.stack, "drafter", "num_sessions") > 0
-        group.rank_0.send_signal(signal.SIGTERM)
-        (faults / "verifier_slow").unlink()
-        token_ids += [token for piece in pieces for token in piece.token_ids]
+    slow = faults / "verifier_slow"
+    slow.touch()  # so that the signal comes while the stream runs
+    try:
+        with Client(gateway.address) as client:
+            pieces = iter(client.stream(PROMPT, temperature=0.0, max_tokens=LENGTH, num_speculative_tokens=1))
+            token_ids = list(next(pieces).token_ids)
+            assert read_metric(group.stack, "drafter", "num_sessions") > 0
+            group.rank_0.send_signal(signal.SIGTERM)
+            token_ids += [token for piece in pieces for token in piece.token_ids]
+    finally:
+        slow.unlink()
     assert token_ids == expected
     end_with_status_0(group)
 

@@ -242,6 +242,18 @@ class DrawsWithTheTestsUniform(TokenRule):
         return Outcome(accepted, draw(self.extra_weights(blocks, law, accepted), uniform))
 
 
+class CoupledResidual(Coupled):
+    """Draws the correction anew, from [p - q]+, with the noise that has shown that the draft token lost."""
+
+    needs_draft_probs = True
+
+    def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
+        accepted = super().decide(blocks, noise).num_accepted
+        weights = blocks.residual(accepted, torch.ones(blocks.batch_size, dtype=torch.float64))
+        times = noise.exponentials(torch.arange(blocks.batch_size), accepted, weights.shape[1])
+        return Outcome(accepted, race(weights, times).winners)
+
+
 class CoupledLooksAhead(Coupled):
     """Gives a token back if the next place disagrees: later noise, used again in the next round, has decided."""
 

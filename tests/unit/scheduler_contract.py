@@ -274,7 +274,8 @@ class SchedulerContract:
 class AnyOrder(RuleBasedStateMachine):
     """Sessions of few names that open, get messages, take part in steps and close in any order.
 
-    What an open session must be is kept in `expected`; a scheduler's own machine adds messages and the end of steps.
+    What an open session must be is kept in `expected` and `known`; a scheduler's own machine adds messages and the end
+    of steps.
     """
 
     KEYS = st.tuples(st.integers(1, 2), st.integers(0, 1))

@@ -132,6 +132,7 @@ WRONG_RULES = [
     (M.DrawsWithTheTestsUniform, Kind.DRAWING),
     (M.ForgetsItsRounds, Kind.DRAWING),
     (M.NotStrict, Kind.IMPOSSIBLE),
+    (M.CoupledResidual, Kind.LAW),
     (M.CoupledLooksAhead, Kind.NOISE),
     (M.CoupledWithTolerance, Kind.NOISE),
     (M.EndOfTheLongestBlock, Kind.BATCH),

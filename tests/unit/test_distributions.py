@@ -343,8 +343,13 @@ def test_row_keeps_neither_more_than_holds_the_mass_nor_what_is_impossible() -> 
         *(([0.0, first, 1.0 - first, 0.0], 0.98, 1) for first in (0.98, 0.99, 1.0)),
         *(([0.0, 0.5, 0.0, 0.25, 0.25], 1.0, 3), ([1.0, 0.0, 0.0, 0.0, 0.0], 1.0, 1), ([0.5, 0.49999], 1.0, 2)),
     ):
-        quantized = quantize(torch.tensor([row], dtype=torch.float64), Quantization(mass=mass, max_support=256))
-        assert int((quantized.weights > 0).sum()) == num_kept, row
+        for total in TOTALS:
+            rows = torch.tensor([row], dtype=torch.float64)
+            quantized = quantize(rows, Quantization(mass=mass, max_support=256), total)
+            kept = sorted(range(len(row)), key=lambda token: -row[token])[:num_kept]
+            assert int((quantized.weights > 0).sum()) == num_kept, row
+            assert sorted(quantized.token_ids[0, :num_kept].tolist()) == sorted(kept)
+            assert num_kept > 1 or int(quantized.weights[0, 0]) == total
 
 
 def test_rows_are_rounded_alike_beside_any_others() -> None:

@@ -137,7 +137,7 @@ def test_emitted_tokens_have_the_log_probabilities_of_a_plain_forward_pass_and_w
 ) -> None:
     """Every rule, both modes, blocks of 0 to 4 and numbers of likeliest tokens in one step, through the wire."""
     model, others = fresh_model(), list(SAMPLINGS.values())
-    generator = random.Random(len(name))
+    generator = random.Random(name)
     parts = [
         make(
             model,

@@ -25,6 +25,7 @@ from benchmarks.paired import (
     bootstrap_median,
     main,
     paired_ratios,
+    ratio_of,
     read_figure,
 )
 
@@ -55,6 +56,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def paired_of(median: float, low: float, high: float, spread: tuple[float, float] | None) -> Paired:
     own = None if spread is None else Spread(Ratio(1.0, *spread), *spread)
     return Paired(Ratio(median, low, high), own, (1.0,), (median,), () if spread is None else (1.0,))
+
+
+def test_ratio_of_turns_is_of_the_first_over_the_second_in_each() -> None:
+    assert ratio_of([2.0, 6.0, 12.0], [1.0, 2.0, 3.0]).median == 3.0
+    assert ratio_of([5.0, 7.0], [5.0, 7.0]) == Ratio(1.0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="argument 2"):
+        ratio_of([1.0], [1.0, 2.0])
 
 
 def test_ratios_are_b_over_a_and_a_again_over_a_of_the_same_pair() -> None:

@@ -240,6 +240,16 @@ async def test_group_without_steps_hears_of_rank_0_more_often_than_it_times_out(
     core.stop()
 
 
+async def test_heartbeat_that_is_due_is_not_put_off_by_work(fake: FakeParallelModel) -> None:
+    thread, work = TorchThread(), asyncio.Event()
+    guard = GroupGuard(TWO, thread)
+    guard.take(guarded(fake))
+    work.set()
+    await guard.wait(work)
+    assert fake.calls == ["heartbeat"]
+    thread.stop()
+
+
 @pytest.mark.parametrize("how", ["ended", "silent"])
 async def test_lost_rank_is_told_to_every_session_and_ends_the_run(fake: FakeParallelModel, how: str) -> None:
     followers = FakeFollowers()

@@ -250,16 +250,19 @@ async def test_error_of_a_library_fails_the_steps_sessions_without_a_quote_and_t
         core._engine, "step", Mock(side_effect=[RuntimeError("words of a prompt"), DEFAULT], wraps=core._engine.step)
     )
     events = []
-    for session_id in (1, 2):
-        open_session(core, session_id, lease_id, None)
-        core.run_plain(PlainRun(core._scheduler.sessions[session_id, 0].fence, 1))
-        async with asyncio.timeout(10):
-            events += await outbox.take_all()
-        assert core.num_sessions == session_id - 1
+    try:
+        for session_id in (1, 2):
+            open_session(core, session_id, lease_id, None)
+            core.run_plain(PlainRun(core._scheduler.sessions[session_id, 0].fence, 1))
+            async with asyncio.timeout(10):
+                events += await outbox.take_all()
+            assert core.num_sessions == session_id - 1
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
     failed, verdict = events
     assert isinstance(failed, SessionFailed)
     assert isinstance(failed.error, UnavailableError)
     assert "words" not in str(failed.error)
     assert isinstance(verdict, Verdict)
     assert verdict.fence.session_id == 2
-    running.cancel()
