@@ -39,7 +39,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], object], reason: str = "what the test waits for", seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], reason: str, seconds: float = 20.0) -> None:
     """Returns once a condition holds, looked at a hundred times a second.
 
     Raises:

@@ -174,7 +174,10 @@ def test_stop_token_of_the_model_is_a_token_like_others_where_it_is_ignored(
     """With the token made likely, and against its own probability: 300 completions of 12 tokens. False alarm: 1e-6."""
     with Client(stopping.address) as client:
         options = {"max_tokens": 12, "rejection_sample_method": rule, "num_speculative_tokens": 3}
-        wait_until(lambda: client.generate([0], ignore_eos=True, max_tokens=30).statistics.num_drafts > 0)
+        wait_until(
+            lambda: client.generate([0], ignore_eos=True, max_tokens=30).statistics.num_drafts > 0,
+            "the drafter takes part",
+        )
         sure = client.generate([0, 1], ignore_eos=True, logit_bias={STOP: 100.0}, **options)
         assert (sure.token_ids, sure.finish_reason) == ([STOP] * 12, "length")
         ended = client.generate([0, 1], logit_bias={STOP: 100.0}, **options)

@@ -99,17 +99,17 @@ def test_drafter_that_is_added_drafts_and_one_that_is_removed_does_not(
     assert cluster.complete().num_drafts == 0
     cluster.show(["verifier-1"], ["drafter-1"])
     cluster.wait_for("peer_connected", "drafter-1")
-    wait_until(lambda: cluster.complete().num_drafts > 0)
-    wait_until(lambda: cluster.num_sessions("drafter-1") == 0)
+    wait_until(lambda: cluster.complete().num_drafts > 0, "the drafter takes part")
+    wait_until(lambda: cluster.num_sessions("drafter-1") == 0, "drafter-1 has 0 sessions")
     running = background.submit(cluster.complete, LONG)
-    wait_until(lambda: cluster.num_sessions("drafter-1") == 1)
+    wait_until(lambda: cluster.num_sessions("drafter-1") == 1, "drafter-1 has 1 sessions")
     cluster.show(["verifier-1"], [])
     cluster.wait_for("peer_left", "drafter-1")
     assert cluster.complete().num_drafts == 0
     assert not running.done()
     assert cluster.num_sessions("drafter-1") == 1, "it drafts on for the session that it has"
     assert running.result(DEADLINE_S).num_drafters_lost == 0
-    wait_until(lambda: cluster.num_peers("drafter", "leaving") == 0)
+    wait_until(lambda: cluster.num_peers("drafter", "leaving") == 0, "no drafter is leaving")
 
 
 def test_drafter_that_comes_and_goes_again_and_again_drafts_while_it_is_there(
@@ -119,7 +119,7 @@ def test_drafter_that_comes_and_goes_again_and_again_drafts_while_it_is_there(
     for _ in range(3):
         cluster.show(["verifier-1"], ["drafter-1"])
         cluster.wait_for("peer_found", "drafter-1")
-        wait_until(lambda: cluster.complete().num_drafts > 0)
+        wait_until(lambda: cluster.complete().num_drafts > 0, "the drafter takes part")
         cluster.show(["verifier-1"], [])
         cluster.wait_for("peer_left", "drafter-1")
         assert cluster.complete().num_drafts == 0
@@ -130,26 +130,26 @@ def test_verifier_that_is_added_takes_sessions_and_the_first_can_be_drained(
     cluster: Cluster, background: ThreadPoolExecutor
 ) -> None:
     cluster.show(["verifier-1"], ["drafter-1"])
-    wait_until(lambda: cluster.num_sessions("verifier-1") == 0)
+    wait_until(lambda: cluster.num_sessions("verifier-1") == 0, "verifier-1 has 0 sessions")
     running = [background.submit(cluster.complete, LONG) for _ in range(4)]
-    wait_until(lambda: cluster.num_sessions("verifier-1") == 4)
+    wait_until(lambda: cluster.num_sessions("verifier-1") == 4, "verifier-1 has 4 sessions")
     cluster.show(["verifier-1", "verifier-2"], ["drafter-1"])
     cluster.wait_for("peer_connected", "verifier-2")
     running += [background.submit(cluster.complete, LONG) for _ in range(4)]
-    wait_until(lambda: cluster.num_sessions("verifier-2") == 4)
+    wait_until(lambda: cluster.num_sessions("verifier-2") == 4, "verifier-2 has 4 sessions")
 
     leaves = {"ready": False, "serving": True, "terminating": True}
     cluster.show(["verifier-1", "verifier-2"], ["drafter-1"], verifier_1=leaves)
     cluster.wait_for("peer_left", "verifier-1")
     running += [background.submit(cluster.complete, LONG) for _ in range(2)]
-    wait_until(lambda: cluster.num_sessions("verifier-2") == 6)
+    wait_until(lambda: cluster.num_sessions("verifier-2") == 6, "verifier-2 has 6 sessions")
     assert cluster.num_sessions("verifier-1") == 4
     assert cluster.num_peers("verifier", "leaving") == 1
     cluster.pods["verifier-1"].stop()  # drains for less than its sessions take
     cluster.show(["verifier-2"], ["drafter-1"])
     lost = [future.result(2 * DEADLINE_S).num_verifiers_lost for future in running]
     assert lost == [1] * 4 + [0] * 6
-    wait_until(lambda: cluster.num_peers("verifier", "leaving") == 0)
+    wait_until(lambda: cluster.num_peers("verifier", "leaving") == 0, "no verifier is leaving")
     assert cluster.num_peers("verifier", "connected") == 1
 
 

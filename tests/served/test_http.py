@@ -387,7 +387,7 @@ def test_details_say_of_each_token_where_it_came_from_and_what_the_drafter_gave_
         "logprobs_mode": "processed",
         "rejection_sample_method": "token",
     }
-    wait_until(lambda: accepted(client.completions.create(**asked, extra_body=extra)) > 0)
+    wait_until(lambda: accepted(client.completions.create(**asked, extra_body=extra)) > 0, "drafts are accepted")
     answer = client.completions.create(**asked, extra_body=extra)
     chunks = list(client.completions.create(**asked, extra_body=extra, stream=True))
     told = answer.choices[0].draftwire

@@ -81,10 +81,10 @@ def test_client_that_goes_away_ends_the_generation_at_once(
     connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     if streams:
         assert connection.getresponse().readline().startswith(b"data: {")
-    wait_until(lambda: num_sessions(scripted) >= 1)
+    wait_until(lambda: num_sessions(scripted) >= 1, "the session is open")
     gone_at = time.monotonic()
     connection.close()
-    wait_until(lambda: num_sessions(scripted) == 0)
+    wait_until(lambda: num_sessions(scripted) == 0, "the session is closed")
     assert time.monotonic() - gone_at < 3.0, "far less than the completion would take"
     assert read_metric(scripted, "gateway", "requests", 'result="cancelled"') >= 1
 
@@ -95,7 +95,7 @@ def test_package_that_closes_a_stream_ends_the_generation(scripted: InProcessSta
         next(iter(stream))
         assert num_sessions(scripted) >= 1
         stream.close()
-    wait_until(lambda: num_sessions(scripted) == 0)
+    wait_until(lambda: num_sessions(scripted) == 0, "the session is closed")
 
 
 @pytest.mark.slow  # thousands of rounds, until all buffers on the way are full
@@ -137,7 +137,7 @@ def test_full_gateway_says_when_to_try_again(scripted: InProcessStack) -> None:
             client.completions.create(**asked(scripted, 5, n=9))
         assert never.value.param == "n"
         stream.close()
-    wait_until(lambda: num_sessions(scripted) == 0)
+    wait_until(lambda: num_sessions(scripted) == 0, "the session is closed")
 
 
 def test_body_beyond_the_limit_is_not_read(scripted: InProcessStack) -> None:
@@ -165,7 +165,7 @@ def test_drain_lets_streams_end_and_takes_no_new_requests() -> None:
         chunks = iter(stream)
         first = [next(chunks)]
         ending = stack.begin_stop("gateway")
-        wait_until(lambda: fetch(f"{stack.http_address}/health")[0] == 503)
+        wait_until(lambda: fetch(f"{stack.http_address}/health")[0] == 503, "it drains")
         assert json.loads(fetch(f"{stack.http_address}/health")[2]) == {"status": "draining"}
         with pytest.raises(openai.InternalServerError, match="draining") as refused:
             client.completions.create(**request)
@@ -303,7 +303,9 @@ def test_certificate_that_changes_is_shown_at_the_next_handshake(
     other = trustme.CA()
     write_identity(folder / "user", other)
     write_identity(folder / "gateway", other)
-    wait_until(lambda: certificate_of(address) == first_certificate(folder / "gateway" / "cert.pem"))
+    wait_until(
+        lambda: certificate_of(address) == first_certificate(folder / "gateway" / "cert.pem"), "the new one is shown"
+    )
     with over_tls(folder / "gateway" / "ca.pem", folder / "user") as client:
         assert client.get(f"{stack.http_address}/health").status_code == 200
     with (

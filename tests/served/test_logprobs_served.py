@@ -63,7 +63,7 @@ def stack(folders: tuple[Path, Path]) -> Iterator[InProcessStack]:
 @pytest.fixture
 def client(stack: InProcessStack) -> Iterator[Client]:
     with Client(stack.address) as connected:
-        wait_until(lambda: connected.generate([1], max_tokens=30).statistics.num_drafts > 0)
+        wait_until(lambda: connected.generate([1], max_tokens=30).statistics.num_drafts > 0, "the drafter takes part")
         yield connected
 
 

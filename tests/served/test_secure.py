@@ -169,7 +169,7 @@ def test_limits_of_one_holder_do_not_touch_others(rig: Rig) -> None:
         check(rig.client())
         assert stream.completion is None, "the test is over before its stream"
         stream.cancel()
-        wait_until(lambda: serves(bob))
+        wait_until(lambda: serves(bob), "bob is served")
 
 
 def serves(client: Client) -> bool:

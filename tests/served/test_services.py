@@ -53,7 +53,7 @@ def test_greedy_output_is_the_targets_own(
         return completion.statistics.num_drafts
 
     if num_speculative_tokens:
-        wait_until(lambda: num_drafts() > 0)  # on a busy machine all is said before the drafter is ready
+        wait_until(lambda: num_drafts() > 0, "the drafter is ready before all is said")
     else:
         assert num_drafts() == 0
 
@@ -175,7 +175,7 @@ def test_cancelled_request_frees_its_sessions(stack: InProcessStack, client: Cli
     next(pieces)
     stream.cancel()
     for service in ("verifier", "drafter"):
-        wait_until(lambda service=service: read_metric(stack, service, "num_sessions") == 0)
+        wait_until(lambda service=service: read_metric(stack, service, "num_sessions") == 0, f"{service} is idle")
 
 
 def test_services_report_health(stack: InProcessStack) -> None:
@@ -247,7 +247,7 @@ def test_prompt_that_was_read_before_is_not_read_again(stack: InProcessStack, cl
     """The metrics tell at both services; another salt reads again."""
     names = ("prefix_cache_queries", "prefix_cache_hits")
     prompt = [index % 3 for index in range(2 * BLOCK_SIZE + 8)]
-    wait_until(lambda: client.generate(PROMPT, max_tokens=30).statistics.num_drafts > 0)  # the drafter is connected
+    wait_until(lambda: client.generate(PROMPT, max_tokens=30).statistics.num_drafts > 0, "the drafter is connected")
 
     def tried(*salts: str) -> tuple[list[list[int]], list[list[float]]] | None:
         """Returns ids and counts; None where one had no drafts, for on a busy machine all is said before they come."""
@@ -333,7 +333,7 @@ def test_full_kv_cache_refuses_new_sessions_and_leaves_the_running_ones_alone(
     assert read_metric(scripted_stack, "verifier", "num_sessions") == 2
     for stream, started in zip(streams, ids, strict=True):
         assert [*started, *(token for piece in stream for token in piece.token_ids)] == expected_tokens(5, count)
-    wait_until(lambda: read_metric(scripted_stack, "verifier", "kv_cache_usage_perc") == 0.0)
+    wait_until(lambda: read_metric(scripted_stack, "verifier", "kv_cache_usage_perc") == 0.0, "the cache is empty")
     assert len(scripted_client.generate(prompt, max_tokens=8).token_ids) == 8
 
 

@@ -191,7 +191,7 @@ def test_a_target_of_two_processes_follows_the_form(target: Path, tmp_path: Path
     options["verifier"] |= {"tensor_parallel_size": 2, "tensor_parallel_timeout_s": 10.0}
     law = masked_law(target)
     with LocalStack(options) as stack, Client(stack.address) as client:
-        wait_until(lambda: client.generate(PROMPT, max_tokens=30).statistics.num_drafts > 0)
+        wait_until(lambda: client.generate(PROMPT, max_tokens=30).statistics.num_drafts > 0, "the drafter takes part")
         asked = {"structured_output": FORM, "logprobs": 0, "logprobs_mode": "processed"}
         completions = [client.generate(PROMPT, seed=seed, **asked) for seed in range(12)]
     for completion in completions:

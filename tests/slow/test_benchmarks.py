@@ -5,6 +5,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,11 @@ def test_round_profile_gives_each_moment_of_a_round_to_one_part(tmp_path: Path, 
     assert report["at_client_ms"]["round"] == pytest.approx(report["wall_ms"], rel=0.3)
 
 
+def rates_of(rows: Sequence[Mapping[str, Any]], name: str, key: str = "contestant") -> list[float]:
+    """Returns the token rates of a contestant, in turn."""
+    return [row["tokens_per_second"] for row in rows if row[key] == name]
+
+
 def test_peers_benchmark_compares_exact_numbers_of_the_same_tokens(tmp_path: Path) -> None:
     sizes = ("--prompts", "2", "--prompt-tokens", "24", "--max-tokens", "12", "--repetitions", "2")
     sweeps = ("--assistant-tokens", "1", "3", "--block-lengths", "2", "3", "--sweep-repetitions", "1")
@@ -268,11 +274,10 @@ def test_peers_benchmark_compares_exact_numbers_of_the_same_tokens(tmp_path: Pat
         rows = [row for row in report["measurements"] if row["temperature"] == temperature]
         assert sorted((row["repetition"], row["contestant"]) for row in rows) == sorted(product((0, 1), rates))
         for name, rate in rates.items():
-            own_rates = [row["tokens_per_second"] for row in rows if row["contestant"] == name]
-            assert rate == pytest.approx(statistics.median(own_rates), rel=0.01)
+            assert rate == pytest.approx(statistics.median(rates_of(rows, name)), rel=0.01)
         for name, ratio in results["ratios"].items():
-            own, baseline = (rates[contestant] for contestant in name.split(" / "))
-            assert ratio["low"] * 0.999 <= own / baseline <= ratio["high"] * 1.001
+            pairs = zip(*(rates_of(rows, contestant) for contestant in name.split(" / ")), strict=True)
+            assert ratio["median"] == pytest.approx(statistics.median(own / base for own, base in pairs), rel=1e-3)
             assert ratio["low"] <= ratio["median"] <= ratio["high"]
         for name in ("transformers", "decoder", "plain"):
             assert results["tokens_per_pass"][name] == 1.0
@@ -307,5 +312,6 @@ def test_http_benchmark_streams_the_same_texts_both_ways(tmp_path: Path) -> None
     assert result["has_same_texts"] is True
     assert all(one["text_bytes"] > 8 for one in report["measurements"])
     for way in ("http", "http with details"):
-        ratio, medians = result["beside_grpc"][way], result["tokens_per_second"]
-        assert ratio["low"] * 0.999 <= medians[way] / medians["grpc"] <= ratio["high"] * 1.001
+        pairs = zip(*(rates_of(report["measurements"], one, "way") for one in (way, "grpc")), strict=True)
+        median = statistics.median(own / base for own, base in pairs)
+        assert result["beside_grpc"][way]["median"] == pytest.approx(median, rel=1e-3)

@@ -252,7 +252,7 @@ def test_services_are_well_by_their_own_account_and_in_time(stack: Stack) -> Non
         started_at = time.monotonic()
         assert "is serving" in docker("exec", stack.container(service), "draftwire", "health", service)
         print(f"draftwire health {service}: {time.monotonic() - started_at:.2f} s, starting it included")
-        wait_until(partial(is_healthy, stack.container(service)), seconds=SECONDS)
+        wait_until(partial(is_healthy, stack.container(service)), f"{service} is healthy", SECONDS)
 
 
 def test_text_comes_to_a_client_on_the_host_and_most_of_it_is_drafted(stack: Stack) -> None:
@@ -277,7 +277,7 @@ def test_stream_goes_on_when_the_drafter_is_killed_and_drafts_come_again_when_it
     assert stream.completion is not None
     assert stream.completion.drafter_error
     assert stream.completion.num_draft_tokens > 0
-    wait_until(lambda: speculates(stack), seconds=SECONDS)
+    wait_until(lambda: speculates(stack), "completions are speculative", SECONDS)
 
 
 def blocks_sent(container: str) -> float:
@@ -299,9 +299,9 @@ def test_every_drafter_of_a_scaled_service_is_used_and_one_less_harms_nothing(st
             assert all(pool.map(lambda _: bool(generate(stack).token_ids), range(4)))
         return blocks_sent(second) > 0
 
-    wait_until(second_is_used, seconds=SECONDS)
+    wait_until(second_is_used, "the second drafter is used", SECONDS)
     stack.compose(*up, "--scale", "drafter=1", timeout_s=UP_SECONDS + SECONDS)
-    wait_until(lambda: speculates(stack), seconds=SECONDS)
+    wait_until(lambda: speculates(stack), "completions are speculative", SECONDS)
 
 
 def test_stream_ends_with_how_to_resume_it_when_the_verifier_is_out_of_reach(stack: Stack) -> None:
@@ -319,7 +319,7 @@ def test_stream_ends_with_how_to_resume_it_when_the_verifier_is_out_of_reach(sta
     assert interrupted.value.code() is grpc.StatusCode.UNAVAILABLE, interrupted.value.details()
     trailing = {item.key: item.value for item in interrupted.value.trailing_metadata()}
     assert 0 < int(trailing[GENERATED_KEY]) == len(token_ids) < 1500
-    wait_until(lambda: speculates(stack), seconds=SECONDS)
+    wait_until(lambda: speculates(stack), "completions are speculative", SECONDS)
 
 
 def test_gateway_that_is_stopped_lets_its_streams_end(stack: Stack) -> None:

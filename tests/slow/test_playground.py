@@ -147,7 +147,7 @@ def test_stop_ends_the_completion_at_the_services_too(watched: WatchedPage, stac
     assert 5 < shown < 1900
     assert watched.text_of("#status") == f"Stopped after {shown} tokens."
     assert watched.tokens("plain") == []
-    wait_until(lambda: open_sessions(stack) == 0)
+    wait_until(lambda: open_sessions(stack) == 0, "no session is left")
 
 
 def test_gateways_message_is_shown(watched: WatchedPage) -> None:

@@ -652,7 +652,7 @@ def abandon(group: ProcessGroup, signs: str) -> float:
     taken = time.monotonic() - started
     assert caught.value.__cause__ is not None or group.rank == 2  # known while the others learn of it
     (Path(signs) / str(group.rank)).touch()
-    wait_until(lambda: len(list(Path(signs).iterdir())) == 4)  # nobody's own end ends it for others
+    wait_until(lambda: len(list(Path(signs).iterdir())) == 4, "all four have noticed it")
     return taken
 
 
@@ -673,7 +673,7 @@ def lose(group: ProcessGroup, path: str, signs: str) -> tuple[float, str]:
     sequence = model.cache.open()
     model.read([Reading(sequence, [1, 2, 3], 1)])
     (folder / "ready").touch()
-    wait_until((folder / "go").exists)
+    wait_until((folder / "go").exists, "the test says so")
     started = time.monotonic()
     with pytest.raises(UnavailableError) as caught:
         model.read([Reading(sequence, [4, 5], 1)])
@@ -690,7 +690,7 @@ def lose(group: ProcessGroup, path: str, signs: str) -> tuple[float, str]:
 
 def begin_to_lose(ranks: Ranks, size: int, path: str, signs: Path, timeout_s: float) -> list[Worker]:
     workers = ranks.begin(lose, [(path, str(signs))] * size, timeout_s)
-    wait_until((signs / "ready").exists)
+    wait_until((signs / "ready").exists, "the other process is ready")
     return workers
 
 
