@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -111,10 +110,3 @@ def _serve(pipe: Connection) -> None:
         except Exception as error:
             answer = error
         pipe.send(answer)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

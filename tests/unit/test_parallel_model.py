@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks, Worker, free_address, wait_until
+from observing import wait_until
+from ranks import START_SECONDS, Ranks, Worker, free_address
 from tiny_models import (
     FAMILY_SHAPE,
     FAMILY_WINDOW,
@@ -652,7 +653,7 @@ def abandon(group: ProcessGroup, signs: str) -> float:
     taken = time.monotonic() - started
     assert caught.value.__cause__ is not None or group.rank == 2  # known while the others learn of it
     (Path(signs) / str(group.rank)).touch()
-    wait_until(lambda: len(list(Path(signs).iterdir())) == 4, "all four have noticed it")
+    wait_until(lambda: len(list(Path(signs).iterdir())) == 4, "all four have noticed it", START_SECONDS)
     return taken
 
 
@@ -673,7 +674,7 @@ def lose(group: ProcessGroup, path: str, signs: str) -> tuple[float, str]:
     sequence = model.cache.open()
     model.read([Reading(sequence, [1, 2, 3], 1)])
     (folder / "ready").touch()
-    wait_until((folder / "go").exists, "the test says so")
+    wait_until((folder / "go").exists, "the test says so", START_SECONDS)
     started = time.monotonic()
     with pytest.raises(UnavailableError) as caught:
         model.read([Reading(sequence, [4, 5], 1)])
@@ -690,7 +691,7 @@ def lose(group: ProcessGroup, path: str, signs: str) -> tuple[float, str]:
 
 def begin_to_lose(ranks: Ranks, size: int, path: str, signs: Path, timeout_s: float) -> list[Worker]:
     workers = ranks.begin(lose, [(path, str(signs))] * size, timeout_s)
-    wait_until((signs / "ready").exists, "the other process is ready")
+    wait_until((signs / "ready").exists, "the other process is ready", START_SECONDS)
     return workers
 
 
