@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import ROOT, Mutant, load_mutants
-from tests.mutants.selection import ImportGraph
+from tests.mutants.__main__ import Result, Workers
+from tests.mutants.selection import ImportGraph, Wave
+from tests.mutants.trees import Outcome
 
 LEAST, LEAST_NEW = 80, 20
 PACKAGES = (
@@ -121,3 +123,22 @@ def test_nearest_tests_come_first_and_types_alone_do_not_count(tmp_path: Path) -
         ("unit", ("tests/unit/test_fakes.py", "tests/unit/test_loop.py")),
         ("served", ("tests/served/test_all.py",)),
     ]
+
+
+class FakeTree:
+    """Of whose two tests one always fails, and the other only the first time."""
+
+    def __init__(self) -> None:
+        self.failing = ["t.py::fails_by_chance", "t.py::fails"]
+
+    def run(self, files: tuple[str, ...], limit_s: float, *, only: list[str] = (), deselect: list[str] = ()) -> Outcome:  # type: ignore[assignment]
+        if "t.py::fails_by_chance" in only:
+            return Outcome()
+        return Outcome(tuple(test for test in self.failing if test not in deselect)[:1])
+
+
+def test_test_that_fails_by_chance_does_not_count() -> None:
+    workers = Workers.__new__(Workers)
+    workers._is_over = False
+    result = workers._run_wave(FakeTree(), Wave("unit", ("t.py",)), [], Result("mutant", "file", 0.0))  # type: ignore[arg-type]
+    assert (result.caught_by, result.is_test) == ("t.py::fails", True)
