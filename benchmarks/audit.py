@@ -29,13 +29,13 @@ from benchmarks.report import progress, write_report
 from benchmarks.rules import Shape, Step
 from draftwire.audit import AuditSums, DrafterAudit, audit_sums
 from draftwire.cli.up import stack_options
-from draftwire.distributions import DenseRows, SparseRows
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
+from draftwire.method.distributions import DenseRows, SparseRows
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
-from draftwire.parameters import SamplingParams
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch
 
 SUPPORT = 64

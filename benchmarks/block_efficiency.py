@@ -29,16 +29,16 @@ from transformers import AutoTokenizer
 
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import stack_options
 from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
+from draftwire.method.quantization import Quantization
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Quantization
-from draftwire.services.local_stack import LocalStack
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, LawRule
 from draftwire.verification.block import BlockRule
 from draftwire.verification.token import TokenRule

@@ -23,8 +23,8 @@ from benchmarks.load import Answer, Ask, run_load
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from benchmarks.round_profile import Round, read_rounds, read_spans, traced
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import embedded_model
-from draftwire.services.local_stack import LocalStack
 
 ACCEPTANCE = "acceptance=0.8/0.7/0.6/0.5"
 SCRIPTED = f"scripted:{ACCEPTANCE}"

@@ -25,9 +25,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import embedded_model
 from draftwire.client import Client
-from draftwire.services.local_stack import LocalStack
 
 WAYS = ("grpc", "http", "http with details")
 

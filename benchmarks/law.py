@@ -29,10 +29,10 @@ from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
 from benchmarks.report import progress
+from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client, Completion
-from draftwire.parameters import PARAMETERS, SamplingParams
-from draftwire.sampling import Span, probabilities_of_spans
-from draftwire.services.local_stack import LocalStack
+from draftwire.method.sampling import Span, probabilities_of_spans
+from draftwire.requests.parameters import PARAMETERS, SamplingParams
 from draftwire.verification import RULES
 from tests.tiny_models import save_tiny_model
 

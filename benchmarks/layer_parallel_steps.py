@@ -29,13 +29,13 @@ from benchmarks.report import progress
 from draftwire.cli.up import embedded_model
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
-from draftwire.models.layer_parallel import LayerParallelDecoder, Ranks
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
-from draftwire.models.process_group import GroupSettings, ProcessGroup
+from draftwire.models.parallel.layer_groups import LayerGroups, groups_of_size, runs_in_parallel, written
+from draftwire.models.parallel.layer_parallel import LayerParallelDecoder, Ranks
+from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
+from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
 from draftwire.models.synthesis import SHAPES, Shape, build_target
-from draftwire.models.tensor_parallel import ParallelModel, follow
 
 BLOCK_LENGTH = 5
 MODELS = {

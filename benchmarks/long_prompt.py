@@ -27,8 +27,8 @@ import grpc
 from benchmarks.load import Answer, Ask, complete
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import embedded_model
-from draftwire.services.local_stack import LocalStack
 from draftwire.v1 import gateway_pb2_grpc
 
 CONTEXT_LENGTH = 8192

@@ -49,15 +49,15 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import embedded_model, stack_options
 from draftwire.client import Client
-from draftwire.keys import Role, derive_key
-from draftwire.parameters import SamplingParams
-from draftwire.randomness import DrawKey
-from draftwire.services.local_stack import LocalStack
-from draftwire.services.logging import configure_logging
-from draftwire.services.models import load_target
-from draftwire.services.settings import EngineSettings, ModelSettings
+from draftwire.engine.model_loading import load_target
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.randomness import DrawKey
+from draftwire.requests.parameters import SamplingParams
+from draftwire.runtime.logging import configure_logging
+from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.verification import rule_named
 from draftwire.verification.target import Judgement, Judging, judge
 

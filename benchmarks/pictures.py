@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import stack_options
 from draftwire.client import Client
-from draftwire.services.local_stack import LocalStack
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 PROMPT = "def merge_sorted(a, b):"

@@ -22,8 +22,8 @@ from benchmarks.load import Ask, run_load
 from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import stack_options
-from draftwire.services.local_stack import LocalStack
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import embedded_model, stack_options
 from draftwire.client import Client, Completion
-from draftwire.keys import Role, derive_key
-from draftwire.parameters import SamplingParams
-from draftwire.randomness import DrawKey, exponentials
-from draftwire.sampling import probabilities
-from draftwire.services.local_stack import LocalStack
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.randomness import DrawKey, exponentials
+from draftwire.method.sampling import probabilities
+from draftwire.requests.parameters import SamplingParams
 
 BLOCK_LENGTHS = (0, 1, 4, 8)
 CONCURRENCIES = (1, 8)

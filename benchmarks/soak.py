@@ -19,9 +19,9 @@ import numpy as np
 
 from benchmarks.prompts import load_prompts
 from benchmarks.report import read_metric, write_report
+from draftwire.cli.local_stack import LocalStack, ServiceProcess
 from draftwire.cli.up import embedded_model
 from draftwire.client import Client
-from draftwire.services.local_stack import LocalStack, ServiceProcess
 
 SAMPLE_SECONDS = 5.0
 SETTLE_SECONDS = 10.0

@@ -23,10 +23,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is import
 from transformers import AutoTokenizer
 
 from benchmarks.report import progress, write_report
-from draftwire.automaton import FormCompiler
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import stack_options
 from draftwire.client import Client, Completion, StructuredOutput
-from draftwire.services.local_stack import LocalStack
+from draftwire.requests.automaton import FormCompiler
 
 
 def _object(**properties: Any) -> dict[str, Any]:

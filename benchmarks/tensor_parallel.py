@@ -38,9 +38,9 @@ from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.loading import load_model
-from draftwire.models.process_group import GroupSettings, ProcessGroup
-from draftwire.models.sharded_loading import load_parallel_target
-from draftwire.models.tensor_parallel import ParallelModel, follow
+from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
+from draftwire.models.parallel.sharded_loading import load_parallel_target
+from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
 
 PLAN, SUM, GATHER = "plan", "all-reduce", "gather"
 CACHE_TOKENS = 4096

@@ -29,8 +29,8 @@ from benchmarks.load import Ask, run_load
 from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import embedded_model
-from draftwire.services.local_stack import LocalStack
 
 SERVICES = ("gateway", "verifier", "drafter")
 OFF, ON, BASELINE = "off", "on", "baseline"

@@ -42,17 +42,17 @@ from benchmarks.load import Ask, run_load
 from benchmarks.prompts import load_prompts
 from benchmarks.relay import Relay, free_port
 from benchmarks.report import progress, read_metric, write_report
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up import embedded_model
-from draftwire.distributions import DenseRows, quantize
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.encoding import NARROW, Claim, Supports, decode, encode_dense, encode_sparse
 from draftwire.local_loop import LocalRun, speculate
+from draftwire.method.distributions import DenseRows, quantize
+from draftwire.method.encoding import NARROW, Claim, Supports, decode, encode_dense, encode_sparse
+from draftwire.method.quantization import Encoding, Quantization, id_width
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.models.loading import load_model
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding, Quantization, id_width
-from draftwire.services.local_stack import LocalStack
+from draftwire.requests.parameters import SamplingParams
 from tests.tiny_models import save_tiny_model
 
 PARTS = ("codec", "settings", "rules", "socket")

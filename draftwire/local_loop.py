@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TypeVar
 
-from draftwire.distributions import rows_of
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest
-from draftwire.encoding import Claim, decode_one
 from draftwire.errors import DraftwireError
-from draftwire.keys import Role, derive_key
+from draftwire.method.distributions import rows_of
+from draftwire.method.encoding import Claim, decode_one
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import SequenceModel
-from draftwire.parameters import SamplingParams
-from draftwire.randomness import DrawKey
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import GreedyBlockRule, new_rule
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.target import Judgement, Judging, judge

@@ -24,10 +24,10 @@ from typing import Any
 
 import grpc
 
-from draftwire.keys import KEY_BYTES
-from draftwire.rounds import CommittedTokens, Fence, Permit
-from draftwire.services.local_stack import LocalStack
-from draftwire.services.rpc.messages import fence_to_proto, permit_to_proto
+from draftwire.cli.local_stack import LocalStack
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.rounds import CommittedTokens, Fence, Permit
+from draftwire.runtime.messages import fence_to_proto, permit_to_proto
 from draftwire.v1 import drafter_pb2, gateway_pb2, model_pb2, session_pb2, verifier_pb2
 from tests.observing import wait_until
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.law import CONTEXT_LENGTH
 from benchmarks.relay import free_port
+from draftwire.cli.local_stack import LocalStack, LogLine
 from draftwire.client import Client, Completion
-from draftwire.services.local_stack import LocalStack, LogLine
 
 PROMPT = [0, 2, 1, 1]
 LENGTH = CONTEXT_LENGTH - len(PROMPT)

@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _processes_are_counted() -> None:
-    from draftwire.services.local_stack import LocalStack
+    from draftwire.cli.local_stack import LocalStack
 
     started = LocalStack.start
 

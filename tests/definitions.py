@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from draftwire.parameters import SamplingParams
+from draftwire.requests.parameters import SamplingParams
 
 
 def defined_law(

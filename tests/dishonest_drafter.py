@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from draftwire.distributions import QuantizedRows
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.strategy import Draft
-from draftwire.rounds import DraftSessionSpec
-from draftwire.services.drafter.scheduler import DraftSession, Scheduler
+from draftwire.method.distributions import QuantizedRows
+from draftwire.method.rounds import DraftSessionSpec
+from draftwire_drafter.scheduler import DraftSession, Scheduler
 
 CORRUPTED_TEMPERATURE = 0.875
 """Requests of this temperature get corrupted blocks, others honest ones."""

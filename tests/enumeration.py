@@ -7,10 +7,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from draftwire.distributions import DenseRows
+from draftwire.method.distributions import DenseRows
+from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import CachedModel
-from draftwire.parameters import SamplingParams
-from draftwire.randomness import DrawKey
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, LawRule
 from draftwire.verification.blocks import cut_impossible
 from draftwire.verification.target import Judging, judge

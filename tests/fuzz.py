@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from draftwire.encoding import DenseProbs, Supports
 from draftwire.errors import BlockViolationError
-from draftwire.rounds import ReceivedBlock
-from draftwire.services.rpc import messages
+from draftwire.method.encoding import DenseProbs, Supports
+from draftwire.method.rounds import ReceivedBlock
+from draftwire.runtime import messages
 from draftwire.v1 import session_pb2
 
 SPARSE = session_pb2.DISTRIBUTION_ENCODING_SPARSE_UINT16

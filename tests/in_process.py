@@ -20,17 +20,17 @@ import pytest
 import structlog
 import typer
 
+from draftwire.cli.local_stack import OnLog
 from draftwire.errors import DraftwireError, UnavailableError
-from draftwire.services import logging as service_logging
-from draftwire.services.drafter.server import make_service as make_drafter
-from draftwire.services.gateway.server import make_service as make_gateway
-from draftwire.services.local_stack import OnLog
-from draftwire.services.options import SERVICES, build, serve_command
-from draftwire.services.rpc.service import Running, Service, start
-from draftwire.services.rpc.status import root_cause
-from draftwire.services.verifier.engine import TargetEngine
-from draftwire.services.verifier.scheduler import Step, StepResult
-from draftwire.services.verifier.server import make_service as make_verifier
+from draftwire.runtime import logging as service_logging
+from draftwire.runtime.options import SERVICES, build, serve_command
+from draftwire.runtime.service import Running, Service, start
+from draftwire.runtime.status import root_cause
+from draftwire_drafter.server import make_service as make_drafter
+from draftwire_gateway.server import make_service as make_gateway
+from draftwire_verifier.engine import TargetEngine
+from draftwire_verifier.scheduler import Step, StepResult
+from draftwire_verifier.server import make_service as make_verifier
 
 Result = TypeVar("Result")
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from draftwire.services.admission import Room
-from draftwire.services.drafter.metrics import DrafterMetrics
-from draftwire.services.gateway.discovery import SourceStatus
-from draftwire.services.gateway.metrics import GatewayMetrics
-from draftwire.services.metrics import ServiceMetrics
-from draftwire.services.verifier.idle import IdleWatch
-from draftwire.services.verifier.metrics import VerifierMetrics
+from draftwire.engine.admission import Room
+from draftwire.runtime.metrics import ServiceMetrics
+from draftwire_drafter.metrics import DrafterMetrics
+from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.peers.discovery import SourceStatus
+from draftwire_verifier.idle import IdleWatch
+from draftwire_verifier.metrics import VerifierMetrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 SERVICES = ("gateway", "verifier", "drafter")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftwire.models.process_group import GroupSettings, ProcessGroup
+from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 
 ANSWER_SECONDS = 100.0
 START_SECONDS = 60.0

@@ -5,16 +5,16 @@ from itertools import count
 
 import torch
 
-from draftwire.distributions import DraftRows, rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
-from draftwire.encoding import Claim, decode_one
-from draftwire.keys import Role, derive_key
+from draftwire.method.distributions import DraftRows, rows_of
+from draftwire.method.encoding import Claim, decode_one
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.quantization import Quantization
+from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Quantization
-from draftwire.randomness import DrawKey
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import rule_named
 from draftwire.verification.target import Judgement, Judging, judge
 

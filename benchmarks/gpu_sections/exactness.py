@@ -25,12 +25,12 @@ from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import DraftwireError
-from draftwire.keys import Role, derive_key
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.synthesis import build_target
-from draftwire.parameters import SamplingParams
-from draftwire.randomness import DrawKey
+from draftwire.requests.parameters import SamplingParams
 
 LARGEST_ERROR = 1e-4
 """Of float32 logits."""

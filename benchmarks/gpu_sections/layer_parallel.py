@@ -19,9 +19,9 @@ from benchmarks.gpu_sections.section import Budget, Findings, Row
 from benchmarks.gpu_sections.timer import Timer
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.models.layer_groups import groups_of_size, runs_in_parallel, written
-from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.lean_decoder import LeanDecoder
+from draftwire.models.parallel.layer_groups import groups_of_size, runs_in_parallel, written
+from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.synthesis import SHAPES, Shape, build_target
 
 SHAPE = Shape(2048, 8192, 16, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu_sections.plan import Plan
 from benchmarks.gpu_sections.section import Budget, Findings, Row
 from benchmarks.rules import CASES, Shape, Step, measure
-from draftwire.randomness import exponentials
+from draftwire.method.randomness import exponentials
 
 NOISE_ERROR = 1e-12
 """Of the noise of `coupled`, relative to the CPU's."""

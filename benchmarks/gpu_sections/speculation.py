@@ -9,8 +9,8 @@ from benchmarks.gpu_sections.batch import Batch, Models, Tally, random_ids
 from benchmarks.gpu_sections.pair import Pair
 from benchmarks.gpu_sections.plan import Plan
 from benchmarks.gpu_sections.section import Budget, Findings, Row
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Quantization
+from draftwire.method.quantization import Quantization
+from draftwire.requests.parameters import SamplingParams
 
 QUANTIZATIONS = {"default": Quantization(), "512 of mass 0.99": Quantization(mass=0.99, max_support=512)}
 LEAST_RATIO = 2.0

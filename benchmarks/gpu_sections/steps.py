@@ -13,7 +13,7 @@ from benchmarks.gpu_sections.section import Budget, Findings, Row
 from benchmarks.gpu_sections.timer import WARM_UPS, Timer
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.static_steps import MOST_QUERIES
-from draftwire.parameters import SamplingParams
+from draftwire.requests.parameters import SamplingParams
 
 VERIFY_RATIO, VERIFY_AIM = 1.4, 1.25
 """Of a verify step to a reduction over the target's weights."""

@@ -39,13 +39,13 @@ def watch(owner: Any, name: str, span: str, about: Callable[..., list[int]] | No
 
 def watch_service(command: str) -> str:
     """Watches the service that this process runs and returns its name; empty for any other process."""
-    if "draftwire.services.gateway" in command:
+    if "draftwire_gateway" in command:
         watch_gateway()
         return "gateway"
-    if "draftwire.services.drafter" in command:
+    if "draftwire_drafter" in command:
         watch_drafter()
         return "drafter"
-    if "draftwire.services.verifier" in command:
+    if "draftwire_verifier" in command:
         watch_verifier()
         return "verifier"
     return ""
@@ -53,10 +53,10 @@ def watch_service(command: str) -> str:
 
 def watch_gateway() -> None:
     """From a verdict's arrival to the request for the next block, and the text beside it."""
-    from draftwire.rounds import Verdict
-    from draftwire.services.gateway.loop import GenerationLoop
-    from draftwire.services.gateway.wire import DrafterLink, VerifierLink
-    from draftwire.services.rpc import messages
+    from draftwire.method.rounds import Verdict
+    from draftwire.runtime import messages
+    from draftwire_gateway.peers.wire import DrafterLink, VerifierLink
+    from draftwire_gateway.session.loop import GenerationLoop
 
     def judged(_loop: GenerationLoop, verdict: Verdict) -> list[int]:
         timings = verdict.timings
@@ -75,8 +75,8 @@ def watch_drafter() -> None:
     """From a calibration's arrival to its block's departure."""
     from draftwire.drafting.drawing import Drawer
     from draftwire.models.cached_model import CachedModel
-    from draftwire.services.drafter.engine import DraftEngine
-    from draftwire.services.rpc import messages
+    from draftwire.runtime import messages
+    from draftwire_drafter.engine import DraftEngine
 
     watch(messages, "calibration_from_proto", "calibration decoded")
     watch(DraftEngine, "step", "draft step")
@@ -90,9 +90,9 @@ def watch_drafter() -> None:
 def watch_verifier() -> None:
     """From a block's arrival to its verdict's departure."""
     from draftwire.models.cached_model import CachedModel
-    from draftwire.services.rpc import messages
-    from draftwire.services.verifier import engine
+    from draftwire.runtime import messages
     from draftwire.verification import target
+    from draftwire_verifier import engine
 
     watch(messages, "blocks_from_proto", "block decoded")
     watch(engine.TargetEngine, "step", "verify step")

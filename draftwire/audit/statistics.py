@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from draftwire.distributions import DenseRows
+from draftwire.method.distributions import DenseRows
 from draftwire.verification.blocks import BlockBatch
 
 SMALLEST_PROB = 2.0**-16
@@ -73,7 +73,7 @@ def audit_sums(blocks: BlockBatch) -> list[AuditSums]:
     computes in float64 and makes one transfer to the host.
 
     The rows need not sum to 1 exactly: means and variances are those of a draw from the row divided by its sum, which
-    is how `draftwire.distributions.draw` draws. A token of declared probability 0 counts as drawn with the smallest.
+    is how `distributions.draw` draws. A token of declared probability 0 counts as drawn with the smallest.
 
     Args:
         blocks: as they came, not cut before impossible tokens.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftwire.checking.emissions import encoded
 from draftwire.checking.models import Pair
-from draftwire.distributions import DenseRows, DraftRows, SparseRows
+from draftwire.method.distributions import DenseRows, DraftRows, SparseRows
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import Outcome
 

@@ -27,7 +27,7 @@ from draftwire.checking.rounds import (
 )
 from draftwire.checking.theory import EXPECTATIONS, block_expectation
 from draftwire.checking.wire import COARSE, FINE, quantized, through_bytes
-from draftwire.distributions import DenseRows
+from draftwire.method.distributions import DenseRows
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.greedy_block import GreedyBlockRule
 from draftwire.verification.rule import FixedNoise, LawRule, Outcome, VerificationRule, verify

@@ -19,7 +19,7 @@ from torch import Tensor
 from draftwire.checking.blocks import all_blocks, emitted_codes
 from draftwire.checking.emissions import Emissions, num_codes
 from draftwire.checking.models import Pair
-from draftwire.distributions import race
+from draftwire.method.distributions import race
 from draftwire.verification.rule import FixedNoise, VerificationRule, verify
 
 LEAST_CELL = 1e-13

@@ -14,9 +14,9 @@ from draftwire.checking.blocks import digits, emitted_codes, rows_along
 from draftwire.checking.cube import integrate
 from draftwire.checking.emissions import Emissions, completed_law, largest_deviation, num_codes
 from draftwire.checking.models import Pair
-from draftwire.distributions import DenseRows, DraftRows, draw
-from draftwire.parameters import SamplingParams
-from draftwire.sampling import Span, probabilities_of_spans
+from draftwire.method.distributions import DenseRows, DraftRows, draw
+from draftwire.method.sampling import Span, probabilities_of_spans
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import FixedNoise, VerificationRule, verify
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from draftwire.checking.models import Pair
 from draftwire.checking.whole_round import Round
-from draftwire.distributions import DraftRows, SparseRows, joined, quantize, rows_of
-from draftwire.encoding import TOTAL_WEIGHT, Claim, Supports, decode_one, encode_sparse
-from draftwire.quantization import Quantization
+from draftwire.method.distributions import DraftRows, SparseRows, joined, quantize, rows_of
+from draftwire.method.encoding import TOTAL_WEIGHT, Claim, Supports, decode_one, encode_sparse
+from draftwire.method.quantization import Quantization
 
 COARSE = Quantization(mass=0.9, max_support=2)
 """Leaves tokens out of nearly all distributions over few tokens."""

@@ -19,7 +19,7 @@ from draftwire.cli.token import token
 from draftwire.cli.up import up
 from draftwire.cli.writer import encode_as_utf8
 from draftwire.errors import DraftwireError
-from draftwire.services.options import SERVICES, refuse_unknown_variables, serve_command
+from draftwire.runtime.options import SERVICES, refuse_unknown_variables, serve_command
 
 app = typer.Typer(
     no_args_is_help=True,

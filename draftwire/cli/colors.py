@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import TextIO
 
-from draftwire.token_source import TokenSource
+from draftwire.method.token_source import TokenSource
 
 
 class ColorWhen(StrEnum):

@@ -10,7 +10,7 @@ import typer
 from draftwire.cli.exits import NOT_NOW, end
 from draftwire.cli.tls_options import TlsCa, TlsCert, TlsKey, TlsTargetName
 from draftwire.errors import NoRoomError, UnavailableError
-from draftwire.services.options import ADDRESS_VARIABLE, TOKEN_VARIABLE
+from draftwire.runtime.options import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from draftwire.client import AsyncClient, Client

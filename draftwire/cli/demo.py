@@ -24,8 +24,8 @@ def demo(
 ) -> None:
     """Start everything on free ports, stream one completion, print what it took, stop everything."""
     from draftwire.cli.console import make_console
+    from draftwire.cli.local_stack import LocalStack
     from draftwire.client import Client
-    from draftwire.services.local_stack import LocalStack
 
     color_complaints(display.when)
     console = make_console(stderr=True, when=display.when)

@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.service_metrics import History, fetch
-from draftwire.services.local_stack import LocalStack
 
 REFRESHES_PER_SECOND = 2
 NUM_LOG_LINES = 8

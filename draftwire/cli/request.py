@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwire.errors import InvalidRequestError
-from draftwire.rules import RULE_FACTS
+from draftwire.requests.rules import RULE_FACTS
 
 if TYPE_CHECKING:
-    from draftwire.structured_output import StructuredOutput
+    from draftwire.requests.structured_output import StructuredOutput
 
 
 MAX_TOKENS = 128
@@ -62,7 +62,7 @@ class Request:
         return {**given, "stop": self.stop or (), "structured_output": self._form()}
 
     def _form(self) -> "StructuredOutput | None":
-        from draftwire.structured_output import StructuredOutput
+        from draftwire.requests.structured_output import StructuredOutput
 
         if self.json_schema is not None and self.regex is not None:
             raise InvalidRequestError("--json-schema and --regex exclude each other")

@@ -54,7 +54,7 @@ def synth(
             import torch
             from safetensors import SafetensorError
 
-            from draftwire.devices import prepare
+            from draftwire.method.devices import prepare
             from draftwire.models.synthesis import synthesize, write_pair
         except ImportError as error:
             raise InvalidRequestError(f"this needs torch: pip install 'draftwire[services]' ({error})") from error

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from draftwire.services.gateway.tokens import TokenEntry, digest_of, new_token
+from draftwire_gateway.auth.tokens import TokenEntry, digest_of, new_token
 
 
 def token(

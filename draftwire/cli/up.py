@@ -14,14 +14,14 @@ import typer
 from draftwire.cli.colors import visible
 from draftwire.cli.exits import FAILED, end
 from draftwire.errors import InvalidRequestError
-from draftwire.services.options import variable
+from draftwire.runtime.options import variable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
     from draftwire.cli.live_table import LiveTable
-    from draftwire.services.local_stack import LocalStack
+    from draftwire.cli.local_stack import LocalStack
 
 DEMO_PROMPT = "def merge_sorted(a, b):"
 HTTP_PORT = 8000
@@ -116,7 +116,7 @@ def run_until_stopped(options: dict[str, dict[str, Any]], shows_table: bool) -> 
         KeyboardInterrupt: the user stopped them before they had come up.
     """
     from draftwire.cli.console import make_console
-    from draftwire.services.local_stack import LocalStack
+    from draftwire.cli.local_stack import LocalStack
 
     screen = Screen(make_console(stderr=True))
     with ExitStack() as cleanup:

@@ -10,7 +10,7 @@ from typing import Annotated, TextIO
 import typer
 
 from draftwire.cli.colors import ColorWhen, legend, paint, visible, wants_color
-from draftwire.token_source import TokenSource
+from draftwire.method.token_source import TokenSource
 
 
 @dataclass(frozen=True, slots=True)

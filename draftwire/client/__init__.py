@@ -6,9 +6,9 @@ from draftwire.client.completion import Completion, Piece
 from draftwire.client.request import Options
 from draftwire.client.stream import CompletionStream
 from draftwire.client.sync import Client
-from draftwire.logprobs import TokenLogprob
-from draftwire.structured_output import StructuredOutput
-from draftwire.token_source import TokenSource
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.logprobs import TokenLogprob
+from draftwire.requests.structured_output import StructuredOutput
 
 __all__ = [
     "AsyncClient",

@@ -10,7 +10,7 @@ from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt, is_several
 from draftwire.client.request import Options, check_number, check_seconds, naming
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
-from draftwire.keys import MAX_SEED, new_seed
+from draftwire.method.keys import MAX_SEED, new_seed
 
 CONCURRENCY = 16
 ROOM_TIMEOUT_S = 300.0

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from draftwire.errors import InvalidRequestError, ProtocolViolationError
-from draftwire.logprobs import PackedTop, TokenLogprob, unpack_top
-from draftwire.token_source import TokenSource
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.logprobs import PackedTop, TokenLogprob, unpack_top
 from draftwire.v1 import gateway_pb2
 
 _SOURCES = {

@@ -9,12 +9,12 @@ from typing import Any, TypedDict
 from google.protobuf.message import Message
 
 from draftwire.client.completion import Completion
-from draftwire.client.forms import form_to_proto
 from draftwire.client.patience import Patience
 from draftwire.client.prompts import Prompt, Prompts, is_several, prompt_fields
 from draftwire.errors import InvalidRequestError
-from draftwire.keys import new_seed
-from draftwire.structured_output import StructuredOutput
+from draftwire.method.keys import new_seed
+from draftwire.requests.structured_output import StructuredOutput
+from draftwire.runtime.form_messages import form_to_proto
 from draftwire.v1 import gateway_pb2
 
 RESUME_S = 30.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import grpc
 
-from draftwire.addresses import host_of, is_loopback
 from draftwire.errors import InvalidRequestError
+from draftwire.runtime.addresses import host_of, is_loopback
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from draftwire.devices import upload
-from draftwire.distributions import QuantizedRows, draw, quantize, race
 from draftwire.drafting.strategy import Draft, DraftRequest
-from draftwire.encoding import DraftDistributions, Supports, encode_dense, encode_sparse
 from draftwire.errors import DraftwireError, UnavailableError
-from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import exponentials, uniforms
-from draftwire.sampling import is_distribution
+from draftwire.method.devices import upload
+from draftwire.method.distributions import QuantizedRows, draw, quantize, race
+from draftwire.method.encoding import DraftDistributions, Supports, encode_dense, encode_sparse
+from draftwire.method.quantization import Encoding, Quantization
+from draftwire.method.randomness import exponentials, uniforms
+from draftwire.method.sampling import is_distribution
 
 
 @dataclass(frozen=True, slots=True)

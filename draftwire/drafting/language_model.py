@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftwire.devices import upload
 from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError, InvalidRequestError
+from draftwire.method.devices import upload
+from draftwire.method.quantization import Quantization
+from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import DraftModel, Reading
-from draftwire.quantization import Quantization
-from draftwire.sampling import Span, probabilities_of_spans
 
 PROMPT_TOKENS = 32
 """A step that reads more tokens than this of one text reads prompts."""

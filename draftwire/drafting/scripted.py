@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import cast
 
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
-from draftwire.encoding import DraftDistributions
 from draftwire.errors import DraftwireError
+from draftwire.method.encoding import DraftDistributions
+from draftwire.method.quantization import Encoding
 from draftwire.models.scripted import Script, expected_tokens, wait
-from draftwire.quantization import Encoding
 
 
 class ScriptedSequence:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from draftwire.automaton import Automaton
-from draftwire.encoding import DraftDistributions
 from draftwire.errors import DraftwireError
-from draftwire.parameters import SamplingParams
-from draftwire.randomness import DrawKey
+from draftwire.method.encoding import DraftDistributions
+from draftwire.method.randomness import DrawKey
+from draftwire.requests.automaton import Automaton
+from draftwire.requests.parameters import SamplingParams
 
 
 def never() -> bool:

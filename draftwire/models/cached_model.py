@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftwire.devices import upload
+from draftwire.method.devices import upload
 from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import CachedSequence, KvCache
-from draftwire.models.layer_parallel import LayerParallelDecoder
 from draftwire.models.paged_attention import KvStorage, Segment, pack
+from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.static_steps import StaticSteps
 
 TokenIds = Sequence[int] | Tensor

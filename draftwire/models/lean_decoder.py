@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from draftwire.models.linear import Linear
 from draftwire.models.paged_attention import AttentionShape, PackedStep
-from draftwire.models.process_group import ProcessGroup
+from draftwire.models.parallel.process_group import ProcessGroup
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` in a model's configuration."""

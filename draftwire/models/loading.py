@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from draftwire.automaton import FormCompiler
-from draftwire.devices import prepare
 from draftwire.errors import InvalidRequestError
+from draftwire.method.devices import prepare
 from draftwire.models.description import ModelDescription, fingerprint
+from draftwire.requests.automaton import FormCompiler
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from draftwire.devices import upload
 from draftwire.errors import InvalidRequestError
+from draftwire.method.devices import upload
 from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK, CachedSequence, slots_of
 
 IMPLEMENTATION = "draftwire_paged"

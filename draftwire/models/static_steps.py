@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftwire.devices import upload
+from draftwire.method.devices import upload
 from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import slots_of
 from draftwire.models.paged_attention import KvStorage, PackedStep, Segment, SegmentGroup

@@ -11,7 +11,7 @@ from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
-from draftwire.parameters import SamplingParams
+from draftwire.requests.parameters import SamplingParams
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
 """Verification rules, by the names that requests use."""
 
-from draftwire.rules import facts_of
+from draftwire.requests.rules import facts_of
 from draftwire.verification.block import BlockRule
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.coupled import CoupledRule

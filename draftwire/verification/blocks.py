@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwire.devices import upload
-from draftwire.distributions import DenseRows, DraftRows, joined
+from draftwire.method.devices import upload
+from draftwire.method.distributions import DenseRows, DraftRows, joined
 
 SMALLEST_SCALE = 1e-30
 """Smaller scales of a residual count as this; they are as improbable to be met."""

@@ -15,7 +15,7 @@ Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invarian
 
 import torch
 
-from draftwire.distributions import race
+from draftwire.method.distributions import race
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import Noise, Outcome
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwire.devices import upload
-from draftwire.logprobs import LogprobsMode, TokenLogprob
-from draftwire.parameters import SamplingParams
-from draftwire.sampling import Span, probabilities_of_spans
+from draftwire.method.devices import upload
+from draftwire.method.sampling import Span, probabilities_of_spans
+from draftwire.requests.logprobs import LogprobsMode, TokenLogprob
+from draftwire.requests.parameters import SamplingParams
 
 ROWS_AT_ONCE = 64
 """Rows of a prompt that are computed at once; bounds the memory that they take beside the logits."""

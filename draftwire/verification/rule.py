@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftwire import randomness
-from draftwire.devices import upload
-from draftwire.distributions import draw
-from draftwire.randomness import DrawKey
+from draftwire.method import randomness
+from draftwire.method.devices import upload
+from draftwire.method.distributions import draw
+from draftwire.method.randomness import DrawKey
 from draftwire.verification.blocks import BlockBatch, cut_impossible
 
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from draftwire.automaton import Automaton, BlockMasks
-from draftwire.devices import upload
-from draftwire.distributions import DenseRows, DraftRows, no_rows
 from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableError
-from draftwire.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
+from draftwire.method.devices import upload
+from draftwire.method.distributions import DenseRows, DraftRows, no_rows
+from draftwire.method.randomness import DrawKey
+from draftwire.method.sampling import SMALLEST, Span, is_distribution, probabilities_of_spans
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
-from draftwire.parameters import SamplingParams
-from draftwire.randomness import DrawKey
-from draftwire.sampling import SMALLEST, Span, is_distribution, probabilities_of_spans
+from draftwire.requests.automaton import Automaton, BlockMasks
+from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.logprobs import EmittedRows, PromptRows, log_softmax_of, of_emitted, of_prompt
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify

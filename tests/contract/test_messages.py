@@ -11,14 +11,11 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire.distributions import rows_of
-from draftwire.encoding import DENSE_FORMATS, DenseProbs, DraftDistributions, Supports, encode_dense
 from draftwire.errors import BlockViolationError, InvalidRequestError, NoRoomError, Violation
-from draftwire.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
-from draftwire.models.description import PROTOCOL_VERSION, ModelDescription
-from draftwire.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
-from draftwire.quantization import Encoding
-from draftwire.rounds import (
+from draftwire.method.distributions import rows_of
+from draftwire.method.encoding import DENSE_FORMATS, DenseProbs, DraftDistributions, Supports, encode_dense
+from draftwire.method.quantization import Encoding
+from draftwire.method.rounds import (
     Calibration,
     DraftBlock,
     DraftSessionSpec,
@@ -32,20 +29,23 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.services.gateway.choices import ChoiceEvent, PromptEcho
-from draftwire.services.gateway.loop import Delta, Finish, FinishReason
-from draftwire.services.gateway.request import Generation
-from draftwire.services.gateway.server import _event_to_proto as gateway_event_to_proto
-from draftwire.services.gateway.server import _statistics_to_proto
-from draftwire.services.gateway.statistics import Statistics
-from draftwire.services.rpc import messages
-from draftwire.services.rpc.status import error_of_number
-from draftwire.services.verifier.core import BlockRefused
-from draftwire.services.verifier.server import _event_to_proto
-from draftwire.structured_output import StructuredOutput
-from draftwire.token_source import TokenSource
-from draftwire.trace_context import TraceContext
+from draftwire.method.token_source import TokenSource
+from draftwire.models.description import PROTOCOL_VERSION, ModelDescription
+from draftwire.requests.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
+from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
+from draftwire.requests.structured_output import StructuredOutput
+from draftwire.requests.trace_context import TraceContext
+from draftwire.runtime import messages
+from draftwire.runtime.status import error_of_number
 from draftwire.v1 import drafter_pb2, gateway_pb2, session_pb2, verifier_pb2
+from draftwire_gateway.server import _event_to_proto as gateway_event_to_proto
+from draftwire_gateway.server import _statistics_to_proto
+from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
+from draftwire_gateway.session.loop import Delta, Finish, FinishReason
+from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.statistics import Statistics
+from draftwire_verifier.core import BlockRefused
+from draftwire_verifier.server import _event_to_proto
 
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1) | st.sampled_from([2**63, 2**64 - 1])

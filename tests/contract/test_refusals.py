@@ -12,19 +12,19 @@ import pytest
 
 from benchmarks.law import stack_options
 from draftwire.errors import UnavailableError, Violation
+from draftwire.method.rounds import CommittedTokens, PlainRun, Verdict
 from draftwire.models.tokenizer import tokenizer_files
-from draftwire.rounds import CommittedTokens, PlainRun, Verdict
-from draftwire.services.drafter.core import DrafterCore
-from draftwire.services.drafter.server import DrafterServicer
-from draftwire.services.gateway.access import Access
-from draftwire.services.gateway.core import GatewayCore
-from draftwire.services.gateway.server import GatewayServicer
-from draftwire.services.metrics import PREFIX
-from draftwire.services.rpc.messages import model_to_proto
-from draftwire.services.rpc.status import status_of
-from draftwire.services.verifier.core import BlockRefused, VerifierCore
-from draftwire.services.verifier.server import VerifierServicer
+from draftwire.runtime.messages import model_to_proto
+from draftwire.runtime.metrics import PREFIX
+from draftwire.runtime.status import status_of
 from draftwire.v1 import drafter_pb2, gateway_pb2, verifier_pb2
+from draftwire_drafter.core import DrafterCore
+from draftwire_drafter.server import DrafterServicer
+from draftwire_gateway.auth.access import Access
+from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.server import GatewayServicer
+from draftwire_verifier.core import BlockRefused, VerifierCore
+from draftwire_verifier.server import VerifierServicer
 from tests.bad_inputs import (
     CASES,
     MAX_MESSAGE_BYTES,

@@ -25,8 +25,8 @@ from draftwire.errors import (
     UnknownSessionError,
     Violation,
 )
-from draftwire.services.rpc.interceptor import ServiceGate
-from draftwire.services.rpc.status import (
+from draftwire.runtime.interceptor import ServiceGate
+from draftwire.runtime.status import (
     CODE_BY_NUMBER,
     ERROR,
     RETRY_KEY,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FileDescriptor, MethodDescriptor, ServiceDescriptor
 
-from draftwire.services.drafter.server import DrafterServicer
-from draftwire.services.gateway.server import GatewayServicer
-from draftwire.services.rpc.model_service import ModelServicer
-from draftwire.services.verifier.server import VerifierServicer
+from draftwire.runtime.model_service import ModelServicer
+from draftwire_drafter.server import DrafterServicer
+from draftwire_gateway.server import GatewayServicer
+from draftwire_verifier.server import VerifierServicer
 
 ROOT = Path(__file__).parents[2]
 PROTOS = sorted((ROOT / "protos" / "draftwire" / "v1").glob("*.proto"))

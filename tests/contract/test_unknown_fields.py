@@ -8,7 +8,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from draftwire.errors import InvalidRequestError
-from draftwire.services.rpc.unknown_fields import MAX_MESSAGES, refuse_unknown_fields
+from draftwire.runtime.unknown_fields import MAX_MESSAGES, refuse_unknown_fields
 from draftwire.v1 import gateway_pb2, session_pb2
 
 UNKNOWN = b"\xf8\xff\x07\x01"

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDERS = ("draftwire", "services", "tests", "benchmarks")
-LINK = "draftwire/services"
-"""Leads to `services`, whose modules are imported under its name."""
 FAST = ("tests/unit/", "tests/contract/")
 OWN_TEST = "test_mutants.py"
 """Looks up what is to be replaced, which is not there once it was: it would notice everything."""
@@ -19,7 +17,7 @@ NEAREST = 8
 
 _IMPORT = re.compile(r"[ \t]*(?:import|from)[ \t]")
 _TYPES_ONLY = re.compile(r"^([ \t]*)if TYPE_CHECKING:\n(?:(?:\1[ \t]+.*)?\n)+", re.MULTILINE)
-_NAMED = re.compile(r"\"((?:draftwire|benchmarks|tests)(?:\.\w+)+\.?)[{\"]")
+_NAMED = re.compile(r"\"((?:draftwire_?|draftwire_\w+|benchmarks|tests)(?:\.\w+)*)[{\"]")
 """A module that is imported, or run as a program, by its name."""
 
 
@@ -38,7 +36,7 @@ class ImportGraph:
         """Reads all sources of a tree."""
         self._root = root
         paths = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
-        self._files = sorted({str(path.relative_to(root)) for path in paths if not _is_behind_link(path, root)})
+        self._files = sorted(str(path.relative_to(root)) for path in paths)
         self._modules = {_module_of(file): file for file in self._files}
         self._importers: dict[str, set[str]] = defaultdict(set)
         sources = {file: (root / file).read_text() for file in self._files}
@@ -94,7 +92,7 @@ class ImportGraph:
                 for alias in statement.names:
                     yield from self._found(f"{base}.{alias.name}", file) or self._found(base, file)
         for name in _NAMED.findall(source):
-            if name.endswith("."):  # f"draftwire.services.{service}"
+            if name.endswith("_"):  # f"draftwire_{service}"
                 known = re.compile(rf"{re.escape(name)}\w+\.__main__")
                 yield from (path for module, path in self._modules.items() if known.fullmatch(module))
             else:
@@ -111,14 +109,10 @@ class ImportGraph:
         return next(([self._modules[known]] for known in names if known in self._modules), [])
 
 
-def _is_behind_link(path: Path, root: Path) -> bool:
-    return path.is_relative_to(root / LINK)
-
-
 def _module_of(file: str) -> str:
     """Returns the name under which a file is imported."""
     parts = Path(file).with_suffix("").parts
-    parts = ("draftwire", *parts) if parts[0] == "services" else parts
+    parts = parts[2:] if parts[0] == "services" else parts  # each service is a package inside its folder
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

@@ -90,7 +90,8 @@ class Tree:
         command += ["-m", "not slow", f"--timeout={TEST_SECONDS}", f"--basetemp={self._scratch / 'tmp'}"]
         command += [] if to_the_end else ["-x"]
         command += [f"--deselect={test}" for test in deselect]
-        environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1", VARIABLE: str(report)}
+        paths = os.pathsep.join(str(path) for path in (self.root, *sorted((self.root / "services").iterdir())))
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", VARIABLE: str(report)}
         if only is not None:
             names.write_text("\n".join(only))
             environment[ONLY] = str(names)

@@ -16,7 +16,7 @@ from benchmarks.law import PROMPT as LAW_PROMPT
 from draftwire.client import Client, Completion
 from draftwire.errors import InvalidRequestError
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.parameters import SamplingParams
+from draftwire.requests.parameters import SamplingParams
 from tests.in_process import InProcessStack
 from tests.tiny_models import save_tiny_model
 

@@ -20,7 +20,7 @@ import draftwire
 from draftwire.cli.up import stack_options
 from draftwire.client import AsyncClient, Client
 from draftwire.client.channels import DEFAULT_ADDRESS, addresses_of
-from draftwire.services.gateway.tokens import TokenEntry, digest_of
+from draftwire_gateway.auth.tokens import TokenEntry, digest_of
 from tests.in_process import InProcessStack
 
 ROOT = Path(__file__).parents[2]

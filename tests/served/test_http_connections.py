@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from draftwire.services.gateway.http import connection
-from draftwire.services.gateway.http.answering import _while_connected
-from draftwire.services.gateway.http.listening import HttpListener
-from draftwire.services.settings import ConnectionSettings
+from draftwire.runtime.settings import ConnectionSettings
+from draftwire_gateway.http import connection
+from draftwire_gateway.http.answering import _while_connected
+from draftwire_gateway.http.listening import HttpListener
 
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n"
 PART = b"x" * 2**16

@@ -20,7 +20,7 @@ from test_http import fetch
 
 from draftwire.errors import UnavailableError
 from draftwire.models.scripted import expected_tokens
-from draftwire.services.gateway.tokens import TokenEntry, digest_of
+from draftwire_gateway.auth.tokens import TokenEntry, digest_of
 from tests.in_process import InProcessStack
 
 SCRIPT = "scripted:acceptance=1,verify_ms=10,context_length=20000"

@@ -15,8 +15,8 @@ from benchmarks.law import (
     exact_law,
     stack_options,
 )
-from draftwire.parameters import SamplingParams
-from draftwire.services.local_stack import LocalStack
+from draftwire.cli.local_stack import LocalStack
+from draftwire.requests.parameters import SamplingParams
 from tests.in_process import InProcessStack, slow_verifiers
 
 ALPHA = 1e-6

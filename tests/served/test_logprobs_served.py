@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.law import stack_options
 from draftwire.client import Client, Completion, TokenLogprob
 from draftwire.errors import InvalidRequestError
-from draftwire.parameters import PARAMETERS, SamplingParams
-from draftwire.sampling import Span, probabilities_of_spans
-from draftwire.token_source import TokenSource
+from draftwire.method.sampling import Span, probabilities_of_spans
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.parameters import PARAMETERS, SamplingParams
 from draftwire.verification import RULES
 from tests.in_process import InProcessStack
 from tests.tiny_models import save_tiny_model

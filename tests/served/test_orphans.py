@@ -9,7 +9,7 @@ from observing import is_alive, wait_until
 
 PARENT = """
 import time
-from draftwire.services.local_stack import LocalStack
+from draftwire.cli.local_stack import LocalStack
 with LocalStack({"verifier": {"model": "scripted:", "drain_seconds": 0.5}}) as stack:
     print(stack.services["verifier"].process.pid, flush=True)
     time.sleep(600)

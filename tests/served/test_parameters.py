@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.law import LOSSLESS, options_of, stack_options
 from draftwire.client import Client, Completion
-from draftwire.parameters import SamplingParams
-from draftwire.sampling import Span, probabilities_of_spans
+from draftwire.method.sampling import Span, probabilities_of_spans
+from draftwire.requests.parameters import SamplingParams
 from tests.in_process import InProcessStack, slow_verifiers
 
 ALPHA = 1e-6

@@ -10,10 +10,10 @@ import grpc
 import pytest
 from observing import wait_until
 
+from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client
 from draftwire.client.completion import Piece
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
-from draftwire.services.local_stack import LocalStack
 from draftwire.v1 import gateway_pb2
 
 SCRIPT = "scripted:acceptance=1,verify_ms=10,context_length=4096"

@@ -9,9 +9,9 @@ from observing import wait_until
 from test_services import PROMPT, greedy_ids
 
 from benchmarks.law import stack_options
+from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client
 from draftwire.errors import UnavailableError
-from draftwire.services.local_stack import LocalStack
 from tests.in_process import InProcessStack
 
 

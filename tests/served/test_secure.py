@@ -21,11 +21,11 @@ from benchmarks.relay import Relay, free_port
 from draftwire.client import AsyncClient, Client
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
 from draftwire.models.scripted import expected_tokens
-from draftwire.services.gateway.tokens import TokenEntry, digest_of
-from draftwire.services.rpc.peers import ModelPeer
-from draftwire.services.rpc.tls import Dialler, watch_tls
-from draftwire.services.settings import ConnectionSettings, TlsSettings
+from draftwire.runtime.peers import ModelPeer
+from draftwire.runtime.settings import ConnectionSettings, TlsSettings
+from draftwire.runtime.tls import Dialler, watch_tls
 from draftwire.v1 import gateway_pb2
+from draftwire_gateway.auth.tokens import TokenEntry, digest_of
 from tests.in_process import InProcessStack
 
 SCRIPT = "scripted:acceptance=1,verify_ms=10,context_length=4096"
@@ -340,7 +340,7 @@ def is_whole(rig: Rig) -> bool:
 
 
 def test_plaintext_is_not_offered_to_other_machines() -> None:
-    command = [sys.executable, "-m", "draftwire.services.verifier", f"--model={SCRIPT}", "--port=0", "--host=0.0.0.0"]
+    command = [sys.executable, "-m", "draftwire_verifier", f"--model={SCRIPT}", "--port=0", "--host=0.0.0.0"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr.startswith("verifier: host 0.0.0.0 is reached from other machines: set tls_cert and tls_key")

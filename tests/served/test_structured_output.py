@@ -13,10 +13,10 @@ from tiny_models import save_spelling_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.law import CONTEXT_LENGTH, JUDGED, LOSSLESS, PROMPT, compare, draw_completions, stack_options
+from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client, StructuredOutput
 from draftwire.errors import InvalidRequestError
-from draftwire.parameters import SamplingParams
-from draftwire.services.local_stack import LocalStack
+from draftwire.requests.parameters import SamplingParams
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 from tests.in_process import InProcessStack
 

@@ -12,7 +12,7 @@ from observing import read_metric, wait_until
 from terminal import SGR, Terminal
 
 from draftwire.cli.colors import PALETTE
-from draftwire.token_source import TokenSource
+from draftwire.method.token_source import TokenSource
 from tests.in_process import InProcessStack
 
 PROMPT = "def merge_sorted(a, b):"

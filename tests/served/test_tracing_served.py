@@ -14,9 +14,9 @@ import grpc
 import pytest
 from observing import read_metric
 
+from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client
-from draftwire.services.local_stack import LocalStack
-from draftwire.trace_context import TraceContext
+from draftwire.requests.trace_context import TraceContext
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.in_process import InProcessStack
 from tests.trace_collector import CollectedSpan, Collector, Trace
@@ -376,7 +376,7 @@ def test_without_a_collector_services_serve_and_stop_and_without_the_option_they
     assert stopped_s < 20.0
     for name in SERVICES:
         told = imported_by(lines[name])
-        assert f"draftwire.services.{name}.core" in told, "what is imported is seen"
+        assert f"draftwire_{name}.core" in told, "what is imported is seen"
         assert ("opentelemetry.sdk.trace" in told) is is_traced
         if name != "gateway":  # FastAPI imports the interface, without the SDK
             assert any(module.partition(".")[0] == "opentelemetry" for module in told) is is_traced

@@ -12,13 +12,13 @@ from chart import COMPONENT, SERVICES, VALUES, Manifest, configure, container_of
 from typer.testing import CliRunner
 
 from draftwire.cli.__main__ import app
-from draftwire.services.options import CLIENT_VARIABLES, PREFIX, unknown_variables
-from draftwire.services.ranks.followers import GOODBYE_SECONDS, LEAVE_SECONDS
-from draftwire.services.ranks.guard import STOP_SECONDS
+from draftwire.engine.ranks.followers import GOODBYE_SECONDS, LEAVE_SECONDS
+from draftwire.engine.ranks.guard import STOP_SECONDS
+from draftwire.runtime.options import CLIENT_VARIABLES, PREFIX, unknown_variables
 
 DISCOVERY = {"DRAFTWIRE_GATEWAY_DISCOVERY", "DRAFTWIRE_GATEWAY_VERIFIER_SERVICE", "DRAFTWIRE_GATEWAY_DRAFTER_SERVICE"}
 SERVER_STOP_SECONDS = 1.0
-"""The grace that a service gives its gRPC server; see `draftwire.services.rpc.service`."""
+"""The grace that a service gives its gRPC server; see `draftwire.runtime.service`."""
 
 
 def services_of(values: str, *settings: str) -> list[tuple[str, Manifest]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from chart import container_of, environment_of, expect, render
 
-from draftwire.services.local_stack import LocalStack
+from draftwire.cli.local_stack import LocalStack
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.law import BLOCK_LENGTH, LENGTH, LOSSLESS, PROMPT, SMALLEST_CELL, VOCAB_SIZE
 from benchmarks.relay import Relay
+from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client, Completion
 from draftwire.errors import UnavailableError
-from draftwire.services.local_stack import LocalStack
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 
 ALPHA = 1e-6

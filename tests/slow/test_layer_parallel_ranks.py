@@ -12,8 +12,8 @@ import pytest
 from observing import read_metric
 
 from benchmarks.law import VOCAB_SIZE
+from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client, Completion
-from draftwire.services.local_stack import LocalStack
 from tests.breakable_group import (
     COMMON,
     END_SECONDS,
@@ -164,7 +164,7 @@ def test_what_two_processes_cannot_share_is_refused_before_they_serve(
         **options,
     }
     done = subprocess.run(
-        [sys.executable, "-m", "draftwire.services.drafter", *(f"--{key}={value}" for key, value in settings.items())],
+        [sys.executable, "-m", "draftwire_drafter", *(f"--{key}={value}" for key, value in settings.items())],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

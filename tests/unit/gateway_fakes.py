@@ -11,10 +11,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from draftwire.errors import UnavailableError
-from draftwire.logprobs import PromptPart, TokenLogprob
-from draftwire.models.description import ModelDescription
-from draftwire.parameters import SamplingParams
-from draftwire.rounds import (
+from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
     DraftSessionSpec,
@@ -29,16 +26,19 @@ from draftwire.rounds import (
     Verdict,
     judge_fence,
 )
-from draftwire.services.gateway.config import LoopSettings
-from draftwire.services.gateway.loop import Delta, Finish, FinishReason, GenerationLoop
-from draftwire.services.gateway.pace import DrafterPace
-from draftwire.services.gateway.ports import DrafterPort, Inbox, SessionEvent, TargetLost, TargetPort
-from draftwire.services.gateway.request import Generation
-from draftwire.services.gateway.round_times import RoundObserver
-from draftwire.services.gateway.spans import ChoiceSpans
-from draftwire.services.gateway.statistics import Statistics
-from draftwire.services.gateway.text import TextStream
-from draftwire.token_source import TokenSource
+from draftwire.method.token_source import TokenSource
+from draftwire.models.description import ModelDescription
+from draftwire.requests.logprobs import PromptPart, TokenLogprob
+from draftwire.requests.parameters import SamplingParams
+from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.session.loop import Delta, Finish, FinishReason, GenerationLoop
+from draftwire_gateway.session.pace import DrafterPace
+from draftwire_gateway.session.ports import DrafterPort, Inbox, SessionEvent, TargetLost, TargetPort
+from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.round_times import RoundObserver
+from draftwire_gateway.session.spans import ChoiceSpans
+from draftwire_gateway.session.statistics import Statistics
+from draftwire_gateway.text.text import TextStream
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 STOP_TOKEN = len(LETTERS)
@@ -235,7 +235,7 @@ class FakeTarget:
         return drafter_id not in self.quarantined
 
     def offer_block(self, fence: Fence, num_draft_tokens: int, drafter_id: int, permit: Permit | None) -> None:
-        """See `draftwire.services.verifier.scheduler.Scheduler.offer_block`."""
+        """See `draftwire_verifier.scheduler.Scheduler.offer_block`."""
         session = self._of(fence)
         if session is None:
             return

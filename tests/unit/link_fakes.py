@@ -10,7 +10,7 @@ from gateway_fakes import describe
 
 from draftwire.errors import DraftwireError, InvalidRequestError, ModelMismatchError, UnavailableError
 from draftwire.models.description import ModelDescription
-from draftwire.services.gateway.discovery import Endpoint, SourceStatus
+from draftwire_gateway.peers.discovery import Endpoint, SourceStatus
 
 RETRY_SECONDS = 0.5
 

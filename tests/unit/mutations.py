@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftwire.checking.whole_round import Ran, Round
-from draftwire.distributions import SparseRows, draw, race
+from draftwire.method.distributions import SparseRows, draw, race
 from draftwire.verification import BlockBatch, GreedyBlockRule, LawRule, Noise, Outcome, StopLaw, TokenRule
 from draftwire.verification.block import BlockRule, block_weights, largest_success
 

@@ -11,10 +11,10 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from draftwire.engine.admission import ClosedEarly
+from draftwire.engine.prefill import ChunkCost, PrefillPacer
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, ProtocolViolationError, UnavailableError
 from draftwire.models.kv_cache import blocks_for
-from draftwire.services.admission import ClosedEarly
-from draftwire.services.prefill import ChunkCost, PrefillPacer
 
 CONTEXT_LENGTH = 12
 PROMPT = [1, 2, 3, 4]

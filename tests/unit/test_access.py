@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from draftwire.cli.__main__ import app
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError
-from draftwire.services.gateway import access as access_module
-from draftwire.services.gateway.access import MESSAGE, Access, Caller
-from draftwire.services.gateway.tokens import TokenEntry, digest_of, new_token, parse_tokens
+from draftwire_gateway.auth import access as access_module
+from draftwire_gateway.auth.access import MESSAGE, Access, Caller
+from draftwire_gateway.auth.tokens import TokenEntry, digest_of, new_token, parse_tokens
 
 ALICE, BOB = "alice's token", "bob's token"
 

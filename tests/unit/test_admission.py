@@ -4,9 +4,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from draftwire.engine.admission import ClosedEarly, Room
 from draftwire.errors import NoRoomError, ProtocolViolationError
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
-from draftwire.services.admission import ClosedEarly, Room
 
 
 def test_sessions_are_admitted_up_to_the_limit_and_released_once() -> None:

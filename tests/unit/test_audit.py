@@ -19,8 +19,8 @@ from scipy.special import softmax
 from scipy.stats import binom
 
 from draftwire.audit import Alarm, AuditSums, DrafterAudit, FirstUses, Statistic, audit_sums
-from draftwire.distributions import DenseRows, DraftRows, SparseRows, no_rows
-from draftwire.keys import Role, derive_key
+from draftwire.method.distributions import DenseRows, DraftRows, SparseRows, no_rows
+from draftwire.method.keys import Role, derive_key
 from draftwire.verification import BlockBatch
 
 torch.set_num_threads(1)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from draftwire.automaton import Automaton, FormCompiler
 from draftwire.errors import InvalidRequestError
-from draftwire.structured_output import Form, StructuredOutput
+from draftwire.requests.automaton import Automaton, FormCompiler
+from draftwire.requests.structured_output import Form, StructuredOutput
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "target"
 STOP = 0
@@ -247,7 +247,7 @@ def test_form_that_takes_longer_at_its_first_place_than_one_may_is_refused(
     compiler: FormCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of CPU time, of which this form takes a quarter of a second, and a hundredth on any machine."""
-    monkeypatch.setattr("draftwire.automaton.MAX_PLACE_S", 0.01)
+    monkeypatch.setattr("draftwire.requests.automaton.MAX_PLACE_S", 0.01)
     with pytest.raises(InvalidRequestError, match="costs too much to follow"):
         compiler.compile(StructuredOutput(Form.REGEX, ("(a{1000}){1000}",)))
 

@@ -4,10 +4,10 @@ from cases import every
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire.encoding import DraftDistributions
-from draftwire.quantization import Encoding
-from draftwire.rounds import DraftBlock, Fence
-from draftwire.services.drafter.wire import in_parts
+from draftwire.method.encoding import DraftDistributions
+from draftwire.method.quantization import Encoding
+from draftwire.method.rounds import DraftBlock, Fence
+from draftwire_drafter.wire import in_parts
 
 
 def blocks_of(sizes: list[int]) -> list[DraftBlock]:

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from draftwire.client.channels import CHANNEL_OPTIONS
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription
-from draftwire.services.drafter.wire import check_block_fits
-from draftwire.services.rpc.channels import (
+from draftwire.runtime.channels import (
     CONTROL_MESSAGE_BYTES,
     ENVELOPE_BYTES,
     MIN_PING_INTERVAL_MS,
@@ -27,8 +26,9 @@ from draftwire.services.rpc.channels import (
     in_messages,
     server_options,
 )
-from draftwire.services.settings import LEAST_KEEPALIVE_S, LEAST_MESSAGE_BYTES, ConnectionSettings
+from draftwire.runtime.settings import LEAST_KEEPALIVE_S, LEAST_MESSAGE_BYTES, ConnectionSettings
 from draftwire.v1 import session_pb2, verifier_pb2
+from draftwire_drafter.wire import check_block_fits
 
 MIB = 2**20
 SETTINGS = ConnectionSettings(

@@ -11,10 +11,10 @@ import pytest
 
 from draftwire.client.chat import chat_to_proto
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.services.allowance import Allowance
-from draftwire.services.gateway import chat
-from draftwire.services.gateway.chat import ChatTemplate, render
-from draftwire.services.gateway.conversation import ChatTurn, Conversation, Tool, ToolCall
+from draftwire.runtime.allowance import Allowance
+from draftwire_gateway.text import chat
+from draftwire_gateway.text.chat import ChatTemplate, render
+from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 from tests.chat_templates import LLAMA, MISTRAL, PLAIN, QWEN, with_template
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

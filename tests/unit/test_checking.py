@@ -22,9 +22,9 @@ from draftwire.checking.models import adversarial_pairs, random_pairs
 from draftwire.checking.report import Findings, RuleReport
 from draftwire.checking.theory import EXPECTATIONS
 from draftwire.cli.__main__ import app
-from draftwire.distributions import race
 from draftwire.errors import InvalidRequestError
-from draftwire.parameters import SamplingParams
+from draftwire.method.distributions import race
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, VerificationRule
 
 SEEN = 1e-6

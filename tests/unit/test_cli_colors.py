@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftwire.cli.colors import LEGEND, PALETTE, ColorWhen, legend, paint, visible, wants_color
-from draftwire.token_source import TokenSource
+from draftwire.method.token_source import TokenSource
 
 SGR = re.compile(r"\x1b\[[0-9;]*m")
 

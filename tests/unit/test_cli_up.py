@@ -7,8 +7,8 @@ from typer.testing import CliRunner, Result
 
 from draftwire.cli import up as up_module
 from draftwire.cli.__main__ import app
-from draftwire.services.local_stack import ServiceProcess
-from draftwire.services.options import SERVICES, settings_of, variable
+from draftwire.cli.local_stack import ServiceProcess
+from draftwire.runtime.options import SERVICES, settings_of, variable
 
 FREE = ["--port", "0", "--verifier-port", "0", "--drafter-port", "0", "--http-port", "0"]
 
@@ -40,7 +40,7 @@ class FakeStack:
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftwire.services.local_stack.LocalStack", FakeStack)
+    monkeypatch.setattr("draftwire.cli.local_stack.LocalStack", FakeStack)
     monkeypatch.setattr(up_module, "interrupt_on_signals", lambda: None)
     for service, config in SERVICES.items():
         for setting in settings_of(config):

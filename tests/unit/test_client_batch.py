@@ -20,7 +20,7 @@ from draftwire.client.patience import Patience
 from draftwire.client.progress import Progress
 from draftwire.client.request import make_request
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
-from draftwire.keys import MAX_SEED
+from draftwire.method.keys import MAX_SEED
 from draftwire.v1 import gateway_pb2
 
 SECONDS = 10.0

@@ -29,12 +29,12 @@ from draftwire.errors import (
     ProtocolViolationError,
     UnavailableError,
 )
-from draftwire.logprobs import PromptPart, TokenLogprob
-from draftwire.services.gateway.choices import ChoiceEvent
-from draftwire.services.gateway.loop import Delta
-from draftwire.services.gateway.server import _event_to_proto
-from draftwire.token_source import TokenSource
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.logprobs import PromptPart, TokenLogprob
 from draftwire.v1 import gateway_pb2
+from draftwire_gateway.server import _event_to_proto
+from draftwire_gateway.session.choices import ChoiceEvent
+from draftwire_gateway.session.loop import Delta
 from tests.twins import Driven
 
 RESUME_S = 30.0

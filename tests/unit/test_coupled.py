@@ -10,18 +10,18 @@ from cases import every
 from tiny_models import tiny_network
 from transformers import PreTrainedModel
 
-from draftwire.distributions import race
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftStep
-from draftwire.encoding import DraftDistributions
-from draftwire.keys import Role, derive_key
 from draftwire.local_loop import LocalRun, Round, speculate
+from draftwire.method.distributions import race
+from draftwire.method.encoding import DraftDistributions
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.quantization import Encoding
+from draftwire.method.randomness import DrawKey, exponentials
+from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel, SequenceModel
 from draftwire.models.decoder import decoder_of
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding
-from draftwire.randomness import DrawKey, exponentials
-from draftwire.sampling import Span, probabilities_of_spans
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, FixedNoise, KeyedNoise, coupled, verify
 from draftwire.verification.target import NEAR_TIE
 

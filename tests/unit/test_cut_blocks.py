@@ -18,16 +18,16 @@ from draftwire.checking.blocks import emitted_codes
 from draftwire.checking.models import Pair, adversarial_pairs, random_pairs
 from draftwire.checking.whole_round import Ran
 from draftwire.checking.wire import WireRound
-from draftwire.distributions import joined, rows_of
 from draftwire.drafting import drawing, language_model
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
-from draftwire.encoding import Claim, decode
+from draftwire.method.distributions import joined, rows_of
+from draftwire.method.encoding import Claim, decode
+from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import Reading, appended
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
-from draftwire.parameters import SamplingParams
-from draftwire.randomness import DrawKey
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import FixedNoise, verify

@@ -21,16 +21,16 @@ from kubernetes_api import PORT, Asked, KubernetesApi, endpoint_slice, pod
 from structlog.testing import capture_logs
 
 from draftwire.errors import InvalidRequestError
-from draftwire.services.gateway import discovery, endpoint_slices
-from draftwire.services.gateway.config import DiscoverySettings, GatewayConfig
-from draftwire.services.gateway.discovery import DnsSource, Endpoint, Source, SourceStatus, StaticSource
-from draftwire.services.gateway.endpoint_slices import (
+from draftwire_gateway.config import DiscoverySettings, GatewayConfig
+from draftwire_gateway.peers import discovery, endpoint_slices
+from draftwire_gateway.peers.discovery import DnsSource, Endpoint, Source, SourceStatus, StaticSource
+from draftwire_gateway.peers.endpoint_slices import (
     EndpointSliceSource,
     WatchTimes,
     endpoints_of,
     read_configuration,
 )
-from draftwire.services.gateway.sources import sources_of
+from draftwire_gateway.peers.sources import sources_of
 
 DEADLINE_S = 10.0
 TIMES = WatchTimes(watch_s=1, answer_s=0.5)
@@ -633,7 +633,5 @@ async def test_listed_names_are_looked_up_and_addresses_are_not() -> None:
 
 
 def test_library_is_imported_only_where_it_is_used() -> None:
-    code = (
-        "import sys, draftwire.services.gateway.sources; sys.exit(bool({'kubernetes', 'aiohttp'} & set(sys.modules)))"
-    )
+    code = "import sys, draftwire_gateway.peers.sources; sys.exit(bool({'kubernetes', 'aiohttp'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwire.distributions import (
+from draftwire.errors import InvalidRequestError
+from draftwire.method.distributions import (
     CHUNK,
     WHOLE_ROW,
     DenseRows,
@@ -26,9 +27,8 @@ from draftwire.distributions import (
     race,
     rows_of,
 )
-from draftwire.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, Supports, decode_one
-from draftwire.errors import InvalidRequestError
-from draftwire.quantization import Encoding, Quantization
+from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, Supports, decode_one
+from draftwire.method.quantization import Encoding, Quantization
 
 torch.set_num_threads(1)
 

@@ -7,17 +7,25 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from draftwire.engine.leases import SessionFailed
+from draftwire.engine.ranks.guard import GroupGuard
+from draftwire.engine.ranks.place import Place, WantedGroup
 from draftwire.errors import GroupLostError, UnavailableError
-from draftwire.keys import KEY_BYTES
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.rounds import (
+    Calibration,
+    CommittedTokens,
+    DraftBlock,
+    DraftSessionSpec,
+    Fence,
+    Permit,
+    SendDrafted,
+)
 from draftwire.models.loading import ModelCard
-from draftwire.parameters import SamplingParams
-from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, Permit, SendDrafted
-from draftwire.services.drafter.config import DrafterConfig
-from draftwire.services.drafter.core import BlockLink, DrafterCore
-from draftwire.services.leases import SessionFailed
-from draftwire.services.ranks.guard import GroupGuard
-from draftwire.services.ranks.place import Place, WantedGroup
-from draftwire.services.settings import ModelSettings
+from draftwire.requests.parameters import SamplingParams
+from draftwire.runtime.settings import ModelSettings
+from draftwire_drafter.config import DrafterConfig
+from draftwire_drafter.core import BlockLink, DrafterCore
 from tests.unit.test_ranks import FakeFollowers, FakeParallelModel, guarded
 
 PROMPT = [1, 2, 3, 4]

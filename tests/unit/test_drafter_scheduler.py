@@ -17,14 +17,22 @@ from scheduler_contract import (
     fail,
 )
 
-from draftwire.encoding import DraftDistributions
+from draftwire.engine.admission import Room
 from draftwire.errors import ProtocolViolationError, UnavailableError
-from draftwire.keys import KEY_BYTES
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding
-from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, Permit, SendDrafted
-from draftwire.services.admission import Room
-from draftwire.services.drafter.scheduler import DraftSession, Scheduler, Step, StepItem, StepResult
+from draftwire.method.encoding import DraftDistributions
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.quantization import Encoding
+from draftwire.method.rounds import (
+    Calibration,
+    CommittedTokens,
+    DraftBlock,
+    DraftSessionSpec,
+    Fence,
+    Permit,
+    SendDrafted,
+)
+from draftwire.requests.parameters import SamplingParams
+from draftwire_drafter.scheduler import DraftSession, Scheduler, Step, StepItem, StepResult
 
 PERMIT = Permit(5, bytes(range(16)))
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from tiny_models import save_spelling_model
 
+from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, Fence
 from draftwire.models.loading import ModelCard
-from draftwire.parameters import SamplingParams
-from draftwire.rounds import Calibration, CommittedTokens, DraftBlock, Fence
-from draftwire.services.drafter.config import DrafterConfig
-from draftwire.services.drafter.core import BlockLink, DrafterCore
-from draftwire.services.settings import ModelSettings
-from draftwire.structured_output import StructuredOutput
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.structured_output import StructuredOutput
+from draftwire.runtime.settings import ModelSettings
+from draftwire_drafter.config import DrafterConfig
+from draftwire_drafter.core import BlockLink, DrafterCore
 from tests.unit.test_drafter_core import PROMPT, FakeLink, Rig, until
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]

@@ -8,10 +8,11 @@ import torch
 from cases import every
 from torch import Tensor
 
-from draftwire.distributions import WHOLE_ROW, draw, race
 from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.strategy import Draft, DraftRequest
-from draftwire.encoding import (
+from draftwire.errors import DraftwireError, UnavailableError
+from draftwire.method.distributions import WHOLE_ROW, draw, race
+from draftwire.method.encoding import (
     DENSE_FORMATS,
     TOTAL_WEIGHT,
     Claim,
@@ -21,11 +22,10 @@ from draftwire.encoding import (
     Supports,
     decode_one,
 )
-from draftwire.errors import DraftwireError, UnavailableError
-from draftwire.keys import Role, derive_key
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey, exponentials
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.quantization import Encoding, Quantization
+from draftwire.method.randomness import DrawKey, exponentials
+from draftwire.requests.parameters import SamplingParams
 
 torch.set_num_threads(1)
 

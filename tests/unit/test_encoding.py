@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from draftwire.distributions import rows_of
-from draftwire.encoding import (
+from draftwire.errors import BlockViolationError, Violation
+from draftwire.method.distributions import rows_of
+from draftwire.method.encoding import (
     DENSE_FORMATS,
     TOTAL_WEIGHT,
     Claim,
@@ -28,8 +29,7 @@ from draftwire.encoding import (
     encode_dense,
     encode_sparse,
 )
-from draftwire.errors import BlockViolationError, Violation
-from draftwire.quantization import MAX_SUPPORT, Encoding, id_width, position_bytes
+from draftwire.method.quantization import MAX_SUPPORT, Encoding, id_width, position_bytes
 
 FEW = settings(max_examples=40)
 TARGET = 200_000

@@ -11,20 +11,17 @@ from hypothesis import strategies as st
 from tiny_models import ExtendsByReading
 from torch import Tensor
 
-from draftwire.distributions import rows_of
 from draftwire.drafting import scripted as scripted_drafting
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
-from draftwire.encoding import Claim, decode, decode_one, encode_dense
-from draftwire.keys import KEY_BYTES
-from draftwire.models import scripted as scripted_models
-from draftwire.models.cached_model import Reading
-from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
-from draftwire.models.scripted import Script, ScriptedTarget, expected_tokens
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding
-from draftwire.rounds import (
+from draftwire.engine.admission import Room
+from draftwire.engine.prefill import SMALLEST_CHUNK, PrefillPacer
+from draftwire.method.distributions import rows_of
+from draftwire.method.encoding import Claim, decode, decode_one, encode_dense
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.quantization import Encoding
+from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
     DraftBlock,
@@ -37,13 +34,16 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.services.admission import Room
-from draftwire.services.drafter import scheduler as drafting
-from draftwire.services.drafter.engine import DraftEngine
-from draftwire.services.prefill import SMALLEST_CHUNK, PrefillPacer
-from draftwire.services.verifier import scheduler as verifying
-from draftwire.services.verifier.engine import TargetEngine
+from draftwire.models import scripted as scripted_models
+from draftwire.models.cached_model import Reading
+from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
+from draftwire.models.scripted import Script, ScriptedTarget, expected_tokens
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.target import StillReading
+from draftwire_drafter import scheduler as drafting
+from draftwire_drafter.engine import DraftEngine
+from draftwire_verifier import scheduler as verifying
+from draftwire_verifier.engine import TargetEngine
 
 CACHE_TOKENS = 2048
 CERTAIN = Script(acceptance=(1.0,))

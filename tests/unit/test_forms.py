@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from draftwire.automaton import Automaton, FormCompiler
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.services import forms
-from draftwire.services.forms import Forms
-from draftwire.structured_output import StructuredOutput
+from draftwire.requests.automaton import Automaton, FormCompiler
+from draftwire.requests.structured_output import StructuredOutput
+from draftwire.runtime import forms
+from draftwire.runtime.forms import Forms
 
 FORM = StructuredOutput.regex("a")
 

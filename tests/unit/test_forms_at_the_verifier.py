@@ -8,13 +8,13 @@ from test_automaton import ids_of
 from tiny_models import save_spelling_model
 
 from draftwire.errors import InvalidRequestError
-from draftwire.keys import KEY_BYTES
-from draftwire.parameters import SamplingParams
-from draftwire.rounds import TargetSessionSpec
-from draftwire.services.settings import ModelSettings
-from draftwire.services.verifier.config import VerifierConfig
-from draftwire.services.verifier.core import VerifierCore
-from draftwire.structured_output import StructuredOutput
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.rounds import TargetSessionSpec
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.structured_output import StructuredOutput
+from draftwire.runtime.settings import ModelSettings
+from draftwire_verifier.config import VerifierConfig
+from draftwire_verifier.core import VerifierCore
 
 PROMPT = [3, 3]
 A, B, _, C, STOP = range(5)

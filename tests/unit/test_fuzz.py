@@ -5,8 +5,8 @@ import inspect
 import pytest
 from fuzz import TRANSPORT, DecodingFaultError, run
 
-from draftwire import encoding
 from draftwire.errors import Violation
+from draftwire.method import encoding
 
 FROM_SESSION = {Violation.NO_DISTRIBUTIONS, Violation.PREFIX, Violation.PEER}
 """What only the session's state can tell."""

@@ -26,17 +26,17 @@ from gateway_fakes import (
 )
 
 from draftwire.errors import CompletionInterruptedError, InvalidRequestError, NoRoomError, UnavailableError
-from draftwire.logprobs import LogprobsRequest, PromptPart
-from draftwire.rounds import TargetSessionSpec
-from draftwire.services.gateway import choices as choices_module
-from draftwire.services.gateway import loop as loop_module
-from draftwire.services.gateway.choices import MAX_UNREAD_EVENTS, ChoiceEvent, PromptEcho
-from draftwire.services.gateway.config import GatewayConfig, LoopSettings
-from draftwire.services.gateway.core import GatewayCore
-from draftwire.services.gateway.loop import Delta, Finish, FinishReason
-from draftwire.services.gateway.ports import Inbox, TargetPort
-from draftwire.services.gateway.request import Generation
-from draftwire.services.gateway.round_times import WhyPlain
+from draftwire.method.rounds import TargetSessionSpec
+from draftwire.requests.logprobs import LogprobsRequest, PromptPart
+from draftwire_gateway.config import GatewayConfig, LoopSettings
+from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.session import choices as choices_module
+from draftwire_gateway.session import loop as loop_module
+from draftwire_gateway.session.choices import MAX_UNREAD_EVENTS, ChoiceEvent, PromptEcho
+from draftwire_gateway.session.loop import Delta, Finish, FinishReason
+from draftwire_gateway.session.ports import Inbox, TargetPort
+from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.round_times import WhyPlain
 
 PLAIN = LoopSettings(plain_run_rounds=4)
 

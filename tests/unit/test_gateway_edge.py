@@ -7,12 +7,12 @@ import pytest
 from gateway_fakes import FakePeers, describe
 
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.services.gateway import core as core_module
-from draftwire.services.gateway.access import Access
-from draftwire.services.gateway.config import GatewayConfig
-from draftwire.services.gateway.core import GatewayCore
-from draftwire.services.gateway.server import GatewayServicer
 from draftwire.v1 import gateway_pb2
+from draftwire_gateway import core as core_module
+from draftwire_gateway.auth.access import Access
+from draftwire_gateway.config import GatewayConfig
+from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.server import GatewayServicer
 
 CONTEXT_LENGTH = 50
 

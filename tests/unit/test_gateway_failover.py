@@ -41,18 +41,18 @@ from draftwire.errors import (
     ProtocolViolationError,
     UnavailableError,
 )
-from draftwire.rounds import Calibration, SendDrafted, TargetSessionSpec
-from draftwire.services.gateway.config import LoopSettings
-from draftwire.services.gateway.loop import (
+from draftwire.method.rounds import Calibration, SendDrafted, TargetSessionSpec
+from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.session.loop import (
     FIRST_WAIT_SECONDS,
     LONGEST_PAUSE_S,
     MAX_FUTILE_MOVES,
     FinishReason,
     GenerationLoop,
 )
-from draftwire.services.gateway.pace import LEAST_PATIENCE_S
-from draftwire.services.gateway.ports import BlocksRefused, DrafterLost, DrafterReady, TargetLost
-from draftwire.services.gateway.statistics import Statistics
+from draftwire_gateway.session.pace import LEAST_PATIENCE_S
+from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, DrafterReady, TargetLost
+from draftwire_gateway.session.statistics import Statistics
 
 LIMITS = LoopSettings(
     plain_run_rounds=4, block_timeout_s=5.0, verdict_timeout_s=20.0, prompt_timeout_s=30.0, failover_timeout_s=10.0

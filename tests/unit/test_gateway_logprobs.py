@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwire.errors import CompletionInterruptedError
-from draftwire.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
-from draftwire.services.gateway.loop import FinishReason
+from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
+from draftwire_gateway.session.loop import FinishReason
 
 WANTED = LogprobsRequest(2, 3, LogprobsMode.PROCESSED)
 

@@ -30,19 +30,19 @@ from draftwire.errors import (
     ModelMismatchError,
     NoRoomError,
 )
-from draftwire.keys import Role, derive_key
-from draftwire.parameters import SamplingParams
-from draftwire.rounds import (
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
     Fence,
     Permit,
     Verdict,
 )
-from draftwire.services.gateway.config import LoopSettings
-from draftwire.services.gateway.loop import Delta, FinishReason
-from draftwire.services.gateway.ports import DrafterLost
-from draftwire.token_source import TokenSource
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.parameters import SamplingParams
+from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.session.loop import Delta, FinishReason
+from draftwire_gateway.session.ports import DrafterLost
 
 TEST_SECONDS = 10.0  # a loop that hangs fails, long before pytest's own limit
 

@@ -21,9 +21,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftwire.services.gateway.config import LoopSettings
-from draftwire.services.gateway.loop import FinishReason
-from draftwire.services.gateway.text import REPLACEMENT, TextStream
+from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.session.loop import FinishReason
+from draftwire_gateway.text.text import REPLACEMENT, TextStream
 
 TOKENIZER_FOLDER = Path(__file__).parents[2] / "models" / "target"
 TRICKY_TEXT = st.text(st.sampled_from([*"ab \n.éüßñ你好漢字ऄ😀🎉👩", "\u200d", REPLACEMENT]), min_size=1, max_size=14)

@@ -10,14 +10,14 @@ from tiny_models import tiny_network, with_exact_norms
 from torch import Tensor
 
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.keys import Role, derive_key
 from draftwire.local_loop import LocalRun, speculate
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.quantization import Encoding, Quantization
+from draftwire.method.randomness import DrawKey
+from draftwire.method.sampling import probabilities
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey
-from draftwire.sampling import probabilities
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, FixedNoise, GreedyBlockRule, KeyedNoise, Outcome, verify
 from draftwire.verification.greedy_block import LARGEST_RATIO, Modifications, advance, modify
 

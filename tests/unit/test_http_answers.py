@@ -11,14 +11,14 @@ import pytest
 from http_fakes import STREAM_START, Gate, Sent, app_of
 
 from draftwire.errors import UnavailableError
-from draftwire.parameters import SamplingParams
-from draftwire.services.gateway.http.answering import PART_BYTES, _stream, _while_connected, send_whole
-from draftwire.services.gateway.http.guard import Guard
-from draftwire.services.gateway.http.pieces import Ending, Piece, ToldToken, Wishes
-from draftwire.services.gateway.http.requests import CompletionBody
-from draftwire.services.gateway.http.shapes import SLICE, ChatShape, CompletionShape, Shape, Writer
-from draftwire.services.gateway.request import Generation
-from draftwire.services.gateway.statistics import Statistics
+from draftwire.requests.parameters import SamplingParams
+from draftwire_gateway.http.answering import PART_BYTES, _stream, _while_connected, send_whole
+from draftwire_gateway.http.guard import Guard
+from draftwire_gateway.http.pieces import Ending, Piece, ToldToken, Wishes
+from draftwire_gateway.http.requests import CompletionBody
+from draftwire_gateway.http.shapes import SLICE, ChatShape, CompletionShape, Shape, Writer
+from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.statistics import Statistics
 
 GENERATION = Generation([1], SamplingParams(), 5, (), frozenset(), 3, 4, "token")
 ENDINGS = [Ending(GENERATION, "stop", Statistics(num_generated_tokens=2), "")]

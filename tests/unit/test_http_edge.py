@@ -11,23 +11,23 @@ from structlog.testing import capture_logs
 
 from draftwire import errors
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
-from draftwire.parameters import SamplingParams
-from draftwire.services.gateway.access import Access
-from draftwire.services.gateway.config import GatewayConfig
-from draftwire.services.gateway.core import GatewayCore
-from draftwire.services.gateway.http.app import make_app
-from draftwire.services.gateway.http.asking import Chat, in_names_of
-from draftwire.services.gateway.http.bodies import read_body
-from draftwire.services.gateway.http.errors import body_of, headers_of, is_expected, status_of
-from draftwire.services.gateway.http.pages import HEADERS, read_pages
-from draftwire.services.gateway.http.pieces import Ending
-from draftwire.services.gateway.http.refused import RefusedError
-from draftwire.services.gateway.http.requests import ChatBody, CompletionBody, read
-from draftwire.services.gateway.http.usage import metrics_of, usage_of
-from draftwire.services.gateway.request import Generation
-from draftwire.services.gateway.statistics import Statistics
-from draftwire.services.settings import ServerSettings, TlsSettings
+from draftwire.requests.parameters import SamplingParams
+from draftwire.runtime.settings import ServerSettings, TlsSettings
 from draftwire.v1 import gateway_pb2, session_pb2
+from draftwire_gateway.auth.access import Access
+from draftwire_gateway.config import GatewayConfig
+from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.http.app import make_app
+from draftwire_gateway.http.asking import Chat, in_names_of
+from draftwire_gateway.http.bodies import read_body
+from draftwire_gateway.http.errors import body_of, headers_of, is_expected, status_of
+from draftwire_gateway.http.pages import HEADERS, read_pages
+from draftwire_gateway.http.pieces import Ending
+from draftwire_gateway.http.refused import RefusedError
+from draftwire_gateway.http.requests import ChatBody, CompletionBody, read
+from draftwire_gateway.http.usage import metrics_of, usage_of
+from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.statistics import Statistics
 
 SECRET = "Xq7-zebra"
 HERE = {

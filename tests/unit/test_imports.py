@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 MAY_IMPORT_GRPC = (
     "services/*/server.py",
     "services/*/wire.py",
-    "services/rpc/*",
+    "draftwire/runtime/*",
     "draftwire/client/*",
     "draftwire/v1/*",
 )
@@ -48,15 +48,12 @@ SERVICE_DEPENDENCIES = frozenset(
 
 @cache
 def source_files() -> list[Path]:
-    """Returns every source file once: `draftwire/services` is a link to `services`."""
-    linked = ROOT / "draftwire" / "services"
-    files = [path for folder in ("draftwire", "services") for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [path for path in files if linked not in path.parents]
+    return [path for folder in ("draftwire", "services") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def module_of(path: Path) -> str:
     relative = path.relative_to(ROOT).with_suffix("")
-    parts = relative.parts if relative.parts[0] == "draftwire" else ("draftwire", *relative.parts)
+    parts = relative.parts if relative.parts[0] == "draftwire" else relative.parts[2:]
     return ".".join(parts).removesuffix(".__init__")
 
 
@@ -129,19 +126,23 @@ def test_only_the_edges_import_grpc() -> None:
 def test_walk_sees_the_edges_and_the_library() -> None:
     files = {path.relative_to(ROOT).as_posix() for path in source_files()}
     edges = {path.relative_to(ROOT).as_posix() for path in source_files() if imports_grpc(path)}
-    assert {"draftwire/rounds.py", "draftwire/verification/block.py", "services/gateway/loop.py"} <= files - edges
-    assert {f"services/{name}/server.py" for name in ("drafter", "gateway", "verifier")} <= edges
-    assert {f"services/{name}/wire.py" for name in ("drafter", "gateway")} <= edges
+    assert {
+        "draftwire/method/rounds.py",
+        "draftwire/verification/block.py",
+        "services/gateway/draftwire_gateway/session/loop.py",
+    } <= files - edges
+    assert {f"services/{name}/draftwire_{name}/server.py" for name in ("drafter", "gateway", "verifier")} <= edges
+    assert {"services/drafter/draftwire_drafter/wire.py", "services/gateway/draftwire_gateway/peers/wire.py"} <= edges
 
 
 def test_library_imports_without_grpc() -> None:
-    left_out = ("client", "cli", "v1", "services")
+    left_out = ("client", "cli", "v1", "runtime", "engine")
     names = [
         module_of(path)
         for path in source_files()
         if path.is_relative_to(ROOT / "draftwire") and path.relative_to(ROOT / "draftwire").parts[0] not in left_out
     ]
-    assert {"draftwire.rounds", "draftwire.models.loading", "draftwire.training.trainer"} <= set(names)
+    assert {"draftwire.method.rounds", "draftwire.models.loading", "draftwire.training.trainer"} <= set(names)
     code = (
         "import importlib, json, sys\n"
         f"sys.modules.update(dict.fromkeys({GRPC}))\n"
@@ -208,8 +209,8 @@ def test_gateway_runs_without_torch_and_leaves_it_alone_where_it_is_installed() 
     """Its image has none. A tokenizer travels as it does between verifier and gateway."""
     code = """
 import asyncio, json, sys
-from draftwire.services.gateway import launch
-from draftwire.services.gateway.config import GatewayConfig
+from draftwire_gateway import launch
+from draftwire_gateway.config import GatewayConfig
 asyncio.run = lambda coroutine: coroutine.close() or 7
 status = launch.serve(GatewayConfig())
 import transformers

@@ -12,20 +12,20 @@ from tiny_models import ExtendsByReading, save_tiny_model
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from draftwire.distributions import QuantizedRows, draw, quantize, race
-from draftwire.distributions import rows_of as decoded_rows
 from draftwire.drafting import drawing
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
-from draftwire.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
 from draftwire.errors import UnavailableError
+from draftwire.method.distributions import QuantizedRows, draw, quantize, race
+from draftwire.method.distributions import rows_of as decoded_rows
+from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
+from draftwire.method.quantization import Encoding, Quantization
+from draftwire.method.randomness import DrawKey, exponentials
+from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey, exponentials
-from draftwire.sampling import Span, probabilities_of_spans
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES
 
 torch.set_num_threads(1)

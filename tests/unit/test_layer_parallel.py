@@ -10,15 +10,20 @@ from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, LLAMA3, family_network, rag
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
-from draftwire.distributions import rows_of as decoded_rows
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
-from draftwire.encoding import Claim, decode_one
+from draftwire.engine.model_loading import load_drafter
 from draftwire.errors import InvalidRequestError
-from draftwire.keys import KEY_BYTES
+from draftwire.method.distributions import rows_of as decoded_rows
+from draftwire.method.encoding import Claim, decode_one
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.quantization import Encoding, Quantization
+from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence, slots_of
-from draftwire.models.layer_groups import (
+from draftwire.models.lean_decoder import LeanDecoder
+from draftwire.models.loading import load_model
+from draftwire.models.parallel.layer_groups import (
     LayerGroups,
     LayerParallelism,
     groups_of_size,
@@ -26,15 +31,10 @@ from draftwire.models.layer_groups import (
     runs_in_parallel,
     written,
 )
-from draftwire.models.layer_parallel import LayerParallelDecoder
-from draftwire.models.lean_decoder import LeanDecoder
-from draftwire.models.loading import load_model
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey
-from draftwire.services.drafter.config import LayerParallelSettings
-from draftwire.services.models import load_drafter
-from draftwire.services.settings import EngineSettings, ModelSettings
+from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
+from draftwire.requests.parameters import SamplingParams
+from draftwire.runtime.settings import EngineSettings, ModelSettings
+from draftwire_drafter.config import LayerParallelSettings
 
 torch.set_num_threads(1)
 

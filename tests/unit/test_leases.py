@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from draftwire.engine.leases import Leases
 from draftwire.errors import ProtocolViolationError
-from draftwire.services.leases import Leases
-from draftwire.services.outbox import Outbox
+from draftwire.runtime.outbox import Outbox
 
 SECONDS = 5.0
 """For what should happen at once."""

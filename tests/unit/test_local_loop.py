@@ -12,18 +12,18 @@ from tiny_models import save_tiny_model, tiny_network, with_exact_norms
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftwire.distributions import SparseRows, quantize, race
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.encoding import TOTAL_WEIGHT
 from draftwire.errors import InvalidRequestError
-from draftwire.keys import Role, derive_key
 from draftwire.local_loop import LocalRun, speculate
+from draftwire.method.distributions import SparseRows, quantize, race
+from draftwire.method.encoding import TOTAL_WEIGHT
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.quantization import Encoding, Quantization
+from draftwire.method.randomness import DrawKey, exponentials
+from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey, exponentials
-from draftwire.sampling import Span, probabilities_of_spans
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, GreedyBlockRule, LawRule
 
 PROMPT = [1, 3, 0, 2, 2]

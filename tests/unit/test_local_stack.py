@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from draftwire.cli.local_stack import LocalStack
 from draftwire.errors import UnavailableError
-from draftwire.services.local_stack import LocalStack
 
 SCRIPT = """\
 #!{python} -SI
@@ -113,7 +113,7 @@ def test_wait_names_the_service_that_ended(play: Play) -> None:
 
 def test_script_speaks_as_a_service_does() -> None:
     """Keys of `server_started` that this stands in for, from the source that logs it."""
-    source = (Path(__file__).parents[2] / "services" / "rpc" / "process.py").read_text()
+    source = (Path(__file__).parents[2] / "draftwire" / "runtime" / "process.py").read_text()
     call = source.partition('.server_started"')[2].partition("\n    )\n")[0]
     assert "tls=" in call
     assert "**running.ports" in call

@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from draftwire.errors import UnavailableError
-from draftwire.services.logging import configure_logging, traceback_text
+from draftwire.runtime.logging import configure_logging, traceback_text
 
 SECRET = "launch-at-dawn"
 

@@ -16,9 +16,23 @@ from hypothesis import strategies as st
 from test_target import KEY, REFERENCE, VOCAB_SIZE, WatchedModel, certain, fresh_model, random_ids
 from torch import Tensor
 
-from draftwire.encoding import Claim, DraftDistributions, decode_one
+from draftwire.engine.admission import Room
+from draftwire.engine.prefill import PrefillPacer
 from draftwire.errors import InvalidRequestError, UnavailableError
-from draftwire.logprobs import (
+from draftwire.method.encoding import Claim, DraftDistributions, decode_one
+from draftwire.method.quantization import Encoding
+from draftwire.method.randomness import DrawKey
+from draftwire.method.rounds import (
+    CommittedTokens,
+    Fence,
+    Permit,
+    PromptRead,
+    ReceivedBlock,
+    TargetSessionSpec,
+    Verdict,
+)
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.logprobs import (
     MAX_LOGPROBS,
     LogprobsMode,
     LogprobsRequest,
@@ -28,28 +42,14 @@ from draftwire.logprobs import (
     pack_top,
     unpack_top,
 )
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding
-from draftwire.randomness import DrawKey
-from draftwire.rounds import (
-    CommittedTokens,
-    Fence,
-    Permit,
-    PromptRead,
-    ReceivedBlock,
-    TargetSessionSpec,
-    Verdict,
-)
-from draftwire.services.admission import Room
-from draftwire.services.prefill import PrefillPacer
-from draftwire.services.rpc import messages
-from draftwire.services.verifier.engine import TargetEngine
-from draftwire.services.verifier.scheduler import REPORTED_CHUNK, Scheduler
-from draftwire.token_source import TokenSource
+from draftwire.requests.parameters import SamplingParams
+from draftwire.runtime import messages
 from draftwire.v1 import session_pb2
 from draftwire.verification import RULES, target
 from draftwire.verification import logprobs as reading
 from draftwire.verification.target import Judgement, Judging, StillReading, judge
+from draftwire_verifier.engine import TargetEngine
+from draftwire_verifier.scheduler import REPORTED_CHUNK, Scheduler
 
 RAW, PROCESSED = LogprobsMode.RAW, LogprobsMode.PROCESSED
 TOLERANCE = 1e-4

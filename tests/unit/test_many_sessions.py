@@ -18,19 +18,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftwire.distributions import draw, race, rows_of
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.encoding import Claim, DraftDistributions, decode, decode_one
+from draftwire.engine.admission import Room
+from draftwire.engine.prefill import PrefillPacer
 from draftwire.errors import BlockViolationError, NoRoomError, Violation
-from draftwire.keys import Role, derive_key
 from draftwire.local_loop import LocalRun, speculate
-from draftwire.models.cached_model import CachedModel
-from draftwire.models.decoder import decoder_of
-from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey, exponentials
-from draftwire.rounds import (
+from draftwire.method.distributions import draw, race, rows_of
+from draftwire.method.encoding import Claim, DraftDistributions, decode, decode_one
+from draftwire.method.keys import Role, derive_key
+from draftwire.method.quantization import Encoding, Quantization
+from draftwire.method.randomness import DrawKey, exponentials
+from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
     DraftBlock,
@@ -44,15 +42,17 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.sampling import SMALLEST, Span, probabilities_of_spans
-from draftwire.services.admission import Room
-from draftwire.services.drafter import scheduler as drafting
-from draftwire.services.drafter.engine import DraftEngine
-from draftwire.services.prefill import PrefillPacer
-from draftwire.services.verifier import engine as target_engine
-from draftwire.services.verifier import scheduler as verifying
+from draftwire.method.sampling import SMALLEST, Span, probabilities_of_spans
+from draftwire.models.cached_model import CachedModel
+from draftwire.models.decoder import decoder_of
+from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, rule_named, verify
 from draftwire.verification.target import NEAR_TIE, StillReading, judge
+from draftwire_drafter import scheduler as drafting
+from draftwire_drafter.engine import DraftEngine
+from draftwire_verifier import engine as target_engine
+from draftwire_verifier import scheduler as verifying
 from tests.tiny_models import save_tiny_model, with_exact_norms
 
 torch.set_num_threads(1)

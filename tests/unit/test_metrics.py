@@ -12,20 +12,20 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as LibraryHistogram
 
 from draftwire.errors import NoRoomError
-from draftwire.rounds import DraftTimings, Fence, Verdict
-from draftwire.services.gateway.access import Access
-from draftwire.services.gateway.config import GatewayConfig
-from draftwire.services.gateway.core import GatewayCore
-from draftwire.services.gateway.http.app import make_app
-from draftwire.services.gateway.latencies import Latencies
-from draftwire.services.gateway.metrics import PARTS, GatewayMetrics
-from draftwire.services.gateway.round_times import RoundTimes, RoundWatch, WhyPlain
-from draftwire.services.histogram import Histogram
-from draftwire.services.metrics import COUNTS, LONG_SECONDS, SECONDS, ServiceMetrics
-from draftwire.services.verifier.drafters import Drafters
-from draftwire.services.verifier.idle import IdleWatch
-from draftwire.services.verifier.metrics import VerifierMetrics
-from draftwire.token_source import TokenSource
+from draftwire.method.rounds import DraftTimings, Fence, Verdict
+from draftwire.method.token_source import TokenSource
+from draftwire.runtime.histogram import Histogram
+from draftwire.runtime.metrics import COUNTS, LONG_SECONDS, SECONDS, ServiceMetrics
+from draftwire_gateway.auth.access import Access
+from draftwire_gateway.config import GatewayConfig
+from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.http.app import make_app
+from draftwire_gateway.metrics import PARTS, GatewayMetrics
+from draftwire_gateway.session.latencies import Latencies
+from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
+from draftwire_verifier.drafters import Drafters
+from draftwire_verifier.idle import IdleWatch
+from draftwire_verifier.metrics import VerifierMetrics
 from tests.metric_families import IDLE
 
 OF_MODEL = {"model_name": "big", "engine": "0"}

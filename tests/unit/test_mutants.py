@@ -103,21 +103,21 @@ def test_nearest_tests_come_first_and_types_alone_do_not_count(tmp_path: Path) -
     write(
         tmp_path,
         {
-            "services/pool.py": "",
-            "services/loop.py": "from draftwire.services.pool import (\n    Pool,\n)\n",
-            "services/typed.py": "if TYPE_CHECKING:\n    from draftwire.services.pool import Pool\nimport os\n",
-            "services/stack.py": 'COMMAND = [f"draftwire.services.{name}"]\n',
-            "services/gateway/__main__.py": "import draftwire.services.loop\n",
-            "tests/unit/fakes.py": "def make():\n    from draftwire.services import pool\n",
-            "tests/unit/test_pool.py": "import draftwire.services.pool\n",
+            "services/one/draftwire_one/pool.py": "",
+            "services/one/draftwire_one/loop.py": "from draftwire_one.pool import (\n    Pool,\n)\n",
+            "draftwire/typed.py": "if TYPE_CHECKING:\n    from draftwire_one.pool import Pool\nimport os\n",
+            "draftwire/stack.py": 'COMMAND = [f"draftwire_{name}"]\n',
+            "services/one/draftwire_one/__main__.py": "import draftwire_one.loop\n",
+            "tests/unit/fakes.py": "def make():\n    from draftwire_one import pool\n",
+            "tests/unit/test_pool.py": "import draftwire_one.pool\n",
             "tests/unit/test_fakes.py": "from fakes import make\n",
-            "tests/unit/test_loop.py": "from draftwire.services.loop import Loop\n",
-            "tests/unit/test_typed.py": "from draftwire.services.typed import Typed\n",
-            "tests/served/conftest.py": "from draftwire.services.stack import Stack\n",
+            "tests/unit/test_loop.py": "from draftwire_one.loop import Loop\n",
+            "tests/unit/test_typed.py": "from draftwire.typed import Typed\n",
+            "tests/served/conftest.py": "from draftwire.stack import Stack\n",
             "tests/served/test_all.py": "def test() -> None: ...\n",
         },
     )
-    waves = ImportGraph(tmp_path).waves("services/pool.py")
+    waves = ImportGraph(tmp_path).waves("services/one/draftwire_one/pool.py")
     assert [(wave.name, wave.files) for wave in waves] == [
         ("nearest", ("tests/unit/test_pool.py",)),
         ("unit", ("tests/unit/test_fakes.py", "tests/unit/test_loop.py")),

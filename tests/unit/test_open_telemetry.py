@@ -19,12 +19,12 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from structlog.testing import capture_logs
 
-from draftwire.services import open_telemetry
-from draftwire.services.gateway.spans import RequestTracing
-from draftwire.services.open_telemetry import FLUSH_SECONDS, ForgivingExporter, OtlpTracer, WallClock
-from draftwire.services.settings import TracingSettings
-from draftwire.services.tracing import open_tracer
-from draftwire.trace_context import TraceContext
+from draftwire.requests.trace_context import TraceContext
+from draftwire.runtime import open_telemetry
+from draftwire.runtime.open_telemetry import FLUSH_SECONDS, ForgivingExporter, OtlpTracer, WallClock
+from draftwire.runtime.settings import TracingSettings
+from draftwire.runtime.tracing import open_tracer
+from draftwire_gateway.session.spans import RequestTracing
 
 PARENT = TraceContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
 

@@ -12,11 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from draftwire.addresses import host_of, is_loopback
 from draftwire.errors import InvalidRequestError
-from draftwire.services.drafter.config import DrafterConfig
-from draftwire.services.gateway.config import DiscoverySettings, GatewayConfig, LoopSettings
-from draftwire.services.options import (
+from draftwire.runtime.addresses import host_of, is_loopback
+from draftwire.runtime.options import (
     PREFIX,
     SERVICES,
     build,
@@ -26,14 +24,16 @@ from draftwire.services.options import (
     unknown_variables,
     variable,
 )
-from draftwire.services.settings import (
+from draftwire.runtime.settings import (
     ConnectionSettings,
     EngineSettings,
     ModelSettings,
     ServerSettings,
     TlsSettings,
 )
-from draftwire.services.verifier.config import VerifierConfig
+from draftwire_drafter.config import DrafterConfig
+from draftwire_gateway.config import DiscoverySettings, GatewayConfig, LoopSettings
+from draftwire_verifier.config import VerifierConfig
 
 CERT, KEY, CA = Path("cert.pem"), Path("key.pem"), Path("ca.pem")
 DIALLERS = (DrafterConfig, GatewayConfig)
@@ -368,7 +368,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     configs: list[Any] = []
     for service in SERVICES:
         module = SimpleNamespace(serve=lambda config, *_ranks: configs.append(config) or 0)
-        monkeypatch.setitem(sys.modules, f"draftwire.services.{service}.server", module)
+        monkeypatch.setitem(sys.modules, f"draftwire_{service}.server", module)
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")

@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from draftwire.errors import UnavailableError
-from draftwire.services.outbox import Outbox
+from draftwire.runtime.outbox import Outbox
 
 SOON_SECONDS = 5.0  # a deadline for what should happen at once
 A_MOMENT_SECONDS = 0.02  # long enough for a task that could run to have run

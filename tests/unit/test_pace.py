@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire.services.gateway.pace import LEAST_PATIENCE_S, DrafterPace
+from draftwire_gateway.session.pace import LEAST_PATIENCE_S, DrafterPace
 
 MOST = 5.0
 

@@ -27,20 +27,20 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
-from draftwire.models import sharded_loading
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
-from draftwire.models.layer_groups import LayerParallelism
-from draftwire.models.layer_parallel import LayerParallelDecoder
-from draftwire.models.layer_parallel_loading import load_layer_parallel
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
 from draftwire.models.paged_attention import Segment
-from draftwire.models.process_group import GroupSettings, ProcessGroup
-from draftwire.models.sharded_loading import Checkpoint, Part, load_parallel_target
-from draftwire.models.spread_decoder import HEAD, SpreadTransformersDecoder
-from draftwire.models.step_plan import (
+from draftwire.models.parallel import sharded_loading
+from draftwire.models.parallel.layer_groups import LayerParallelism
+from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
+from draftwire.models.parallel.layer_parallel_loading import load_layer_parallel
+from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
+from draftwire.models.parallel.sharded_loading import Checkpoint, Part, load_parallel_target
+from draftwire.models.parallel.spread_decoder import HEAD, SpreadTransformersDecoder
+from draftwire.models.parallel.step_plan import (
     PLAN_SIZE,
     CopyPlan,
     Heartbeat,
@@ -50,7 +50,7 @@ from draftwire.models.step_plan import (
     decode,
     encode,
 )
-from draftwire.models.tensor_parallel import ParallelModel, check_divides, follow
+from draftwire.models.parallel.tensor_parallel import ParallelModel, check_divides, follow
 
 torch.set_num_threads(1)
 

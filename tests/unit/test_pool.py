@@ -11,10 +11,10 @@ from gateway_fakes import describe, run, timed
 from link_fakes import FakeLink, FakePeer, ListedSource
 
 from draftwire.errors import InvalidRequestError, ModelMismatchError, UnavailableError
-from draftwire.services.gateway.discovery import Endpoint
-from draftwire.services.gateway.pool import POLL_SECONDS, Pool
-from draftwire.services.gateway.roster import Roster
-from draftwire.services.gateway.wire import DrafterLink
+from draftwire_gateway.peers.discovery import Endpoint
+from draftwire_gateway.peers.pool import POLL_SECONDS, Pool
+from draftwire_gateway.peers.roster import Roster
+from draftwire_gateway.peers.wire import DrafterLink
 
 LARGEST_BYTES = 2**20
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from draftwire.services.prefill import (
+from draftwire.engine.prefill import (
     CHUNKS_PER_TOKEN,
     LARGEST_CHUNK,
     PROBE_EVERY,

@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
 from draftwire.errors import UnavailableError
-from draftwire.services.metrics import ServiceMetrics
-from draftwire.services.rpc.process import run_service
-from draftwire.services.rpc.service import Service
-from draftwire.services.settings import ConnectionSettings, ServerSettings
+from draftwire.runtime.metrics import ServiceMetrics
+from draftwire.runtime.process import run_service
+from draftwire.runtime.service import Service
+from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 
 
 async def at_once() -> None:

@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from benchmarks.report import progress as benchmark_progress
-from draftwire.services.verifier.progress import LoadProgress
+from draftwire_verifier.progress import LoadProgress
 
 
 def test_progress_is_a_line_every_few_seconds_and_one_at_the_end() -> None:

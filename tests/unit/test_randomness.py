@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare, kstest
 from torch import Tensor
 
-from draftwire import randomness
-from draftwire.keys import KEY_BYTES, MAX_SEED, Role, derive_key, new_seed
-from draftwire.randomness import DrawKey, exponentials, philox, uniforms
+from draftwire.method import randomness
+from draftwire.method.keys import KEY_BYTES, MAX_SEED, Role, derive_key, new_seed
+from draftwire.method.randomness import DrawKey, exponentials, philox, uniforms
 
 torch.set_num_threads(1)
 

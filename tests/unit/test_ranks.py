@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 
+from draftwire.engine.leases import SessionFailed
+from draftwire.engine.ranks import followers as followers_module
+from draftwire.engine.ranks.follower import GOODBYE, RankConfig
+from draftwire.engine.ranks.followers import Followers
+from draftwire.engine.ranks.group_model import GroupModel, join_group
+from draftwire.engine.ranks.guard import GroupGuard
+from draftwire.engine.ranks.place import Place, WantedGroup, find_place
+from draftwire.engine.torch_thread import TorchThread
 from draftwire.errors import GroupLostError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.kv_cache import KvCache
-from draftwire.services.drafter.config import DrafterConfig, LayerParallelSettings
-from draftwire.services.leases import SessionFailed
-from draftwire.services.ranks import followers as followers_module
-from draftwire.services.ranks.follower import GOODBYE, RankConfig
-from draftwire.services.ranks.followers import Followers
-from draftwire.services.ranks.group_model import GroupModel, join_group
-from draftwire.services.ranks.guard import GroupGuard
-from draftwire.services.ranks.place import Place, WantedGroup, find_place
-from draftwire.services.rpc.status import status_of
-from draftwire.services.settings import EngineSettings, ModelSettings
-from draftwire.services.torch_thread import TorchThread
-from draftwire.services.verifier.config import TensorParallelSettings, VerifierConfig
-from draftwire.services.verifier.core import VerifierCore
+from draftwire.runtime.settings import EngineSettings, ModelSettings
+from draftwire.runtime.status import status_of
+from draftwire_drafter.config import DrafterConfig, LayerParallelSettings
+from draftwire_verifier.config import TensorParallelSettings, VerifierConfig
+from draftwire_verifier.core import VerifierCore
 from tests.unit.test_verifier_core import events_of, open_session
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}

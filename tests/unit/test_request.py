@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from draftwire.errors import InvalidRequestError
-from draftwire.keys import MAX_SEED
-from draftwire.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
+from draftwire.method.keys import MAX_SEED
 from draftwire.models.description import ModelDescription
-from draftwire.parameters import SamplingParams
-from draftwire.services.gateway.request import (
+from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.structured_output import Form, StructuredOutput
+from draftwire_gateway.session.request import (
     MAX_CHOICES,
     MAX_SALT_LENGTH,
     MAX_STOP_LENGTH,
@@ -22,7 +23,6 @@ from draftwire.services.gateway.request import (
     SpeculationDefaults,
     complete_request,
 )
-from draftwire.structured_output import Form, StructuredOutput
 
 TARGET = ModelDescription(
     name="target",

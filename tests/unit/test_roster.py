@@ -12,9 +12,9 @@ from link_fakes import FakeLink, FakePeer
 from structlog.testing import capture_logs
 
 from draftwire.errors import ModelMismatchError
-from draftwire.services.gateway.discovery import Endpoint, SourceStatus
-from draftwire.services.gateway.metrics import GatewayMetrics
-from draftwire.services.gateway.roster import IDLE_POLL_SECONDS, Roster
+from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.peers.discovery import Endpoint, SourceStatus
+from draftwire_gateway.peers.roster import IDLE_POLL_SECONDS, Roster
 
 A, B = "10.0.0.1:1", "10.0.0.2:1"
 

@@ -9,10 +9,10 @@ from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwire.rounds import DraftTimings, Fence, Verdict
-from draftwire.services.gateway.config import LoopSettings
-from draftwire.services.gateway.round_times import RoundTimes, RoundWatch, WhyPlain
-from draftwire.token_source import TokenSource
+from draftwire.method.rounds import DraftTimings, Fence, Verdict
+from draftwire.method.token_source import TokenSource
+from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 
 
 def verdict(number: int = 0, *, drafted: int = 0, left: int = 0, **microseconds: int) -> Verdict:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from draftwire.rounds import CommittedTokens, Fence, FenceVerdict, judge_fence
+from draftwire.method.rounds import CommittedTokens, Fence, FenceVerdict, judge_fence
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 EXPECTED = Fence(session_id=7, epoch=2, round=5, prefix_len=30, prefix_hash=99)

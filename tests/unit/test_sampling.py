@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from draftwire.errors import InvalidRequestError
-from draftwire.parameters import MAX_BIASED_TOKENS, SamplingParams
-from draftwire.sampling import TOP_P_CANDIDATES, Span, is_distribution, probabilities, probabilities_of_spans
+from draftwire.method.sampling import TOP_P_CANDIDATES, Span, is_distribution, probabilities, probabilities_of_spans
+from draftwire.requests.parameters import MAX_BIASED_TOKENS, SamplingParams
 
 torch.set_num_threads(1)
 

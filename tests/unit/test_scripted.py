@@ -11,21 +11,21 @@ import torch
 from cases import every
 from scipy.stats import binomtest
 
-from draftwire.distributions import rows_of
 from draftwire.drafting.scripted import ScriptedDrafter
 from draftwire.drafting.strategy import Drafting, DraftRequest
-from draftwire.encoding import Claim, decode_one
+from draftwire.engine.model_loading import load_drafter, load_target
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, Round, speculate
+from draftwire.method.distributions import rows_of
+from draftwire.method.encoding import Claim, decode_one
+from draftwire.method.quantization import Quantization
+from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.scripted import PREFIX, Script, ScriptedTarget, expected_tokens, is_scripted
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Quantization
-from draftwire.randomness import DrawKey
-from draftwire.services.drafter.config import LayerParallelSettings
-from draftwire.services.models import load_drafter, load_target
-from draftwire.services.settings import EngineSettings, ModelSettings
+from draftwire.requests.parameters import SamplingParams
+from draftwire.runtime.settings import EngineSettings, ModelSettings
 from draftwire.verification import RULES
+from draftwire_drafter.config import LayerParallelSettings
 
 torch.set_num_threads(1)
 

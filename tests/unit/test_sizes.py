@@ -2,13 +2,13 @@
 
 import pytest
 
-from draftwire.encoding import DraftDistributions
 from draftwire.errors import InvalidRequestError
-from draftwire.quantization import Encoding, id_width
-from draftwire.rounds import DraftBlock, Fence
-from draftwire.services.drafter.wire import in_parts
-from draftwire.services.gateway.http.bodies import header
-from draftwire.structured_output import MAX_FORM_BYTES, StructuredOutput
+from draftwire.method.encoding import DraftDistributions
+from draftwire.method.quantization import Encoding, id_width
+from draftwire.method.rounds import DraftBlock, Fence
+from draftwire.requests.structured_output import MAX_FORM_BYTES, StructuredOutput
+from draftwire_drafter.wire import in_parts
+from draftwire_gateway.http.bodies import header
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,11 @@ from unittest.mock import ANY, AsyncMock, Mock
 import pytest
 from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop, run
 
-from draftwire.encoding import DraftDistributions
 from draftwire.errors import UnavailableError
-from draftwire.keys import KEY_BYTES
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding
-from draftwire.rounds import (
+from draftwire.method.encoding import DraftDistributions
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.quantization import Encoding
+from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
     DraftBlock,
@@ -28,21 +27,22 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.services.drafter.config import DrafterConfig
-from draftwire.services.drafter.core import DrafterCore
-from draftwire.services.drafter.scheduler import Completed
-from draftwire.services.drafter.scheduler import Step as DraftStep
-from draftwire.services.drafter.scheduler import StepItem as DraftItem
-from draftwire.services.drafter.spans import DrafterSpans
-from draftwire.services.gateway.ports import DrafterLost
-from draftwire.services.gateway.spans import ChoiceSpans
-from draftwire.services.settings import ModelSettings
-from draftwire.services.verifier.config import VerifierConfig
-from draftwire.services.verifier.core import VerifierCore
-from draftwire.services.verifier.scheduler import Step, StepItem
-from draftwire.services.verifier.spans import VerifierSpans
-from draftwire.token_source import TokenSource
-from draftwire.trace_context import TraceContext
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.trace_context import TraceContext
+from draftwire.runtime.settings import ModelSettings
+from draftwire_drafter.config import DrafterConfig
+from draftwire_drafter.core import DrafterCore
+from draftwire_drafter.scheduler import Completed
+from draftwire_drafter.scheduler import Step as DraftStep
+from draftwire_drafter.scheduler import StepItem as DraftItem
+from draftwire_drafter.spans import DrafterSpans
+from draftwire_gateway.session.ports import DrafterLost
+from draftwire_gateway.session.spans import ChoiceSpans
+from draftwire_verifier.config import VerifierConfig
+from draftwire_verifier.core import VerifierCore
+from draftwire_verifier.scheduler import Step, StepItem
+from draftwire_verifier.spans import VerifierSpans
 
 PARENT = TraceContext(11, 22)
 UNSAMPLED = TraceContext(11, 33, is_sampled=False)

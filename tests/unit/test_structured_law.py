@@ -18,14 +18,14 @@ from tiny_models import tiny_network, with_exact_norms
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftwire.automaton import Automaton, BlockMasks
-from draftwire.distributions import DenseRows
 from draftwire.errors import InvalidRequestError
+from draftwire.method.distributions import DenseRows
+from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
-from draftwire.parameters import SamplingParams
-from draftwire.randomness import DrawKey
-from draftwire.structured_output import StructuredOutput
+from draftwire.requests.automaton import Automaton, BlockMasks
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.structured_output import StructuredOutput
 from draftwire.verification import RULES, LawRule
 from draftwire.verification.target import Judgement, Judging, judge
 

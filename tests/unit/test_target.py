@@ -13,16 +13,16 @@ from tiny_models import tiny_network
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftwire.distributions import DenseRows, DraftRows, SparseRows, draw, no_rows, quantize, rows_of
-from draftwire.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
 from draftwire.errors import NoRoomError, UnavailableError
+from draftwire.method.distributions import DenseRows, DraftRows, SparseRows, draw, no_rows, quantize, rows_of
+from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
+from draftwire.method.quantization import Encoding, Quantization
+from draftwire.method.randomness import DrawKey
+from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, KvCache
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding, Quantization
-from draftwire.randomness import DrawKey
-from draftwire.sampling import Span, probabilities_of_spans
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import RULES, BlockBatch, KeyedNoise, TypicalRule, verify
 from draftwire.verification.target import NEAR_TIE, Decided, Judgement, Judging, StillReading, judge
 

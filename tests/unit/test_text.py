@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from draftwire.services.gateway.text import REPLACEMENT, IncrementalDetokenizer, StopStrings, TextStream
+from draftwire_gateway.text.text import REPLACEMENT, IncrementalDetokenizer, StopStrings, TextStream
 
 TOKENIZER_FOLDER = Path(__file__).parents[2] / "models" / "target"
 LARGEST_ID = 4095

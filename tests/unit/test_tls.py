@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 from draftwire.client import Client
 from draftwire.errors import InvalidRequestError, UnavailableError
-from draftwire.services.options import serve_command
-from draftwire.services.rpc.tls import (
+from draftwire.runtime.options import serve_command
+from draftwire.runtime.settings import ConnectionSettings, TlsSettings
+from draftwire.runtime.tls import (
     Dialler,
     RenewedChannel,
     read_material,
@@ -30,7 +31,6 @@ from draftwire.services.rpc.tls import (
     server_credentials,
     watch_tls,
 )
-from draftwire.services.settings import ConnectionSettings, TlsSettings
 
 OK = grpc.StatusCode.OK
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -389,6 +389,6 @@ def test_files_that_are_taken_by_nobody_change_nothing_at_a_handshake(
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr("draftwire.services.rpc.tls._server_context", broken)
+            patch.setattr("draftwire.runtime.tls._server_context", broken)
             context.sni_callback(handshake, None, context)  # type: ignore[misc]
         assert handshake.context is not None

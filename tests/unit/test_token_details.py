@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verifier_scheduler import complete, first_fence, make_block, make_scheduler, make_spec, next_step, offer
 
-from draftwire.encoding import DenseProbs, Supports, log_probs
-from draftwire.quantization import Encoding
-from draftwire.services.gateway.loop import Delta, GenerationLoop
-from draftwire.token_source import TokenSource
+from draftwire.method.encoding import DenseProbs, Supports, log_probs
+from draftwire.method.quantization import Encoding
+from draftwire.method.token_source import TokenSource
+from draftwire_gateway.session.loop import Delta, GenerationLoop
 
 ACCEPTED, RECOVERED, BONUS, PLAIN = TokenSource
 

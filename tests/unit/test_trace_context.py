@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire.services.tracing import sampled
-from draftwire.trace_context import MAX_HEADER_LENGTH, TraceContext
+from draftwire.requests.trace_context import MAX_HEADER_LENGTH, TraceContext
+from draftwire.runtime.tracing import sampled
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CONTEXTS = st.builds(TraceContext, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())

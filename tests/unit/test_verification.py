@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwire.checking.models import random_table
-from draftwire.distributions import DenseRows, DraftRows, SparseRows
 from draftwire.errors import InvalidRequestError
-from draftwire.parameters import SamplingParams
-from draftwire.randomness import DrawKey
-from draftwire.rules import RULE_FACTS, RuleFacts
-from draftwire.sampling import probabilities
+from draftwire.method.distributions import DenseRows, DraftRows, SparseRows
+from draftwire.method.randomness import DrawKey
+from draftwire.method.sampling import probabilities
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.rules import RULE_FACTS, RuleFacts
 from draftwire.verification import (
     RULES,
     BlockBatch,

@@ -9,20 +9,20 @@ from unittest.mock import DEFAULT, Mock
 import pytest
 
 from draftwire.audit import AuditSums
-from draftwire.encoding import Claim, DraftDistributions, decode
+from draftwire.engine.leases import SessionFailed
 from draftwire.errors import UnavailableError, Violation
-from draftwire.keys import KEY_BYTES
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding
-from draftwire.rounds import CommittedTokens, Fence, Permit, PlainRun, ReceivedBlock, TargetSessionSpec, Verdict
-from draftwire.services.leases import SessionFailed
-from draftwire.services.metrics import PREFIX
-from draftwire.services.outbox import Outbox
-from draftwire.services.settings import ModelSettings
-from draftwire.services.verifier.config import VerifierConfig
-from draftwire.services.verifier.core import BlockRefused, VerifierCore
-from draftwire.services.verifier.drafters import MAX_DRAFTERS, Drafters
-from draftwire.services.verifier.scheduler import Step, StepItem, StepResult
+from draftwire.method.encoding import Claim, DraftDistributions, decode
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.quantization import Encoding
+from draftwire.method.rounds import CommittedTokens, Fence, Permit, PlainRun, ReceivedBlock, TargetSessionSpec, Verdict
+from draftwire.requests.parameters import SamplingParams
+from draftwire.runtime.metrics import PREFIX
+from draftwire.runtime.outbox import Outbox
+from draftwire.runtime.settings import ModelSettings
+from draftwire_verifier.config import VerifierConfig
+from draftwire_verifier.core import BlockRefused, VerifierCore
+from draftwire_verifier.drafters import MAX_DRAFTERS, Drafters
+from draftwire_verifier.scheduler import Step, StepItem, StepResult
 
 PROMPT = [1, 2, 3, 4]
 DRAFTER, OTHER = 7, 8

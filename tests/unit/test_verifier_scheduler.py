@@ -19,7 +19,7 @@ from scheduler_contract import (
     next_step,
 )
 
-from draftwire.encoding import Claim, DraftDistributions, decode
+from draftwire.engine.admission import Room
 from draftwire.errors import (
     BlockViolationError,
     DraftwireError,
@@ -27,10 +27,10 @@ from draftwire.errors import (
     UnavailableError,
     Violation,
 )
-from draftwire.keys import KEY_BYTES
-from draftwire.parameters import SamplingParams
-from draftwire.quantization import Encoding
-from draftwire.rounds import (
+from draftwire.method.encoding import Claim, DraftDistributions, decode
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.quantization import Encoding
+from draftwire.method.rounds import (
     CommittedTokens,
     DraftTimings,
     Fence,
@@ -41,10 +41,10 @@ from draftwire.rounds import (
     TargetSessionSpec,
     Verdict,
 )
-from draftwire.services.admission import Room
-from draftwire.services.verifier.scheduler import Scheduler, Step, StepItem, StepResult, TargetSession
-from draftwire.token_source import TokenSource
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.target import Judgement, Outcome, StillReading
+from draftwire_verifier.scheduler import Scheduler, Step, StepItem, StepResult, TargetSession
 
 VOCAB_SIZE = 100
 STOP_TOKEN = 99

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from draftwire.services.torch_thread import TorchThread
-from draftwire.services.watchdog import Watchdog
+from draftwire.engine.torch_thread import TorchThread
+from draftwire.runtime.watchdog import Watchdog
 
 SECONDS = 5.0
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from draftwire.checking import check_round
 from draftwire.checking.models import adversarial_pairs, random_pairs
 from draftwire.checking.wire import COARSE, FINE, WireRound, quantized, through_bytes
-from draftwire.distributions import DraftRows, draw, quantize
+from draftwire.method.distributions import DraftRows, draw, quantize
 from draftwire.verification import RULES
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.is_lossless and rule.needs_draft_probs]

@@ -35,8 +35,8 @@ async def fail_later(text: str) -> None:
 
 def spoil_gateway() -> None:
     """Faults of a gateway, and a chat template that refuses every message by quoting it."""
-    from draftwire.services.gateway import core
-    from draftwire.services.rpc import messages
+    from draftwire.runtime import messages
+    from draftwire_gateway import core
 
     fail_on(core.GatewayCore, "tokenize", "fault:tokenize", lambda _core, text: [text])
     fail_on(messages, "draft_spec_to_proto", "fault:spec", lambda spec, *_: [spec.token_ids])
@@ -57,13 +57,13 @@ def spoil_gateway() -> None:
 
 
 command = Path("/proc/self/cmdline").read_text()
-if "draftwire.services.gateway" in command:
+if "draftwire_gateway" in command:
     spoil_gateway()
-elif "draftwire.services.verifier" in command:
+elif "draftwire_verifier" in command:
     from draftwire.models.scripted import ScriptedTarget
 
     fail_on(ScriptedTarget, "read", "fault:verify", lambda _self, readings: [one.token_ids for one in readings])
-elif "draftwire.services.drafter" in command:
+elif "draftwire_drafter" in command:
     from draftwire.drafting.scripted import ScriptedDrafter
 
     fail_on(ScriptedDrafter, "open", "fault:draft", lambda _self, token_ids, *_args: [token_ids])

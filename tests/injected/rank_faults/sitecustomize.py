@@ -7,6 +7,7 @@ outside any forward pass, once; `verifier_slow` or `drafter_slow` makes each ste
 
 import importlib.util
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -57,8 +58,8 @@ class Spoiler(MetaPathFinder):
     def __init__(self) -> None:
         self._spoil: dict[str, Callable[[ModuleType], None]] = {
             "draftwire.models.cached_model": spoil_model,
-            "draftwire.services.verifier.engine": spoil_engine,
-            "draftwire.services.drafter.engine": spoil_engine,
+            "draftwire_verifier.engine": spoil_engine,
+            "draftwire_drafter.engine": spoil_engine,
         }
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -76,5 +77,5 @@ class Spoiler(MetaPathFinder):
         return spec
 
 
-if "draftwire.services." in Path("/proc/self/cmdline").read_text():
+if re.search(r"draftwire_|draftwire\.engine\.ranks", Path("/proc/self/cmdline").read_text()):
     sys.meta_path.insert(0, Spoiler())

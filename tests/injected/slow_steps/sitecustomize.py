@@ -5,9 +5,9 @@ from pathlib import Path
 
 STEP_SECONDS = 0.03
 
-if "draftwire.services.verifier" in Path("/proc/self/cmdline").read_text():
-    from draftwire.services.verifier.engine import TargetEngine
-    from draftwire.services.verifier.scheduler import Step, StepResult
+if "draftwire_verifier" in Path("/proc/self/cmdline").read_text():
+    from draftwire_verifier.engine import TargetEngine
+    from draftwire_verifier.scheduler import Step, StepResult
 
     step_at_once = TargetEngine.step
 

@@ -1,0 +1,119 @@
+"""What the services run: models by name or folder, or scripts. Called on the torch thread."""
+
+from dataclasses import dataclass, replace
+
+import structlog
+import torch
+
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.scripted import ScriptedDrafter
+from draftwire.drafting.strategy import DraftingStrategy
+from draftwire.errors import InvalidRequestError
+from draftwire.method.quantization import Quantization
+from draftwire.models.cached_model import CachedModel, DraftModel, SequenceModel
+from draftwire.models.decoder import Decoder, check_decoder, decoder_of
+from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
+from draftwire.models.loading import LoadedModel, ModelCard, load_model
+from draftwire.models.parallel.layer_groups import LayerParallelism, written
+from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
+from draftwire.models.scripted import Script, ScriptedTarget, is_scripted
+from draftwire.runtime.settings import EngineSettings, ModelSettings, require
+from draftwire_drafter.config import LayerParallelSettings
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a verifier runs."""
+
+    card: ModelCard
+    model: SequenceModel
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What a drafter runs."""
+
+    card: ModelCard
+    strategy: DraftingStrategy
+
+
+def load_target(settings: ModelSettings, engine: EngineSettings) -> Target:
+    """Loads a verifier's model; see `load_model`."""
+    if is_scripted(settings.model):
+        script = _script(settings)
+        return Target(limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
+    loaded = _load(settings)
+    return Target(limited(loaded.card, engine), _cached(loaded, settings, engine))
+
+
+def load_drafter(
+    settings: ModelSettings, engine: EngineSettings, quantization: Quantization, layers: LayerParallelSettings
+) -> Drafter:
+    """Loads a drafter's model; see `load_model`.
+
+    Raises:
+        InvalidRequestError: its layers cannot run at the same time as wanted.
+    """
+    if is_scripted(settings.model):
+        require(not layers.is_parallel, "a scripted model has no layers that could run at the same time")
+        script = _script(settings)
+        return Drafter(limited(script.card(), engine), ScriptedDrafter(script))
+    loaded = _load(settings)
+    model = _cached(loaded, settings, engine, layers)
+    return drafter_of(loaded.card, model, engine, quantization, layers.bonus_calibration)
+
+
+def drafter_of(
+    card: ModelCard, model: DraftModel, engine: EngineSettings, quantization: Quantization, calibrates: bool
+) -> Drafter:
+    """Makes a drafter of a model that is ready."""
+    card = limited(card, engine)
+    described = card.description
+    substitute = described.stop_token_ids[0] if described.stop_token_ids else 0
+    strategy = LanguageModelDrafter(model, described.context_length, substitute, quantization, calibrates)
+    return Drafter(card, strategy)
+
+
+def _script(settings: ModelSettings) -> Script:
+    """Reads a script; settings that would have no effect are refused."""
+    plain = ModelSettings(settings.model, threads=settings.threads)
+    require(settings == plain, "a scripted model has no revision, dtype, device or decoder")
+    torch.set_num_threads(settings.threads)  # the rules are computed
+    return Script.parse(settings.model)
+
+
+def _load(settings: ModelSettings) -> LoadedModel:
+    check_decoder(settings.decoder)
+    torch.set_num_threads(settings.threads)
+    return load_model(settings.model, settings.dtype, settings.device, settings.revision)
+
+
+def _cached(
+    loaded: LoadedModel, settings: ModelSettings, engine: EngineSettings, layers: LayerParallelSettings | None = None
+) -> CachedModel:
+    decoder = decoder_of(loaded.model, settings.decoder, consumes=True)
+    is_lean = isinstance(decoder, LeanDecoder)
+    reason = "" if is_lean else why_not_lean(loaded.model) or "asked for"
+    log.info("models.decoder_chosen", decoder="lean" if is_lean else "transformers", reason=reason)
+    is_static = is_lean and settings.cuda_graphs and decoder.device.type == "cuda"
+    drafting = None
+    if layers is not None and layers.is_parallel:
+        drafting = _layer_parallel(decoder, layers.parallelism, reason)
+    return CachedModel(decoder, engine.kv_cache_tokens, is_static, drafting)
+
+
+def _layer_parallel(decoder: Decoder, layers: LayerParallelism, reason: str) -> LayerParallelDecoder:
+    """Returns what runs groups of a model's layers at the same time."""
+    if not isinstance(decoder, LeanDecoder):
+        raise InvalidRequestError(f"layers run at the same time on the lean decoder alone, not here: {reason}")
+    groups = layers.of(decoder.num_layers)
+    log.info("models.layers_grouped", groups=written(groups))
+    return LayerParallelDecoder(decoder, groups)
+
+
+def limited(card: ModelCard, engine: EngineSettings) -> ModelCard:
+    """Shortens the context to what the KV cache can hold of one session."""
+    context_length = min(card.description.context_length, engine.kv_cache_tokens)
+    return replace(card, description=replace(card.description, context_length=context_length))

@@ -1,0 +1,115 @@
+"""What one rank runs, and rank 0's view of the whole. All of it runs on the torch thread."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from draftwire.engine.ranks.follower import RankConfig
+from draftwire.errors import DraftwireError, GroupLostError, NoRoomError
+from draftwire.models.cached_model import Reading
+from draftwire.models.decoder import check_decoder
+from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.loading import ModelCard
+from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
+from draftwire.models.parallel.tensor_parallel import ParallelModel
+from draftwire.models.scripted import is_scripted
+from draftwire.runtime.settings import require
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """What one rank runs."""
+
+    card: ModelCard
+    model: ParallelModel
+    group: ProcessGroup
+
+
+def join_group(config: RankConfig) -> ProcessGroup:
+    """Makes this process a member of its group, on its device.
+
+    Raises:
+        InvalidRequestError: the model cannot be shared, or the device is not there.
+        UnavailableError: another rank did not come.
+    """
+    loading, place = config.loading, config.place
+    require(not is_scripted(loading.model), f"a scripted model computes nothing that {place.setting} could share")
+    check_decoder(loading.decoder)
+    torch.set_num_threads(loading.threads)
+    device = place.device(loading.device)
+    return ProcessGroup.join(GroupSettings(place.rank, place.size, place.address, device, config.timeout_s))
+
+
+class GroupModel:
+    """Rank 0's model. Whatever fails in a forward pass may have struck on one rank only, so it ends the group.
+
+    Attributes:
+        spoke_at: when the other ranks last heard of this one, by `time.monotonic`. Any thread may read it.
+    """
+
+    def __init__(self, rank: LoadedRank, service: str) -> None:
+        """Takes what rank 0 has loaded, and whose model it is: "verifier" or "drafter"."""
+        self._model = rank.model
+        self._group = rank.group
+        self._service = service
+        self.vocab_size = rank.model.vocab_size
+        self.device = rank.model.device
+        self.cache = rank.model.cache
+        self.spoke_at = -math.inf
+
+    @property
+    def extends_exactly(self) -> bool:
+        """See `DraftModel.extends_exactly`."""
+        return self._model.extends_exactly
+
+    def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
+        """See `SequenceModel.read` and `DraftModel.read`.
+
+        Raises:
+            NoRoomError: the cache is full, which rank 0 finds out before it tells the others of a step.
+            GroupLostError: anything else.
+        """
+        return self._together(lambda: self._model.read(readings, fuzzily))
+
+    def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
+        """See `DraftModel.extend`. Raises what `read` does."""
+        return self._together(lambda: self._model.extend(sequences, token_ids))
+
+    def heartbeat(self) -> None:
+        """Shows the other ranks that this one is alive, and finds out whether they are.
+
+        Raises:
+            GroupLostError: one is not.
+        """
+        self._together(self._model.heartbeat)
+
+    def stop(self) -> None:
+        """Lets the other ranks go.
+
+        Raises:
+            GroupLostError: one did not hear it.
+        """
+        self._together(self._stop)
+
+    def _stop(self) -> None:
+        self._model.stop()
+        self._group.leave()
+
+    def _together(self, act: Callable[[], Result]) -> Result:
+        try:
+            result = act()
+        except NoRoomError:
+            raise
+        except Exception as error:
+            # The messages of other errors may quote what the error is about.
+            reason = str(error) if isinstance(error, DraftwireError) else f"{type(error).__name__} on rank 0"
+            raise GroupLostError(f"the {self._service}'s group is lost: {reason}") from error
+        self.spoke_at = time.monotonic()
+        return result

@@ -1,0 +1,176 @@
+"""Rank 0's hold on its group, as the event loop sees it: what a lost rank ends, and what keeps the others waiting."""
+
+import asyncio
+import faulthandler
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import structlog
+
+from draftwire.engine.ranks.followers import Followers
+from draftwire.engine.ranks.place import Place, WantedGroup
+from draftwire.engine.torch_thread import TorchThread
+from draftwire.errors import DraftwireError, GroupLostError
+
+if TYPE_CHECKING:
+    from draftwire.engine.ranks.group_model import GroupModel
+
+log = structlog.get_logger()
+
+Result = TypeVar("Result")
+
+LOOK_SECONDS = 0.1
+"""How often to look whether the other ranks are there."""
+LAST_WORDS_SECONDS = 2.0
+"""While the model is loaded: how long this rank may take to fail too, with a better reason, once another one has."""
+STOP_SECONDS = 10.0
+"""How long the step under way may take when the other ranks are to be let go."""
+END_SECONDS = 10.0
+"""How long rank 0 of a group that is lost may take to tell its sessions and end."""
+MOST_HEARTBEAT_SECONDS = 5.0
+"""Idle ranks hear of rank 0 at least so often."""
+HEARTBEATS_PER_TIMEOUT = 4
+"""And so many times in the time that they wait."""
+
+
+class GroupGuard:
+    """Lets a service live as long as its group. Where the service is one process, there is nothing to guard.
+
+    Attributes:
+        place: of this process: rank 0.
+        is_lost: whether the group has come to a bad end.
+    """
+
+    def __init__(
+        self, wanted: WantedGroup, torch: TorchThread, place: Place | None = None, followers: Followers | None = None
+    ) -> None:
+        """Prepares.
+
+        Args:
+            wanted: as the service's settings say.
+            torch: the thread that the model runs on.
+            place: rank 0 of a group; by default this process is alone.
+            followers: the other ranks' processes, where this one started them.
+        """
+        self.place = place or Place()
+        self.is_lost = False
+        self._service, self._timeout_s = wanted.service, wanted.timeout_s
+        self._torch = torch
+        self._followers = followers or Followers()
+        self._model: GroupModel | None = None
+
+    def take(self, model: "GroupModel") -> None:
+        """Takes the model that the ranks run together, once it is loaded. May be called on the torch thread."""
+        self._model = model
+
+    async def start(self, loading: Coroutine[Any, Any, None]) -> None:
+        """Loads the model.
+
+        Args:
+            loading: does so.
+
+        Raises:
+            GroupLostError: another rank ended.
+        """
+        self._followers.log_started()
+        await self.while_it_lasts(loading, patience_s=LAST_WORDS_SECONDS)
+
+    async def run(
+        self, steps: Coroutine[Any, Any, None], limit_s: float, fail_sessions: Callable[[GroupLostError], int]
+    ) -> None:
+        """Runs steps until it is cancelled, and then lets the other ranks go.
+
+        Args:
+            steps: for ever.
+            limit_s: how long one call on the torch thread may take.
+            fail_sessions: tells all sessions when the group is lost, and returns how many there were.
+
+        Raises:
+            GroupLostError: another rank ended, hangs, or is out of step with this one. All sessions have been told.
+        """
+        try:
+            await self.while_it_lasts(steps, limit_s=limit_s)
+        except GroupLostError as error:
+            self.is_lost = True
+            details = {} if isinstance(error.__cause__, DraftwireError | None) else {"exc_info": error}
+            num_sessions = fail_sessions(error)
+            log.error(f"{self._service}.group_lost", reason=str(error), num_sessions=num_sessions, **details)
+            raise
+        except asyncio.CancelledError:
+            await self._stop()
+            raise
+
+    async def wait(self, work: asyncio.Event) -> None:
+        """Waits for something to do; shows the other ranks meanwhile that this one is there."""
+        if self._model is None:
+            await work.wait()
+            return
+        heartbeat_at = self._model.spoke_at + min(MOST_HEARTBEAT_SECONDS, self._timeout_s / HEARTBEATS_PER_TIMEOUT)
+        try:  # messages that make no step must not put it off
+            async with asyncio.timeout(max(0.0, heartbeat_at - time.monotonic())):
+                await work.wait()
+        except TimeoutError:
+            pass
+        if time.monotonic() >= heartbeat_at:
+            await self._torch.run(self._model.heartbeat)
+
+    async def while_it_lasts(
+        self, work: Coroutine[Any, Any, Result], patience_s: float = 0.0, limit_s: float = math.inf
+    ) -> Result:
+        """Does some work, and gives it up when another rank has ended or this one is stuck.
+
+        Args:
+            work: what to do.
+            patience_s: how long the work may go on then; if it fails, its error is the one that is raised.
+            limit_s: how long one call on the torch thread may take.
+
+        Raises:
+            GroupLostError: that happened.
+        """
+        if self.place.size == 1:
+            return await work
+        doing, watching = asyncio.ensure_future(work), asyncio.ensure_future(self._watch(limit_s))
+        try:
+            await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not doing.done():
+                await asyncio.wait({doing}, timeout=patience_s)
+            return doing.result() if doing.done() else watching.result()
+        finally:
+            for task in (doing, watching):
+                task.cancel()
+            await asyncio.gather(doing, watching, return_exceptions=True)
+
+    async def _watch(self, limit_s: float) -> NoReturn:
+        while True:
+            fault = self._followers.fault
+            if not fault and self._torch.busy_s() > limit_s:
+                fault = f"a step takes longer than {limit_s:g} s"
+            if fault:
+                raise GroupLostError(f"the {self._service}'s group is lost: {fault}")
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _stop(self) -> None:
+        """Lets the other ranks go, after the step under way."""
+        if self._model is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await self._torch.run(self._model.stop)
+        except (TimeoutError, GroupLostError) as error:
+            self.is_lost = True
+            log.error(f"{self._service}.group_lost", reason=str(error) or "no step ended in time", num_sessions=0)
+
+
+async def end_if_lost(run: Awaitable[None]) -> None:
+    """Runs a service of which nothing must be left when its group is lost.
+
+    Raises:
+        GroupLostError: it is. The process now ends within `END_SECONDS`, whatever hangs.
+    """
+    try:
+        await run
+    except GroupLostError:
+        faulthandler.dump_traceback_later(END_SECONDS, exit=True)
+        raise

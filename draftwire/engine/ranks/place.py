@@ -1,0 +1,142 @@
+"""Which process of a service this one is: the only one, rank 0 of a group that shares its model, or another rank.
+
+Rank 0 serves; the others follow it. They are started by rank 0 on its own machine, or by torchrun on one or several.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+from draftwire.errors import UnavailableError
+from draftwire.runtime.settings import require
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Set for each process by torchrun, and by whatever else starts the processes of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class WantedGroup:
+    """How many processes a service is to be, taken from its settings."""
+
+    service: str
+    """"verifier" or "drafter"."""
+    setting: str
+    """Name of the setting that says `size`, for messages."""
+    size: int
+    timeout_s: float
+    """How long ranks wait for each other, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process's place in its group."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Among the processes of the group on this machine; says which GPU it takes."""
+    address: str = ""
+    """host:port of rank 0, where the group comes together; empty in a group of one."""
+    starts_others: bool = False
+    """Whether this process, rank 0, has to start the other ranks."""
+    setting: str = ""
+    """Name of the setting that says `size`, for messages."""
+
+    def device(self, given: str) -> str:
+        """Returns the device of this process.
+
+        Args:
+            given: the setting `device`.
+
+        Raises:
+            InvalidRequestError: it names one device for several processes.
+        """
+        if self.size == 1 or given == "cpu":
+            return given
+        fits = given in ("cuda", "cuda:0")
+        require(fits, f"device {given} is one: with {self.setting}, cuda gives each process a GPU of its own")
+        return f"cuda:{self.local_rank}"
+
+    def check_devices(self, given: str) -> None:
+        """Makes sure that this machine has the devices that its ranks will take; asks torch, if they are GPUs.
+
+        Raises:
+            InvalidRequestError: it has not.
+        """
+        if self.device(given) == "cpu":
+            return
+        from torch.cuda import device_count  # this module is imported where nothing needs torch yet
+
+        needed, there = self.size if self.starts_others else self.local_rank + 1, device_count()
+        require(needed <= there, f"{self.setting} {self.size} takes {needed} GPUs here; torch sees {there}")
+
+
+def find_place(wanted: WantedGroup, environment: Mapping[str, str]) -> Place:
+    """Returns the place of this process.
+
+    Args:
+        wanted: by the service.
+        environment: tells whether a launcher started this process.
+
+    Raises:
+        InvalidRequestError: the launcher started another number of processes, or says too little.
+        UnavailableError: torchrun's store, where rank 0 tells the others its address, does not answer.
+    """
+    size, setting = wanted.size, wanted.setting
+    if "RANK" not in environment:
+        return Place() if size == 1 else Place(0, size, 0, f"127.0.0.1:{_free_port()}", True, setting)
+    missing = [name for name in LAUNCHER_VARIABLES if not environment.get(name)]
+    require(not missing, f"RANK is set, as by torchrun, but not {', '.join(missing)}")
+    for name in LAUNCHER_VARIABLES:
+        is_good = name == "MASTER_ADDR" or environment[name].isdecimal()
+        require(is_good, f"{name} must be a number, not {environment[name]!r}")
+    started = int(environment["WORLD_SIZE"])
+    require(
+        started == size,
+        f"torchrun started {started} processes (WORLD_SIZE), but {setting} is {size}: they must be equal",
+    )
+    if size == 1:
+        return Place()
+    rank = int(environment["RANK"])
+    require(rank < size, f"RANK must be below WORLD_SIZE {size}, not {rank}")
+    address = _meeting_point(environment, rank, wanted.timeout_s)
+    return Place(rank, size, int(environment["LOCAL_RANK"]), address, setting=setting)
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process at once: nothing of torch's gets to wait for a rank that is gone, nor for a hung device."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _meeting_point(environment: Mapping[str, str], rank: int, timeout_s: float) -> str:
+    """Returns host:port where rank 0 is to listen.
+
+    At MASTER_PORT, torchrun itself does, with a store that its processes may use: there rank 0 leaves a free port.
+    """
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from torch import distributed
+
+        key = f"draftwire/port/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        timeout = timedelta(seconds=10.0 * timeout_s)
+        try:
+            store = distributed.TCPStore(  # type: ignore[attr-defined]  # which torch exports, but not for mypy
+                host, port, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+            if rank == 0:
+                store.set(key, str(_free_port()))
+            port = int(store.get(key))
+        except RuntimeError as error:
+            raise UnavailableError(f"torchrun's store at {host}:{port} does not answer") from error
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as free:
+        return int(free.getsockname()[1])

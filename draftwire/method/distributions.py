@@ -1,0 +1,258 @@
+"""The distributions that draft tokens are drawn from, as tensors.
+
+The promise that makes the output exact is kept here: what a drafter draws from is made first, `Quantization` says how,
+and it draws from the very numbers that travel. `draftwire.method.encoding` has their bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftwire.method.encoding import TOTAL_WEIGHT, Decoded, Supports
+from draftwire.method.quantization import Quantization
+
+WHOLE_ROW = 8192
+"""Up to so many weights `draw` reads as one running sum."""
+
+CHUNK = 128
+"""Of more than that it sums so many at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseRows:
+    """Distributions of draft tokens that say something about every token."""
+
+    probs: Tensor
+    """`[rows, vocab]` float, each row summing to 1."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the rows say something about."""
+        return self.probs.shape[1]
+
+    def probs_of(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Returns the probability of `tokens` in `rows`, both `[...] int64`."""
+        return self.probs[rows, tokens]
+
+    def residual_mass(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
+        """Returns sum over tokens of [scale * target - draft]+.
+
+        Args:
+            target_probs: `[any, vocab]` distributions of the target.
+            target_rows: `[...] int64`, which of them.
+            rows: `[...] int64`, which distributions of the drafter.
+            scales: `[...] float64`.
+
+        Returns:
+            `[...] float64`.
+        """
+        excess = target_probs[target_rows]  # a copy, so it may change
+        excess *= scales.unsqueeze(-1).to(excess.dtype)
+        excess -= self.probs[rows]
+        return excess.clamp_(min=0.0).sum(dim=-1).to(torch.float64)
+
+    def subtract_(self, weights: Tensor, rows: Tensor, scales: Tensor) -> None:
+        """Makes `weights` [weights - scale * draft]+, in place.
+
+        Args:
+            weights: `[batch, vocab]`, >= 0.
+            rows: `[batch] int64`.
+            scales: `[batch] float64`; 0 leaves the weights as they are.
+        """
+        scaled = self.probs.index_select(0, rows)
+        weights.sub_(scaled.mul_(scales.unsqueeze(1).to(scaled.dtype))).clamp_(min=0.0)
+
+    def to(self, device: torch.device) -> "DenseRows":
+        """Returns the same on another device."""
+        return DenseRows(self.probs.to(device))
+
+    def dense(self) -> Tensor:
+        """Returns `[rows, vocab]`."""
+        return self.probs
+
+
+@dataclass(frozen=True, slots=True)
+class SparseRows:
+    """Distributions of draft tokens that are 0 but for a few tokens each."""
+
+    token_ids: Tensor
+    """`[rows, support] int64`: the tokens of each row, each once; unused places hold any valid id."""
+    probs: Tensor
+    """`[rows, support]` float: their probabilities, above 0 in used places and 0 in unused ones."""
+    vocab_size: int
+    """Tokens that there are."""
+
+    def probs_of(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """See `DenseRows.probs_of`."""
+        is_token = self.token_ids[rows] == tokens.unsqueeze(-1)
+        return torch.where(is_token, self.probs[rows], 0.0).sum(dim=-1)
+
+    def residual_mass(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
+        """See `DenseRows.residual_mass`. Reads only the tokens of the support: outside it all of the target counts."""
+        draft = self.probs[rows].to(torch.float64)
+        target = target_probs[target_rows.unsqueeze(-1), self.token_ids[rows]].to(torch.float64)
+        target = torch.where(draft > 0.0, target, 0.0)
+        inside = (scales.unsqueeze(-1) * target - draft).clamp(min=0.0).sum(dim=-1)
+        return inside + scales * (1.0 - target.sum(dim=-1)).clamp(min=0.0)
+
+    def subtract_(self, weights: Tensor, rows: Tensor, scales: Tensor) -> None:
+        """See `DenseRows.subtract_`. Touches only the weights of the support."""
+        taken = self.probs.index_select(0, rows).to(torch.float64) * scales.unsqueeze(1)
+        token_ids = self.token_ids.index_select(0, rows)
+        weights.scatter_add_(1, token_ids, -taken.to(weights.dtype))
+        weights.scatter_reduce_(1, token_ids, torch.zeros_like(taken, dtype=weights.dtype), "amax")
+
+    def to(self, device: torch.device) -> "SparseRows":
+        """See `DenseRows.to`."""
+        return SparseRows(self.token_ids.to(device), self.probs.to(device), self.vocab_size)
+
+    def dense(self) -> Tensor:
+        """See `DenseRows.dense`."""
+        result = self.probs.new_zeros(len(self.probs), self.vocab_size)
+        return result.scatter_add_(1, self.token_ids, self.probs)
+
+
+DraftRows = DenseRows | SparseRows
+"""The distributions that the draft tokens of a batch were drawn from, a row for each."""
+
+
+def no_rows(vocab_size: int) -> DraftRows:
+    """Returns the rows of blocks without tokens."""
+    return SparseRows(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1), vocab_size)
+
+
+def joined(parts: Sequence[DraftRows]) -> DraftRows:
+    """Returns the rows of several blocks, one after the other. All are dense or all are sparse."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, DenseRows) for part in parts):
+        return DenseRows(torch.cat([part.probs for part in parts]))
+    sparse = [part for part in parts if isinstance(part, SparseRows)]
+    assert len(sparse) == len(parts), "dense and sparse blocks are verified apart"
+    support = max(part.probs.shape[1] for part in sparse)
+    padded = [(0, support - part.probs.shape[1]) for part in sparse]
+    return SparseRows(
+        torch.cat([pad(part.token_ids, padding) for part, padding in zip(sparse, padded, strict=True)]),
+        torch.cat([pad(part.probs, padding) for part, padding in zip(sparse, padded, strict=True)]),
+        sparse[0].vocab_size,
+    )
+
+
+def rows_of(decoded: Decoded) -> DraftRows:
+    """Returns decoded distributions as tensors on the CPU. A weight's share of 65,536 is exact in float32."""
+    if not isinstance(decoded, Supports):
+        own = torch.from_numpy(decoded.probs)
+        return DenseRows(pad(own, (0, decoded.vocab_size - own.shape[1])))
+    probs = torch.from_numpy(decoded.weights).to(torch.float32).mul_(1.0 / TOTAL_WEIGHT)
+    return SparseRows(torch.from_numpy(decoded.token_ids), probs, decoded.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Distributions with integer weights."""
+
+    token_ids: Tensor
+    """`[rows, support] int64`: each row's likeliest tokens; any valid id in unused places."""
+    weights: Tensor
+    """`[rows, support] int64`: 1 or more in used places, 0 in unused ones, the same sum in each row."""
+
+    def draw(self, uniforms: Tensor) -> Tensor:
+        """Draws a token from each row, with exactly its weight's share if the weights sum to a power of 2.
+
+        Args:
+            uniforms: `[rows] float64` in [0, 1), multiples of 2^-53; their first bits are used.
+
+        Returns:
+            `[rows] int64`.
+        """
+        cumulated = self.weights.cumsum(dim=1)
+        threshold = (uniforms.unsqueeze(1) * cumulated[:, -1:]).to(torch.int64)
+        places = (cumulated <= threshold).sum(dim=1, keepdim=True)
+        return self.token_ids.gather(1, places).squeeze(1)
+
+
+def quantize(probs: Tensor, quantization: Quantization, total: int = TOTAL_WEIGHT) -> QuantizedRows:
+    """Returns distributions over the likeliest tokens alone, rounded to integer weights.
+
+    Each kept token gets a weight of 1 and its share of the rest, rounded down; what is left goes to the likeliest.
+
+    Args:
+        probs: `[rows, vocab]` float, each row summing to 1 up to rounding.
+        quantization: which tokens are kept.
+        total: what the weights of a row sum to, at least `max_support`.
+    """
+    top = probs.topk(min(quantization.max_support, probs.shape[1]), dim=1)
+    values = top.values.to(torch.float64)  # every operation counts: the caches are full of a model's weights
+    is_kept = (values.cumsum(dim=1).sub_(values) < quantization.mass).logical_and_(values)  # a prefix of the row
+    values *= is_kept
+    spare = total - is_kept.sum(dim=1, keepdim=True)
+    weights = values.mul_(spare / values.sum(dim=1, keepdim=True)).to(torch.int64).add_(is_kept)
+    weights[:, 0] += total - weights.sum(dim=1)
+    return QuantizedRows(top.indices, weights)
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draws one index from each row of unnormalised weights.
+
+    Args:
+        weights: `[batch, vocab]`, >= 0, each row with a positive sum.
+        uniforms: `[batch] float64` in [0, 1).
+
+    Returns:
+        `[batch] int64`; an index of weight 0 is never drawn. Probabilities are those of the weights up to the rounding
+        of sums of 128 of them.
+    """
+    if weights.shape[1] <= WHOLE_ROW:
+        cumulated = weights.cumsum(dim=1, dtype=torch.float64)
+        return _first_above(cumulated, uniforms.unsqueeze(1) * cumulated[:, -1:]).squeeze(1)
+    # First the chunk, then the index in it: a sum is much faster than a running sum.
+    chunks = weights[:, : weights.shape[1] // CHUNK * CHUNK].unflatten(1, (-1, CHUNK)).sum(dim=2)
+    rest = weights[:, chunks.shape[1] * CHUNK :].sum(dim=1, keepdim=True)
+    cumulated = torch.cat([chunks, rest], dim=1).cumsum(dim=1, dtype=torch.float64)
+    threshold = uniforms.unsqueeze(1) * cumulated[:, -1:]
+    chunk = _first_above(cumulated, threshold)
+    before = pad(cumulated, (1, 0)).gather(1, chunk)
+    index = chunk * CHUNK + torch.arange(CHUNK, device=weights.device)
+    inside = weights.gather(1, index.clamp(max=weights.shape[1] - 1)) * (index < weights.shape[1])
+    inside_cumulated = inside.cumsum(dim=1, dtype=torch.float64)
+    return index.gather(1, _first_above(inside_cumulated, threshold - before)).squeeze(1)
+
+
+def _first_above(cumulated: Tensor, threshold: Tensor) -> Tensor:
+    """Returns the first index where a running sum is above a threshold, `[batch, 1]`; there is one, after rounding too.
+
+    Args:
+        cumulated: `[batch, n] float64`, the last one above 0.
+        threshold: `[batch, 1] float64`, 0 or more.
+    """
+    # u * total may round up to total, where no index is left; the largest number below total always has one.
+    total = cumulated[:, -1:]
+    return torch.searchsorted(cumulated, threshold.minimum(torch.nextafter(total, total.new_zeros(()))), right=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RaceOutcome:
+    """Who won a race."""
+
+    winners: Tensor
+    """`[batch] int64`: each index with its probability, if the times are independent exponentials."""
+    leads: Tensor
+    """`[batch] float64`: by how much the winner's log-weight could fall before another index won, >= 0."""
+
+
+def race(weights: Tensor, times: Tensor) -> RaceOutcome:
+    """Draws one index from each row of unnormalised weights: the one that reaches the end first at that speed.
+
+    With times e that is argmax (log weight - log e), where -log e is Gumbel noise.
+
+    Args:
+        weights: `[batch, vocab]`, >= 0, each row with a positive sum.
+        times: `[batch, vocab] float64`, > 0.
+    """
+    best = torch.topk(weights.to(torch.float64) / times, min(2, weights.shape[1]), dim=-1)
+    # Of one index alone the second is 0: no other can win.
+    seconds = best.values[:, 1] if weights.shape[1] > 1 else torch.zeros_like(best.values[:, 0])
+    return RaceOutcome(best.indices[:, 0], best.values[:, 0].log() - seconds.log())

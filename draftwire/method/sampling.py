@@ -1,0 +1,263 @@
+"""Logits to probabilities: the one definition of what "the target's distribution" means.
+
+The verifier applies it to the target's logits at every draft position and at the bonus position; the drafter applies
+it to its own logits before it draws. A parameter that is not listed here is refused, never ignored.
+
+The order is fixed: logit bias and masks (allowed_token_ids, structured_output, min_tokens), repetition penalty,
+presence and frequency penalty, temperature, top-k, top-p, min-p. What depends on the text sees, at each draft position,
+the committed tokens and the draft tokens before it, as if they had been generated one by one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftwire.method.devices import upload
+from draftwire.requests.parameters import SamplingParams
+
+SMALLEST = 1e-30
+"""Smaller temperatures, masses and repetition penalties are taken as this: float32 would round them to 0, which means
+something else."""
+
+COLD = 1e-3
+"""Below this temperature logits are shifted before they are divided, which keeps them from overflowing."""
+
+TOP_P_CANDIDATES = 1024
+"""Tokens among which top-p first looks for its set, before it sorts a whole vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive places of one text, whose distributions are wanted."""
+
+    params: SamplingParams
+    num_rows: int
+    """How many places."""
+    text: Sequence[int] = ()
+    """The tokens before the last of the places; before the others stand as many less. Needed if params.penalizes."""
+    prompt_len: int = 0
+    """How many tokens of the text are the prompt."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """The tokens that min_tokens keeps away."""
+    text_len: int | None = None
+    """Tokens before the last of the places, where `text` is left out."""
+    masks: NDArray[np.uint8] | None = None
+    """What `SamplingParams.structured_output` allows at each of the places, `[num_rows, bytes]`: a bit for each token,
+    the lowest first. Made by `draftwire.requests.automaton`; None allows all."""
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that were generated before the first of the places."""
+        text_len = len(self.text) if self.text_len is None else self.text_len
+        return text_len - (self.num_rows - 1) - self.prompt_len
+
+
+def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Returns the distribution of the next token at places where nothing was generated yet.
+
+    Args:
+        logits: `[..., vocab]`, any float dtype; -inf marks impossible tokens. Not changed.
+        params: one for all rows.
+
+    Returns:
+        `[..., vocab]`, as `probabilities_of_spans`.
+
+    Raises:
+        ValueError: a row has a NaN, a +inf, or no finite logit, which is a failure of the model.
+    """
+    rows = logits.reshape(-1, logits.shape[-1]).clone()
+    result = probabilities_of_spans(rows, [Span(params, len(rows))])
+    if not bool(is_distribution(result).all()):
+        raise ValueError("a row of logits has a NaN, a +inf, or no finite entry")
+    return result.reshape(logits.shape)
+
+
+def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
+    """Returns the distribution of the next token at each place of several texts. A row depends on its span alone.
+
+    Args:
+        logits: `[rows, vocab]`, the spans' rows one after the other, any float dtype; overwritten.
+        spans: whose places they are, and how they are processed.
+
+    Returns:
+        `[rows, vocab]` probabilities, float64 for float64 logits, else float32. A greedy row is one-hot at the first
+        largest logit, so every verification rule turns into exact matching without a case of its own. Where logits
+        have a NaN, a +inf or no finite entry the whole row is NaN; see `is_distribution`.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    starts = accumulate((span.num_rows for span in spans), initial=0)
+    for start, span in zip(starts, spans, strict=False):
+        _edit(logits[start : start + span.num_rows], span)
+    params = [span.params for span in spans for _ in range(span.num_rows)]
+    is_greedy = [one.greedy for one in params]
+    if all(is_greedy):
+        return _one_hot(logits)
+    if any(is_greedy):
+        greedy_rows = _indices(is_greedy, logits.device)
+        chosen = _one_hot(logits[greedy_rows])
+    _divide(logits, [1.0 if one.greedy else one.temperature for one in params])
+    is_truncated = [one.truncates for one in params]
+    if all(is_truncated):
+        _truncate(logits, params)
+    elif any(is_truncated):
+        rows = _indices(is_truncated, logits.device)
+        logits[rows] = _truncate(logits[rows], [one for one in params if one.truncates])
+    probs = torch.softmax(logits, dim=-1, out=logits)  # in place: a fresh tensor of this size costs more than the sum
+    if any(is_greedy):
+        probs[greedy_rows] = chosen
+    return probs
+
+
+def is_distribution(probs: Tensor) -> Tensor:
+    """Returns which rows of `probabilities_of_spans` are distributions, `[rows] bool`; others are NaN throughout."""
+    return probs[:, 0] >= 0.0  # NaN fails the comparison
+
+
+def _edit(logits: Tensor, span: Span) -> None:
+    """Applies what changes single tokens' logits, in place. Masks are added, so that they hide no NaN and no +inf.
+
+    Args:
+        logits: `[num_rows, vocab]`.
+        span: whose.
+    """
+    params, vocab_size = span.params, logits.shape[1]
+    if params.logit_bias:
+        pairs = [(token, bias) for token, bias in params.logit_bias if token < vocab_size]
+        index = upload([token for token, _ in pairs], logits.device, torch.int64)
+        logits[:, index] += upload([bias for _, bias in pairs], logits.device, logits.dtype)
+    if params.allowed_token_ids is not None:
+        logits += _mask(params.allowed_token_ids, vocab_size, logits.device)
+    if span.masks is not None:
+        _keep_form(logits, span.masks)
+    if params.min_tokens:
+        num_masked = max(0, min(span.num_rows, params.min_tokens - span.num_generated))
+        stops = [token for token in span.stop_token_ids if token < vocab_size]
+        logits[:num_masked, upload(stops, logits.device, torch.int64)] += -math.inf
+    if params.penalizes and span.text:
+        _penalize(logits, span)
+
+
+def _keep_form(logits: Tensor, masks: NDArray[np.uint8]) -> None:
+    """Takes away what masks do not allow, in place. Tokens beyond the masks are not allowed either."""
+    packed = upload(masks, logits.device).int()
+    width = min(logits.shape[1], 8 * packed.shape[1])
+    logits[:, :width] += torch.nn.functional.embedding(packed, _unpacking(logits.device)).flatten(1)[:, :width]
+    logits[:, width:] += -math.inf
+
+
+def _penalize(logits: Tensor, span: Span) -> None:
+    """Applies the penalties, in place. Reads and writes the logits of the text's tokens alone."""
+    params, vocab_size = span.params, logits.shape[1]
+    text = np.asarray(span.text, dtype=np.int64)
+    positions = np.flatnonzero(text < vocab_size)
+    text, is_generated = text[positions], positions >= span.prompt_len
+    rows = positions - (len(span.text) - span.num_rows)  # the first row that a token counts for; <= 0: for all rows
+    is_early = rows <= 0
+    early = np.bincount(text[is_early], minlength=vocab_size)
+    early_generated = np.bincount(text[is_early & is_generated], minlength=vocab_size)
+    tokens = np.union1d(np.flatnonzero(early), text[~is_early])
+    places = np.searchsorted(tokens, text[~is_early])
+    later = np.zeros((2, span.num_rows, len(tokens)), dtype=np.int64)
+    np.add.at(later[0], (rows[~is_early], places), 1)
+    np.add.at(later[1], (rows[~is_early], places), is_generated[~is_early].astype(np.int64))
+    # [num_rows, tokens]: how often each token occurs before each row, in all of the text and in what was generated
+    counts = later.cumsum(axis=1) + np.stack([early[tokens], early_generated[tokens]])[:, None]
+    seen, generated = upload(counts, logits.device, logits.dtype)
+    index = upload(tokens, logits.device)
+    values = logits[:, index]
+    factor = max(params.repetition_penalty, SMALLEST)
+    values = torch.where(seen > 0.0, torch.where(values < 0.0, values * factor, values / factor), values)
+    penalty = params.presence_penalty * (generated > 0.0).to(values.dtype) + params.frequency_penalty * generated
+    logits[:, index] = values - penalty
+
+
+def _divide(logits: Tensor, temperatures: list[float]) -> None:
+    """Divides rows by their temperatures, all above 0, in place."""
+    if all(value == 1.0 for value in temperatures):
+        return
+    divisors = upload([[max(value, SMALLEST)] for value in temperatures], logits.device, logits.dtype)
+    if min(temperatures) < COLD:
+        largest = logits.amax(dim=1, keepdim=True)
+        logits.sub_(torch.where(divisors < COLD, largest, 0.0))
+    logits.div_(divisors)
+
+
+def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Makes unlikely tokens impossible, in place: top-k, then top-p, then min-p."""
+    vocab_size = logits.shape[1]
+
+    def column(values: list[float]) -> Tensor:
+        return upload(values, logits.device, logits.dtype).unsqueeze(1)
+
+    if any(0 < one.top_k < vocab_size for one in params):
+        ranks = [min(one.top_k, vocab_size) or vocab_size for one in params]
+        most = max(rank for rank in ranks if rank < vocab_size)
+        ordered = logits.topk(most, dim=1).values
+        last = ordered.gather(1, upload([[min(rank, most) - 1] for rank in ranks], logits.device))
+        keeps_all = upload([[rank == vocab_size] for rank in ranks], logits.device)
+        logits.masked_fill_(logits < last.masked_fill(keeps_all, -math.inf), -math.inf)
+    if any(one.top_p < 1.0 for one in params):
+        probs = logits.softmax(dim=1)
+        logits.masked_fill_(probs < _least_of_top_mass(probs, column([one.top_p for one in params])), -math.inf)
+    if any(one.min_p > 0.0 for one in params):
+        gaps = column([math.log(one.min_p) if one.min_p else -math.inf for one in params])
+        logits.masked_fill_(logits < logits.amax(dim=1, keepdim=True) + gaps, -math.inf)
+    return logits
+
+
+def _least_of_top_mass(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Returns the smallest probability in the smallest set of most likely tokens whose mass reaches `top_p`.
+
+    Args:
+        probs: `[rows, vocab]`.
+        top_p: `[rows, 1]`; 1 or more wants all tokens, whose least is taken as 0.
+
+    Returns:
+        `[rows, 1]`.
+    """
+    # A GPU sorts all of them sooner than it tells the host whether it has to.
+    count = probs.shape[1] if probs.is_cuda else min(TOP_P_CANDIDATES, probs.shape[1])
+    ordered = probs.topk(count, dim=1).values
+    mass_before = ordered.to(torch.float64).cumsum(dim=1) - ordered
+    num_kept = (mass_before < top_p.clamp(min=SMALLEST)).sum(dim=1, keepdim=True).clamp(min=1)  # 0 in rows of NaN
+    least = ordered.gather(1, num_kept - 1)
+    beyond = ((num_kept == count) & (top_p < 1.0)).squeeze(1)
+    if count < probs.shape[1] and bool(beyond.any()):  # mass is spread over more tokens than were looked at
+        ordered = probs[beyond].sort(dim=1, descending=True).values
+        mass_before = ordered.to(torch.float64).cumsum(dim=1) - ordered
+        num_kept = (mass_before < top_p[beyond].clamp(min=SMALLEST)).sum(dim=1, keepdim=True)
+        least[beyond] = ordered.gather(1, num_kept - 1)
+    return torch.where(top_p < 1.0, least, 0.0)
+
+
+def _one_hot(logits: Tensor) -> Tensor:
+    """Returns rows with all mass on the first largest logit; NaN where that is not finite."""
+    choice = logits.argmax(dim=-1, keepdim=True)
+    is_finite = torch.isfinite(logits.gather(-1, choice))
+    return torch.zeros_like(logits).scatter_(-1, choice, 1.0).masked_fill_(~is_finite, math.nan)
+
+
+@lru_cache(maxsize=64)
+def _mask(allowed: frozenset[int], vocab_size: int, device: torch.device) -> Tensor:
+    """Returns 0 for tokens in `allowed` and -inf for others, `[vocab_size] float32`."""
+    mask = torch.full((vocab_size,), -math.inf)
+    mask[torch.tensor([token for token in allowed if token < vocab_size], dtype=torch.int64)] = 0.0
+    return mask.to(device)
+
+
+@lru_cache(maxsize=8)
+def _unpacking(device: torch.device) -> Tensor:
+    """Returns 0 for each bit of a byte that is set and -inf for the others, the lowest first, `[256, 8] float32`."""
+    is_set = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
+    return torch.where(is_set.bool(), 0.0, -math.inf).to(device)
+
+
+def _indices(is_chosen: Sequence[bool], device: torch.device) -> Tensor:
+    return upload(np.flatnonzero(np.asarray(is_chosen)), device)

@@ -1,0 +1,1 @@
+"""Models that several devices or processes compute together."""

@@ -1,0 +1,385 @@
+"""Loads a model of which every rank of a group has a part, and reads no more of the files than that.
+
+Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3: what reads all of a layer's input is divided
+by rows of its weights, what reads the divided result is divided by columns.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+from transformers.utils.logging import disable_progress_bar
+
+from draftwire.errors import InvalidRequestError
+from draftwire.models.decoder import Decoder, check_decoder
+from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
+from draftwire.models.loading import (
+    DTYPES,
+    FINGERPRINT_ENTRIES,
+    ModelCard,
+    check_attention,
+    context_length_of,
+    stop_token_ids_of,
+)
+from draftwire.models.parallel.process_group import ProcessGroup
+from draftwire.models.parallel.spread_decoder import (
+    BY_INNER,
+    BY_KEY_HEAD,
+    BY_QUERY_HEAD,
+    EMBEDDING,
+    HEAD,
+    SUMMED,
+    SpreadTransformersDecoder,
+    why_not_spread,
+)
+from draftwire.models.parallel.tensor_parallel import check_divides
+
+LOADING_SECONDS = 3600.0
+"""How long ranks wait for the one that loads slowest."""
+
+Progress = Callable[[int, int], None]
+"""Is told bytes of weights that this rank has read, and how many it will read in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedShard:
+    """A rank's part of a model and what peers need to know of the whole."""
+
+    decoder: Decoder
+    card: ModelCard
+    """On other ranks than 0 without the weights' fingerprint, which rank 0 alone computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of a weight: entries `start` to `stop` along a dimension, and zeros behind them up to `size`."""
+
+    dimension: int
+    start: int
+    stop: int
+    size: int
+
+    @classmethod
+    def of(cls, name: str, shape: Sequence[int], config: Any, group: ProcessGroup) -> "Part":
+        """Returns a rank's part of the weight of that name, whose whole has a shape."""
+        module, _, kind = name.rpartition(".")
+        module = module.rpartition(".")[2]
+        if module in BY_QUERY_HEAD:
+            return cls.share(0, shape, group.rank, group.size)
+        if module in BY_KEY_HEAD:  # ranks whose query heads share a key head have that one each
+            owners = min(group.size, config.num_key_value_heads)
+            return cls.share(0, shape, group.rank * owners // group.size, owners)
+        if module in BY_INNER:
+            return cls.share(0, shape, group.rank, group.size)
+        if module in SUMMED and kind == "weight":
+            return cls.share(1, shape, group.rank, group.size)
+        if module in SUMMED and group.rank > 0:
+            return cls(0, 0, 0, shape[0])  # the sum has each bias once
+        if name == HEAD:
+            size = -(-shape[0] // group.size)
+            start = min(group.rank * size, shape[0])
+            return cls(0, start, min(start + size, shape[0]), size)
+        return cls(0, 0, shape[0], shape[0])
+
+    @classmethod
+    def share(cls, dimension: int, shape: Sequence[int], index: int, count: int) -> "Part":
+        """Returns one of `count` equal parts."""
+        size = shape[dimension] // count
+        return cls(dimension, index * size, (index + 1) * size, size)
+
+    def taken_from(self, whole: Any) -> Tensor:
+        """Returns the part of a tensor, or of a tensor in a file, without the zeros; copies nothing."""
+        own: Tensor = whole[self.start : self.stop] if self.dimension == 0 else whole[:, self.start : self.stop]
+        return own
+
+    def placed(self, own: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a copy of what `taken_from` returned, with the zeros."""
+        shape = list(own.shape)
+        shape[self.dimension] = self.size
+        result = torch.empty(shape, dtype=dtype, device=device)
+        result.narrow(self.dimension, 0, self.stop - self.start).copy_(own)
+        result.narrow(self.dimension, self.stop - self.start, self.size - (self.stop - self.start)).zero_()
+        return result
+
+
+class Checkpoint:
+    """The weights in a model's safetensors files, of which parts can be read. To be used as a context."""
+
+    def __init__(self, files: Iterable[str]) -> None:
+        """Opens the files.
+
+        Raises:
+            OSError: one cannot be read.
+        """
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        for path in files:
+            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    @classmethod
+    def find(cls, name: str, revision: str | None) -> "Checkpoint":
+        """Opens a model's files by folder or name on the hub.
+
+        Raises:
+            InvalidRequestError: there are none.
+            OSError: one cannot be read.
+        """
+        where: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+        single = cached_file(name, SAFE_WEIGHTS_NAME, **where)
+        if single is not None:
+            return cls([single])
+        index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **where)
+        if index is None:
+            raise InvalidRequestError(f"{name} has no weights in safetensors files")
+        files = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        if any(Path(file).name != file for file in files):
+            raise InvalidRequestError(f"the index of {name} names files outside its folder")
+        return cls([str(cached_file(name, file, revision=revision)) for file in files])
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def weight(self, name: str, shape: Sequence[int]) -> Any:
+        """Returns a tensor in a file, of which slices are read when they are used.
+
+        Raises:
+            InvalidRequestError: there is none of that name and shape.
+        """
+        if name not in self._files:
+            raise InvalidRequestError(f"the checkpoint has no weight of the name {name}")
+        stored = self._files[name].get_slice(name)
+        if list(stored.get_shape()) != list(shape):
+            raise InvalidRequestError(f"{name} has the shape {stored.get_shape()} in the checkpoint, not {list(shape)}")
+        return stored
+
+    def ties_head(self, config: Any) -> bool:
+        """Whether a model's head is its embedding, and not stored again."""
+        return bool(config.tie_word_embeddings) and HEAD not in self._files
+
+    def dtype(self) -> torch.dtype | None:
+        """Returns the type of the first weight that is not of integers."""
+        dtypes = (file.get_slice(name)[:0].dtype for name, file in self._files.items())
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+
+def load_parallel_target(
+    name: str,
+    dtype: str,
+    device: str,
+    revision: str | None,
+    group: ProcessGroup,
+    decoder: str = "auto",
+    on_progress: Progress | None = None,
+) -> LoadedShard:
+    """Loads this rank's part of a model; on all ranks, with the same arguments but for the device.
+
+    Returns when all ranks have loaded theirs. A rank that cannot leaves the group, so that no other waits for it.
+
+    Args:
+        name: folder, or name on the model hub.
+        dtype: as `load_model`.
+        device: the group's.
+        revision: commit or branch on the hub.
+        group: whose members load the model.
+        decoder: one of `DECODERS`.
+        on_progress: is called while weights are read, on this thread.
+
+    Raises:
+        InvalidRequestError: as `load_model`; or the model cannot be spread over so many processes, or not at all.
+        OSError: the files cannot be read.
+        UnavailableError: another rank is lost, or could not load its part.
+    """
+    try:
+        shard = _load(_Source.of(name, dtype, device, revision, group), decoder, on_progress or (lambda *_: None))
+        group.meet(LOADING_SECONDS)
+        return shard
+    except BaseException as error:
+        group.break_off(f"its part of {name} was not loaded: {type(error).__name__}")
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is to be loaded, and by whom."""
+
+    name: str
+    dtype: str
+    revision: str | None
+    group: ProcessGroup
+
+    @classmethod
+    def of(cls, name: str, dtype: str, device: str, revision: str | None, group: ProcessGroup) -> "_Source":
+        if dtype not in DTYPES:
+            raise InvalidRequestError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+            raise InvalidRequestError(f"no model folder at {name}")
+        if torch.device(device) != group.device:
+            raise InvalidRequestError(f"this rank computes on {group.device}, so the model cannot be on {device}")
+        return cls(str(Path(name).expanduser()) if name.startswith("~") else name, dtype, revision, group)
+
+    def torch_dtype(self, config: Any, checkpoint: Checkpoint) -> torch.dtype:
+        """Returns the type that weights are to have, as `load_model` chooses it."""
+        if self.dtype == "auto" and self.group.device.type == "cpu":
+            return torch.float32
+        named = getattr(config, "dtype", None) if self.dtype == "auto" else getattr(torch, self.dtype)
+        found = named or checkpoint.dtype()
+        if not isinstance(found, torch.dtype):
+            raise InvalidRequestError(f"{self.name} does not say of what type its weights are")
+        return found
+
+
+def _load(source: _Source, decoder: str, on_progress: Progress) -> LoadedShard:
+    check_decoder(decoder)
+    disable_progress_bar()  # it would write into the log
+    config = AutoConfig.from_pretrained(source.name, revision=source.revision)
+    if getattr(config, "quantization_config", None):
+        raise InvalidRequestError(f"{source.name} is quantised; such models are not spread over processes")
+    whole = _on_meta(config)
+    if getattr(whole, "_is_stateful", False):
+        raise InvalidRequestError(f"{source.name} keeps a recurrent state, which speculative decoding cannot roll back")
+    check_attention(source.name, whole)
+    reason = why_not_lean(whole)
+    if decoder == "lean" and reason:
+        raise InvalidRequestError(f"the lean decoder cannot run {source.name}: {reason}")
+    is_lean = decoder != "transformers" and not reason
+    obstacle = "" if is_lean else why_not_spread(whole)
+    if obstacle:
+        raise InvalidRequestError(f"{source.name} cannot be spread over processes: {obstacle}")
+    check_divides(config, source.group.size)
+    with Checkpoint.find(source.name, source.revision) as checkpoint:
+        whole.to(source.torch_dtype(config, checkpoint))
+        card = _card(source, whole, checkpoint)
+        part = _part_of(whole, checkpoint, source.group, on_progress)
+    if is_lean:
+        return LoadedShard(LeanDecoder(part, consumes=True, group=source.group), card)
+    return LoadedShard(SpreadTransformersDecoder(part, source.group, card.description.vocab_size), card)
+
+
+def _on_meta(config: Any) -> Any:
+    """Returns a model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def _part_of(whole: Any, checkpoint: Checkpoint, group: ProcessGroup, on_progress: Progress) -> PreTrainedModel:
+    """Returns this rank's part of a model, as a smaller model of the same architecture.
+
+    Raises:
+        InvalidRequestError: the architecture has other parts, or the checkpoint other weights.
+    """
+    config = copy.deepcopy(whole.config)
+    heads = config.num_attention_heads
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    config.num_attention_heads = heads // group.size
+    config.num_key_value_heads = max(1, config.num_key_value_heads // group.size)
+    config.intermediate_size //= group.size
+    config.tie_word_embeddings = False
+    config.dtype = whole.dtype
+    part: Any = _on_meta(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
+    parts = {name: Part.of(name, shape, whole.config, group) for name, shape in shapes.items()}
+    part.lm_head = torch.nn.Linear(config.hidden_size, parts[HEAD].size, bias=False, device="meta")
+    is_tied = checkpoint.ties_head(whole.config)
+    stored = {
+        name: parts[name].taken_from(checkpoint.weight(name, shape))
+        for name, shape in shapes.items()
+        if name != HEAD or not is_tied
+    }
+    state = _read(stored, parts, whole.dtype, group.device, on_progress)
+    if is_tied:
+        head, embedding = parts[HEAD], state[EMBEDDING]
+        rows = head.taken_from(embedding)
+        state[HEAD] = rows if len(rows) == head.size else head.placed(rows, embedding.dtype, embedding.device)
+    odd = [name for name, weight in part.state_dict().items() if state[name].shape != weight.shape]
+    if odd:
+        raise InvalidRequestError(
+            f"models of type {config.model_type} cannot be spread over processes: {odd[0]} is odd"
+        )
+    _make_tables(part, group.device)  # while weights are not there, which would be initialised as well
+    part.load_state_dict(state, assign=True)
+    model: PreTrainedModel = part.eval()
+    return model
+
+
+def _make_tables(part: Any, device: torch.device) -> None:
+    """Computes what a model has beside its weights, such as the frequencies of position embeddings.
+
+    Raises:
+        InvalidRequestError: transformers does not know how.
+    """
+    for module in part.modules():
+        tables = dict(module.named_buffers(recurse=False))
+        for name, table in tables.items():
+            setattr(module, name, torch.full_like(table, torch.nan, device=device))
+        if tables:
+            part._init_weights(module)
+    unknown = [name for name, table in part.named_buffers() if table.isnan().any()]
+    if unknown:
+        raise InvalidRequestError(f"models of type {part.config.model_type} cannot be spread: {unknown[0]} is unknown")
+
+
+def _read(
+    stored: dict[str, Tensor], parts: dict[str, Part], dtype: torch.dtype, device: torch.device, on_progress: Progress
+) -> dict[str, Tensor]:
+    """Reads parts of weights, which are read from their files when they are used."""
+    total = sum(own.nbytes for own in stored.values())
+    num_read = 0
+    state: dict[str, Tensor] = {}
+    for name, own in stored.items():
+        state[name] = parts[name].placed(own, dtype, device)
+        num_read += own.nbytes
+        on_progress(num_read, total)
+    return state
+
+
+def _card(source: _Source, whole: Any, checkpoint: Checkpoint) -> ModelCard:
+    """Returns what `load_model` says of the whole model."""
+    tokenizer = AutoTokenizer.from_pretrained(source.name, revision=source.revision)
+    with suppress(OSError):  # if there is none, the model has made one of its configuration
+        whole.generation_config = GenerationConfig.from_pretrained(source.name, revision=source.revision or "main")
+    return ModelCard.of(
+        tokenizer,
+        name=Path(source.name).name if Path(source.name).is_dir() else source.name,
+        revision=getattr(whole.config, "_commit_hash", None) or "",
+        dtype=str(whole.dtype).removeprefix("torch."),
+        vocab_size=whole.get_output_embeddings().weight.shape[0],
+        context_length=context_length_of(whole),
+        stop_token_ids=stop_token_ids_of(whole, tokenizer),
+        weights_fingerprint=_fingerprint(whole, checkpoint) if source.group.rank == 0 else b"",
+    )
+
+
+def _fingerprint(whole: Any, checkpoint: Checkpoint) -> bytes:
+    """Returns what `weights_fingerprint` says of the loaded model, and reads the entries that count alone."""
+    digest = hashlib.sha256()
+    aliases = {HEAD: EMBEDDING} if checkpoint.ties_head(whole.config) else {}
+    for name, tensor in sorted(whole.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
+        stored = checkpoint.weight(aliases.get(name, name), tensor.shape)
+        count = tensor.numel()
+        places = torch.linspace(0, max(0, count - 1), min(FINGERPRINT_ENTRIES, count), dtype=torch.float64)
+        entries = [
+            stored[tuple(slice(at, at + 1) for at in map(int, index))].flatten()
+            for index in zip(*np.unravel_index(places.to(torch.int64).numpy(), tensor.shape), strict=True)
+        ]
+        digest.update(torch.cat(entries).to(tensor.dtype).view(torch.uint8).numpy().tobytes())
+    return digest.digest()

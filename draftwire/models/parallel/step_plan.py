@@ -1,0 +1,168 @@
+"""What rank 0 tells the others to do, as numbers: a message of a fixed size, and a second one where that is too small.
+
+Rank 0 alone knows which token of which sequence lives where. The others rebuild a step from its plan and run it on
+their own parts of the weights and of the cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftwire.errors import UnavailableError
+from draftwire.models.kv_cache import CachedSequence, blocks_for
+from draftwire.models.paged_attention import Segment
+from draftwire.models.parallel.process_group import ProcessGroup
+
+PLAN_SIZE = 1024
+"""Numbers in the first message."""
+MARK = 0x64726166
+"""First number of every plan: ranks that lost track of each other do not take one message for another."""
+
+Numbers: TypeAlias = NDArray[np.int64]
+
+
+class Kind(IntEnum):
+    """What a plan asks for."""
+
+    READ = 1
+    READ_FUZZILY = 2
+    COPY = 3
+    HEARTBEAT = 4
+    STOP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Read the tokens of some sequences."""
+
+    segments: list[Segment]
+    token_ids: Numbers | None
+    """`[num_tokens]`; None if they are on rank 0's device only, from where a broadcast there brings them."""
+    kept: Sequence[int]
+    """Which tokens' logits are wanted."""
+    fuzzily: bool = False
+    """Whether to read them as `DraftModel.extend` does."""
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all segments."""
+        return sum(segment.num_tokens for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Copy tokens to other places in the cache."""
+
+    sources: Numbers
+    targets: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Show that you are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """There will be no more plans."""
+
+
+Plan = ReadPlan | CopyPlan | Heartbeat | Stop
+
+
+class PlanChannel:
+    """Carries plans from rank 0 to the others."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Makes room for the first message."""
+        self._group = group
+        self._first = torch.zeros(PLAN_SIZE, dtype=torch.int64)
+
+    def announce(self, plan: Plan) -> None:
+        """Sends a plan; on rank 0.
+
+        Raises:
+            UnavailableError: as every collective.
+        """
+        numbers = encode(plan)
+        first = numbers[:PLAN_SIZE]
+        self._first.numpy()[: len(first)] = first
+        self._group.broadcast(self._first)
+        if len(numbers) > PLAN_SIZE:
+            self._group.broadcast(torch.from_numpy(numbers[PLAN_SIZE:]))
+
+    def receive(self) -> Plan:
+        """Waits for the next plan; on the other ranks.
+
+        Raises:
+            UnavailableError: rank 0 is lost, silent for longer than the group's timeout, or says something else.
+        """
+        self._group.broadcast(self._first)
+        numbers: Numbers = self._first.numpy().copy()
+        if numbers[0] != MARK:
+            self._group.break_off("rank 0 sent something that is no plan")
+            raise UnavailableError("rank 0 sent something that is no plan: the ranks have lost track of each other")
+        size = int(numbers[1])
+        if size > PLAN_SIZE:
+            rest = torch.empty(size - PLAN_SIZE, dtype=torch.int64)
+            self._group.broadcast(rest)
+            numbers = np.concatenate([numbers, rest.numpy()])
+        return decode(numbers[:size])
+
+
+def encode(plan: Plan) -> Numbers:
+    """Returns a plan as numbers: the mark, how many numbers there are, the kind, three counts, and what is counted."""
+    match plan:
+        case ReadPlan(segments, token_ids, kept, fuzzily):
+            kind = Kind.READ_FUZZILY if fuzzily else Kind.READ
+            blocks = [block for segment in segments for block in segment.sequence.blocks]
+            shapes = [size for segment in segments for size in (segment.num_tokens, segment.sequence.length)]
+            ids = np.empty(0, dtype=np.int64) if token_ids is None else token_ids
+            return _numbers(kind, (len(segments), len(ids), len(kept)), [*shapes, *blocks], ids, kept)
+        case CopyPlan(sources, targets):
+            return _numbers(Kind.COPY, (len(sources), 0, 0), sources, targets)
+        case Heartbeat():
+            return _numbers(Kind.HEARTBEAT, (0, 0, 0))
+        case Stop():
+            return _numbers(Kind.STOP, (0, 0, 0))
+
+
+def decode(numbers: Numbers) -> Plan:
+    """Returns the plan that `encode` was given; its sequences have the same blocks and lengths, and nothing else."""
+    kind, (count, num_ids, num_kept), body = Kind(int(numbers[2])), numbers[3:6].tolist(), numbers[6:]
+    match kind:
+        case Kind.READ | Kind.READ_FUZZILY:
+            shapes, body = body[: 2 * count].reshape(count, 2).tolist(), body[2 * count :]
+            ends = np.cumsum([blocks_for(length) for _, length in shapes])
+            blocks = [own.tolist() for own in np.split(body[: ends[-1]], ends[:-1])]
+            segments = [
+                Segment(CachedSequence(b"", own, length), num_tokens)
+                for (num_tokens, length), own in zip(shapes, blocks, strict=True)
+            ]
+            ids, kept = body[ends[-1] : ends[-1] + num_ids], body[ends[-1] + num_ids :]
+            assert len(kept) == num_kept
+            return ReadPlan(segments, ids if num_ids else None, kept.tolist(), kind is Kind.READ_FUZZILY)
+        case Kind.COPY:
+            return CopyPlan(body[:count], body[count:])
+        case Kind.HEARTBEAT:
+            return Heartbeat()
+        case Kind.STOP:
+            return Stop()
+
+
+def _numbers(kind: Kind, counts: tuple[int, int, int], *body: Sequence[int] | Numbers) -> Numbers:
+    size = 6 + sum(map(len, body))
+    return np.concatenate([np.array(part, dtype=np.int64) for part in ((MARK, size, kind, *counts), *body)])
+
+
+def host_ids(token_ids: Sequence[int] | Tensor) -> Numbers | None:
+    """Returns token ids for a plan; None where the host does not know them."""
+    if isinstance(token_ids, Tensor):
+        return token_ids.numpy() if token_ids.device.type == "cpu" else None
+    return np.array(token_ids, dtype=np.int64)

@@ -1,0 +1,147 @@
+"""A cached model whose weights are spread over a group of processes.
+
+Rank 0 serves with it like with any other model. Before each forward pass it announces what to read, and the others, in
+`follow`, do the same with their parts of the weights and of the cache.
+
+Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3: two sums per layer.
+"""
+
+from collections.abc import Sequence
+from typing import Any, assert_never
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftwire.errors import InvalidRequestError
+from draftwire.models.cached_model import CachedModel, TokenIds
+from draftwire.models.decoder import Decoder
+from draftwire.models.paged_attention import Segment
+from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
+from draftwire.models.parallel.process_group import ProcessGroup
+from draftwire.models.parallel.step_plan import CopyPlan, Heartbeat, Plan, PlanChannel, ReadPlan, Stop, host_ids
+
+
+def check_divides(config: Any, size: int) -> None:
+    """Makes sure that a model's heads and MLPs can be shared out.
+
+    Query heads and the MLPs' inner dimension are divided. So are key heads, or, where there are fewer than ranks, each
+    is held by as many ranks as need it. The vocabulary need not divide.
+
+    Args:
+        config: of the model's text part, of transformers.
+        size: ranks.
+
+    Raises:
+        InvalidRequestError: they cannot; the message names the sizes that would do.
+    """
+    heads, inner = int(config.num_attention_heads), int(config.intermediate_size)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    possible = [ranks for ranks in range(1, heads + 1) if _divides(heads, kv_heads, inner, ranks)]
+    if size not in possible:
+        raise InvalidRequestError(
+            f"a model of {heads} attention heads, {kv_heads} key heads and an intermediate size of {inner} cannot be "
+            f"spread over {size} processes; over {', '.join(map(str, possible))} it can"
+        )
+
+
+def _divides(heads: int, kv_heads: int, inner: int, size: int) -> bool:
+    return heads % size == 0 and inner % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+class ParallelModel(CachedModel):
+    """See `CachedModel`. Its reading methods are for rank 0; a method that raises `UnavailableError` does so for good.
+
+    What fails on rank 0 in the middle of a step ends the group: the others are in the same step, at another place.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache_tokens: int,
+        is_static: bool = False,
+        drafting: LayerParallelDecoder | None = None,
+        *,
+        group: ProcessGroup,
+    ) -> None:
+        """Makes an empty cache; all ranks the same.
+
+        Args:
+            decoder: this rank's part of the model.
+            cache_tokens: as `CachedModel`.
+            is_static: as `CachedModel`.
+            drafting: as `CachedModel`, this rank's part.
+            group: to which the decoders belong as well.
+        """
+        super().__init__(decoder, cache_tokens, is_static, drafting)
+        self.group = group
+        self._plans = PlanChannel(group)
+
+    def heartbeat(self) -> None:
+        """Makes sure that all ranks are there. Rank 0 has to call it, or read, more often than the group's timeout.
+
+        Raises:
+            UnavailableError: another rank is lost or late.
+        """
+        self._plans.announce(Heartbeat())
+        self.group.meet()
+
+    def stop(self) -> None:
+        """Lets the other ranks return from `follow`.
+
+        Raises:
+            UnavailableError: as `heartbeat`.
+        """
+        self._plans.announce(Stop())
+
+    def _run(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int], fuzzily: bool) -> Tensor:
+        self._plans.announce(ReadPlan(segments, host_ids(token_ids), kept, fuzzily))
+        return self._together(segments, token_ids, kept, fuzzily)
+
+    def _together(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int], fuzzily: bool) -> Tensor:
+        """Carries out a step that all ranks know of."""
+        try:
+            if isinstance(token_ids, Tensor) and token_ids.device.type != "cpu":
+                self.group.broadcast(token_ids.contiguous() if self.group.rank == 0 else token_ids)
+            return super()._run(segments, token_ids, kept, fuzzily)
+        except BaseException as error:
+            self.group.break_off(f"a step failed with {type(error).__name__}")
+            raise
+
+    def _copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        self._plans.announce(CopyPlan(sources, targets))
+        super()._copy(sources, targets)
+
+    def _carry_out(self, plan: Plan) -> bool:
+        """Does on another rank what rank 0 does; returns whether there will be more."""
+        match plan:
+            case ReadPlan(segments, token_ids, kept, fuzzily):
+                ids = torch.empty(plan.num_tokens, dtype=torch.int64, device=self.device)
+                self._together(segments, ids if token_ids is None else token_ids.tolist(), kept, fuzzily)
+            case CopyPlan(sources, targets):
+                super()._copy(sources, targets)
+            case Heartbeat():
+                self.group.meet()
+            case Stop():
+                return False
+            case _:
+                assert_never(plan)
+        return True
+
+
+@torch.inference_mode()
+def follow(model: ParallelModel) -> None:
+    """Carries out rank 0's plans until it stops; on the other ranks.
+
+    Raises:
+        UnavailableError: rank 0, or another rank in the middle of a step, is lost or silent for longer than the group's
+            timeout.
+    """
+    assert model.group.rank > 0
+    try:
+        while model._carry_out(model._plans.receive()):
+            pass
+    except BaseException as error:
+        model.group.break_off(f"following failed with {type(error).__name__}")
+        raise

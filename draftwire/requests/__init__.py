@@ -1,0 +1,1 @@
+"""What may be asked for, said once: parameters, forms, log-probabilities, rules by name."""

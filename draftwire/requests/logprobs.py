@@ -1,0 +1,139 @@
+"""Log-probabilities of tokens, as they are asked for, reported and sent. Needs no package besides Python."""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from draftwire.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+"""Likeliest tokens that are reported with each token, at most."""
+
+
+class LogprobsMode(Enum):
+    """Which of the target's distributions is reported."""
+
+    RAW = "raw"
+    """Log-softmax of the logits as the model gives them."""
+    PROCESSED = "processed"
+    """The distribution that a token is drawn from: see `draftwire.method.sampling`."""
+
+    @classmethod
+    def named(cls, name: str) -> "LogprobsMode":
+        """Returns the mode of a name.
+
+        Raises:
+            InvalidRequestError: there is none.
+        """
+        try:
+            return cls(name)
+        except ValueError:
+            raise InvalidRequestError("logprobs_mode must be raw or processed") from None
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsRequest:
+    """What is to be reported.
+
+    Raises:
+        InvalidRequestError: a number is out of range; the message names it.
+    """
+
+    logprobs: int | None = None
+    """For each generated token, its own log-probability and so many of the likeliest tokens in its place, 0 to 20; None
+    reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first."""
+    mode: LogprobsMode = LogprobsMode.RAW
+
+    def __post_init__(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise InvalidRequestError(f"{name} must be in 0..{MAX_LOGPROBS}, not {count}")
+
+
+NO_LOGPROBS = LogprobsRequest()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """What the target says of one token of a text. Natural logarithms; -inf of what is impossible."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+    """The likeliest tokens in its place with their log-probabilities, the likeliest first, impossible ones never. May
+    contain the token itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What the target says of consecutive tokens of a prompt."""
+
+    first_position: int
+    """Of the first of the tokens in the prompt; 1 or more, for nothing is said of the prompt's first."""
+    tokens: list[TokenLogprob]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTop:
+    """The likeliest tokens in several places, as they are sent."""
+
+    num_top: int
+    """Entries for each place."""
+    token_ids: bytes
+    """uint32 little-endian `[places, num_top]`."""
+    logprobs: bytes
+    """float32 little-endian `[places, num_top]`; -inf where there is no token."""
+
+
+def pack_top(tokens: Sequence[TokenLogprob]) -> PackedTop | None:
+    """Encodes the likeliest tokens; None if there are none."""
+    num_top = max((len(token.top) for token in tokens), default=0)
+    if num_top == 0:
+        return None
+    ids: list[int] = []
+    logprobs: list[float] = []
+    for token in tokens:
+        padding = num_top - len(token.top)
+        ids += [*(one for one, _ in token.top), *([0] * padding)]
+        logprobs += [*(value for _, value in token.top), *([-math.inf] * padding)]
+    return PackedTop(num_top, struct.pack(f"<{len(ids)}I", *ids), struct.pack(f"<{len(ids)}f", *logprobs))
+
+
+def unpack_top(token_ids: Sequence[int], logprobs: Sequence[float], packed: PackedTop | None) -> list[TokenLogprob]:
+    """Decodes what was sent.
+
+    Args:
+        token_ids: the tokens.
+        logprobs: theirs; none if nothing is reported.
+        packed: the likeliest tokens in their places; None if they are not reported.
+
+    Returns:
+        One entry for each token, or none.
+
+    Raises:
+        InvalidRequestError: the numbers do not fit together, or one is no log-probability.
+    """
+    if not len(logprobs) and packed is None:
+        return []
+    num_top = packed.num_top if packed is not None else 0
+    size = len(token_ids) * num_top
+    if len(logprobs) != len(token_ids) or not 0 <= num_top <= MAX_LOGPROBS:
+        raise InvalidRequestError(f"{len(logprobs)} log-probabilities, {num_top} top ones, of {len(token_ids)} tokens")
+    if packed is not None and not len(packed.token_ids) == len(packed.logprobs) == 4 * size:
+        raise InvalidRequestError(f"top log-probabilities do not have the {4 * size} bytes that {size} entries take")
+    ids = struct.unpack(f"<{size}I", packed.token_ids) if packed is not None else ()
+    values = struct.unpack(f"<{size}f", packed.logprobs) if packed is not None else ()
+    if not all(value <= 0.0 for value in (*logprobs, *values)):
+        raise InvalidRequestError("a log-probability is a number of at most 0")
+    pairs = list(zip(ids, values, strict=True))
+    return [
+        TokenLogprob(
+            token, own, [pair for pair in pairs[index * num_top : (index + 1) * num_top] if pair[1] > -math.inf]
+        )
+        for index, (token, own) in enumerate(zip(token_ids, logprobs, strict=True))
+    ]

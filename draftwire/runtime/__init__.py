@@ -1,0 +1,1 @@
+"""What every process is made of: life cycle, settings, logging, metrics, tracing, TLS, channels, messages."""

@@ -1,0 +1,514 @@
+"""Messages between services, to and from the dataclasses of `method.rounds`. Enum zero is refused on receipt."""
+
+from collections.abc import Sequence
+
+from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
+from draftwire.method.encoding import Claim, DraftDistributions, decode
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.quantization import Encoding
+from draftwire.method.rounds import (
+    MAX_SALT_LENGTH,
+    Calibration,
+    DraftBlock,
+    DraftSessionSpec,
+    DraftTimings,
+    Fence,
+    Permit,
+    PlainRun,
+    PromptRead,
+    ReceivedBlock,
+    SendDrafted,
+    TargetSessionSpec,
+    Verdict,
+)
+from draftwire.method.token_source import TokenSource
+from draftwire.models.description import ModelDescription
+from draftwire.requests.logprobs import (
+    NO_LOGPROBS,
+    LogprobsMode,
+    LogprobsRequest,
+    PackedTop,
+    PromptPart,
+    TokenLogprob,
+    pack_top,
+    unpack_top,
+)
+from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, SamplingParams
+from draftwire.requests.structured_output import MAX_CHOICES, Form, StructuredOutput
+from draftwire.requests.trace_context import TraceContext
+from draftwire.runtime.form_messages import form_to_proto
+from draftwire.runtime.status import status_of
+from draftwire.v1 import drafter_pb2, model_pb2, session_pb2, verifier_pb2
+
+_ENCODINGS = {
+    session_pb2.DISTRIBUTION_ENCODING_SPARSE_UINT16: Encoding.SPARSE_UINT16,
+    session_pb2.DISTRIBUTION_ENCODING_DENSE_FLOAT32: Encoding.DENSE_FLOAT32,
+    session_pb2.DISTRIBUTION_ENCODING_DENSE_FLOAT16: Encoding.DENSE_FLOAT16,
+    session_pb2.DISTRIBUTION_ENCODING_ONE_HOT: Encoding.ONE_HOT,
+    session_pb2.DISTRIBUTION_ENCODING_NONE: Encoding.NONE,
+}
+_ENCODING_NUMBERS = {value: key for key, value in _ENCODINGS.items()}
+
+_EXTRAS = {
+    session_pb2.EXTRA_TOKEN_KIND_PLAIN: TokenSource.PLAIN,
+    session_pb2.EXTRA_TOKEN_KIND_RECOVERED: TokenSource.RECOVERED,
+    session_pb2.EXTRA_TOKEN_KIND_BONUS: TokenSource.BONUS,
+}
+_EXTRA_NUMBERS = {value: key for key, value in _EXTRAS.items()}
+
+
+def fence_to_proto(fence: Fence) -> session_pb2.Fence:
+    """Encodes a fence."""
+    return session_pb2.Fence(
+        session_id=fence.session_id,
+        epoch=fence.epoch,
+        round=fence.round,
+        prefix_len=fence.prefix_len,
+        prefix_hash=fence.prefix_hash,
+    )
+
+
+def fence_from_proto(message: session_pb2.Fence) -> Fence:
+    """Decodes a fence."""
+    return Fence(message.session_id, message.epoch, message.round, message.prefix_len, message.prefix_hash)
+
+
+def sampling_to_proto(params: SamplingParams) -> session_pb2.SamplingParameters:
+    """Encodes sampling parameters, all of them explicitly."""
+    return session_pb2.SamplingParameters(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=sorted(params.allowed_token_ids or ()),
+        min_tokens=params.min_tokens,
+        structured_output=form_to_proto(params.structured_output),
+    )
+
+
+def sampling_from_proto(message: session_pb2.SamplingParameters) -> SamplingParams:
+    """Decodes sampling parameters; what is absent gets its default.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    if len(message.logit_bias) > MAX_BIASED_TOKENS:  # before anything is made of them
+        raise InvalidRequestError(f"logit_bias takes at most {MAX_BIASED_TOKENS} token ids")
+    if len(message.allowed_token_ids) > MAX_ALLOWED_TOKENS:
+        raise InvalidRequestError(f"allowed_token_ids takes at most {MAX_ALLOWED_TOKENS} token ids")
+    return SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        allowed_token_ids=frozenset(message.allowed_token_ids) or None,
+        min_tokens=message.min_tokens,
+        structured_output=_structured_from_proto(message),
+    )
+
+
+def _structured_from_proto(message: session_pb2.SamplingParameters) -> StructuredOutput | None:
+    if not message.HasField("structured_output"):
+        return None
+    name = message.structured_output.WhichOneof("form")
+    if name is None:
+        raise InvalidRequestError("structured_output has no form")
+    value = getattr(message.structured_output, name)
+    if name != Form.CHOICES.value:
+        return StructuredOutput(Form(name), (value,))
+    if len(value.texts) > MAX_CHOICES:  # before anything is made of them
+        raise InvalidRequestError(f"structured_output: choices takes at most {MAX_CHOICES} texts")
+    return StructuredOutput(Form.CHOICES, tuple(value.texts))
+
+
+def block_to_proto(block: DraftBlock) -> session_pb2.DraftBlock:
+    """Encodes a draft block."""
+    return session_pb2.DraftBlock(
+        fence=fence_to_proto(block.fence),
+        attempt=block.attempt,
+        token_ids=block.token_ids,
+        distributions=session_pb2.DraftDistributions(
+            encoding=_ENCODING_NUMBERS[block.distributions.encoding],
+            vocab_size=block.distributions.vocab_size,
+            data=block.distributions.data,
+            support_sizes=block.distributions.support_sizes,
+            wide_sizes=block.distributions.wide_sizes,
+        ),
+        calibration_duration_us=block.timings.calibration_us,
+        draft_duration_us=block.timings.draft_us,
+        permit=permit_to_proto(block.permit) if block.permit is not None else None,
+    )
+
+
+def permit_to_proto(permit: Permit) -> session_pb2.DraftPermit:
+    """Encodes a permit."""
+    return session_pb2.DraftPermit(number=permit.number, token=permit.token)
+
+
+def permit_from_proto(message: session_pb2.DraftPermit) -> Permit:
+    """Decodes a permit, genuine or not."""
+    return Permit(message.number, message.token)
+
+
+def blocks_from_proto(
+    messages: Sequence[session_pb2.DraftBlock], drafter_id: int, vocab_size: int, max_draft_tokens: int
+) -> list[ReceivedBlock]:
+    """Decodes and checks the draft blocks of one message together. What is wrong with a block stands in its place.
+
+    Args:
+        messages: the blocks.
+        drafter_id: who sent them.
+        vocab_size: the target's.
+        max_draft_tokens: longer blocks are refused unread.
+    """
+    read = [_claim_from_proto(message, max_draft_tokens) for message in messages]
+    decoded = iter(decode([claim for claim in read if isinstance(claim, Claim)], vocab_size))
+    return [
+        ReceivedBlock(
+            fence=fence_from_proto(message.fence),
+            token_ids=claim.token_ids if isinstance(claim, Claim) else [],
+            draft=next(decoded) if isinstance(claim, Claim) else claim,
+            has_distributions=message.distributions.encoding != session_pb2.DISTRIBUTION_ENCODING_NONE,
+            drafter_id=drafter_id,
+            attempt=message.attempt,
+            timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
+            permit=permit_from_proto(message.permit) if message.HasField("permit") else None,
+        )
+        for message, claim in zip(messages, read, strict=True)
+    ]
+
+
+def _claim_from_proto(message: session_pb2.DraftBlock, max_draft_tokens: int) -> Claim | BlockViolationError:
+    stated = message.distributions
+    if stated.encoding not in _ENCODINGS:
+        return BlockViolationError(Violation.ENCODING, f"distribution encoding {stated.encoding} is not accepted")
+    if message.parent_indices:
+        return BlockViolationError(Violation.ENCODING, "token trees are not accepted")
+    if len(message.token_ids) > max_draft_tokens:
+        return BlockViolationError(
+            Violation.LENGTH, f"block of {len(message.token_ids)} draft tokens, the limit is {max_draft_tokens}"
+        )
+    distributions = DraftDistributions(
+        _ENCODINGS[stated.encoding],
+        stated.vocab_size,
+        stated.data,
+        tuple(stated.support_sizes),
+        tuple(stated.wide_sizes),
+    )
+    return Claim(list(message.token_ids), distributions)
+
+
+def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
+    """Encodes a verdict."""
+    return session_pb2.Verdict(
+        fence=fence_to_proto(verdict.fence),
+        num_draft_tokens=verdict.num_draft_tokens,
+        num_accepted_tokens=verdict.num_accepted_tokens,
+        token_ids=verdict.token_ids,
+        extra_token_kind=_EXTRA_NUMBERS[verdict.extra],
+        plain_rounds_left=verdict.plain_rounds_left,
+        verify_duration_us=verdict.verify_us,
+        queue_duration_us=verdict.queue_us,
+        calibration_duration_us=verdict.timings.calibration_us,
+        draft_duration_us=verdict.timings.draft_us,
+        num_cached_tokens=verdict.num_cached_tokens,
+        num_near_ties=verdict.num_near_ties,
+        logprobs=[token.logprob for token in verdict.logprobs],
+        top_logprobs=top_to_proto(verdict.logprobs),
+        draft_logprobs=verdict.draft_logprobs,
+    )
+
+
+def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
+    """Decodes a verdict.
+
+    Raises:
+        InvalidRequestError: the kind of the extra token is unknown, or log-probabilities do not fit the tokens.
+    """
+    if message.extra_token_kind not in _EXTRAS:
+        raise InvalidRequestError(f"unknown kind of extra token {message.extra_token_kind}")
+    return Verdict(
+        fence=fence_from_proto(message.fence),
+        token_ids=list(message.token_ids),
+        num_draft_tokens=message.num_draft_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
+        extra=_EXTRAS[message.extra_token_kind],
+        plain_rounds_left=message.plain_rounds_left,
+        verify_us=message.verify_duration_us,
+        queue_us=message.queue_duration_us,
+        timings=DraftTimings(message.calibration_duration_us, message.draft_duration_us),
+        num_cached_tokens=message.num_cached_tokens,
+        num_near_ties=message.num_near_ties,
+        logprobs=tokens_from_proto(message),
+        draft_logprobs=_checked_draft_logprobs(message),
+    )
+
+
+def _checked_draft_logprobs(message: session_pb2.Verdict) -> list[float]:
+    values = list(message.draft_logprobs)
+    if values and len(values) != len(message.token_ids):
+        raise InvalidRequestError(f"{len(values)} log-probabilities of drafters, of {len(message.token_ids)} tokens")
+    if any(value > 0.0 for value in values):
+        raise InvalidRequestError("a log-probability of a drafter is a number of at most 0, or NaN")
+    return values
+
+
+def top_to_proto(tokens: Sequence[TokenLogprob]) -> session_pb2.TopLogprobs | None:
+    """Encodes the likeliest tokens; None if there are none."""
+    packed = pack_top(tokens)
+    if packed is None:
+        return None
+    return session_pb2.TopLogprobs(num_top=packed.num_top, token_ids=packed.token_ids, logprobs=packed.logprobs)
+
+
+def tokens_from_proto(message: session_pb2.Verdict | verifier_pb2.PromptRead) -> list[TokenLogprob]:
+    """Decodes what a message says of its tokens, which may be nothing.
+
+    Raises:
+        InvalidRequestError: the numbers do not fit the tokens.
+    """
+    top = message.top_logprobs
+    packed = PackedTop(top.num_top, top.token_ids, top.logprobs) if message.HasField("top_logprobs") else None
+    return unpack_top(message.token_ids, message.logprobs, packed)
+
+
+def prompt_read_to_proto(read: PromptRead) -> verifier_pb2.PromptRead:
+    """Encodes what was read of a prompt."""
+    return verifier_pb2.PromptRead(
+        session_id=read.session_id,
+        epoch=read.epoch,
+        first_position=read.part.first_position,
+        token_ids=[token.token_id for token in read.part.tokens],
+        logprobs=[token.logprob for token in read.part.tokens],
+        top_logprobs=top_to_proto(read.part.tokens),
+    )
+
+
+def prompt_read_from_proto(message: verifier_pb2.PromptRead) -> PromptRead:
+    """Decodes what was read of a prompt.
+
+    Raises:
+        InvalidRequestError: the numbers do not fit the tokens.
+    """
+    part = PromptPart(message.first_position, tokens_from_proto(message))
+    return PromptRead(message.session_id, message.epoch, part)
+
+
+def plain_run_to_proto(run: PlainRun) -> verifier_pb2.PlainRun:
+    """Encodes a plain run."""
+    return verifier_pb2.PlainRun(fence=fence_to_proto(run.fence), num_rounds=run.num_rounds)
+
+
+def plain_run_from_proto(message: verifier_pb2.PlainRun) -> PlainRun:
+    """Decodes a plain run."""
+    return PlainRun(fence_from_proto(message.fence), message.num_rounds)
+
+
+def calibration_to_proto(calibration: Calibration) -> drafter_pb2.Calibration:
+    """Encodes a calibration."""
+    return drafter_pb2.Calibration(
+        fence=fence_to_proto(calibration.fence),
+        base_len=calibration.base_len,
+        token_ids=calibration.token_ids,
+        num_draft_tokens=calibration.num_draft_tokens,
+        attempt=calibration.attempt,
+    )
+
+
+def calibration_from_proto(message: drafter_pb2.Calibration) -> Calibration:
+    """Decodes a calibration."""
+    return Calibration(
+        fence=fence_from_proto(message.fence),
+        base_len=message.base_len,
+        token_ids=list(message.token_ids),
+        num_draft_tokens=message.num_draft_tokens,
+        attempt=message.attempt,
+    )
+
+
+def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2.OpenTargetSessionRequest:
+    """Encodes the opening of a session on a verifier."""
+    return verifier_pb2.OpenTargetSessionRequest(
+        lease_id=lease_id,
+        session_id=spec.session_id,
+        epoch=spec.epoch,
+        first_round=spec.first_round,
+        choice=spec.choice,
+        token_ids=spec.token_ids,
+        prompt_len=spec.prompt_len,
+        sampling=sampling_to_proto(spec.sampling),
+        rejection_sample_method=spec.rule,
+        verifying_key=spec.verifying_key,
+        max_draft_tokens=spec.max_draft_tokens,
+        plain_rounds=spec.plain_rounds,
+        stop_token_ids=sorted(spec.stop_token_ids),
+        max_len=spec.max_len,
+        cache_salt=spec.cache_salt,
+        permit_key=spec.permit_key,
+        logprobs=spec.logprobs.logprobs,
+        prompt_logprobs=spec.logprobs.prompt_logprobs,
+        logprobs_mode=spec.logprobs.mode.value if spec.logprobs != NO_LOGPROBS else "",
+        draft_logprobs=spec.reports_draft_logprobs,
+        traceparent=spec.traceparent,
+    )
+
+
+def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> TargetSessionSpec:
+    """Decodes the opening of a session on a verifier.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    return TargetSessionSpec(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        first_round=message.first_round,
+        choice=message.choice,
+        token_ids=list(message.token_ids),
+        prompt_len=message.prompt_len,
+        sampling=sampling_from_proto(message.sampling),
+        rule=message.rejection_sample_method,
+        verifying_key=_checked_key(message.verifying_key),
+        max_draft_tokens=message.max_draft_tokens,
+        plain_rounds=message.plain_rounds,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        max_len=message.max_len,
+        cache_salt=_checked_salt(message.cache_salt),
+        permit_key=_checked_key(message.permit_key) if message.permit_key else b"",
+        logprobs=LogprobsRequest(
+            logprobs=message.logprobs if message.HasField("logprobs") else None,
+            prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+            mode=LogprobsMode.named(message.logprobs_mode) if message.logprobs_mode else LogprobsMode.RAW,
+        ),
+        reports_draft_logprobs=message.draft_logprobs,
+        traceparent=_checked_traceparent(message.traceparent),
+    )
+
+
+def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.OpenDraftSessionRequest:
+    """Encodes the opening of a session on a drafter."""
+    return drafter_pb2.OpenDraftSessionRequest(
+        lease_id=lease_id,
+        session_id=spec.session_id,
+        epoch=spec.epoch,
+        choice=spec.choice,
+        token_ids=spec.token_ids,
+        prompt_len=spec.prompt_len,
+        sampling=sampling_to_proto(spec.sampling),
+        rejection_sample_method=spec.rule,
+        drafting_key=spec.drafting_key,
+        stop_token_ids=sorted(spec.stop_token_ids),
+        verifier_address=spec.verifier_address,
+        target_vocab_size=spec.target_vocab_size,
+        max_draft_tokens=spec.max_draft_tokens,
+        max_len=spec.max_len,
+        cache_salt=spec.cache_salt,
+        permit=permit_to_proto(spec.permit),
+        traceparent=spec.traceparent,
+    )
+
+
+def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> DraftSessionSpec:
+    """Decodes the opening of a session on a drafter.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    return DraftSessionSpec(
+        session_id=message.session_id,
+        epoch=message.epoch,
+        choice=message.choice,
+        token_ids=list(message.token_ids),
+        prompt_len=message.prompt_len,
+        sampling=sampling_from_proto(message.sampling),
+        rule=message.rejection_sample_method,
+        drafting_key=_checked_key(message.drafting_key),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        verifier_address=message.verifier_address,
+        target_vocab_size=message.target_vocab_size,
+        max_draft_tokens=message.max_draft_tokens,
+        max_len=message.max_len,
+        cache_salt=_checked_salt(message.cache_salt),
+        permit=_checked_permit(permit_from_proto(message.permit)),
+        traceparent=_checked_traceparent(message.traceparent),
+    )
+
+
+def send_drafted_to_proto(command: SendDrafted) -> drafter_pb2.SendDrafted:
+    """Encodes the wish for a block under way."""
+    return drafter_pb2.SendDrafted(
+        session_id=command.session_id, epoch=command.epoch, round=command.round, attempt=command.attempt
+    )
+
+
+def send_drafted_from_proto(message: drafter_pb2.SendDrafted) -> SendDrafted:
+    """Decodes the wish for a block under way."""
+    return SendDrafted(message.session_id, message.epoch, message.round, message.attempt)
+
+
+def model_to_proto(model: ModelDescription) -> model_pb2.ModelDescription:
+    """Encodes a model's description."""
+    return model_pb2.ModelDescription(
+        protocol_version=model.protocol_version,
+        name=model.name,
+        revision=model.revision,
+        dtype=model.dtype,
+        vocabulary_fingerprint=model.vocabulary_fingerprint,
+        vocab_size=model.vocab_size,
+        context_length=model.context_length,
+        stop_token_ids=model.stop_token_ids,
+        weights_fingerprint=model.weights_fingerprint,
+    )
+
+
+def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
+    """Decodes a model's description."""
+    return ModelDescription(
+        name=message.name,
+        revision=message.revision,
+        dtype=message.dtype,
+        vocabulary_fingerprint=message.vocabulary_fingerprint,
+        vocab_size=message.vocab_size,
+        context_length=message.context_length,
+        stop_token_ids=tuple(message.stop_token_ids),
+        weights_fingerprint=message.weights_fingerprint,
+        protocol_version=message.protocol_version,
+    )
+
+
+def _checked_key(key: bytes) -> bytes:
+    if len(key) != KEY_BYTES:
+        raise InvalidRequestError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+    return key
+
+
+def _checked_permit(permit: Permit) -> Permit:
+    if len(permit.token) != KEY_BYTES:
+        raise InvalidRequestError(f"a permit's token has {KEY_BYTES} bytes, not {len(permit.token)}")
+    return permit
+
+
+def _checked_salt(salt: str) -> str:
+    if len(salt) > MAX_SALT_LENGTH:
+        raise InvalidRequestError(f"cache_salt has at most {MAX_SALT_LENGTH} characters")
+    return salt
+
+
+def _checked_traceparent(header: str) -> str:
+    if header and TraceContext.parse_exactly(header) is None:
+        raise InvalidRequestError("traceparent is not one of W3C Trace Context, version 00")
+    return header
+
+
+def failure_to_proto(session_id: int, epoch: int, error: Exception) -> session_pb2.SessionFailure:
+    """Encodes the failure of one session."""
+    code, message = status_of(error)
+    return session_pb2.SessionFailure(session_id=session_id, epoch=epoch, status_code=code.value[0], message=message)

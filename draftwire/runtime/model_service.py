@@ -1,0 +1,51 @@
+"""`ModelService`, which drafters and verifiers serve alike."""
+
+from __future__ import annotations  # the generics of grpc exist for the type checker only
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+
+from draftwire.models.loading import ModelCard
+from draftwire.models.tokenizer import tokenizer_files
+from draftwire.runtime import messages
+from draftwire.v1 import model_pb2, model_pb2_grpc
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """Describes the loaded model to peers."""
+
+    def __init__(self, card: Callable[[], ModelCard]) -> None:
+        """Takes what returns the model; it is called only when the service is ready."""
+        self._card = card
+        self._files: dict[str, bytes] | None = None
+
+    async def GetModel(
+        self,
+        request: model_pb2.GetModelRequest,
+        context: grpc.aio.ServicerContext[model_pb2.GetModelRequest, model_pb2.GetModelResponse],
+    ) -> model_pb2.GetModelResponse:
+        """See the proto."""
+        return model_pb2.GetModelResponse(model=messages.model_to_proto(self._card().description))
+
+    async def GetVocabulary(
+        self,
+        request: model_pb2.GetVocabularyRequest,
+        context: grpc.aio.ServicerContext[model_pb2.GetVocabularyRequest, model_pb2.GetVocabularyResponse],
+    ) -> model_pb2.GetVocabularyResponse:
+        """See the proto."""
+        return model_pb2.GetVocabularyResponse(tokens=self._card().vocabulary)
+
+    async def GetTokenizer(
+        self,
+        request: model_pb2.GetTokenizerRequest,
+        context: grpc.aio.ServicerContext[model_pb2.GetTokenizerRequest, model_pb2.GetTokenizerResponse],
+    ) -> model_pb2.GetTokenizerResponse:
+        """See the proto."""
+        if self._files is None:  # written to a folder and read again, which takes a while
+            self._files = await asyncio.to_thread(tokenizer_files, self._card().tokenizer)
+        files = self._files
+        return model_pb2.GetTokenizerResponse(
+            files=[model_pb2.GetTokenizerResponse.File(name=name, content=data) for name, data in files.items()]
+        )

@@ -1,0 +1,179 @@
+"""Command-line options and environment variables of the services, made from their configuration classes.
+
+A field `port` of the verifier's configuration becomes `--port` and `DRAFTWIRE_VERIFIER_PORT`; the docstring under the
+field becomes its help. So there is one place that says what can be set, and a variable that sets nothing is an error.
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from draftwire.errors import DraftwireError
+from draftwire_drafter.config import DrafterConfig
+from draftwire_gateway.config import GatewayConfig
+from draftwire_verifier.config import VerifierConfig
+
+PREFIX = "DRAFTWIRE_"
+
+ADDRESS_VARIABLE = "DRAFTWIRE_ADDRESS"
+TOKEN_VARIABLE = "DRAFTWIRE_TOKEN"
+TLS_CA_VARIABLE = "DRAFTWIRE_TLS_CA"
+TLS_CERT_VARIABLE = "DRAFTWIRE_TLS_CERT"
+TLS_KEY_VARIABLE = "DRAFTWIRE_TLS_KEY"
+TLS_TARGET_NAME_VARIABLE = "DRAFTWIRE_TLS_TARGET_NAME"
+CLIENT_VARIABLES = frozenset(
+    {
+        ADDRESS_VARIABLE,
+        TOKEN_VARIABLE,
+        TLS_CA_VARIABLE,
+        TLS_CERT_VARIABLE,
+        TLS_KEY_VARIABLE,
+        TLS_TARGET_NAME_VARIABLE,
+    }
+)
+"""Variables that are no service's."""
+
+SERVICES: dict[str, type] = {"drafter": DrafterConfig, "verifier": VerifierConfig, "gateway": GatewayConfig}
+ENTRIES = {
+    "drafter": "draftwire_drafter.launch",
+    "verifier": "draftwire_verifier.launch",
+    "gateway": "draftwire_gateway.launch",
+}
+"""Modules whose `serve` runs a service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One thing that can be set."""
+
+    name: str
+    kind: Any
+    default: Any
+    """`MISSING` where a value must be given."""
+    help: str
+
+
+def settings_of(config_class: type, defaults: object | None = None) -> Iterator[Setting]:
+    """Yields the settings of a configuration class, those of nested classes included."""
+    kinds, texts = get_type_hints(config_class), _field_docstrings(config_class)
+    for field in fields(config_class):
+        default = getattr(defaults, field.name) if defaults is not None else field.default
+        if default is MISSING and field.default_factory is not MISSING:
+            default = field.default_factory()
+        if is_dataclass(kinds[field.name]):
+            nested = kinds[field.name]
+            yield from settings_of(nested, None if default is MISSING else default)
+        else:
+            yield Setting(field.name, kinds[field.name], default, texts.get(field.name, ""))
+
+
+def build(config_class: type, values: Mapping[str, Any]) -> Any:
+    """Makes a configuration from the values of its settings.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    kinds = get_type_hints(config_class)
+    arguments = {
+        field.name: build(kinds[field.name], values) if is_dataclass(kinds[field.name]) else values[field.name]
+        for field in fields(config_class)
+    }
+    return config_class(**arguments)
+
+
+def variable(service: str, setting: str) -> str:
+    """Returns the environment variable of a service's setting."""
+    return f"{PREFIX}{service.upper()}_{setting.upper()}"
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Returns the variables that look like ours and set nothing."""
+    known = {variable(name, setting.name) for name, config in SERVICES.items() for setting in settings_of(config)}
+    return sorted(name for name in environment if name.startswith(PREFIX) and name not in known | CLIENT_VARIABLES)
+
+
+def serve_command(service: str) -> Callable[..., None]:
+    """Returns the function that typer turns into a service's command."""
+    config_class = SERVICES[service]
+
+    def serve(**values: Any) -> None:
+        # Waiting torch threads must sleep, not spin: three processes share the cores. Read when torch is imported.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        try:
+            config = build(config_class, values)
+            module = importlib.import_module(ENTRIES[service])
+            status = module.serve(config)
+        except DraftwireError as error:
+            typer.echo(f"{service}: {error}", err=True)
+            status = 2
+        except ModuleNotFoundError as error:
+            typer.echo(f"{service}: {error}; install the services with: pip install 'draftwire[services]'", err=True)
+            status = 2
+        raise typer.Exit(status)
+
+    parameters = [_parameter(service, setting) for setting in settings_of(config_class)]
+    serve.__doc__ = f"Run a {service} in the foreground until SIGTERM or Ctrl-C."
+    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return serve
+
+
+def main(service: str) -> None:
+    """Runs one service as a program of its own: `python -m draftwire_<service>`."""
+    refuse_unknown_variables()
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(serve_command(service))
+    app()
+
+
+def refuse_unknown_variables() -> None:
+    """Ends the process if a variable with our prefix sets nothing: it is misspelt, or empty."""
+    faults = {f"unknown environment variable: {name}" for name in unknown_variables(os.environ)}
+    faults |= {f"empty environment variable: {name}" for name, value in os.environ.items() if _is_empty(name, value)}
+    for fault in sorted(faults):
+        typer.echo(fault, err=True)
+    if faults:
+        sys.exit(2)
+
+
+def _is_empty(name: str, value: str) -> bool:
+    return name.startswith(PREFIX) and not value
+
+
+def _parameter(service: str, setting: Setting) -> inspect.Parameter:
+    name = setting.name.replace("_", "-")
+    flags = f"--{name}/--no-{name}" if setting.kind is bool else f"--{name}"
+    turns_off = setting.kind == int | None and isinstance(setting.default, int)  # else leaving it out does
+    parser: dict[str, Any] = {"parser": _int_or_none, "metavar": "INTEGER|none"} if turns_off else {}
+    option = typer.Option(flags, envvar=variable(service, setting.name), help=setting.help, **parser)
+    default = inspect.Parameter.empty if setting.default is MISSING else setting.default
+    return inspect.Parameter(
+        setting.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[setting.kind, option]
+    )
+
+
+def _int_or_none(text: str | int) -> int | None:
+    return None if str(text).lower() == "none" else int(text)
+
+
+@cache
+def _field_docstrings(config_class: type) -> dict[str, str]:
+    """Returns the strings that stand under a class's fields, on one line each."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    texts: dict[str, str] = {}
+    for field, text in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            value = ast.literal_eval(text.value)
+            texts[field.target.id] = " ".join(value.split())
+    return texts

@@ -1,0 +1,63 @@
+"""Getting to know a peer's model."""
+
+from dataclasses import dataclass
+
+import grpc
+
+from draftwire.models.description import ModelDescription, check_protocol, vocabulary_mismatch
+from draftwire.runtime import messages
+from draftwire.runtime.status import error_of
+from draftwire.v1 import model_pb2, model_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPeer:
+    """Asks a model server about itself. Every call waits for the server to come up, until the deadline."""
+
+    channel: grpc.aio.Channel
+    timeout_s: float
+
+    async def describe(self) -> ModelDescription:
+        """Returns the description of the peer's model.
+
+        Raises:
+            ModelMismatchError: the peer speaks another protocol version.
+            UnavailableError: no answer in time.
+        """
+        stub = model_pb2_grpc.ModelServiceStub(self.channel)
+        try:
+            answer = await stub.GetModel(model_pb2.GetModelRequest(), timeout=self.timeout_s, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+        description = messages.model_from_proto(answer.model)
+        check_protocol(description)
+        return description
+
+    async def vocabulary(self) -> list[str]:
+        """Returns the token strings of the peer's model."""
+        stub = model_pb2_grpc.ModelServiceStub(self.channel)
+        try:
+            answer = await stub.GetVocabulary(model_pb2.GetVocabularyRequest(), timeout=self.timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+        return list(answer.tokens)
+
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        """Returns the files of the peer's tokenizer."""
+        stub = model_pb2_grpc.ModelServiceStub(self.channel)
+        try:
+            answer = await stub.GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=self.timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+        return {file.name: file.content for file in answer.files}
+
+
+async def check_vocabularies(target: ModelPeer, drafter: ModelPeer) -> None:
+    """Makes sure that two peers' token ids mean the same.
+
+    Raises:
+        ModelMismatchError: they do not; the message names the first differing token.
+    """
+    ours, theirs = await target.describe(), await drafter.describe()
+    if ours.vocabulary_fingerprint != theirs.vocabulary_fingerprint:
+        raise vocabulary_mismatch(ours, theirs, await target.vocabulary(), await drafter.vocabulary())

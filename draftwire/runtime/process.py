@@ -1,0 +1,112 @@
+"""A service as a process of its own: signals and exit status."""
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from draftwire.runtime.service import Running, Service, start
+from draftwire.runtime.status import is_expected, root_cause
+
+log = structlog.get_logger()
+
+_IMPORTED_AT = time.monotonic()
+
+
+async def run_service(service: Service) -> int:
+    """Runs a service until SIGTERM or SIGINT.
+
+    Returns:
+        The exit status: 0 after a drain, 1 after a failure while running, 2 if the service could not start.
+    """
+    asyncio.get_running_loop().set_exception_handler(_log_lost_error)
+    stop = asyncio.create_task(_stop_asked(service.settings.stop_with_stdin))
+    starting = asyncio.create_task(start(service))
+    running: Running | None = None
+    try:
+        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return int(service.is_lost())
+        running = starting.result()
+        gc.collect()
+        gc.freeze()  # what is loaded now stays: collections need not look at it again and again
+        _log_started(service, running)
+        ended = asyncio.create_task(running.wait())
+        await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        await running.drain()
+    except Exception as error:
+        _log_failed(service, error, has_served=running is not None)
+        return 1 if running else 2
+    finally:
+        stop.cancel()
+        if running is not None:
+            await running.stop()
+    log.info(f"{service.name}.server_stopped")
+    return int(service.is_lost())
+
+
+async def _stop_asked(with_stdin: bool) -> None:
+    """Returns when a signal asks the process to stop; with `with_stdin` also when whoever holds that pipe is gone."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    if with_stdin:
+        _stop_with_stdin(stopping)
+    await stopping.wait()
+
+
+def _log_started(service: Service, running: Running) -> None:
+    startup_s = _age_s()
+    service.metrics.startup_s.set(startup_s)
+    log.info(
+        f"{service.name}.server_started",
+        host=service.settings.host,
+        **running.ports,
+        tls=service.credentials is not None,
+        startup_ms=round(startup_s * 1e3),
+    )
+
+
+def _log_failed(service: Service, error: Exception, has_served: bool) -> None:
+    cause = root_cause(error)
+    if is_expected(error) or isinstance(cause, OSError):
+        log.error(f"{service.name}.server_failed", reason=str(cause))
+    else:
+        # Before the first call there is no prompt that a message could quote.
+        reason = type(cause).__name__ if has_served else f"{type(cause).__name__}: {cause}"
+        log.exception(f"{service.name}.server_failed", reason=reason)
+
+
+def _age_s() -> float:
+    """Returns for how long this process has lived, seconds; on Linux with what it imported before it could measure."""
+    if sys.platform != "linux":
+        return time.monotonic() - _IMPORTED_AT
+    started_at_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_at_ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _log_lost_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs an error that nobody waits for. asyncio's own handler would print what the task holds too."""
+    log.error("process.error_lost", reason=context.get("message"), exc_info=context.get("exception"))
+
+
+def _stop_with_stdin(stopping: asyncio.Event) -> None:
+    """Stops when whoever holds the other end of the pipe is gone."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            loop.remove_reader(sys.stdin.fileno())
+            stopping.set()
+
+    loop.add_reader(sys.stdin.fileno(), read)

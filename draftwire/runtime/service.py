@@ -1,0 +1,228 @@
+"""A service in an event loop: bind, load, serve, drain, stop. Several can live in one loop."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from draftwire.errors import UnavailableError
+from draftwire.runtime.channels import server_options
+from draftwire.runtime.interceptor import ServiceGate
+from draftwire.runtime.metrics import ServiceMetrics
+from draftwire.runtime.settings import ConnectionSettings, ServerSettings
+from draftwire.runtime.tracing import Tracer
+from draftwire.runtime.watchdog import Watchdog
+
+log = structlog.get_logger()
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+STOP_SECONDS = 1.0
+"""How long calls may go on that the drain has left, by default."""
+
+
+class Listener(Protocol):
+    """Another way into a service than gRPC, in the same event loop."""
+
+    @property
+    def name(self) -> str:
+        """Names its port in the log: `<name>_port`."""
+
+    async def start(self, gate: ServiceGate) -> int:
+        """Listens, and returns the port. While the gate has a refusal, calls are refused.
+
+        Raises:
+            UnavailableError: the port cannot be had.
+        """
+
+    async def run(self) -> None:
+        """Returns once it was stopped, and raises what else ended it. Called after `start`."""
+
+    async def stop(self) -> None:
+        """Ends what the drain has left. Called whether it was started or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What makes one service different from another."""
+
+    name: str
+    grpc_names: tuple[str, ...]
+    """Full names of the gRPC services, for health and reflection."""
+    settings: ServerSettings
+    connections: ConnectionSettings
+    metrics: ServiceMetrics
+    register: Callable[[grpc.aio.Server], None]
+    """Adds the servicers to the server."""
+    start: Callable[[], Awaitable[None]]
+    """Loads what calls need. Calls are refused with UNAVAILABLE until it returns."""
+    run: Callable[[], Awaitable[None]]
+    """Works until it is cancelled."""
+    stop: Callable[[], None]
+    """Frees what `start` took."""
+    num_sessions: Callable[[], int]
+    """Sessions that a drain waits for."""
+    credentials: grpc.ServerCredentials | None = None
+    """TLS; None is plaintext."""
+    watchdog: Watchdog | None = None
+    """Watches the device, once the service has started."""
+    listeners: Sequence[Listener] = ()
+    """Other ways in."""
+    tracer: Tracer | None = None
+    """Closed when all else has ended."""
+    is_lost: Callable[[], bool] = lambda: False
+    """Whether it has come to a bad end, also where `run` was cancelled."""
+
+
+class Running:
+    """A service that was started: it listens, and takes calls once it has loaded.
+
+    Attributes:
+        ports: what it listens on: `port`, `metrics_port` (None where metrics are not served), `<listener>_port`.
+    """
+
+    def __init__(self, service: Service) -> None:
+        """Prepares; see `start`."""
+        self.ports: Mapping[str, int | None] = {}
+        self._service = service
+        self._gate = ServiceGate()
+        self._server = grpc.aio.server(interceptors=[self._gate], options=server_options(service.connections))
+        self._probe = health.aio.HealthServicer()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def listen(self) -> None:
+        """Binds all ports and answers health checks with NOT_SERVING; other calls are refused.
+
+        Raises:
+            UnavailableError: a port cannot be had.
+        """
+        service = self._service
+        service.register(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._probe, self._server)
+        names = (*service.grpc_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        for name in service.grpc_names:
+            await self._probe.set(name, NOT_SERVING)
+        ports: dict[str, int | None] = {"port": _bind(self._server, service), "metrics_port": None}
+        for listener in service.listeners:
+            ports[f"{listener.name}_port"] = await listener.start(self._gate)
+        if service.settings.metrics_port is not None:
+            ports["metrics_port"] = service.metrics.serve(service.settings.metrics_port, service.settings.host)
+        self.ports = ports
+        await self._server.start()
+
+    async def load(self) -> None:
+        """Loads what calls need, then takes calls. Raises what the service's `start` raises."""
+        service, started_at = self._service, time.monotonic()
+        await service.start()
+        log.info(f"{service.name}.service_warmed", duration_s=round(time.monotonic() - started_at, 1))
+        self._gate.refusal = ""
+        for name in service.grpc_names:
+            await self._probe.set(name, SERVING)
+        self._tasks = [asyncio.create_task(_run(service)), asyncio.create_task(self._watch())]
+
+    async def wait(self) -> None:
+        """Returns once the service's work has ended by itself; `drain` raises what ended it."""
+        await asyncio.wait({self._tasks[0]})
+
+    async def drain(self) -> None:
+        """Takes no new calls and lets open sessions finish, for `drain_seconds` at most.
+
+        Raises what has ended the service's work, if that has ended.
+        """
+        service, (run, watch) = self._service, self._tasks
+        watch.cancel()
+        self._gate.refusal = "failing" if run.done() else "draining"
+        await self._probe.enter_graceful_shutdown()
+        deadline = time.monotonic() + service.settings.drain_seconds
+        while not run.done() and (left := service.num_sessions()):
+            if time.monotonic() >= deadline:
+                log.warning(f"{service.name}.drain_ended", sessions_cut=left)
+                break
+            await asyncio.sleep(0.05)
+        if run.done():
+            run.result()
+
+    async def stop(self, grace_s: float = STOP_SECONDS) -> None:
+        """Ends what is left, and frees all that was taken. For a service in any state, once.
+
+        Args:
+            grace_s: how long calls may go on that the drain has left, seconds.
+        """
+        service = self._service
+        stops = (
+            self._server.stop(grace=grace_s),
+            *(listener.stop() for listener in service.listeners),
+            asyncio.to_thread(service.metrics.stop_serving),
+        )
+        for fault in await asyncio.gather(*stops, return_exceptions=True):
+            if fault is not None:  # what else there is has to be stopped too
+                log.error(f"{service.name}.stop_failed", exc_info=fault)
+        for task in reversed(self._tasks):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        service.stop()
+        if service.tracer is not None:
+            await service.tracer.close()
+
+    async def _watch(self) -> None:
+        """Says NOT_SERVING, of the process too, while a call on the device takes too long, and takes no new calls."""
+        service, watchdog = self._service, self._service.watchdog
+        while watchdog is not None:
+            await asyncio.sleep(watchdog.interval_s)
+            if not watchdog.check():
+                continue
+            if watchdog.is_stuck:
+                log.error(f"{service.name}.device_stuck", limit_s=watchdog.limit_s)
+            else:
+                log.warning(f"{service.name}.device_recovered")
+            self._gate.refusal = "stuck in a call on its device" if watchdog.is_stuck else ""
+            for name in ("", *service.grpc_names):
+                await self._probe.set(name, NOT_SERVING if watchdog.is_stuck else SERVING)
+
+
+async def start(service: Service) -> Running:
+    """Starts a service and returns it once it serves. If that fails or is cancelled, nothing of it is left.
+
+    Raises:
+        UnavailableError: a port cannot be had, or what the service raises while it loads.
+    """
+    running = Running(service)
+    try:
+        await running.listen()
+        await running.load()
+    except BaseException:
+        await running.stop()
+        raise
+    return running
+
+
+def _bind(server: grpc.aio.Server, service: Service) -> int:
+    host, port = service.settings.host, service.settings.port
+    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    try:
+        if service.credentials is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, service.credentials))
+    except RuntimeError as error:
+        raise UnavailableError(f"cannot listen on {address}: is something else running there?") from error
+
+
+async def _run(service: Service) -> None:
+    """Works until it is cancelled, or the service or one of its listeners ends."""
+    works = [asyncio.ensure_future(work) for work in (service.run(), *(one.run() for one in service.listeners))]
+    try:
+        done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+        for work in done:
+            work.result()
+    finally:
+        for work in works:
+            work.cancel()
+        await asyncio.gather(*works, return_exceptions=True)

@@ -1,0 +1,217 @@
+"""TLS: the files of certificates and keys, and what gRPC is told about them."""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from draftwire.errors import InvalidRequestError
+from draftwire.runtime.channels import client_options
+from draftwire.runtime.settings import ConnectionSettings, TlsSettings, require
+from draftwire.runtime.watched_files import WatchedFiles, read_bytes
+
+OLD_CHANNEL_SECONDS = 600.0
+"""How long calls may go on over a channel whose certificates have been replaced. They have deadlines of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A certificate, with those between it and its issuer, and its key: PEM."""
+
+    chain: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TlsMaterial:
+    """What the files of one service hold, checked."""
+
+    identity: Identity | None
+    ca: bytes | None
+    """PEM certificates of the believed issuers."""
+
+
+TlsFiles = WatchedFiles[TlsMaterial]
+
+
+def watch_tls(settings: TlsSettings) -> TlsFiles | None:
+    """Returns the files of a service; None where it uses no TLS at all.
+
+    Raises:
+        InvalidRequestError: a file is missing, unreadable or malformed; the message names it and its option.
+    """
+    paths = [path for path in (settings.tls_cert, settings.tls_key, settings.tls_ca) if path is not None]
+    return WatchedFiles("certificates", paths, lambda: read_material(settings)) if paths else None
+
+
+def read_material(settings: TlsSettings) -> TlsMaterial:
+    """Reads and checks the files.
+
+    Raises:
+        InvalidRequestError: a file is missing, unreadable or malformed; the message names it and its option.
+    """
+    identity = ca = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        identity = Identity(read_bytes(settings.tls_cert, "tls_cert"), read_bytes(settings.tls_key, "tls_key"))
+        _check_identity(settings.tls_cert, settings.tls_key)
+    if settings.tls_ca is not None:
+        ca = read_bytes(settings.tls_ca, "tls_ca")
+        _check_certificates(settings.tls_ca, "tls_ca")
+    return TlsMaterial(identity, ca)
+
+
+def server_credentials(files: TlsFiles | None, settings: TlsSettings) -> grpc.ServerCredentials | None:
+    """Returns what a server is opened with, None for plaintext. Every handshake uses what the files say then."""
+    if files is None or settings.tls_cert is None:
+        return None
+    used = files.current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC at every handshake, on a thread of its own; None changes nothing."""
+        nonlocal used
+        now = files.current()
+        if now is used:
+            return None
+        used = now
+        return _certificate_configuration(now, settings)
+
+    first = _certificate_configuration(used, settings)
+    return grpc.dynamic_ssl_server_credentials(first, changed, settings.requires_client_cert)  # type: ignore[arg-type]
+
+
+def server_context(files: TlsFiles | None, settings: TlsSettings) -> ssl.SSLContext | None:
+    """Returns what a server that is not gRPC's is opened with, None for plaintext.
+
+    Every handshake uses what the files say then.
+    """
+    if files is None or settings.tls_cert is None:
+        return None
+    used = files.current()
+    made = _server_context(used, settings)
+
+    def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _first: ssl.SSLContext) -> None:
+        """Called at every handshake, on the event loop."""
+        nonlocal used, made
+        now = files.current()
+        if now is not used:
+            # They changed once more, just now, or are not taken: nothing changes, and the next handshake looks again.
+            with suppress(OSError, TypeError, ValueError):
+                made = _server_context(now, settings)
+                used = now
+        connection.context = made
+
+    first = _server_context(used, settings)
+    first.sni_callback = choose  # called also where the caller names nobody
+    return first
+
+
+def _server_context(material: TlsMaterial, settings: TlsSettings) -> ssl.SSLContext:
+    assert settings.tls_cert is not None, "a server has a certificate, or no TLS"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    context.options |= ssl.OP_NO_TICKET  # a session that is resumed would show no certificate again
+    context.num_tickets = 0
+    context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    if settings.requires_client_cert and material.ca is not None:
+        # Comments between the certificates may be in any encoding; `ssl` takes nothing but ASCII here.
+        context.load_verify_locations(cadata=material.ca.decode("ascii", errors="ignore"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _certificate_configuration(material: TlsMaterial, settings: TlsSettings) -> grpc.ServerCertificateConfiguration:
+    assert material.identity is not None, "a server has a certificate, or no TLS"
+    pair = (material.identity.key, material.identity.chain)
+    ca = material.ca if settings.requires_client_cert else None
+    return grpc.ssl_server_certificate_configuration([pair], ca)
+
+
+class Dialler:
+    """Opens a service's connections to others: over TLS alone if it knows whom to believe, else in plaintext."""
+
+    def __init__(self, connections: ConnectionSettings, settings: TlsSettings, files: TlsFiles | None) -> None:
+        """Takes what the service's options say of its connections, and its files; `Dialler.plaintext` needs neither."""
+        self.connections = connections
+        self._settings = settings
+        self._files = files if settings.tls_ca is not None else None
+
+    @classmethod
+    def plaintext(cls, connections: ConnectionSettings) -> "Dialler":
+        """Returns one without TLS."""
+        return cls(connections, TlsSettings(), None)
+
+    @property
+    def material(self) -> TlsMaterial | None:
+        """What connections are opened with now: another object if the files have changed. None in plaintext."""
+        return self._files.current() if self._files is not None else None
+
+    def open(self, address: str, *, bulk: bool) -> grpc.aio.Channel:
+        """Returns a channel to host:port that uses, for as long as it lives, what the files say now.
+
+        Args:
+            address: host:port.
+            bulk: for large messages, on a TCP connection of its own, so that they do not delay commands and events.
+        """
+        options = client_options(self.connections, bulk=bulk)
+        material = self.material
+        if material is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        key, chain = (material.identity.key, material.identity.chain) if material.identity else (None, None)
+        credentials = grpc.ssl_channel_credentials(material.ca, key, chain)
+        name = self._settings.tls_target_name
+        named = [("grpc.ssl_target_name_override", name)] if name is not None else []
+        return grpc.aio.secure_channel(address, credentials, options=[*options, *named])
+
+
+class RenewedChannel:
+    """A channel to one address that is opened anew when the certificates have changed.
+
+    gRPC reconnects on its own, but with the certificates that a channel was opened with, which may have expired.
+    """
+
+    def __init__(self, dialler: Dialler, address: str, *, bulk: bool) -> None:
+        """Opens it; see `Dialler.open`."""
+        self._open: Callable[[], grpc.aio.Channel] = lambda: dialler.open(address, bulk=bulk)
+        self._dialler = dialler
+        self._material = dialler.material
+        self._channel = self._open()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self) -> grpc.aio.Channel:
+        """Returns the channel for the next call. Those under way on an older one may go on for a while."""
+        material = self._dialler.material
+        if material is not self._material:
+            closing = asyncio.create_task(self._channel.close(OLD_CHANNEL_SECONDS))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            self._material, self._channel = material, self._open()
+        return self._channel
+
+    async def close(self) -> None:
+        """Closes it, and ends the calls that are still under way. Older ones close when theirs have ended."""
+        await self._channel.close()
+
+
+def _check_identity(cert: Path, key: Path) -> None:
+    """Checks that a certificate and a key are ones, and each other's."""
+    _check_certificates(cert, "tls_cert")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password="")  # without one, OpenSSL would ask the terminal for it
+    except OSError as error:  # SSLError is one
+        is_other = isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH"
+        fault = f"is not the key of {cert}" if is_other else "is not a PEM key without a password"
+        raise InvalidRequestError(f"tls_key: {key} {fault}") from error
+
+
+def _check_certificates(path: Path, option: str) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(path)
+    except OSError as error:  # SSLError is one
+        raise InvalidRequestError(f"{option}: {path} is not a PEM file of certificates") from error
+    require(context.cert_store_stats()["x509"] > 0, f"{option}: {path} holds no certificate")

@@ -1,1 +1,0 @@
-"""The three processes. Installed, and imported, as `draftwire.services`."""

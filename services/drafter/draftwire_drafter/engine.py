@@ -1,0 +1,97 @@
+"""Runs the drafting strategy. Everything here runs on the torch thread."""
+
+import time
+
+from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
+from draftwire.engine.leases import SessionKey
+from draftwire.errors import DraftwireError
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.randomness import DrawKey
+from draftwire.method.rounds import DraftBlock, DraftTimings
+from draftwire.requests.parameters import SamplingParams
+from draftwire.verification import rule_named
+from draftwire_drafter.scheduler import Outcome, Step, StepItem, StepResult
+
+WARM_UP_TOKENS = (2, 64)
+"""Sizes of the prompts that are tried before the first session."""
+
+
+class DraftEngine:
+    """A drafting strategy with one sequence per session."""
+
+    def __init__(self, strategy: DraftingStrategy) -> None:
+        """Takes a ready strategy."""
+        self.strategy = strategy
+        self._sequences: dict[SessionKey, DraftSequence] = {}
+
+    def warm_up(self) -> list[tuple[int, float]]:
+        """Drafts a little, so that no user pays for lazy initialisation.
+
+        Returns:
+            Sizes of prompts and how long they took to read, tokens and seconds.
+        """
+        request = DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), vocab_size=2**31)
+        costs = []
+        for num_tokens in (WARM_UP_TOKENS[0], *WARM_UP_TOKENS):  # the first one is not typical
+            sequence = self.strategy.open([0] * min(num_tokens, self.strategy.context_length - 2))
+            done = self.strategy.step([Drafting(sequence, request)])
+            sequence.close()
+            costs.append((done.num_read, done.calibration_s))
+        return costs[1:]
+
+    def step(self, step: Step) -> StepResult:
+        """Carries out a step: reads prompts, brings sequences to their committed tokens, drafts blocks."""
+        started = time.perf_counter()
+        draftings = [self._drafting(item) for item in step.items]
+        prepared_s = time.perf_counter() - started
+        done = self.strategy.step(draftings)
+        timings = DraftTimings(int((prepared_s + done.calibration_s) * 1e6), int(done.draft_s * 1e6))
+        return StepResult(
+            outcomes=[_outcome(item, draft, timings) for item, draft in zip(step.items, done.drafts, strict=True)],
+            num_unread=[drafting.sequence.num_unread for drafting in draftings],
+            num_reused=[drafting.sequence.num_reused for drafting in draftings],
+            num_read=done.num_read,
+            calibration_s=done.calibration_s,
+            draft_s=done.draft_s,
+            num_passes=done.num_passes,
+        )
+
+    def forget(self, key: SessionKey) -> None:
+        """Frees a session's sequence."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            sequence.close()
+
+    def _drafting(self, item: StepItem) -> Drafting:
+        session, calibration = item.session, item.calibration
+        sequence = self._sequences.get(session.key)
+        if sequence is None:
+            sequence = self.strategy.open(session.spec.token_ids, session.spec.cache_salt)
+            self._sequences[session.key] = sequence
+        if item.token_ids or calibration is not None:
+            sequence.calibrate(item.base_len, item.token_ids)
+        if calibration is None:
+            return Drafting(sequence, None, item.max_read)
+        spec = session.spec
+        key = DrawKey(spec.drafting_key, spec.choice, calibration.fence.round, calibration.attempt)
+        rule = rule_named(spec.rule)
+        request = DraftRequest(
+            calibration.num_draft_tokens,
+            spec.sampling,
+            key,
+            spec.target_vocab_size,
+            is_coupled=rule.is_coupled,
+            needs_probs=rule.needs_draft_probs,
+            prompt_len=spec.prompt_len,
+            stop_token_ids=spec.stop_token_ids,
+            automaton=session.automaton,
+            is_cut=lambda: session.cut_at == (calibration.fence.round, calibration.attempt),
+        )
+        return Drafting(sequence, request, item.max_read)
+
+
+def _outcome(item: StepItem, draft: Draft | DraftwireError | None, timings: DraftTimings) -> Outcome:
+    if item.calibration is None or not isinstance(draft, Draft):
+        return draft if isinstance(draft, DraftwireError) else None
+    fence, attempt = item.calibration.fence, item.calibration.attempt
+    return DraftBlock(fence, draft.token_ids, draft.distributions, attempt, timings)

@@ -1,0 +1,54 @@
+"""Prometheus metrics of a drafter."""
+
+from typing import Protocol
+
+from draftwire.runtime.metrics import EngineMetrics
+
+
+class DraftTimes(Protocol):
+    """What a step of a drafter took."""
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that were read before drafting."""
+
+    @property
+    def calibration_s(self) -> float:
+        """How long that took, seconds."""
+
+    @property
+    def draft_s(self) -> float:
+        """How long drafting took, seconds."""
+
+    @property
+    def num_passes(self) -> int:
+        """Forward passes that it took."""
+
+
+class DrafterMetrics(EngineMetrics):
+    """What a drafter counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks_sent = self.counter("blocks_sent", "Draft blocks sent to verifiers.")
+        self.draft_tokens = self.counter("draft_tokens_sent", "Draft tokens sent to verifiers.")
+        self.draft_bytes = self.counter(
+            "draft_bytes_sent", "Bytes of the messages with draft blocks, heads of HTTP/2 frames included."
+        )
+        self.calibration_s = self.tally(
+            "calibration_seconds",
+            "Reading what was committed since the last block, for all sessions of a step; exact unless bonus "
+            "calibration is off. Steps that read prompts are left out. On a GPU, the time of sending the work.",
+        )
+        self.draft_pass_s = self.tally(
+            "draft_pass_seconds",
+            "What drafting took in a step, over its forward passes for drafted tokens: with each, the drawing of a "
+            "token, and once the first draw and the encoding of blocks. On a GPU also what is left of calibration.",
+        )
+
+    def time(self, result: DraftTimes, reads_prompts: bool) -> None:
+        """Notes how long the parts of a step took."""
+        if result.num_read and not reads_prompts:
+            self.calibration_s.observe(result.calibration_s)
+        if result.num_passes:
+            self.draft_pass_s.observe(result.draft_s / result.num_passes)

@@ -1,0 +1,277 @@
+"""Which sessions take part in the drafter's next step. Pure: no tensors, no transport, no clock."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from draftwire.engine.admission import ClosedEarly, Room
+from draftwire.engine.leases import SessionKey
+from draftwire.engine.prefill import PrefillPacer, share
+from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
+from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, SendDrafted
+from draftwire.requests.automaton import Automaton
+from draftwire.verification import rule_named
+
+
+@dataclass(slots=True, eq=False)
+class DraftSession:
+    """The drafter's side of one session. Changed by the scheduler only."""
+
+    spec: DraftSessionSpec
+    lease_id: int
+    committed: CommittedTokens
+    num_unread: int
+    """Committed tokens that the strategy has not read yet, as far as known."""
+    num_told: int
+    """Committed tokens that the strategy knows of."""
+    num_reused: int | None = None
+    """Tokens that it did not have to read; None before the first step."""
+    last_asked: tuple[int, int] = (-1, 0)
+    """Round and attempt that were last asked for."""
+    calibration: Calibration | None = None
+    """Asks for the block that is drafted next."""
+    queued: bool = True
+    """Waits for a step or is in one: with its prompt at first, later with a calibration."""
+    is_reading: bool = True
+    """Whether its prompt is still being read."""
+    has_shown_permit: bool = False
+    """Whether a block was sent, the first of which carries the permit."""
+    automaton: Automaton | None = None
+    """Follows the form of its text. Used on the torch thread only."""
+    cut_at: tuple[int, int] | None = None
+    """Round and attempt of the block that is to end after the token that is being drawn. Set on the event loop, and
+    read on the torch thread while it draws."""
+
+    @property
+    def key(self) -> SessionKey:
+        """Names the session in one epoch."""
+        return self.spec.session_id, self.spec.epoch
+
+    @property
+    def reads_much(self) -> bool:
+        """Whether more is to be read than a round commits: a prompt, or what was committed while that was read."""
+        return self.is_reading or self.num_unread > self.spec.max_draft_tokens + 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """One session's part in a step: tell what was committed, read it, and draft if something is asked for."""
+
+    session: DraftSession
+    base_len: int
+    """Committed tokens that the strategy knows of."""
+    token_ids: list[int]
+    """Those that follow."""
+    calibration: Calibration | None
+    """None reads only."""
+    max_read: int | None
+    """Tokens to read at most; None is no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call into the engine."""
+
+    items: Sequence[StepItem]
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether more is read in it than rounds commit."""
+        return any(item.max_read is not None for item in self.items)
+
+
+Outcome = DraftBlock | DraftwireError | None
+"""Of a session's part in a step: a block, an error that ends the session, or None where only tokens were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the engine did in a step. Sequences hold one entry for each item."""
+
+    outcomes: Sequence[Outcome]
+    num_unread: Sequence[int]
+    num_reused: Sequence[int]
+    num_read: int
+    """Tokens that were read before drafting."""
+    calibration_s: float
+    """How long that took, seconds."""
+    draft_s: float = 0.0
+    """How long drafting took, seconds."""
+    num_passes: int = 0
+    """Forward passes that it took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What a step means for one session."""
+
+    session: DraftSession
+    outcome: Outcome
+    """A block is to be sent, an error ends the session."""
+    is_opened: bool
+    """Whether its prompt was read to the end in this step."""
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Takes work as it comes and puts it into steps. One step runs at a time."""
+
+    context_length: int
+    max_draft_tokens: int
+    room: Room
+    pacer: PrefillPacer
+    sessions: dict[SessionKey, DraftSession] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Messages that had no effect, by reason."""
+    prefix_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of opened sessions ("queried") and how many of them did not have to be read ("reused")."""
+    closed_early: ClosedEarly = field(default_factory=ClosedEarly)
+    _ready: list[DraftSession] = field(default_factory=list)
+
+    def open(self, spec: DraftSessionSpec, lease_id: int, automaton: Automaton | None = None) -> DraftSession:
+        """Admits a session and schedules the reading of its prompt.
+
+        Args:
+            spec: the session.
+            lease_id: whose it is.
+            automaton: follows the form of its text, if there is one that this model can follow.
+
+        Raises:
+            InvalidRequestError: ids or parameters are out of range.
+            ProtocolViolationError: the session was closed before it was opened.
+            NoRoomError: too many sessions are open, or the cache has no room for this one.
+        """
+        key = (spec.session_id, spec.epoch)
+        if key in self.sessions:
+            raise InvalidRequestError("session is open already")
+        self.closed_early.refuse(key)
+        if spec.target_vocab_size < 1:
+            raise InvalidRequestError("target_vocab_size must be at least 1")
+        if not 1 <= spec.max_draft_tokens <= self.max_draft_tokens:
+            raise InvalidRequestError(
+                f"num_speculative_tokens {spec.max_draft_tokens} is not in 1..{self.max_draft_tokens}, "
+                "the drafter's limit"
+            )
+        rule_named(spec.rule)
+        if not spec.token_ids:
+            raise InvalidRequestError("the prompt is empty")
+        if not 1 <= spec.prompt_len <= len(spec.token_ids):
+            raise InvalidRequestError(f"prompt_len {spec.prompt_len} is not within the {len(spec.token_ids)} ids")
+        if not len(spec.token_ids) < spec.max_len <= self.context_length:
+            raise InvalidRequestError(
+                f"max_len {spec.max_len} is not in {len(spec.token_ids) + 1}..{self.context_length}, from one token "
+                "beyond the ids to the context"
+            )
+        self.room.reserve(key, spec.max_len)
+        committed = CommittedTokens(spec.token_ids)
+        session = DraftSession(
+            spec, lease_id, committed, num_unread=len(committed), num_told=len(committed), automaton=automaton
+        )
+        self.sessions[key] = session
+        self._ready.append(session)
+        return session
+
+    def calibrate(self, calibration: Calibration) -> None:
+        """Commits a session's new tokens and schedules its next block. A stale message is dropped.
+
+        Raises:
+            ProtocolViolationError: the message does not continue what the session knows. Its session is unusable.
+        """
+        fence = calibration.fence
+        session = self.sessions.get((fence.session_id, fence.epoch))
+        if session is None or (fence.round, calibration.attempt) <= session.last_asked:
+            self.dropped["unknown_session" if session is None else "stale"] += 1
+            return
+        if calibration.base_len != len(session.committed):
+            raise ProtocolViolationError(
+                f"calibration from {calibration.base_len} tokens, but {len(session.committed)} are known"
+            )
+        if not 1 <= calibration.num_draft_tokens <= session.spec.max_draft_tokens:
+            raise ProtocolViolationError(
+                f"{calibration.num_draft_tokens} draft tokens wanted, the limit is {session.spec.max_draft_tokens}"
+            )
+        session.committed.append(calibration.token_ids)
+        if fence != Fence(*session.key, fence.round, len(session.committed), session.committed.hash):
+            raise ProtocolViolationError("calibration for another prefix than the session's")
+        if len(session.committed) + calibration.num_draft_tokens > session.spec.max_len:
+            raise ProtocolViolationError("calibration beyond the session's max_len")
+        session.num_unread += len(calibration.token_ids)
+        session.last_asked = (fence.round, calibration.attempt)
+        session.calibration = calibration  # takes the place of an older one, whose block nobody wants any more
+        if not session.queued:
+            session.queued = True
+            self._ready.append(session)
+
+    def send_drafted(self, command: SendDrafted) -> None:
+        """Ends the block under way, waiting or being drawn, after one token more at most. A stale wish is dropped."""
+        session = self.sessions.get((command.session_id, command.epoch))
+        asked_for = (command.round, command.attempt)
+        if session is None or session.calibration is None or session.last_asked != asked_for:
+            self.dropped["unknown_session" if session is None else "stale"] += 1
+            return
+        session.cut_at = asked_for
+
+    def close(self, session_id: int, epoch: int) -> DraftSession | None:
+        """Forgets a session and what waits for it; returns it if there was one."""
+        session = self.sessions.pop((session_id, epoch), None)
+        if session is None:
+            self.closed_early.add((session_id, epoch))
+        else:
+            self.room.release(session.key)
+            if session in self._ready:
+                self._ready.remove(session)
+        return session
+
+    def of_lease(self, lease_id: int) -> list[DraftSession]:
+        """Returns the sessions that were opened under a lease."""
+        return [session for session in self.sessions.values() if session.lease_id == lease_id]
+
+    def next_step(self) -> Step | None:
+        """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
+        ready = {session.key for session in self._ready}
+        reading = [session for session in self.sessions.values() if session.reads_much and session.key in ready]
+        sessions_run = any(not session.is_reading for session in self.sessions.values())
+        budget = self.pacer.budget(sessions_run, is_alone=len(reading) == len(self._ready))
+        shares = share(budget, [session.num_unread for session in reading])
+        limits = dict(zip((session.key for session in reading), shares, strict=True))
+        items = [self._item(session, limits.get(session.key)) for session in self._ready if limits.get(session.key, 1)]
+        if not items:
+            return None
+        self._ready = [session for session in reading if not limits[session.key]]
+        return Step(items)
+
+    def complete(self, step: Step, result: StepResult) -> list[Completed]:
+        """Returns what is to be told and sent. Sessions that were closed meanwhile are left out."""
+        completed: list[Completed] = []
+        num_prompt_tokens = 0
+        each = zip(step.items, result.outcomes, result.num_unread, result.num_reused, strict=True)
+        for item, outcome, num_unread, num_reused in each:
+            session = item.session
+            if session.num_reused is None:
+                session.num_reused = num_reused
+                session.num_unread -= num_reused
+                self.prefix_tokens.update(queried=len(session.spec.token_ids), reused=num_reused)
+            if item.max_read is not None:
+                num_prompt_tokens += min(session.num_unread, item.max_read)
+            # What was committed during the step is unread as well.
+            session.num_unread = num_unread + len(session.committed) - session.num_told
+            if self.sessions.get(session.key) is not session:
+                continue
+            is_opened = session.is_reading and num_unread == 0
+            session.is_reading = session.is_reading and num_unread > 0
+            if session.calibration is item.calibration and outcome is not None:
+                session.calibration = None
+            session.queued = session.is_reading or session.calibration is not None
+            if session.queued:
+                self._ready.append(session)
+            if isinstance(outcome, DraftBlock) and not session.has_shown_permit:
+                outcome = replace(outcome, permit=session.spec.permit)
+                session.has_shown_permit = True
+            completed.append(Completed(session, outcome, is_opened))
+        self.pacer.learn(num_prompt_tokens, result.num_read - num_prompt_tokens, result.calibration_s)
+        return completed
+
+    def _item(self, session: DraftSession, max_read: int | None) -> StepItem:
+        base_len, session.num_told = session.num_told, len(session.committed)
+        calibration = None if session.is_reading else session.calibration
+        return StepItem(session, base_len, session.committed.ids[base_len:], calibration, max_read)

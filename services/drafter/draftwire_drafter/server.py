@@ -1,0 +1,167 @@
+"""The drafter's gRPC edge."""
+
+from __future__ import annotations  # the generics of grpc exist for the type checker only
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import grpc
+
+from draftwire.engine.leases import SessionFailed
+from draftwire.engine.ranks.followers import Followers
+from draftwire.engine.ranks.guard import end_if_lost
+from draftwire.engine.ranks.place import Place
+from draftwire.errors import ProtocolViolationError
+from draftwire.models.loading import ModelCard
+from draftwire.runtime import messages
+from draftwire.runtime.channels import check_prompt_fits, in_messages
+from draftwire.runtime.logging import configure_logging
+from draftwire.runtime.model_service import ModelServicer
+from draftwire.runtime.outbox import Outbox
+from draftwire.runtime.process import run_service
+from draftwire.runtime.service import Service
+from draftwire.runtime.streams import exchange
+from draftwire.runtime.tls import Dialler, server_credentials, watch_tls
+from draftwire.runtime.tracing import open_tracer
+from draftwire.runtime.watchdog import Watchdog
+from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2
+from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
+from draftwire_drafter.config import DrafterConfig
+from draftwire_drafter.core import BlockLink, DrafterCore
+from draftwire_drafter.spans import DrafterSpans
+from draftwire_drafter.wire import GrpcBlockLink, Introduction, check_block_fits
+
+
+class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
+    """Translates between messages and the core."""
+
+    def __init__(self, core: DrafterCore) -> None:
+        self._core = core
+
+    async def RunDraftSessions(
+        self,
+        request_iterator: AsyncIterator[drafter_pb2.RunDraftSessionsRequest],
+        context: grpc.aio.ServicerContext[drafter_pb2.RunDraftSessionsRequest, drafter_pb2.RunDraftSessionsResponse],
+    ) -> None:
+        """See the proto."""
+        lease_id, outbox = self._core.open_lease()
+        lease = drafter_pb2.DraftEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
+        try:
+            await context.write(drafter_pb2.RunDraftSessionsResponse(events=[lease]))
+            await exchange(self._read_commands(request_iterator, lease_id), self._write_events(outbox, context))
+        finally:
+            self._core.end_lease(lease_id)
+
+    async def OpenDraftSession(
+        self,
+        request: drafter_pb2.OpenDraftSessionRequest,
+        context: grpc.aio.ServicerContext[drafter_pb2.OpenDraftSessionRequest, drafter_pb2.OpenDraftSessionResponse],
+    ) -> drafter_pb2.OpenDraftSessionResponse:
+        """See the proto."""
+        await self._core.open_session(messages.draft_spec_from_proto(request), request.lease_id)
+        return drafter_pb2.OpenDraftSessionResponse()
+
+    async def _read_commands(self, requests: AsyncIterator[drafter_pb2.RunDraftSessionsRequest], lease_id: int) -> None:
+        core = self._core
+        async for request in requests:
+            for command in request.commands:
+                match command.WhichOneof("command"):
+                    case "calibration":
+                        calibration = messages.calibration_from_proto(command.calibration)
+                        if core.is_for(lease_id, (calibration.fence.session_id, calibration.fence.epoch)):
+                            core.calibrate(calibration)
+                    case "send_drafted":
+                        wish = messages.send_drafted_from_proto(command.send_drafted)
+                        if core.is_for(lease_id, (wish.session_id, wish.epoch)):
+                            core.send_drafted(wish)
+                    case "close_session":
+                        key = (command.close_session.session_id, command.close_session.epoch)
+                        if core.is_for(lease_id, key):
+                            core.close_session(*key)
+                    case _:
+                        raise ProtocolViolationError("a command without content")
+
+    async def _write_events(
+        self,
+        outbox: Outbox[SessionFailed],
+        context: grpc.aio.ServicerContext[drafter_pb2.RunDraftSessionsRequest, drafter_pb2.RunDraftSessionsResponse],
+    ) -> None:
+        while failures := await outbox.take_all():
+            for message in in_messages(_failures_to_proto, failures):
+                await context.write(message)
+
+
+def _failures_to_proto(failures: Sequence[SessionFailed]) -> drafter_pb2.RunDraftSessionsResponse:
+    events = [
+        drafter_pb2.DraftEvent(failure=messages.failure_to_proto(failed.session_id, failed.epoch, failed.error))
+        for failed in failures
+    ]
+    return drafter_pb2.RunDraftSessionsResponse(events=events)
+
+
+def serve(config: DrafterConfig, place: Place, followers: Followers) -> int:
+    """Runs a drafter until a signal ends it, and returns the process's exit status.
+
+    Args:
+        config: what can be set.
+        place: as `GroupGuard`.
+        followers: as `GroupGuard`.
+    """
+    configure_logging(config.server.log_format, "drafter")
+    return asyncio.run(_serve(config, place, followers))
+
+
+async def _serve(config: DrafterConfig, place: Place, followers: Followers) -> int:
+    return await run_service(make_service(config, place, followers))
+
+
+def make_service(config: DrafterConfig, place: Place | None = None, followers: Followers | None = None) -> Service:
+    """Makes a drafter that is ready to be started, in a running event loop.
+
+    Args:
+        config: what can be set.
+        place: as `GroupGuard`.
+        followers: as `GroupGuard`.
+    """
+    tls = watch_tls(config.tls)
+    dialler = Dialler(config.connections, config.tls, tls)
+
+    async def connect(address: str, card: ModelCard, on_lost: Callable[[], None]) -> BlockLink:
+        introduction = Introduction(card, core.instance_id)
+        count_bytes = core.metrics.draft_bytes.inc
+        return await GrpcBlockLink.connect(
+            address, introduction, dialler, config.connect_timeout_s, on_lost, count_bytes
+        )
+
+    core = DrafterCore(config, connect, place, followers)
+    tracer = open_tracer(config.tracing, "drafter", f"{core.instance_id:016x}")
+    core.spans = DrafterSpans(tracer) if tracer is not None else None
+
+    async def start() -> None:
+        await core.start()
+        largest = config.connections.max_message_bytes
+        check_prompt_fits(core.description, largest)
+        check_block_fits(
+            config.drafts.block_bytes(core.description.vocab_size, config.engine.max_draft_tokens), largest
+        )
+
+    def register(server: grpc.aio.Server) -> None:
+        drafter_pb2_grpc.add_DrafterServiceServicer_to_server(DrafterServicer(core), server)
+        add_ModelServiceServicer_to_server(ModelServicer(lambda: core.card), server)
+
+    return Service(
+        name="drafter",
+        grpc_names=("draftwire.v1.DrafterService", "draftwire.v1.ModelService"),
+        settings=config.server,
+        connections=config.connections,
+        credentials=server_credentials(tls, config.tls),
+        metrics=core.metrics,
+        register=register,
+        start=start,
+        run=lambda: end_if_lost(core.run()),
+        stop=core.stop,
+        num_sessions=lambda: core.num_sessions,
+        watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
+        tracer=tracer,
+        is_lost=lambda: core.group.is_lost,
+    )

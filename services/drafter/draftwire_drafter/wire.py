@@ -1,0 +1,174 @@
+"""The drafter's end of the stream that carries draft blocks to a verifier."""
+
+from __future__ import annotations  # the generics of grpc exist for the type checker only
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
+from draftwire.method.rounds import DraftBlock
+from draftwire.models.description import vocabulary_mismatch
+from draftwire.models.loading import ModelCard
+from draftwire.runtime import messages
+from draftwire.runtime.channels import FRAME_BYTES, require_room
+from draftwire.runtime.outbox import Outbox
+from draftwire.runtime.peers import ModelPeer
+from draftwire.runtime.status import error_of
+from draftwire.runtime.tls import Dialler
+from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a drafter says of itself."""
+
+    card: ModelCard
+    instance_id: int
+
+
+class GrpcBlockLink:
+    """One long-lived stream to one verifier, for the blocks of all sessions."""
+
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        max_message_bytes: int,
+        on_lost: Callable[[], None],
+        on_sent: Callable[[int], None],
+    ) -> None:
+        """Use `connect`."""
+        self.address = address
+        self._on_lost, self._on_sent = on_lost, on_sent
+        self._max_message_bytes = max_message_bytes
+        self.broken = False
+        self._channel = channel
+        self._outbox = Outbox[DraftBlock]()
+        self._lifetime: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        introduction: Introduction,
+        dialler: Dialler,
+        timeout_s: float,
+        on_lost: Callable[[], None],
+        on_sent: Callable[[int], None],
+    ) -> GrpcBlockLink:
+        """Opens the stream and waits for the verifier's welcome.
+
+        Args:
+            address: host:port of the verifier.
+            introduction: for the hello.
+            dialler: opens the connection.
+            timeout_s: how long to wait for the welcome.
+            on_lost: called once if the stream ends afterwards, whoever ends it.
+            on_sent: called with the bytes of each message with blocks.
+
+        Raises:
+            ModelMismatchError: the verifier's vocabulary differs; names the first differing token.
+            UnavailableError: no welcome in time.
+        """
+        channel = dialler.open(address, bulk=True)
+        link = cls(address, channel, dialler.connections.max_message_bytes, on_lost, on_sent)
+        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        card = introduction.card
+        hello = verifier_pb2.DrafterHello(
+            model=messages.model_to_proto(card.description), instance_id=introduction.instance_id
+        )
+        call = stub.PushDraftBlocks(link._requests(hello), wait_for_ready=True)
+        is_welcome = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                is_welcome = await call.read() is not grpc.aio.EOF
+            if not is_welcome:
+                raise UnavailableError(f"verifier at {address} ended the stream")
+        except TimeoutError:
+            raise UnavailableError(f"verifier at {address} did not answer within {timeout_s:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise await _refusal(error, ModelPeer(channel, timeout_s), card) from error
+        finally:
+            if not is_welcome:  # also if whoever wanted the link has gone
+                link._outbox.close()
+                await channel.close()
+        link._lifetime = asyncio.create_task(link._watch(call))
+        log.info("drafter.verifier_connected", address=address)
+        return link
+
+    def push(self, block: DraftBlock) -> None:
+        """See `BlockLink.push`."""
+        if self.broken:
+            raise UnavailableError(f"verifier at {self.address} was lost")
+        self._outbox.put(block)
+
+    async def _requests(self, hello: verifier_pb2.DrafterHello) -> AsyncIterator[verifier_pb2.PushDraftBlocksRequest]:
+        yield verifier_pb2.PushDraftBlocksRequest(hello=hello)
+        while blocks := await self._outbox.take_all():
+            for part in in_parts(blocks, self._max_message_bytes // 2):
+                request = verifier_pb2.PushDraftBlocksRequest(
+                    blocks=verifier_pb2.DraftBlocks(blocks=[messages.block_to_proto(block) for block in part])
+                )
+                self._on_sent(request.ByteSize() + FRAME_BYTES)
+                yield request
+
+    async def _watch(
+        self, call: grpc.aio.StreamStreamCall[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse]
+    ) -> None:
+        """Waits for the end of the stream, whoever ends it."""
+        reason: str | None = None
+        try:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+            reason = await call.details()
+        except grpc.aio.AioRpcError as error:
+            reason = error.details()
+        finally:
+            self.broken = True
+            self._outbox.close()
+        log.warning("drafter.verifier_lost", address=self.address, reason=reason)
+        self._on_lost()
+        await self._channel.close()
+
+
+async def _refusal(error: grpc.aio.AioRpcError, peer: ModelPeer, card: ModelCard) -> DraftwireError:
+    """Returns why a verifier ended the stream instead of welcoming us."""
+    refusal = error_of(error)
+    if isinstance(refusal, ProtocolViolationError):
+        target = await peer.describe()
+        if target.vocabulary_fingerprint != card.description.vocabulary_fingerprint:
+            return vocabulary_mismatch(target, card.description, await peer.vocabulary(), card.vocabulary)
+    return refusal
+
+
+def check_block_fits(most_block_bytes: int, max_message_bytes: int) -> None:
+    """Makes sure that every block can be sent.
+
+    Args:
+        most_block_bytes: most bytes that the distributions of one block can take.
+        max_message_bytes: the largest message.
+
+    Raises:
+        InvalidRequestError: the largest message is too small.
+    """
+    require_room("a draft block, at most max_draft_tokens long", most_block_bytes, max_message_bytes)
+
+
+def in_parts(blocks: list[DraftBlock], most_bytes: int) -> Iterator[list[DraftBlock]]:
+    """Splits what leaves together so that no part's distributions exceed a size, unless a single block does."""
+    part: list[DraftBlock] = []
+    size = 0
+    for block in blocks:
+        block_size = len(block.distributions.data)
+        if part and size + block_size > most_bytes:
+            yield part
+            part, size = [], 0
+        part.append(block)
+        size += block_size
+    yield part

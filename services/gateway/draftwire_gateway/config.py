@@ -1,0 +1,162 @@
+"""Configuration of a gateway."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draftwire.runtime.settings import ConnectionSettings, ServerSettings, TlsSettings, TracingSettings, require
+
+NO_DRAFTER = "none"
+"""Stands for no drafter where an address is expected."""
+
+DEFAULT_VERIFIER, DEFAULT_DRAFTER = "127.0.0.1:50052", "127.0.0.1:50053"
+
+DNS_PREFIX = "dns:///"
+"""Stands before a name that leads to several services, one at each of its addresses."""
+
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+"""What Kubernetes takes as the name of a service or namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoverySettings:
+    """Where verifiers and drafters are, if that is not said by their addresses, and which of them work together."""
+
+    discovery: str = "static"
+    """Who says where verifiers and drafters are: "static", the options verifier and drafter, or "kubernetes"."""
+    verifier_service: str | None = None
+    """Service in Kubernetes whose endpoints are the verifiers."""
+    drafter_service: str | None = None
+    """Service in Kubernetes whose endpoints are the drafters; without it there are none."""
+    namespace: str | None = None
+    """Namespace of both services; by default the one that this pod is in."""
+    near_drafter_sessions: int = 8
+    """How many sessions more than one in another zone a drafter in the verifier's zone may have, and still be taken."""
+
+    def __post_init__(self) -> None:
+        known = ("static", "kubernetes")
+        require(self.discovery in known, f"discovery must be static or kubernetes, not {self.discovery!r}")
+        for name in ("verifier_service", "drafter_service", "namespace"):
+            value = getattr(self, name)
+            require(value is None or self.in_kubernetes, f"{name} is for discovery kubernetes: set that too")
+            is_name = value is None or LABEL.fullmatch(value) is not None
+            require(is_name, f"{name}: {value!r} is not a name in Kubernetes")
+        is_named = not self.in_kubernetes or self.verifier_service is not None
+        require(is_named, "discovery kubernetes needs verifier_service")
+        require(self.near_drafter_sessions >= 0, "near_drafter_sessions must not be negative")
+
+    @property
+    def in_kubernetes(self) -> bool:
+        """Whether Kubernetes says where the services are."""
+        return self.discovery == "kubernetes"
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """How long the loop waits and how far it lets the verifier run."""
+
+    plain_run_rounds: int = 32
+    """Rounds asked for at once where there is no drafter."""
+    bridge_rounds: int = 2
+    """Rounds asked for at once while the drafter still reads the prompt."""
+    block_timeout_s: float = 5.0
+    """A drafter that is slower than its blocks usually are is asked for what it has drawn, at the latest after this
+    time. If that does not come within this time again, the drafter is given up for the session."""
+    verdict_timeout_s: float = 120.0
+    """A verifier that is silent for this long during its own work is lost."""
+    prompt_timeout_s: float = 900.0
+    """How long the verifier may take for the first token: a long prompt is read beside running sessions."""
+    failover_timeout_s: float = 30.0
+    """How long another verifier is sought for a session whose verifier was lost; it may be the same one, restarted."""
+
+    def __post_init__(self) -> None:
+        require(self.plain_run_rounds >= 1, "plain_run_rounds must be at least 1")
+        require(self.bridge_rounds >= 1, "bridge_rounds must be at least 1")
+        require(self.block_timeout_s > 0.0, "block_timeout_s must be positive")
+        require(self.verdict_timeout_s > 0.0, "verdict_timeout_s must be positive")
+        require(self.prompt_timeout_s > 0.0, "prompt_timeout_s must be positive")
+        require(self.failover_timeout_s >= 0.0, "failover_timeout_s must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Everything that can be set. Bad values raise at start."""
+
+    server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50051))
+    http_port: int | None = 8000
+    """Port of the HTTP edge in the form of OpenAI's, on the same host and with the same certificates; 0 takes a free
+    one, which the log names; "none" serves none."""
+    verifier: str | None = None
+    """host:port of each verifier, separated by commas; by default 127.0.0.1:50052. Drafters are told the same
+    addresses. dns:///name:port stands for all addresses of a name, which is looked up again every few seconds."""
+    drafter: str | None = None
+    """The same of each drafter; by default 127.0.0.1:50053; "none" serves plain decoding only."""
+    discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
+    num_speculative_tokens: int = 4
+    """Draft tokens per round where a request does not say."""
+    max_speculative_tokens: int = 16
+    """Most that a request may ask for."""
+    rejection_sample_method: str = "block"
+    """Verification rule where a request does not say: block, token or coupled. Lossy rules have to be asked for."""
+    startup_timeout_s: float = 120.0
+    """How long the first verifier and the first drafter may take to come up."""
+    max_requests: int = 256
+    """Requests that may run at once, each choice counted; more are refused with RESOURCE_EXHAUSTED."""
+    loop: LoopSettings = field(default_factory=LoopSettings)
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
+    tls: TlsSettings = field(default_factory=lambda: TlsSettings(tls_require_client_cert=False))
+    tracing: TracingSettings = field(default_factory=TracingSettings)
+    trace_sample_ratio: float = 1.0
+    """Share of the requests that are traced, 0 to 1, of those that do not say whether they are to be."""
+    tokens_file: Path | None = None
+    """TOML file of the bearer tokens that callers must show, and their limits; without it nobody needs one. Read again
+    when it changes."""
+
+    def __post_init__(self) -> None:
+        is_port = self.http_port is None or 0 <= self.http_port <= 65535
+        require(is_port, f"http_port must be in 0..65535, not {self.http_port}")
+        self.tls.check_listening(self.server.host)
+        has_issuer = self.tls.tls_ca is not None or not self.tls.tls_require_client_cert
+        require(has_issuer, "tls_require_client_cert needs tls_ca, which says whose certificates are believed")
+        if self.discovery.in_kubernetes:
+            for name in ("verifier", "drafter"):
+                says_once = getattr(self, name) is None
+                require(says_once, f"{name} and discovery kubernetes both say where to find one: set one of them")
+            self.tls.check_dialling("a pod")
+        else:
+            self._check_addresses(self.verifiers)
+            self._check_addresses(self.drafters)
+        require(
+            0 <= self.num_speculative_tokens <= self.max_speculative_tokens,
+            f"num_speculative_tokens must be in 0..{self.max_speculative_tokens}, not {self.num_speculative_tokens}",
+        )
+        require(self.startup_timeout_s > 0.0, "startup_timeout_s must be positive")
+        require(self.max_requests >= 1, "max_requests must be at least 1")
+        require(0.0 <= self.trace_sample_ratio <= 1.0, "trace_sample_ratio must be in 0..1")
+        has_use = self.trace_sample_ratio == 1.0 or self.tracing.otlp_endpoint is not None
+        require(has_use, "trace_sample_ratio says which requests are traced, and none are: set otlp_endpoint too")
+
+    @property
+    def verifiers(self) -> tuple[str, ...]:
+        """host:port of each verifier, or names, each with `DNS_PREFIX`."""
+        return _addresses(DEFAULT_VERIFIER if self.verifier is None else self.verifier)
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The same of each drafter."""
+        return (
+            () if self.drafter == NO_DRAFTER else _addresses(DEFAULT_DRAFTER if self.drafter is None else self.drafter)
+        )
+
+    def _check_addresses(self, addresses: tuple[str, ...]) -> None:
+        for address in addresses:
+            host, _, port = address.removeprefix(DNS_PREFIX).rpartition(":")
+            is_address = bool(host) and port.isdigit() and int(port) <= 65535
+            require(is_address, f"{address!r} is not host:port")
+            self.tls.check_dialling(host)
+        num_names = sum(address.startswith(DNS_PREFIX) for address in addresses)
+        require(num_names in (0, len(addresses)), f"{DNS_PREFIX} stands before all names of a list, or before none")
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(address.strip() for address in text.split(",")))

@@ -1,0 +1,243 @@
+"""The gateway without its edge: which peers serve a request, and the running requests."""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+
+from transformers import PreTrainedTokenizerBase
+
+from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.models.description import ModelDescription
+from draftwire.models.tokenizer import load_tokenizer
+from draftwire.requests.automaton import FormCompiler
+from draftwire.requests.rules import facts_of
+from draftwire.runtime.forms import Forms
+from draftwire_gateway.config import GatewayConfig
+from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho, SideBySide
+from draftwire_gateway.session.latencies import Latencies
+from draftwire_gateway.session.loop import Delta, Finish, GenerationLoop
+from draftwire_gateway.session.ports import Peers
+from draftwire_gateway.session.request import (
+    Generation,
+    RequestedGeneration,
+    SpeculationDefaults,
+    complete_request,
+)
+from draftwire_gateway.session.round_times import RoundObserver, RoundTimes
+from draftwire_gateway.session.spans import RequestTracing
+from draftwire_gateway.text.chat import ChatTemplate
+from draftwire_gateway.text.conversation import Conversation
+from draftwire_gateway.text.text import TextStream, decoded
+
+MAX_PROMPT_CHARACTERS = 4_000_000
+"""Longer prompts are refused before they are tokenised."""
+
+MAX_IDS_ON_LOOP = 100_000
+"""Of a request. More would hold up the event loop, and with it all others."""
+
+
+class GatewayCore:
+    """Runs requests on the verifiers and drafters that there are. All methods run on the event loop."""
+
+    def __init__(self, config: GatewayConfig, peers: Peers) -> None:
+        """Takes the peers; `serve_model` comes before the first request.
+
+        Raises:
+            InvalidRequestError: the default rule is unknown or lossy.
+        """
+        name = config.rejection_sample_method
+        if not facts_of(name).is_lossless:
+            raise InvalidRequestError(f"{name} is lossy: requests may ask for it, but it cannot be the default")
+        self.config = config
+        self._peers = peers
+        self.metrics = GatewayMetrics()
+        self.tracing: RequestTracing | None = None
+        """Decides which requests are traced; None traces none. Set before the first request."""
+        self.num_requests = 0
+        """Those that run or are prepared; of a request with several choices each counts."""
+        self.metrics.num_running.set_function(lambda: self.num_requests)
+        self.description: ModelDescription
+        """The target model."""
+        self._tokenizer: PreTrainedTokenizerBase
+        self._chat_template: ChatTemplate
+        self._forms: Forms
+        self._token_texts: dict[int, str] = {}
+
+    @property
+    def defaults(self) -> SpeculationDefaults:
+        """What requests get that do not say."""
+        config = self.config
+        return SpeculationDefaults(
+            config.num_speculative_tokens, config.max_speculative_tokens, config.rejection_sample_method
+        )
+
+    def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
+        """Takes the target model and its tokenizer."""
+        self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
+        self._chat_template = ChatTemplate(self._tokenizer, description.name)
+        self.metrics.of_model.model_name = description.name
+        self._forms = Forms(FormCompiler(self._tokenizer, description.vocab_size, description.stop_token_ids))
+
+    @contextmanager
+    def admit(self, num_choices: int) -> Iterator[None]:
+        """Counts the choices of a request, from before its prompts are read until it has ended.
+
+        Raises:
+            InvalidRequestError: they are more than may ever run at once.
+            NoRoomError: too many requests run already.
+        """
+        most = self.config.max_requests
+        if num_choices > most:
+            raise InvalidRequestError(f"num_choices: {num_choices} choices in all; at most {most} may run at once")
+        if self.num_requests + num_choices > most:
+            self.metrics.requests_refused.labels("gateway").inc(num_choices)
+            raise NoRoomError(f"{self.num_requests} requests are running, of {most} at most; retry in a second")
+        self.num_requests += num_choices
+        try:
+            yield
+        finally:
+            self.num_requests -= num_choices
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of a prompt, with whatever the target's tokenizer puts in front.
+
+        Raises:
+            InvalidRequestError: the text is empty or far beyond any context.
+        """
+        if not text:
+            raise InvalidRequestError("the prompt is empty")
+        _check_length(len(text))
+        encoding = await asyncio.to_thread(self._tokenizer, text)
+        return list(encoding["input_ids"])
+
+    async def render_chat(self, conversation: Conversation) -> list[int]:
+        """Returns the ids of a conversation, rendered by the target's chat template, ready for the answer.
+
+        Raises:
+            InvalidRequestError: the target has no chat template, it refuses the conversation or leaves something out,
+                or the conversation is far beyond any context.
+            NoRoomError: too many conversations are rendered.
+        """
+        _check_length(conversation.num_characters)
+        text = await self._chat_template.render(conversation)
+        _check_length(len(text))
+        encoding = await asyncio.to_thread(self._tokenizer, text, add_special_tokens=False)
+        return list(encoding["input_ids"])
+
+    def token_text(self, token_id: int) -> str:
+        """Returns what a token of the target reads as alone, a special one too; a part of a character as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+            self._token_texts[token_id] = text
+        return text
+
+    async def text_lengths(self, token_ids: list[int]) -> list[int]:
+        """Returns how many characters each of these tokens makes certain of the text of all of them."""
+        text = TextStream(self._tokenizer, [], (), tells_tokens_apart=True)
+        return (await asyncio.to_thread(text.push, token_ids)).lengths
+
+    async def complete(self, requested: RequestedGeneration) -> list[Generation]:
+        """Checks a request and fills in the defaults; see `complete_request`. A large one is checked on a thread."""
+        if requested.num_ids > MAX_IDS_ON_LOOP:
+            return await asyncio.to_thread(complete_request, requested, self.description, self.defaults)
+        return complete_request(requested, self.description, self.defaults)
+
+    async def check_form(self, generations: Sequence[Generation]) -> None:
+        """Refuses a form of the text that cannot be followed, before anything is opened.
+
+        Raises:
+            InvalidRequestError: see `Forms.compile`.
+            NoRoomError: too many forms are read.
+        """
+        form = generations[0].sampling.structured_output if generations else None
+        if form is not None:
+            for generated_ids in {generation.generated_ids for generation in generations}:
+                await self._forms.compile(form, generated_ids)
+
+    async def generate(self, generations: Sequence[Generation], traceparent: str = "") -> AsyncGenerator[ChoiceEvent]:
+        """Carries out the choices of one request: first the prompts that are to be sent back, then all else.
+
+        To be called within `admit`.
+
+        Args:
+            generations: the choices.
+            traceparent: the request's header of that name, whatever it says; empty if there is none.
+
+        Raises:
+            InvalidRequestError: the verifier refuses it, whose limits may be lower than the gateway's.
+            NoRoomError: no verifier has room.
+            UnavailableError: no verifier can be reached.
+        """
+        loops: list[GenerationLoop] = []
+        trace = self.tracing.begin(traceparent, len(generations)) if self.tracing is not None else None
+
+        async def make_loop(generation: Generation) -> GenerationLoop:
+            text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop, generation.token_details)
+            if generation.generated_ids:  # may be many
+                await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
+            spans = trace.choice(generation) if trace is not None else None
+            observer = _both(self.metrics.observe_round, spans.add_round if spans is not None else None)
+            loops.append(GenerationLoop(generation, self._peers, text, self.config.loop, observer, spans))
+            return loops[-1]
+
+        num_unfinished, result = len(generations), "failed"
+        latencies = Latencies(self.metrics)
+        self.metrics.prompt_tokens.inc(sum({each.prompt_index: len(each.prompt_ids) for each in generations}.values()))
+        try:
+            for generation in generations:
+                if generation.echo:
+                    yield ChoiceEvent(generation, await self._echo(generation.prompt_ids))
+            async with aclosing(SideBySide(generations, make_loop).run()) as events:
+                async for event in events:
+                    match event.event:
+                        case Delta(token_ids=token_ids):
+                            self.metrics.tokens.inc(len(token_ids))
+                            latencies.count_tokens(event.generation.choice, len(token_ids))
+                        case Finish(reason=reason):
+                            num_unfinished -= 1
+                            self.metrics.requests.labels(reason.value).inc()
+                            latencies.count_end()
+                    yield event
+            result = "finished"
+        except NoRoomError:
+            self.metrics.requests_refused.labels("verifier").inc(num_unfinished)
+            raise
+        except InvalidRequestError:
+            result = "invalid"
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            result = "cancelled"
+            raise
+        finally:
+            if trace is not None:
+                trace.end(result, sys.exception() if result in ("invalid", "failed") else None)
+            if num_unfinished:
+                self.metrics.requests.labels(result).inc(num_unfinished)
+            self.metrics.drafters_lost.inc(sum(loop.statistics.num_drafters_lost for loop in loops))
+            self.metrics.verifiers_lost.inc(sum(loop.statistics.num_verifiers_lost for loop in loops))
+            for generation in generations:
+                if generation.is_lossy:
+                    self.metrics.lossy_requests.labels(generation.rule).inc()
+
+    async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
+        return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))
+
+
+def _check_length(num_characters: int) -> None:
+    if num_characters > MAX_PROMPT_CHARACTERS:
+        raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
+
+
+def _both(first: RoundObserver, second: RoundObserver | None) -> RoundObserver:
+    """Returns an observer that tells two, or the first if there is no second."""
+    if second is None:
+        return first
+
+    def observe(times: RoundTimes) -> None:
+        first(times)
+        second(times)
+
+    return observe

@@ -1,0 +1,161 @@
+"""Carries out a request: who asks, what for, and how the answer goes out."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, suppress
+from itertools import chain
+from typing import Any, Generic
+
+from starlette.types import Message, Receive, Scope, Send
+
+from draftwire_gateway.auth.access import Access, Caller
+from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.http.asking import Route, in_names_of, model_fault
+from draftwire_gateway.http.bodies import header, read_body
+from draftwire_gateway.http.models import Drafters
+from draftwire_gateway.http.pieces import Piece, PieceMaker
+from draftwire_gateway.http.requests import Body, GenerateBody, read
+from draftwire_gateway.http.shapes import END, Writer
+from draftwire_gateway.session.loop import Delta
+from draftwire_gateway.session.request import Generation, check_num_choices
+
+PART_BYTES = 2**16
+"""How much of a whole answer is sent at once: other requests have their turn between two parts."""
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # a proxy must not collect events
+]
+
+
+class GeneratingRoute(Generic[Body]):
+    """An ASGI application that answers one route. What it raises is answered by `Guard`, which stands before it.
+
+    Written against ASGI itself: an event goes out with one call, and a client that goes away is noticed at once.
+    """
+
+    def __init__(
+        self, route: Route[Body], core: GatewayCore, drafters: Drafters, access: Access, most_bytes: int
+    ) -> None:
+        """Prepares.
+
+        Args:
+            route: what is asked for and answered.
+            core: carries it out.
+            drafters: those that there are now.
+            access: knows who may ask.
+            most_bytes: of a body.
+        """
+        self._route = route
+        self._core = core
+        self._drafters = drafters
+        self._access = access
+        self._most_bytes = most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        caller = self._access.authenticate(header(scope, "authorization"))
+        body = await read(self._route.body, await read_body(scope, receive, self._most_bytes))
+        target = self._core.description.name
+        fault = model_fault(body.model, target, [drafter.description.name for drafter in self._drafters()])
+        if fault is not None:
+            raise fault
+        work = self._answer(body, caller, header(scope, "traceparent") or "", send)
+        await _while_connected(receive, in_names_of(self._route, body, work))
+
+    async def _answer(self, body: Body, caller: Caller, traceparent: str, send: Send) -> None:
+        num_prompts = self._route.num_prompts(body)
+        num_choices = num_prompts * check_num_choices(num_prompts, body.n)
+        with caller.request(num_choices), self._core.admit(num_choices):
+            generations = await self._core.complete(await self._route.requested(body, self._core))
+            await self._core.check_form(generations)
+            wishes = self._route.wishes(body)
+            maker = PieceMaker(wishes, self._core)
+            writer = Writer(self._route.shape, wishes, self._core.description.name)
+            async with aclosing(self._pieces(generations, maker, caller, traceparent)) as pieces:
+                if body.stream:
+                    await _stream(body, pieces, maker, writer, send)
+                    return
+                whole = {generation.choice: Piece(generation.choice) for generation in generations}
+                async for piece in pieces:
+                    whole[piece.choice].add(piece)
+            await send_whole(send, writer.answer(list(whole.values()), maker.endings))
+
+    async def _pieces(
+        self, generations: Sequence[Generation], maker: PieceMaker, caller: Caller, traceparent: str
+    ) -> AsyncGenerator[Piece]:
+        """Yields what comes of the choices, and charges the caller for it."""
+        async with aclosing(self._core.generate(generations, traceparent)) as events:
+            async for said in events:
+                if isinstance(said.event, Delta):
+                    caller.charge(len(said.event.token_ids))
+                for piece in await maker.pieces(said):
+                    yield piece
+
+
+async def _stream(
+    body: GenerateBody, pieces: AsyncIterator[Piece], maker: PieceMaker, writer: Writer, send: Send
+) -> None:
+    """Sends each piece as soon as it has come. The status goes out with the first: until then a request may fail."""
+    tells_usage = body.stream_options is not None and body.stream_options.include_usage
+    has_begun = False
+    async for piece in pieces:
+        if not has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            has_begun = True
+        await send(_part(writer.chunk(piece, tells_usage=tells_usage)))
+    end = writer.cost(maker.endings) + END if tells_usage else END
+    await send(_part(end, is_last=True))
+
+
+async def send_whole(send: Send, texts: Iterator[str]) -> None:
+    """Sends an answer as fast as it is read. A long one is never there as a whole, and so cannot say how long it is."""
+    parts = _parts(texts)
+    part, following = next(parts), next(parts, None)
+    headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+    if following is None:
+        headers.append((b"content-length", str(len(part)).encode()))
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    if following is None:
+        await send(_part(part, is_last=True))
+        return
+    for one in chain((part, following), parts):
+        await send(_part(one))
+        await asyncio.sleep(0)  # sending waits for the reader alone
+    await send(_part(b"", is_last=True))  # waits until the parts are read: a drain cuts nothing off
+
+
+def _parts(texts: Iterator[str]) -> Iterator[bytes]:
+    """Yields parts of `PART_BYTES` or a little more, but for the last one."""
+    collected = bytearray()
+    for text in texts:
+        collected += text.encode()
+        if len(collected) >= PART_BYTES:
+            yield bytes(collected)
+            collected.clear()
+    if collected:
+        yield bytes(collected)
+
+
+def _part(content: bytes, *, is_last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": not is_last}
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs work until it is done, or whoever waits for it has gone: then it is cancelled."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.wait({task, gone})
+    with suppress(asyncio.CancelledError):
+        task.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

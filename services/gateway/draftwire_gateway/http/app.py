@@ -1,0 +1,94 @@
+"""The routes."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.routing import Route as StarletteRoute
+
+from draftwire.runtime.addresses import is_loopback
+from draftwire_gateway.auth.access import Access
+from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.http.answering import GeneratingRoute
+from draftwire_gateway.http.asking import Chat, Completions
+from draftwire_gateway.http.bodies import header
+from draftwire_gateway.http.errors import UNAVAILABLE_RETRY_S, body_of
+from draftwire_gateway.http.guard import Gate, Guard
+from draftwire_gateway.http.models import Drafters, ModelList
+from draftwire_gateway.http.pages import HEADERS, Page, read_pages
+from draftwire_gateway.http.refused import RefusedError
+
+
+def make_app(
+    core: GatewayCore, drafters: Drafters, access: Access, gate: Gate, pages: Mapping[str, Page] | None = None
+) -> FastAPI:
+    """Returns the application.
+
+    Args:
+        core: carries requests out.
+        drafters: those that are connected now.
+        access: who may ask, and how much.
+        gate: whether the service is ready.
+        pages: static files by path; without them, those of the playground.
+    """
+    app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    is_open = core.config.tokens_file is None and is_loopback(core.config.server.host)
+    app.add_middleware(Guard, gate=gate, is_open=is_open)
+    app.add_exception_handler(HTTPException, _no_route)
+    most_bytes = core.config.connections.max_message_bytes
+    for path, route in (("/v1/completions", Completions()), ("/v1/chat/completions", Chat())):
+        answer: GeneratingRoute[Any] = GeneratingRoute(route, core, drafters, access, most_bytes)
+        app.router.routes.append(StarletteRoute(path, answer, methods=["POST"]))
+    _add_models(app, ModelList(core, drafters), access)
+    _add_state(app, core, access, gate)
+    for path, page in (read_pages() if pages is None else pages).items():
+        app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
+    return app
+
+
+def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:
+    @app.get("/v1/models", response_model=None)
+    async def list_models(request: Request) -> Response:
+        access.authenticate(header(request.scope, "authorization"))
+        return _json(models.all())
+
+    @app.get("/v1/models/{name:path}", response_model=None)
+    async def retrieve_model(request: Request, name: str) -> Response:
+        access.authenticate(header(request.scope, "authorization"))
+        return _json(models.one(name))
+
+
+def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> None:
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        if not gate.refusal:
+            return _json({"status": "ok"})
+        headers = {"retry-after": f"{UNAVAILABLE_RETRY_S:.0f}"}
+        return _json({"status": gate.refusal}, 503, headers)
+
+    @app.get("/metrics", response_model=None)
+    async def metrics(request: Request) -> Response:
+        access.authenticate(header(request.scope, "authorization"))
+        return Response(generate_latest(core.metrics.registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+async def _page(page: Page) -> Response:
+    return Response(page.content, headers={**HEADERS, "content-type": page.content_type})
+
+
+async def _no_route(_request: Request, error: Exception) -> Response:
+    """Answers what no route takes, in the form of all other errors."""
+    assert isinstance(error, HTTPException)
+    said = {404: "there is no such route", 405: "the route does not take this method"}
+    refusal = RefusedError(error.status_code, said.get(error.status_code, "the request is not understood"))
+    headers = {**(error.headers or {}), "content-type": "application/json"}
+    return Response(body_of(refusal), error.status_code, headers)
+
+
+def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    fields = {**(headers or {}), "content-type": "application/json", "cache-control": "no-store"}
+    return Response(json.dumps(value, ensure_ascii=False), status, fields)

@@ -1,0 +1,225 @@
+"""From the bodies of requests to what the core carries out."""
+
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol
+
+from draftwire.errors import InvalidRequestError
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.structured_output import StructuredOutput
+from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.http.errors import HTTP_NAMES, renamed
+from draftwire_gateway.http.pieces import Wishes
+from draftwire_gateway.http.refused import RefusedError
+from draftwire_gateway.http.requests import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    Message,
+    OutputForm,
+    ToolBody,
+)
+from draftwire_gateway.http.shapes import ChatShape, CompletionShape, Shape
+from draftwire_gateway.session.request import RequestedGeneration
+from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
+
+
+class Route(Protocol, Generic[Body]):
+    """One of the two routes that generate text."""
+
+    @property
+    def body(self) -> type[Body]:
+        """What it takes."""
+
+    @property
+    def shape(self) -> Shape:
+        """What it answers."""
+
+    def num_prompts(self, body: Body) -> int:
+        """Returns how many prompts there are."""
+
+    def wishes(self, body: Body) -> Wishes:
+        """Returns what is to be told beside the text."""
+
+    def names(self, body: Body) -> Mapping[str, str]:
+        """Returns how this route calls what errors of the core call otherwise."""
+
+    async def requested(self, body: Body, core: GatewayCore) -> RequestedGeneration:
+        """Reads the prompts, and returns all that is asked for.
+
+        Raises:
+            InvalidRequestError: a value is out of range, or a prompt cannot be read.
+            NoRoomError: too many conversations are rendered.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """POST /v1/completions."""
+
+    body: type[CompletionBody] = CompletionBody
+    shape: Shape = field(default_factory=CompletionShape)
+
+    def num_prompts(self, body: CompletionBody) -> int:
+        """See `Route`."""
+        return len(body.prompt)
+
+    def wishes(self, body: CompletionBody) -> Wishes:
+        """See `Route`."""
+        return Wishes(body.n, body.logprobs, body.prompt_logprobs, body.token_details)
+
+    def names(self, body: CompletionBody) -> Mapping[str, str]:
+        """See `Route`."""
+        return HTTP_NAMES
+
+    async def requested(self, body: CompletionBody, core: GatewayCore) -> RequestedGeneration:
+        """See `Route`."""
+        prompts = [await core.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        # Text and log-probabilities of an echo go together, so those of the prompt are needed too.
+        tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
+        return RequestedGeneration(
+            prompts=prompts,
+            sampling=_sampling(body, _form(body.structured_output)),
+            max_tokens=body.max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=max((top for top in tops if top is not None), default=None),
+            echo=body.echo,
+            token_details=body.token_details or body.logprobs is not None,  # offsets in the text
+            **_common(body),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """POST /v1/chat/completions."""
+
+    body: type[ChatBody] = ChatBody
+    shape: Shape = field(default_factory=ChatShape)
+
+    def num_prompts(self, body: ChatBody) -> int:
+        """See `Route`."""
+        return 1
+
+    def wishes(self, body: ChatBody) -> Wishes:
+        """See `Route`."""
+        return Wishes(body.n, _num_top(body), body.prompt_logprobs, body.token_details)
+
+    def names(self, body: ChatBody) -> Mapping[str, str]:
+        """See `Route`."""
+        length = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return {**HTTP_NAMES, **length, "the prompt": "messages"}
+
+    async def requested(self, body: ChatBody, core: GatewayCore) -> RequestedGeneration:
+        """See `Route`."""
+        return RequestedGeneration(
+            prompts=[await core.render_chat(_conversation(body))],
+            sampling=_sampling(body, _chat_form(body)),
+            max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+            logprobs=_num_top(body),
+            prompt_logprobs=body.prompt_logprobs,
+            token_details=body.token_details,
+            **_common(body),
+        )
+
+
+async def in_names_of(route: Route[Body], body: Body, work: Coroutine[Any, Any, None]) -> None:
+    """Waits for work; what is wrong with a request is said in the words of its route.
+
+    Raises:
+        RefusedError: for an `InvalidRequestError`.
+    """
+    try:
+        await work
+    except InvalidRequestError as error:
+        raise renamed(error, route.names(body)) from error
+
+
+def _common(body: GenerateBody) -> dict[str, Any]:
+    """Returns what both routes ask for alike."""
+    return {
+        "num_choices": body.n,
+        "stop": tuple(body.stop),
+        "stop_token_ids": tuple(body.stop_token_ids),
+        "ignore_eos": body.ignore_eos,
+        "seed": body.seed,
+        "num_speculative_tokens": body.num_speculative_tokens,
+        "rule": body.rejection_sample_method,
+        "cache_salt": body.cache_salt,
+        "logprobs_mode": body.logprobs_mode,
+    }
+
+
+def _sampling(body: GenerateBody, form: StructuredOutput | None) -> SamplingParams:
+    return SamplingParams(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=tuple(sorted(body.logit_bias.items())),
+        allowed_token_ids=None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids),
+        min_tokens=body.min_tokens,
+        structured_output=form,
+    )
+
+
+def _form(wanted: OutputForm | None) -> StructuredOutput | None:
+    if wanted is None:
+        return None
+    if wanted.json_schema is not None:
+        return StructuredOutput.json(wanted.json_schema)
+    if wanted.regex is not None:
+        return StructuredOutput.regex(wanted.regex)
+    if wanted.choice is not None:
+        return StructuredOutput.choice(wanted.choice)
+    assert wanted.grammar is not None, "one of the four is there"
+    return StructuredOutput.grammar(wanted.grammar)
+
+
+def _chat_form(body: ChatBody) -> StructuredOutput | None:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return _form(body.structured_output)
+    schema = '{"type": "object"}' if wanted.json_schema is None else wanted.json_schema.json_schema
+    return StructuredOutput.json(schema)
+
+
+def _num_top(body: ChatBody) -> int | None:
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _conversation(body: ChatBody) -> Conversation:
+    return Conversation(
+        turns=tuple(map(_turn, body.messages)),
+        tools=tuple(map(_tool, body.tools)) if body.tool_choice == "auto" else (),
+        template_arguments="" if body.chat_template_kwargs == "{}" else body.chat_template_kwargs,
+        continues_last=body.continue_final_message,
+    )
+
+
+def _turn(message: Message) -> ChatTurn:
+    return ChatTurn(
+        role=message.role,
+        content="".join(part.text for part in message.content),
+        name=message.name,
+        tool_calls=tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls),
+        tool_call_id=message.tool_call_id,
+    )
+
+
+def _tool(tool: ToolBody) -> Tool:
+    function = tool.function
+    return Tool(function.name, function.description, function.parameters)
+
+
+def model_fault(model: str, target: str, drafters: Sequence[str]) -> RefusedError | None:
+    """Returns why a request cannot be for a model; None if it can."""
+    if model == target:
+        return None
+    if model in drafters:
+        message = f"model: this is the model of a drafter, and drafters only draft; ask for {target}"
+        return RefusedError(400, message, code="model_is_a_drafter", param="model")
+    return RefusedError(404, f"there is no such model here; ask for {target}", code="model_not_found", param="model")

@@ -1,0 +1,115 @@
+"""Errors in OpenAI's form: one table from class to HTTP status."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from draftwire.errors import (
+    DraftwireError,
+    InvalidRequestError,
+    ModelMismatchError,
+    NoRoomError,
+    ProtocolViolationError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownSessionError,
+)
+from draftwire_gateway.http.refused import RefusedError
+from draftwire_gateway.http.requests import ChatBody, CompletionBody
+
+UNAVAILABLE_RETRY_S = 1.0
+"""When to try again while the gateway is not ready, or another one is."""
+
+HTTP_NAMES = {"num_choices": "n", "template_arguments": "chat_template_kwargs"}
+"""What the parameters of gRPC that have another name here are called here."""
+
+_WORD = re.compile(r"[a-z_]+")
+_PARAMETERS = frozenset([*CompletionBody.model_fields, *ChatBody.model_fields])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    status: int
+    type: str
+    code: str | None = None
+
+
+_OPAQUE = "internal error"
+_INTERNAL = _Kind(500, "api_error", "internal_error")
+_INVALID = _Kind(400, "invalid_request_error")
+_TABLE: dict[type[BaseException], _Kind] = {
+    InvalidRequestError: _INVALID,
+    UnauthenticatedError: _Kind(401, "authentication_error", "invalid_api_key"),
+    UnknownSessionError: _Kind(503, "service_unavailable_error", "session_lost"),  # of a peer: no user names one
+    ProtocolViolationError: _Kind(500, "api_error", "peer_failed"),
+    ModelMismatchError: _Kind(500, "api_error", "peer_failed"),
+    NoRoomError: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
+    UnavailableError: _Kind(503, "service_unavailable_error", "unavailable"),
+    TimeoutError: _Kind(504, "service_unavailable_error", "timeout"),
+}
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _kind_of(cause: BaseException) -> _Kind:
+    if isinstance(cause, RefusedError):
+        return _Kind(cause.status, "invalid_request_error", cause.code)
+    return next((_TABLE[kind] for kind in type(cause).__mro__ if kind in _TABLE), _INTERNAL)
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether an error is part of normal life and needs no traceback."""
+    return _kind_of(_root_cause(error)) is not _INTERNAL
+
+
+def status_of(error: BaseException) -> int:
+    """Returns the HTTP status of an error."""
+    return _kind_of(_root_cause(error)).status
+
+
+def body_of(error: BaseException) -> bytes:
+    """Returns what the caller reads, as JSON. What is not in the table stays opaque."""
+    cause = _root_cause(error)
+    kind = _kind_of(cause)
+    said = isinstance(cause, DraftwireError | RefusedError)
+    message = _said_with(HTTP_NAMES, str(cause)) if said else _OPAQUE
+    param = cause.param if isinstance(cause, RefusedError) else _param_of(message) if kind is _INVALID else None
+    fields = {"message": message, "type": kind.type, "param": param, "code": kind.code}
+    return json.dumps({"error": fields}).encode()
+
+
+def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> RefusedError:
+    """Returns an error that calls parameters as a route does: the keys of `names` by their values."""
+    message = _said_with(names, str(error))
+    return RefusedError(400, message, param=_param_of(message))
+
+
+def _said_with(names: Mapping[str, str], message: str) -> str:
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match.group()], message)
+
+
+def headers_of(error: BaseException) -> list[tuple[bytes, bytes]]:
+    """Returns what says when to try again, or how to show who calls."""
+    cause = _root_cause(error)
+    if isinstance(cause, UnauthenticatedError):
+        return [(b"www-authenticate", b"Bearer")]
+    if isinstance(cause, NoRoomError):
+        wait_s = cause.retry_after_s
+    elif status_of(cause) == 503:
+        wait_s = UNAVAILABLE_RETRY_S
+    else:
+        return []
+    whole = str(max(1, math.ceil(wait_s))).encode()
+    # The second one, in milliseconds, is read by the openai package.
+    return [(b"retry-after", whole), (b"retry-after-ms", str(math.ceil(wait_s * 1e3)).encode())]
+
+
+def _param_of(message: str) -> str | None:
+    """Returns the parameter that a message of ours is about: the first that it names."""
+    return next((word for word in _WORD.findall(message) if word in _PARAMETERS), None)

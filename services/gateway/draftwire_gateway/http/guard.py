@@ -1,0 +1,109 @@
+"""Stands before all routes: answers what they raise, and refuses requests while the service is not ready."""
+
+import asyncio
+from contextlib import suppress
+from typing import Protocol
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftwire.errors import UnavailableError
+from draftwire_gateway.http.errors import body_of, headers_of, is_expected, status_of
+from draftwire_gateway.http.origins import refuse_other_origins
+from draftwire_gateway.http.shapes import event
+
+log = structlog.get_logger()
+
+LAST_WORD_SECONDS = 1.0
+"""How long a stream that is cut waits for its reader to take the reason."""
+
+
+class Gate(Protocol):
+    """Whether the service is ready."""
+
+    @property
+    def refusal(self) -> str:
+        """Why requests are refused now; empty while the service is ready."""
+
+
+class Guard:
+    """ASGI middleware around the routes."""
+
+    def __init__(self, app: ASGIApp, gate: Gate, *, is_open: bool = False) -> None:
+        """Takes what it guards.
+
+        Args:
+            app: the routes.
+            gate: whether the service is ready.
+            is_open: whether it answers everybody on this machine, and so has to see to it that no page of another
+                origin asks for them.
+        """
+        self._app = app
+        self._gate = gate
+        self._is_open = is_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send)
+        try:
+            if self._is_open:
+                refuse_other_origins(scope)
+            if self._gate.refusal and scope["path"].startswith("/v1/"):
+                raise UnavailableError(f"service is {self._gate.refusal}")
+            await self._app(scope, receive, answer.send)
+        except asyncio.CancelledError:  # the drain has ended
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORD_SECONDS):
+                    await answer.fail(UnavailableError("the gateway stops"))
+            raise
+        except Exception as error:
+            if not is_expected(error):
+                log.exception("gateway.http_request_failed", path=_route_of(scope))
+            await answer.fail(error)
+
+
+class _Answer:
+    """What was sent of an answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._has_begun = False
+        self._has_ended = False
+        self._is_stream = False
+
+    async def send(self, message: Message) -> None:
+        # Sending waits for the reader, and may be cut before anything went out.
+        await self._send(message)
+        if message["type"] == "http.response.start":
+            self._has_begun = True
+            self._is_stream = (
+                dict(message.get("headers", [])).get(b"content-type", b"").startswith(b"text/event-stream")
+            )
+        self._has_ended |= message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    async def fail(self, error: BaseException) -> None:
+        """Says why there is no answer, or no more of a stream. Another answer just ends, before its end."""
+        if self._has_ended or (self._has_begun and not self._is_stream):
+            return
+        content = body_of(error)
+        if self._has_begun:
+            content = event(content.decode())
+        else:
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+            await self.send(
+                {
+                    "type": "http.response.start",
+                    "status": status_of(error),
+                    "headers": [*headers, *headers_of(error)],
+                }
+            )
+        await self.send({"type": "http.response.body", "body": content})
+
+
+def _route_of(scope: Scope) -> str:
+    """Returns the path of a route; what else callers may write there is not logged."""
+    path = str(scope["path"])
+    return path if path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics") else "another"

@@ -1,0 +1,107 @@
+"""From the bytes of a body to what they say: JSON within bounds, in which every key and number means one thing."""
+
+import json
+import math
+import re
+from typing import Any
+
+from draftwire_gateway.http.refused import RefusedError
+
+MAX_OBJECTS = 65_536
+"""Objects within one body, at most; over gRPC as many messages."""
+MAX_DEPTH = 128
+"""Objects and lists within each other, at most."""
+LEAST_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
+"""What 64 bits hold, with or without a sign."""
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+"""What a parameter may be called. Other keys are the caller's own, and not shown."""
+
+_MAX_DIGITS = len(str(LEAST_INTEGER))
+
+
+def parse(data: bytes) -> dict[str, Any]:
+    """Returns what a body says. Takes time for a large one, in which other threads run.
+
+    Raises:
+        RefusedError: it is no JSON object, says a key twice, holds too many objects or too deep ones, or a number or a
+            text that nothing here can hold. The first fault ends it, and the values are not quoted.
+    """
+    try:
+        given = json.loads(
+            data.decode(), object_pairs_hook=_Objects(), parse_int=_integer, parse_constant=_refuse_constant
+        )
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:  # names what is wrong and where, and quotes a byte at most
+        raise RefusedError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise RefusedError(400, "the body has to be a JSON object")
+    for key, value in given.items():
+        _check(value, key if NAME.fullmatch(key) else None, 1)
+    return given
+
+
+class _Objects:
+    """Makes the objects of one body."""
+
+    def __init__(self) -> None:
+        self._num_objects = 0
+
+    def __call__(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._num_objects += 1
+        if self._num_objects > MAX_OBJECTS:
+            raise RefusedError(400, f"the body holds at most {MAX_OBJECTS} objects")
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            raise _said_twice([key for key, _ in pairs])
+        return made
+
+
+def _said_twice(keys: list[str]) -> RefusedError:
+    seen: set[str] = set()
+    key = next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    if NAME.fullmatch(key) is None:
+        return RefusedError(400, "an object in the body has a key twice")
+    return RefusedError(400, f"an object in the body has the key {key} twice", param=key)
+
+
+def _integer(digits: str) -> int:
+    """Returns a number; of one that is far beyond all bounds another such: long ones take long to read."""
+    return int(digits) if len(digits) <= _MAX_DIGITS else MAX_INTEGER + 1
+
+
+def _refuse_constant(_name: str) -> float:
+    raise ValueError("NaN and Infinity are no numbers in it")
+
+
+def _too_deep() -> RefusedError:
+    return RefusedError(400, f"the body holds objects and lists more than {MAX_DEPTH} deep")
+
+
+def _check(value: Any, param: str | None, depth: int) -> None:
+    """Refuses what is too deep, too large or no text. `param` is the parameter that it is said of, if it has a name."""
+    if type(value) is int:
+        if not LEAST_INTEGER <= value <= MAX_INTEGER:
+            raise RefusedError(400, f"{param or 'the body'} holds a whole number beyond 64 bits", param=param)
+    elif type(value) is float:
+        if not math.isfinite(value):
+            raise RefusedError(400, f"{param or 'the body'} holds a number that is too large", param=param)
+    elif type(value) is str:
+        _check_text(value, param)
+    elif isinstance(value, list | dict):
+        if depth > MAX_DEPTH:
+            raise _too_deep()
+        if isinstance(value, dict):
+            for key in value:
+                _check_text(key, param)
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check(inner, param, depth + 1)
+
+
+def _check_text(text: str, param: str | None) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # by an escape; the message would quote the text
+        raise RefusedError(
+            400, f"{param or 'the body'} holds characters that UTF-8 cannot encode", param=param
+        ) from None

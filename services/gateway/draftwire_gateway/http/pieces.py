@@ -1,0 +1,213 @@
+"""What came of the choices of a request, as an answer tells it: the same for both routes, streamed or not."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol
+
+from draftwire.requests.logprobs import PromptPart, TokenLogprob
+from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
+from draftwire_gateway.session.loop import Delta, Finish
+from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.statistics import Statistics
+
+IMPOSSIBLE = -9999.0
+"""The log-probability of what cannot be, as OpenAI writes it. JSON has no infinity."""
+
+
+class Vocabulary(Protocol):
+    """What is known of the texts of tokens."""
+
+    def token_text(self, token_id: int) -> str:
+        """Returns what a token reads as alone."""
+
+    async def text_lengths(self, token_ids: list[int]) -> list[int]:
+        """Returns how many characters each token makes certain of the text of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a choice ended."""
+
+    generation: Generation
+    reason: str
+    statistics: Statistics
+    drafter_error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToldToken:
+    """A token with its log-probability."""
+
+    text: str
+    """What it reads as alone."""
+    logprob: float | None
+    """None of the first token of a prompt, of which nothing can be said."""
+    top: list[tuple[str, float]]
+    """The likeliest ones in its place."""
+    offset: int
+    """Characters of the choice's text before it; known where lengths of texts of tokens are asked for."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What came of one choice: with one event, or in all."""
+
+    choice: int
+    text: str = ""
+    tokens: list[ToldToken] = field(default_factory=list)
+    """Those of the text, if log-probabilities are asked for."""
+    prompt: list[dict[str, Any] | None] = field(default_factory=list)
+    """Those of the prompt, if they are asked for on their own."""
+    details: list[dict[str, Any]] = field(default_factory=list)
+    """What is told of each generated token, if that is asked for."""
+    rounds: list[dict[str, int]] = field(default_factory=list)
+    reason: str | None = None
+    """Why the choice ended, if it did."""
+
+    def add(self, other: "Piece") -> None:
+        """Takes what came next."""
+        self.text += other.text
+        self.tokens += other.tokens
+        self.prompt += other.prompt
+        self.details += other.details
+        self.rounds += other.rounds
+        self.reason = other.reason or self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What is to be told, beside the text."""
+
+    num_choices: int
+    """Of each prompt."""
+    num_top: int | None = None
+    """Likeliest tokens with each token of the text; None: no log-probabilities."""
+    num_prompt_top: int | None = None
+    """The same of the prompt, on its own."""
+    details: bool = False
+
+
+class PieceMaker:
+    """Makes pieces of the events of one request."""
+
+    def __init__(self, wishes: Wishes, vocabulary: Vocabulary) -> None:
+        """Has seen nothing yet."""
+        self._wishes = wishes
+        self._vocabulary = vocabulary
+        self._lengths: dict[int, int] = {}
+        """Characters of the text of each choice so far."""
+        self._echoed: dict[int, list[int]] = {}
+        """Of each prompt that is echoed, where its tokens begin."""
+        self._reported: set[int] = set()
+        """Prompts of which something was told."""
+        self.endings: list[Ending] = []
+
+    async def pieces(self, said: ChoiceEvent) -> list[Piece]:
+        """Returns what an event says, of each choice that it is about."""
+        generation = said.generation
+        match said.event:
+            case Delta() as delta:
+                return [self._generated(generation.choice, delta)]
+            case Finish() as finish:
+                reason = finish.reason.value
+                self.endings.append(Ending(generation, reason, finish.statistics, finish.drafter_error))
+                return [Piece(generation.choice, prompt=self._first_of_prompt(generation), reason=reason)]
+            case PromptEcho() as echo:
+                return await self._echo(generation, echo)
+            case PromptPart() as part:
+                return self._prompt(generation, part)
+
+    def _generated(self, choice: int, delta: Delta) -> Piece:
+        start = self._lengths.get(choice, 0)
+        self._lengths[choice] = start + len(delta.text)
+        ends = list(accumulate(delta.text_lengths))
+        piece = Piece(choice, delta.text)
+        if self._wishes.num_top is not None:
+            lengths = delta.text_lengths or [0] * len(delta.logprobs)
+            offsets = [start + end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
+            piece.tokens = [self._told(*pair) for pair in zip(delta.logprobs, offsets, strict=True)]
+        if self._wishes.details:
+            piece.details = _details(delta, ends)
+            piece.rounds = [{"num_draft_tokens": delta.num_draft_tokens, "num_tokens": len(delta.token_ids)}]
+        return piece
+
+    async def _echo(self, generation: Generation, echo: PromptEcho) -> list[Piece]:
+        """Begins the text of every choice of a prompt with it."""
+        pieces = [Piece(choice, echo.text) for choice in self._choices_of(generation)]
+        for piece in pieces:
+            self._lengths[piece.choice] = len(echo.text)
+        if self._wishes.num_top is not None:
+            lengths = await self._vocabulary.text_lengths(echo.token_ids)
+            self._echoed[generation.prompt_index] = [0, *accumulate(lengths)]
+            first = ToldToken(self._vocabulary.token_text(echo.token_ids[0]), None, [], 0)
+            for piece in pieces:
+                piece.tokens = [first]
+        return pieces
+
+    def _prompt(self, generation: Generation, part: PromptPart) -> list[Piece]:
+        pieces: list[Piece] = []
+        starts = self._echoed.get(generation.prompt_index)
+        if starts is not None:
+            told = [self._told(token, starts[part.first_position + index]) for index, token in enumerate(part.tokens)]
+            pieces = [Piece(choice, tokens=told) for choice in self._choices_of(generation)]
+        if self._wishes.num_prompt_top is None:
+            return pieces
+        first = pieces[0] if pieces else Piece(generation.choice)
+        first.prompt = [*self._first_of_prompt(generation), *map(self._entry, part.tokens)]
+        return pieces or [first]
+
+    def _first_of_prompt(self, generation: Generation) -> list[dict[str, Any] | None]:
+        """Returns the place of a prompt's first token, when something is told of the prompt for the first time."""
+        is_new = generation.prompt_index not in self._reported and generation.logprobs.prompt_logprobs is not None
+        if self._wishes.num_prompt_top is None or not is_new:
+            return []
+        self._reported.add(generation.prompt_index)
+        return [None]
+
+    def _choices_of(self, generation: Generation) -> range:
+        first = generation.prompt_index * self._wishes.num_choices
+        return range(first, first + self._wishes.num_choices)
+
+    def _told(self, token: TokenLogprob, offset: int) -> ToldToken:
+        text = self._vocabulary.token_text
+        top = [(text(one), value) for one, value in token.top[: self._wishes.num_top or 0]]
+        return ToldToken(text(token.token_id), finite(token.logprob), top, offset)
+
+    def _entry(self, token: TokenLogprob) -> dict[str, Any]:
+        text = self._vocabulary.token_text
+        top = token.top[: self._wishes.num_prompt_top or 0]
+        return {
+            "id": token.token_id,
+            "text": text(token.token_id),
+            "logprob": finite(token.logprob),
+            "top": [{"id": one, "text": text(one), "logprob": value} for one, value in top],
+        }
+
+
+def finite(logprob: float) -> float:
+    """Returns a log-probability as JSON can say it."""
+    return logprob if logprob > -math.inf else IMPOSSIBLE
+
+
+def _details(delta: Delta, ends: Sequence[int]) -> list[dict[str, Any]]:
+    logprobs: list[float | None] = [finite(token.logprob) for token in delta.logprobs]
+    return [
+        {
+            "id": token,
+            "text": delta.text[end - length : end],
+            "source": source.value,
+            "logprob": logprob,
+            "draft_logprob": None if math.isnan(draft) else finite(draft),
+        }
+        for token, end, length, source, logprob, draft in zip(
+            delta.token_ids,
+            ends,
+            delta.text_lengths,
+            delta.sources,
+            logprobs or [None] * len(delta.token_ids),
+            delta.draft_logprobs,
+            strict=True,
+        )
+    ]

@@ -1,0 +1,85 @@
+"""What a request cost, as an answer tells it."""
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from draftwire_gateway.http.pieces import Ending
+from draftwire_gateway.session.statistics import Statistics
+
+_SUMMED = (
+    "num_generated_tokens",
+    "num_emitted_tokens",
+    "num_rounds",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_drafters_lost",
+    "num_verifiers_lost",
+)
+_SUMMED_LISTS = ("num_accepted_tokens_per_pos", "acceptance_histogram")
+
+
+def usage_of(endings: Sequence[Ending]) -> dict[str, Any]:
+    """Returns how many tokens there were. The tokens of a prompt count once, whatever the number of its choices."""
+    total = _sum(ending.statistics for ending in endings)
+    prompts: dict[int, Statistics] = {}
+    for ending in sorted(endings, key=lambda one: one.generation.choice):
+        prompts.setdefault(ending.generation.prompt_index, ending.statistics)
+    num_prompt_tokens = sum(statistics.num_prompt_tokens for statistics in prompts.values())
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": total.num_generated_tokens,
+        "total_tokens": num_prompt_tokens + total.num_generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_prompt_tokens for one in prompts.values())},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": total.num_accepted_tokens,
+            "rejected_prediction_tokens": total.num_draft_tokens - total.num_accepted_tokens,
+        },
+    }
+
+
+def metrics_of(endings: Sequence[Ending]) -> dict[str, Any]:
+    """Returns how speculation went, over all choices and, where there are several, of each."""
+    said = _speculation(endings)
+    if len(endings) > 1:
+        ordered = sorted(endings, key=lambda one: one.generation.choice)
+        said["choices"] = [{"index": one.generation.choice, **_speculation([one])} for one in ordered]
+    return {"speculative_decoding": said}
+
+
+def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
+    total = _sum(ending.statistics for ending in endings)
+    generation = endings[0].generation  # rule and seed are those of the request
+    return {
+        "mean_acceptance_length": total.mean_acceptance_length,
+        "draft_acceptance_rate": total.draft_acceptance_rate,
+        "acceptance_histogram": total.acceptance_histogram,
+        "num_spec_steps": total.num_drafts,
+        "num_draft_tokens": total.num_draft_tokens,
+        "num_accepted_draft_tokens": total.num_accepted_tokens,
+        "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
+        "num_rounds": total.num_rounds,
+        "block_efficiency": total.num_emitted_tokens / max(total.num_rounds, 1),
+        "rejection_sample_method": generation.rule,
+        "is_lossy": generation.is_lossy,
+        "drafter_error": next((one.drafter_error for one in endings if one.drafter_error), ""),
+        "seed": generation.seed,
+        "time_to_first_token_ms": total.time_to_first_token_us / 1e3,
+        "duration_ms": total.duration_us / 1e3,
+        "num_drafters_lost": total.num_drafters_lost,
+        "num_verifiers_lost": total.num_verifiers_lost,
+    }
+
+
+def _sum(statistics: Iterable[Statistics]) -> Statistics:
+    """Returns the sums of counts, the time of the first of all first tokens and that of the last of all."""
+    parts = list(statistics)
+    total = Statistics()
+    for name in _SUMMED:
+        setattr(total, name, sum(getattr(part, name) for part in parts))
+    for name in _SUMMED_LISTS:
+        setattr(total, name, [sum(row) for row in zip_longest(*(getattr(part, name) for part in parts), fillvalue=0)])
+    total.time_to_first_token_us = min(part.time_to_first_token_us for part in parts)
+    total.duration_us = max(part.duration_us for part in parts)
+    return total

@@ -1,0 +1,164 @@
+"""Prometheus metrics of a gateway."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from prometheus_client import Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from draftwire.runtime.metrics import LONG_SECONDS, PREFIX, ServiceMetrics
+from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
+
+RESULTS = ("stop", "length", "cancelled", "invalid", "failed")
+"""How a choice of a request ends."""
+PARTS = ("lost", "prefill", "draft", "wire", "queue", "verify", "gateway")
+"""Of a round; see `RoundTimes`. The drafter's calibration and its drawing are one part here."""
+
+
+class Synced(Protocol):
+    """How well something is known that others decide."""
+
+    @property
+    def num_failures(self) -> int:
+        """Times that they could not be asked."""
+
+    @property
+    def synced_at(self) -> float | None:
+        """When it was last known to be true, by `time.monotonic`."""
+
+
+class PeersOfOneRole(Protocol):
+    """The services of one kind that a gateway knows."""
+
+    @property
+    def role(self) -> str:
+        """Names the kind."""
+
+    @property
+    def status(self) -> Synced:
+        """How well they are known."""
+
+    def num_by_state(self) -> Mapping[str, int]:
+        """Returns how many are in which state."""
+
+
+class GatewayMetrics(ServiceMetrics):
+    """What a gateway counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests = self.counter("requests", "Choices of requests ended, by result.", ("result",))
+        self.requests_refused = self.counter(
+            "requests_refused", "Choices of requests for which there was no room, by who had none.", ("by",)
+        )
+        self.lossy_requests = self.counter(
+            "lossy_requests",
+            "Choices of requests ended that asked for a rule that changes the distribution.",
+            ("method",),
+        )
+        self.drafters_lost = self.counter("drafters_lost", "Times that a session went on without its drafter.")
+        self.verifiers_lost = self.counter("verifiers_lost", "Times that a session lost its verifier.")
+        for result in RESULTS:
+            self.requests.labels(result)  # there from the start: what grows from 0 is seen to grow
+        for who in ("gateway", "verifier"):
+            self.requests_refused.labels(who)
+        self._count_rounds()
+        self._count_waiting()
+
+    def _count_rounds(self) -> None:
+        self.rounds = self.counter(
+            "rounds",
+            "Rounds committed: speculative ones, and plain ones by why nothing was drafted.",
+            ("kind", "reason"),
+        )
+        self.round_tokens = self.counter("round_tokens", "Tokens committed by rounds: over rounds, block efficiency.")
+        self.round_s = self.histogram(
+            "round_seconds",
+            "Parts of each round, and in part prefill the whole of a session's first round at a verifier. A round is "
+            "counted once in each part that it has.",
+            labels=("part",),
+        )
+        self._parts = {part: self.round_s.labels(part) for part in PARTS}
+        self._by_kind = {why: self.rounds.labels(*_kind(why)) for why in (None, *WhyPlain)}
+
+    def _count_waiting(self) -> None:
+        self.prompt_tokens = self.counter("prompt_tokens", "Tokens of the prompts of requests.", of_model=True)
+        self.tokens = self.counter("generation_tokens", "Tokens of completions, as users get them.", of_model=True)
+        self.time_to_first_token_s = self.tally(
+            "time_to_first_token_seconds",
+            "From when a request was taken on, its prompt tokenised, until the first token of each choice.",
+            LONG_SECONDS,
+            of_model=True,
+        )
+        self.inter_token_latency_s = self.tally(
+            "inter_token_latency_seconds",
+            "Time between two rounds' tokens, shared equally among the later's: a value for each token after the first "
+            "round's.",
+            of_model=True,
+        )
+        self.e2e_request_latency_s = self.tally(
+            "e2e_request_latency_seconds",
+            "From when a request was taken on until each choice was complete; of those cut short, nothing.",
+            LONG_SECONDS,
+            of_model=True,
+        )
+        self.num_running = Gauge(
+            PREFIX + "num_requests_running",
+            "Choices of requests that run or are prepared.",
+            registry=self.of_model.registry,
+        )
+
+    def observe_round(self, times: RoundTimes) -> None:
+        """Counts a committed round; see `RoundObserver`."""
+        self._by_kind[times.why_plain].inc()
+        self.round_tokens.inc(times.num_tokens)
+        parts = self._parts
+        if times.lost_s:
+            parts["lost"].observe(times.lost_s)
+        if times.is_first:
+            parts["prefill"].observe(times.prefill_s)
+        else:
+            if times.num_draft_tokens:
+                parts["draft"].observe(times.calibration_s + times.draft_s)
+            parts["wire"].observe(times.wire_s)
+            parts["queue"].observe(times.queue_s)
+            parts["verify"].observe(times.verify_s)
+        parts["gateway"].observe(times.gateway_s)
+
+    def watch(self, peers: Iterable[PeersOfOneRole]) -> None:
+        """Exports what is known of the other services."""
+        self.registry.register(_PeerWatcher(tuple(peers)))
+
+
+def _kind(why: WhyPlain | None) -> tuple[str, str]:
+    return ("speculative", "") if why is None else ("plain", why.value)
+
+
+class _PeerWatcher(Collector):
+    """Counts verifiers and drafters whenever `/metrics` is read."""
+
+    def __init__(self, peers: Sequence[PeersOfOneRole]) -> None:
+        self._peers = peers
+
+    def collect(self) -> Iterable[Metric]:
+        """See `prometheus_client.registry.Collector`."""
+        known = GaugeMetricFamily(
+            PREFIX + "num_peers", "Verifiers and drafters that this gateway knows, by state.", labels=["role", "state"]
+        )
+        failures = CounterMetricFamily(
+            PREFIX + "discovery_failures", "Times that nobody could say where services are.", labels=["role"]
+        )
+        age = GaugeMetricFamily(
+            PREFIX + "discovery_age_seconds",
+            "For how long what is known of services may be out of date; none where their addresses are given.",
+            labels=["role"],
+        )
+        for peers in self._peers:
+            for state, count in peers.num_by_state().items():
+                known.add_metric([peers.role, state], count)
+            failures.add_metric([peers.role], peers.status.num_failures)
+            if peers.status.synced_at is not None:
+                age.add_metric([peers.role], time.monotonic() - peers.status.synced_at)
+        yield from (known, failures, age)

@@ -1,0 +1,1 @@
+"""Verifiers and drafters: where they are, which are ready, and what is said to them."""

@@ -1,0 +1,39 @@
+"""The sources that a gateway's configuration asks for."""
+
+from dataclasses import dataclass
+
+from draftwire_gateway.config import DNS_PREFIX, GatewayConfig
+from draftwire_gateway.peers import endpoint_slices
+from draftwire_gateway.peers.discovery import DnsSource, Source, StaticSource
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Who says where which services are."""
+
+    verifiers: Source
+    drafters: Source
+
+
+async def sources_of(config: GatewayConfig) -> Sources:
+    """Makes the sources; none of them is asked yet.
+
+    Raises:
+        InvalidRequestError: Kubernetes is to be asked, and this is no pod and no cluster is named.
+    """
+    settings = config.discovery
+    if settings.verifier_service is None:
+        return Sources(_listed(config.verifiers), _listed(config.drafters))
+    namespace = settings.namespace or endpoint_slices.own_namespace()
+    configuration = await endpoint_slices.read_configuration()
+
+    def follow(service: str) -> Source:
+        return endpoint_slices.EndpointSliceSource(configuration, namespace, service)
+
+    drafters = follow(settings.drafter_service) if settings.drafter_service is not None else StaticSource(())
+    return Sources(follow(settings.verifier_service), drafters)
+
+
+def _listed(addresses: tuple[str, ...]) -> Source:
+    names = tuple(address.removeprefix(DNS_PREFIX) for address in addresses if address.startswith(DNS_PREFIX))
+    return DnsSource(names) if names else StaticSource(addresses)

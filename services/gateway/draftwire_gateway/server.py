@@ -1,0 +1,375 @@
+"""The gateway's gRPC edge."""
+
+from __future__ import annotations  # the generics of grpc exist for the type checker only
+
+import asyncio
+import random
+import secrets
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from draftwire.errors import InvalidRequestError
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.logprobs import PromptPart
+from draftwire.requests.rules import RULE_FACTS
+from draftwire.runtime import messages
+from draftwire.runtime.logging import configure_logging
+from draftwire.runtime.process import run_service
+from draftwire.runtime.service import Service
+from draftwire.runtime.tls import Dialler, server_context, server_credentials, watch_tls
+from draftwire.runtime.tracing import open_tracer
+from draftwire.runtime.unknown_fields import refuse_unknown_fields
+from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
+from draftwire_gateway.auth.access import Access
+from draftwire_gateway.config import GatewayConfig
+from draftwire_gateway.core import MAX_IDS_ON_LOOP, GatewayCore
+from draftwire_gateway.http.app import make_app
+from draftwire_gateway.http.listening import HttpListener
+from draftwire_gateway.peers.pool import Pool
+from draftwire_gateway.peers.roster import Roster
+from draftwire_gateway.peers.sources import sources_of
+from draftwire_gateway.peers.wire import DrafterLink, VerifierLink
+from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
+from draftwire_gateway.session.loop import Delta, Finish, FinishReason
+from draftwire_gateway.session.request import (
+    MAX_CHOICES,
+    MAX_STOP_STRINGS,
+    GeneratedChoice,
+    Generation,
+    RequestedGeneration,
+    check_num_choices,
+)
+from draftwire_gateway.session.spans import RequestTracing
+from draftwire_gateway.session.statistics import Statistics
+from draftwire_gateway.text.conversation import (
+    MAX_CHAT_MESSAGES,
+    MAX_TOOL_CALLS,
+    MAX_TOOLS,
+    ChatTurn,
+    Conversation,
+    Tool,
+    ToolCall,
+)
+
+AnyPrompt = gateway_pb2.GenerateRequest | gateway_pb2.Prompt
+
+_REASONS = {
+    FinishReason.STOP: gateway_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: gateway_pb2.FINISH_REASON_LENGTH,
+}
+_SOURCES = {
+    TokenSource.ACCEPTED: gateway_pb2.TOKEN_SOURCE_ACCEPTED,
+    TokenSource.RECOVERED: gateway_pb2.TOKEN_SOURCE_RECOVERED,
+    TokenSource.BONUS: gateway_pb2.TOKEN_SOURCE_BONUS,
+    TokenSource.PLAIN: gateway_pb2.TOKEN_SOURCE_PLAIN,
+}
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
+    """Translates between messages and the core."""
+
+    def __init__(self, core: GatewayCore, pool: Pool, access: Access) -> None:
+        self._core = core
+        self._pool = pool
+        self._access = access
+
+    async def Generate(
+        self,
+        request: gateway_pb2.GenerateRequest,
+        context: grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse],
+    ) -> None:
+        """See the proto."""
+        caller = self._access.authenticate(_metadata(context, "authorization"))
+        self._check_sizes(request)
+        refuse_unknown_fields(request)
+        num_choices = _num_choices(request)
+        num_finished = sum(came.is_finished for came in request.generated_choices)  # impossible ones are refused below
+        with caller.request(num_choices), self._core.admit(max(0, num_choices - num_finished)):
+            generations = await self._core.complete(await self._requested(request))
+            await self._core.check_form(generations)
+            async with aclosing(self._core.generate(generations, _metadata(context, "traceparent") or "")) as events:
+                async for event in events:
+                    response = _event_to_proto(event)
+                    caller.charge(len(response.delta.token_ids))
+                    await context.write(response)
+
+    async def GetServer(
+        self,
+        request: gateway_pb2.GetServerRequest,
+        context: grpc.aio.ServicerContext[gateway_pb2.GetServerRequest, gateway_pb2.GetServerResponse],
+    ) -> gateway_pb2.GetServerResponse:
+        """See the proto."""
+        self._access.authenticate(_metadata(context, "authorization"))
+        refuse_unknown_fields(request)
+        core = self._core
+        drafters = {drafter.description.name: drafter.description for drafter in self._pool.connected_drafters}
+        default = core.defaults.rule
+        return gateway_pb2.GetServerResponse(
+            target=messages.model_to_proto(core.description),
+            drafters=[messages.model_to_proto(description) for _, description in sorted(drafters.items())],
+            num_speculative_tokens=core.defaults.num_speculative_tokens,
+            max_speculative_tokens=core.defaults.max_speculative_tokens,
+            rejection_sample_methods=[default, *(name for name in RULE_FACTS if name != default)],
+            lossy_rejection_sample_methods=[name for name, rule in RULE_FACTS.items() if not rule.is_lossless],
+        )
+
+    def _check_sizes(self, request: gateway_pb2.GenerateRequest) -> None:
+        """Refuses what is far too much before anything is made of it."""
+        description = self._core.description
+        _refuse_over("prompts", len(request.prompts.prompts), MAX_CHOICES)
+        _refuse_over("generated_choices", len(request.generated_choices), MAX_CHOICES)
+        prompts: Sequence[AnyPrompt] = [request, *request.prompts.prompts]
+        num_generated = max((len(came.token_ids) for came in request.generated_choices), default=0)
+        for name, size, most in (
+            ("stop", len(request.stop), MAX_STOP_STRINGS),
+            ("stop_token_ids", len(request.stop_token_ids), description.vocab_size),
+            ("token_ids", max(len(prompt.token_ids.ids) for prompt in prompts), description.context_length),
+            ("generated_choices", num_generated, description.context_length),
+        ):
+            _refuse_over(name, size, most)
+
+    async def _requested(self, request: gateway_pb2.GenerateRequest) -> RequestedGeneration:
+        return RequestedGeneration(
+            prompts=[await self._prompt_ids(prompt) for prompt in _prompts(request)],
+            num_choices=request.num_choices if request.HasField("num_choices") else None,
+            sampling=messages.sampling_from_proto(request.sampling),
+            max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+            stop=tuple(request.stop),
+            stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            seed=request.seed if request.HasField("seed") else None,
+            num_speculative_tokens=(
+                request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
+            ),
+            rule=request.rejection_sample_method if request.HasField("rejection_sample_method") else None,
+            cache_salt=request.cache_salt,
+            generated_choices=tuple(
+                [
+                    GeneratedChoice(came.choice, tuple(await _id_list(came.token_ids)), came.is_finished)
+                    for came in request.generated_choices
+                ]
+            ),
+            logprobs=request.logprobs if request.HasField("logprobs") else None,
+            prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+            logprobs_mode=request.logprobs_mode if request.HasField("logprobs_mode") else None,
+            echo=request.echo,
+            token_details=request.token_details,
+        )
+
+    async def _prompt_ids(self, prompt: AnyPrompt) -> list[int]:
+        match prompt.WhichOneof("prompt"):
+            case "text":
+                return await self._core.tokenize(prompt.text)
+            case "token_ids":
+                return await _id_list(prompt.token_ids.ids)
+            case "chat":
+                return await self._core.render_chat(_conversation(prompt.chat))
+        raise InvalidRequestError("a prompt is needed: text, token_ids or chat")
+
+
+async def _id_list(token_ids: Sequence[int]) -> list[int]:
+    """Returns ids as a list, and lets others run where there are many: a request may have many such lists."""
+    if len(token_ids) > MAX_IDS_ON_LOOP // MAX_CHOICES:
+        return await asyncio.to_thread(list, token_ids)
+    return list(token_ids)
+
+
+def _refuse_over(name: str, size: int, most: int) -> None:
+    if size > most:
+        raise InvalidRequestError(f"{name} takes at most {most}, not {size}")
+
+
+def _prompts(request: gateway_pb2.GenerateRequest) -> Sequence[AnyPrompt]:
+    return request.prompts.prompts if request.WhichOneof("prompt") == "prompts" else [request]
+
+
+def _num_choices(request: gateway_pb2.GenerateRequest) -> int:
+    """Returns how many completions are asked for, of all prompts together.
+
+    Raises:
+        InvalidRequestError: none, or too many.
+    """
+    num_prompts = len(_prompts(request))
+    return num_prompts * check_num_choices(
+        num_prompts, request.num_choices if request.HasField("num_choices") else None
+    )
+
+
+def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
+    """Decodes a conversation.
+
+    Raises:
+        InvalidRequestError: it is empty or too large.
+    """
+    for name, size, most in (  # before anything is made of them
+        ("messages", len(chat.messages), MAX_CHAT_MESSAGES),
+        ("tool_calls", sum(len(message.tool_calls) for message in chat.messages), MAX_TOOL_CALLS),
+        ("tools", len(chat.tools), MAX_TOOLS),
+    ):
+        if size > most:
+            raise InvalidRequestError(f"{name} takes at most {most}, not {size}")
+    return Conversation(
+        turns=tuple(
+            ChatTurn(
+                role=message.role,
+                content=message.content,
+                name=message.name,
+                tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls),
+                tool_call_id=message.tool_call_id,
+            )
+            for message in chat.messages
+        ),
+        tools=tuple(Tool(tool.name, tool.description, tool.parameters) for tool in chat.tools),
+        template_arguments=chat.template_arguments,
+        continues_last=chat.continue_final_message,
+    )
+
+
+def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:
+    """Returns the header of a name; None where there is none, or more than one."""
+    values = [str(value) for key, value in context.invocation_metadata() or () if key == name]
+    return values[0] if len(values) == 1 else None
+
+
+def _event_to_proto(said: ChoiceEvent) -> gateway_pb2.GenerateResponse:
+    choice = said.generation.choice
+    match said.event:
+        case Delta() as delta:
+            message = gateway_pb2.GenerateDelta(
+                choice=choice,
+                token_ids=delta.token_ids,
+                text=delta.text,
+                logprobs=[token.logprob for token in delta.logprobs],
+                top_logprobs=messages.top_to_proto(delta.logprobs),
+                token_sources=[_SOURCES[source] for source in delta.sources],
+                num_draft_tokens=delta.num_draft_tokens,
+                draft_logprobs=delta.draft_logprobs,
+                text_lengths=delta.text_lengths,
+            )
+            return gateway_pb2.GenerateResponse(delta=message)
+        case PromptPart(first_position, tokens):
+            prompt = gateway_pb2.PromptLogprobs(
+                choice=choice,
+                first_position=first_position,
+                token_ids=[token.token_id for token in tokens],
+                logprobs=[token.logprob for token in tokens],
+                top_logprobs=messages.top_to_proto(tokens),
+            )
+            return gateway_pb2.GenerateResponse(prompt_logprobs=prompt)
+        case PromptEcho(token_ids, text):
+            echo = gateway_pb2.PromptEcho(choice=choice, token_ids=token_ids, text=text)
+            return gateway_pb2.GenerateResponse(prompt_echo=echo)
+        case Finish() as finish:
+            return gateway_pb2.GenerateResponse(finish=_finish_to_proto(finish, said.generation))
+
+
+def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.GenerateFinish:
+    return gateway_pb2.GenerateFinish(
+        choice=generation.choice,
+        reason=_REASONS[finish.reason],
+        statistics=_statistics_to_proto(finish.statistics),
+        seed=generation.seed,
+        rejection_sample_method=generation.rule,
+        drafter_error=finish.drafter_error,
+        is_lossy=generation.is_lossy,
+    )
+
+
+def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatistics:
+    return gateway_pb2.GenerationStatistics(
+        num_prompt_tokens=statistics.num_prompt_tokens,
+        num_generated_tokens=statistics.num_generated_tokens,
+        num_emitted_tokens=statistics.num_emitted_tokens,
+        num_cached_prompt_tokens=statistics.num_cached_prompt_tokens,
+        num_near_ties=statistics.num_near_ties,
+        num_rounds=statistics.num_rounds,
+        num_drafts=statistics.num_drafts,
+        num_draft_tokens=statistics.num_draft_tokens,
+        num_accepted_tokens=statistics.num_accepted_tokens,
+        num_accepted_tokens_per_pos=statistics.num_accepted_tokens_per_pos,
+        time_to_first_token_us=statistics.time_to_first_token_us,
+        duration_us=statistics.duration_us,
+        calibration_duration_us=statistics.calibration_us,
+        draft_duration_us=statistics.draft_us,
+        verify_duration_us=statistics.verify_us,
+        queue_duration_us=statistics.queue_us,
+        num_drafters_lost=statistics.num_drafters_lost,
+        num_verifiers_lost=statistics.num_verifiers_lost,
+        acceptance_histogram=statistics.acceptance_histogram,
+        mean_acceptance_length=statistics.mean_acceptance_length,
+        draft_acceptance_rate=statistics.draft_acceptance_rate,
+    )
+
+
+def serve(config: GatewayConfig) -> int:
+    """Runs a gateway until a signal ends it, and returns the process's exit status."""
+    configure_logging(config.server.log_format, "gateway")
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: GatewayConfig) -> int:
+    return await run_service(await make_service(config))
+
+
+async def make_service(config: GatewayConfig) -> Service:
+    """Makes a gateway that is ready to be started."""
+    tls = watch_tls(config.tls)
+    access = Access(config.tokens_file)
+    limits = (Dialler(config.connections, config.tls, tls), config.startup_timeout_s)
+    sources = await sources_of(config)
+    verifiers = Roster("verifier", sources.verifiers, lambda address: VerifierLink(address, *limits))
+    drafters = Roster("drafter", sources.drafters, lambda address: DrafterLink(address, *limits))
+    pool = Pool(verifiers, drafters, config.connections.max_message_bytes, config.discovery.near_drafter_sessions)
+    core = GatewayCore(config, pool)
+    core.metrics.watch((verifiers, drafters))
+    tracer = open_tracer(config.tracing, "gateway", secrets.token_hex(8))
+    if tracer is not None:
+        core.tracing = RequestTracing(tracer, config.trace_sample_ratio, random.SystemRandom())
+    streams: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        streams.extend(asyncio.create_task(stream) for stream in pool.maintain())
+        reference = await pool.meet(config.startup_timeout_s)
+        core.serve_model(pool.description, await reference.tokenizer_files())
+        await pool.wait_connected(config.startup_timeout_s)
+
+    async def run() -> None:
+        await asyncio.gather(*streams)
+
+    def stop() -> None:
+        for stream in streams:
+            stream.cancel()
+
+    def register(server: grpc.aio.Server) -> None:
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(core, pool, access), server)
+
+    listeners: list[HttpListener] = []
+    if config.http_port is not None:
+        listeners.append(
+            HttpListener(
+                lambda gate: make_app(core, lambda: pool.connected_drafters, access, gate),
+                config.server.host,
+                config.http_port,
+                config.connections,
+                server_context(tls, config.tls),
+            )
+        )
+
+    return Service(
+        name="gateway",
+        listeners=listeners,
+        grpc_names=("draftwire.v1.GatewayService",),
+        settings=config.server,
+        connections=config.connections,
+        credentials=server_credentials(tls, config.tls),
+        metrics=core.metrics,
+        register=register,
+        start=start,
+        run=run,
+        stop=stop,
+        num_sessions=lambda: core.num_requests,
+        tracer=tracer,
+    )

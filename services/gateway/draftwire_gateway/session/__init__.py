@@ -1,0 +1,1 @@
+"""One completion: the outer loop, what it asks of its peers, and what it reports."""

@@ -1,0 +1,279 @@
+"""What a user asks for, checked and completed with the server's defaults."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from draftwire.errors import InvalidRequestError
+from draftwire.method.keys import MAX_SEED, new_seed
+from draftwire.method.rounds import MAX_SALT_LENGTH
+from draftwire.models.description import ModelDescription
+from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.rules import facts_of
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_CHOICES = 128
+"""Completions of one request, over all its prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationDefaults:
+    """What a request gets that does not say."""
+
+    num_speculative_tokens: int
+    max_speculative_tokens: int
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedChoice:
+    """What came of one choice before the request was interrupted."""
+
+    choice: int
+    token_ids: tuple[int, ...] = ()
+    is_finished: bool = False
+    """Nothing of it is generated or sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedGeneration:
+    """A request as it arrived; None is what the user left out."""
+
+    prompts: list[list[int]]
+    """Ids of each."""
+    sampling: SamplingParams
+    num_choices: int | None = None
+    """Completions of each prompt."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    num_speculative_tokens: int | None = None
+    rule: str | None = None
+    cache_salt: str = ""
+    generated_choices: tuple[GeneratedChoice, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str | None = None
+    echo: bool = False
+    token_details: bool = False
+
+    @property
+    def num_ids(self) -> int:
+        """How many token ids it has in all."""
+        return sum(map(len, self.prompts)) + sum(len(came.token_ids) for came in self.generated_choices)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One choice of a request that can be carried out."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    max_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    """The request's and, unless they are ignored, the model's."""
+    seed: int
+    """The same for all choices of a request: their random numbers are told apart by `choice`."""
+    num_speculative_tokens: int
+    rule: str
+    cache_salt: str = ""
+    generated_ids: tuple[int, ...] = ()
+    """What was generated before; counts in `max_tokens`."""
+    logprobs: LogprobsRequest = NO_LOGPROBS
+    """Of the prompt they are asked for by its first choice alone."""
+    choice: int = 0
+    """Which choice of the request."""
+    prompt_index: int = 0
+    """Which prompt of the request."""
+    echo: bool = False
+    """Whether the prompt is sent back, which the first choice of each alone asks for."""
+    token_details: bool = False
+    """Whether it is told of each token what part of the text it made certain, and what the drafter gave it."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the rule changes the distribution of the text."""
+        return not facts_of(self.rule).is_lossless
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of prompt and completion together. A verifier emits one at least, shown or not."""
+        return len(self.prompt_ids) + max(1, self.max_tokens)
+
+
+def complete_request(
+    request: RequestedGeneration, target: ModelDescription, defaults: SpeculationDefaults
+) -> list[Generation]:
+    """Checks a request against the target and fills in the defaults.
+
+    Returns:
+        What is to be carried out, in the order of choices. Those that were finished before are left out.
+
+    Raises:
+        InvalidRequestError: a value is out of range; the message names it and its range.
+    """
+    num_choices = check_num_choices(len(request.prompts), request.num_choices)
+    stop_token_ids = _stop_token_ids(request, target)
+    request.sampling.check_vocabulary(target.vocab_size)
+    seed = new_seed() if request.seed is None else request.seed
+    if not 0 <= seed <= MAX_SEED:
+        raise InvalidRequestError(f"seed must be in 0..{MAX_SEED}")
+    if len(request.cache_salt) > MAX_SALT_LENGTH:
+        raise InvalidRequestError(f"cache_salt has at most {MAX_SALT_LENGTH} characters")
+    template = Generation(
+        prompt_ids=[],
+        sampling=request.sampling,
+        max_tokens=0,
+        stop=request.stop,
+        stop_token_ids=stop_token_ids,
+        seed=seed,
+        num_speculative_tokens=_num_speculative_tokens(request, defaults),
+        rule=facts_of(request.rule if request.rule is not None else defaults.rule).name,
+        cache_salt=request.cache_salt,
+        logprobs=_wanted_logprobs(request),
+        token_details=request.token_details,
+    )
+    before = _checked_by_choice(request, len(request.prompts) * num_choices)
+    generations: list[Generation] = []
+    for index, prompt_ids in enumerate(request.prompts):
+        name = "the prompt" if len(request.prompts) == 1 else f"prompt {index}"
+        prompt = replace(
+            template,
+            prompt_ids=prompt_ids,
+            prompt_index=index,
+            max_tokens=_max_tokens(request, prompt_ids, name, target),
+        )
+        for choice in range(index * num_choices, (index + 1) * num_choices):
+            came = before.get(choice, GeneratedChoice(choice))
+            _check_came(came, prompt, target)
+            if not came.is_finished:
+                tells_prompt = choice == index * num_choices and not came.token_ids
+                generations.append(_choice_of(prompt, came, request, tells_prompt=tells_prompt))
+    return generations
+
+
+def check_num_choices(num_prompts: int, num_choices: int | None) -> int:
+    """Returns how many completions of each prompt are asked for.
+
+    Raises:
+        InvalidRequestError: none, or too many.
+    """
+    if num_prompts < 1:
+        raise InvalidRequestError("prompts is empty")
+    most = MAX_CHOICES // num_prompts
+    if most == 0:
+        raise InvalidRequestError(f"prompts takes at most {MAX_CHOICES}, not {num_prompts}")
+    num_choices = 1 if num_choices is None else num_choices
+    if not 1 <= num_choices <= most:
+        raise InvalidRequestError(
+            f"num_choices must be in 1..{most}, such that all prompts together have at most {MAX_CHOICES}, "
+            f"not {num_choices}"
+        )
+    return num_choices
+
+
+def _choice_of(
+    prompt: Generation, came: GeneratedChoice, request: RequestedGeneration, *, tells_prompt: bool
+) -> Generation:
+    """Returns one choice. What is told of a prompt comes before its first choice's first token, and so only once."""
+    return replace(
+        prompt,
+        choice=came.choice,
+        generated_ids=came.token_ids,
+        logprobs=prompt.logprobs if tells_prompt else replace(prompt.logprobs, prompt_logprobs=None),
+        echo=request.echo and tells_prompt,
+    )
+
+
+def _max_tokens(request: RequestedGeneration, prompt_ids: list[int], name: str, target: ModelDescription) -> int:
+    """Checks a prompt, and returns how many tokens may follow it."""
+    prompt_len = len(prompt_ids)
+    if prompt_len == 0:
+        raise InvalidRequestError(f"{name} is empty")
+    if prompt_len >= target.context_length:
+        raise InvalidRequestError(
+            f"{name} has {prompt_len} tokens; the context of {target.name} is {target.context_length} tokens, "
+            "and room for one more is needed"
+        )
+    if not _are_ids(prompt_ids, target):
+        raise InvalidRequestError(f"token ids of {name} must be in 0..{target.vocab_size - 1}")
+    room = target.context_length - prompt_len
+    max_tokens = room if request.max_tokens is None else request.max_tokens
+    if not 0 <= max_tokens <= room:
+        raise InvalidRequestError(
+            f"max_tokens must be in 0..{room}, what the {prompt_len} tokens of {name} leave of the context, "
+            f"not {max_tokens}"
+        )
+    if not request.sampling.min_tokens <= max_tokens:
+        raise InvalidRequestError(f"min_tokens must be at most max_tokens, {max_tokens}")
+    return max_tokens
+
+
+def _stop_token_ids(request: RequestedGeneration, target: ModelDescription) -> frozenset[int]:
+    """Checks where the text may end, and returns the tokens that end it."""
+    if len(request.stop) > MAX_STOP_STRINGS or any(not 1 <= len(stop) <= MAX_STOP_LENGTH for stop in request.stop):
+        raise InvalidRequestError(
+            f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters each"
+        )
+    if not _are_ids(request.stop_token_ids, target):
+        raise InvalidRequestError(f"stop_token_ids must be in 0..{target.vocab_size - 1}")
+    if request.ignore_eos and request.sampling.structured_output is not None:
+        raise InvalidRequestError("ignore_eos and structured_output: a stop token is what ends a text of that form")
+    own = () if request.ignore_eos else target.stop_token_ids
+    stop_token_ids = frozenset(request.stop_token_ids) | frozenset(own)
+    allowed = request.sampling.allowed_token_ids
+    possible = range(target.vocab_size) if allowed is None else allowed
+    if request.sampling.min_tokens and stop_token_ids.issuperset(possible):
+        name = "stop_token_ids" if allowed is None else "allowed_token_ids"
+        raise InvalidRequestError(f"{name}: all possible tokens are stop tokens, which min_tokens keeps away")
+    return stop_token_ids
+
+
+def _num_speculative_tokens(request: RequestedGeneration, defaults: SpeculationDefaults) -> int:
+    speculative = request.num_speculative_tokens
+    if speculative is None:
+        speculative = defaults.num_speculative_tokens
+    if not 0 <= speculative <= defaults.max_speculative_tokens:
+        raise InvalidRequestError(
+            f"num_speculative_tokens must be in 0..{defaults.max_speculative_tokens}, not {speculative}"
+        )
+    return 0 if request.max_tokens == 0 else speculative
+
+
+def _checked_by_choice(request: RequestedGeneration, num_choices: int) -> dict[int, GeneratedChoice]:
+    """Returns what came of each choice of which something came."""
+    before = {came.choice: came for came in request.generated_choices}
+    if len(before) < len(request.generated_choices):
+        raise InvalidRequestError("generated_choices names a choice twice")
+    if not all(0 <= choice < num_choices for choice in before):
+        raise InvalidRequestError(f"generated_choices: a choice must be in 0..{num_choices - 1}")
+    return before
+
+
+def _check_came(came: GeneratedChoice, prompt: Generation, target: ModelDescription) -> None:
+    """Refuses what cannot have come of a choice of this prompt."""
+    if len(came.token_ids) > prompt.max_tokens:
+        raise InvalidRequestError(
+            f"generated_choices has {len(came.token_ids)} ids of choice {came.choice}, more than max_tokens, "
+            f"{prompt.max_tokens}"
+        )
+    if not _are_ids(came.token_ids, target):
+        raise InvalidRequestError(f"token ids of generated_choices must be in 0..{target.vocab_size - 1}")
+    if not prompt.stop_token_ids.isdisjoint(came.token_ids[:-1]):
+        raise InvalidRequestError(f"generated_choices: choice {came.choice} goes on after a stop token")
+
+
+def _are_ids(token_ids: Sequence[int], target: ModelDescription) -> bool:
+    return not token_ids or (min(token_ids) >= 0 and max(token_ids) < target.vocab_size)
+
+
+def _wanted_logprobs(request: RequestedGeneration) -> LogprobsRequest:
+    mode = LogprobsMode.RAW if request.logprobs_mode is None else LogprobsMode.named(request.logprobs_mode)
+    wanted = LogprobsRequest(request.logprobs, request.prompt_logprobs, mode)
+    if request.logprobs_mode is not None and wanted.logprobs is None and wanted.prompt_logprobs is None:
+        raise InvalidRequestError("logprobs_mode says nothing without logprobs or prompt_logprobs")
+    return wanted

@@ -1,0 +1,132 @@
+"""What a gateway records of a traced request: the request, its choices, and each round of these.
+
+generate                 the request, as the client's own span continues
+choice                 one completion; the services' spans are below it too
+round, round, ...    one for each verdict, end to end
+"""
+
+import random
+
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.trace_context import TraceContext
+from draftwire.runtime.tracing import PREFIX, Span, Tracer
+from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.round_times import RoundTimes
+from draftwire_gateway.session.statistics import Statistics
+
+_PARTS = ("lost", "prefill", "calibration", "draft", "queue", "verify", "wire", "gateway")
+"""Of a round; see `RoundTimes`."""
+
+
+class ChoiceSpans:
+    """Records one choice. Used on the event loop only."""
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        """Takes the choice's span, which has begun."""
+        self._tracer = tracer
+        self._span = span
+        self.traceparent = str(span.context) if span.context.trace_id else ""
+        """What the choice's sessions are opened with. A span that nobody records has no ids, and verifiers would refuse
+        these."""
+
+    def note(self, event: str, **attributes: int | str) -> None:
+        """Notes that something happened now."""
+        self._span.add_event(event, {PREFIX + name: value for name, value in attributes.items()})
+
+    def add_round(self, times: RoundTimes) -> None:
+        """Records a round that was committed; a `RoundObserver`."""
+        attributes: dict[str, int | str] = {
+            PREFIX + "round": times.round,
+            PREFIX + "epoch": times.epoch,
+            PREFIX + "num_draft_tokens": times.num_draft_tokens,
+            PREFIX + "num_accepted_tokens": times.num_accepted_tokens,
+            PREFIX + "num_tokens": times.num_tokens,
+            PREFIX + "extra_token": _extra(times).value,
+        }
+        if times.why_plain is not None:
+            attributes[PREFIX + "why_plain"] = times.why_plain.value
+        for part in _PARTS:
+            attributes[f"{PREFIX}{part}_us"] = int(getattr(times, part + "_s") * 1e6)
+        ended_at = times.started_at + times.duration_s
+        self._tracer.record("round", self._span.context, times.started_at, ended_at, attributes)
+
+    def end(self, session_id: int, statistics: Statistics, reason: str) -> None:
+        """Ends the choice.
+
+        Args:
+            session_id: as it stands in log lines.
+            statistics: what it cost.
+            reason: why it ended; empty if it was not finished.
+        """
+        attributes: dict[str, int | str] = {
+            PREFIX + "session_id": str(session_id),  # does not fit into an attribute's 63 bits
+            PREFIX + "finish_reason": reason,
+            PREFIX + "num_prompt_tokens": statistics.num_prompt_tokens,
+            PREFIX + "num_cached_prompt_tokens": statistics.num_cached_prompt_tokens,
+            PREFIX + "num_generated_tokens": statistics.num_generated_tokens,
+            PREFIX + "num_rounds": statistics.num_rounds,
+            PREFIX + "num_draft_tokens": statistics.num_draft_tokens,
+            PREFIX + "num_accepted_tokens": statistics.num_accepted_tokens,
+            PREFIX + "num_drafters_lost": statistics.num_drafters_lost,
+            PREFIX + "num_verifiers_lost": statistics.num_verifiers_lost,
+            PREFIX + "time_to_first_token_us": statistics.time_to_first_token_us,
+        }
+        self._span.end(attributes, "" if reason else "not finished")
+
+
+class RequestSpans:
+    """Records one request. Used on the event loop only."""
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        """Takes the request's span, which has begun."""
+        self._tracer = tracer
+        self._span = span
+
+    def choice(self, generation: Generation) -> ChoiceSpans:
+        """Begins a choice, or begins it once more if there was no room for it."""
+        attributes: dict[str, int | str] = {
+            PREFIX + "choice": generation.choice,
+            PREFIX + "rejection_sample_method": generation.rule,
+            PREFIX + "num_speculative_tokens": generation.num_speculative_tokens,
+            PREFIX + "num_resumed_tokens": len(generation.generated_ids),
+        }
+        return ChoiceSpans(self._tracer, self._tracer.start("choice", self._span.context, attributes))
+
+    def end(self, result: str, error: BaseException | None = None) -> None:
+        """Ends the request.
+
+        Args:
+            result: finished, invalid, failed or cancelled.
+            error: what ended it, if it is invalid or failed. Its message is left out: it may quote the prompt.
+        """
+        self._span.end({PREFIX + "result": result}, type(error).__name__ if error is not None else "")
+
+
+class RequestTracing:
+    """Decides which requests are traced."""
+
+    def __init__(self, tracer: Tracer, sample_ratio: float, generator: random.Random) -> None:
+        """Takes what makes spans, and the share of those requests that do not say whether they are to be traced."""
+        self._tracer = tracer
+        self._sample_ratio = sample_ratio
+        self._generator = generator
+
+    def begin(self, traceparent: str, num_choices: int) -> RequestSpans | None:
+        """Begins the trace of a request, or goes on with its client's; returns None if it is not traced.
+
+        Args:
+            traceparent: the header of that name, as it came; what cannot be understood counts as none.
+            num_choices: completions that it asks for.
+        """
+        given = TraceContext.parse(traceparent)
+        if not (given.is_sampled if given is not None else self._generator.random() < self._sample_ratio):
+            return None
+        attributes = {PREFIX + "num_choices": num_choices}
+        return RequestSpans(self._tracer, self._tracer.start("generate", given, attributes, is_entry=True))
+
+
+def _extra(times: RoundTimes) -> TokenSource:
+    """Returns where the last token of a round came from."""
+    if not times.num_draft_tokens:
+        return TokenSource.PLAIN
+    return TokenSource.BONUS if times.num_accepted_tokens == times.num_draft_tokens else TokenSource.RECOVERED

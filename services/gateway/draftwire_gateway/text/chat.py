@@ -1,0 +1,401 @@
+"""Conversations, rendered by the target's own chat template.
+
+A template is free to leave out what it has no place for: tools, names, roles that it does not know. Here nothing is
+left out silently: what a user says and the template does not is refused.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
+from draftwire.runtime.allowance import Allowance
+from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
+
+MAX_JSON_DEPTH = 32
+"""Objects and lists within each other, at most. Indented, the text of n brackets in d levels has 4 * n * d spaces."""
+RENDER_SECONDS = 10.0
+"""How long one conversation may take, with what it waits for others."""
+RENDER_THREADS = 2
+"""So that one conversation that takes long does not hold back all others. More would not help: Python runs one at a
+time."""
+MAX_WAITING = 256
+"""Conversations that are rendered or are to be."""
+
+_OWN_ARGUMENTS = (
+    frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+    | frozenset(jinja2.defaults.DEFAULT_NAMESPACE)
+    | {"messages", "conversations", "raise_exception", "strftime_now"}
+) - {"documents"}
+"""Names that mean something to transformers or to every template, and are not users' to set."""
+
+_MARK = re.compile("Draftwire([0-9]{6})mark")
+
+
+def _late_error(render_time: Allowance) -> DraftwireError:
+    """Returns what is to be said when the time is over: whether the conversation or others have used it up."""
+    if render_time.has_waited:
+        return NoRoomError("other conversations keep the chat template busy")
+    return InvalidRequestError(f"the chat template needs more than {RENDER_SECONDS:g} s for this conversation")
+
+
+class ChatTemplate:
+    """A model's chat template. transformers renders it, in a sandbox, on threads that do nothing else: a conversation
+    that takes seconds delays neither the event loop nor the prompts that are text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name: str) -> None:
+        """Takes a tokenizer with its template, if it has one, and how errors call the model."""
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="chat")
+        self._num_waiting = 0
+
+    async def render(self, conversation: Conversation) -> str:
+        """Returns a conversation as text, ready for the answer. Runs on the event loop.
+
+        Raises:
+            InvalidRequestError: there is no template, it refuses the conversation or leaves something out, or it takes
+                longer than `RENDER_SECONDS`.
+            NoRoomError: too many conversations are rendered, or this one waited for others for so long that its time
+                was over.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidRequestError(f"{self._model_name} has no chat template; send a text prompt")
+        if self._num_waiting >= MAX_WAITING:
+            raise NoRoomError(f"{MAX_WAITING} conversations wait for the chat template, which is the limit")
+        render_time = Allowance(RENDER_SECONDS)
+        job = self._threads.submit(self._render, conversation, render_time)
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(RENDER_SECONDS):  # `wait_for` may forget a cancellation, see runtime/forms.py
+                return await asyncio.wrap_future(job)
+        except TimeoutError as error:
+            raise _late_error(render_time) from error
+        finally:
+            self._num_waiting -= 1
+
+    def _render(self, conversation: Conversation, render_time: Allowance) -> str:
+        render_time.begin()
+        return render(self._tokenizer, self._model_name, conversation, render_time)
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, model_name: str, conversation: Conversation, render_time: Allowance
+) -> str:
+    """Returns a conversation as text; see `ChatTemplate.render`, which calls it on a thread.
+
+    Raises:
+        InvalidRequestError, NoRoomError: as there. The time is looked at between renderings; what a single one can take
+            is bounded by the size of the conversation.
+    """
+    rendering = _Rendering(tokenizer, model_name, conversation, render_time)
+    text = rendering.text()
+    rendering.check_nothing_is_left_out(text)
+    try:
+        text.encode()
+    except UnicodeError as error:  # by an escape in JSON; the message would quote the prompt
+        raise InvalidRequestError("a text holds characters that UTF-8 cannot encode") from error
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where something is said, in what the template gets."""
+
+    what: str
+    """For errors."""
+    owner: dict[str, Any]
+    key: str
+
+
+class _Rendering:
+    """One conversation, which is rendered again with changes to see what they make of the text."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model_name: str,
+        conversation: Conversation,
+        render_time: Allowance,
+    ) -> None:
+        self._render_time = render_time
+        self._tokenizer = tokenizer
+        self._conversation = conversation
+        self._tools = [_tool_to_json(index, tool) for index, tool in enumerate(conversation.tools)]
+        self._messages = [_turn_to_json(index, turn) for index, turn in enumerate(conversation.turns)]
+        try:
+            source = tokenizer.get_chat_template(tools=self._tools or None)
+            self._template = _read_template(source)
+        except (ValueError, jinja2.TemplateError) as error:
+            raise InvalidRequestError(f"the chat template of {model_name} cannot be used") from error
+        if self._tools and "tools" not in self._template.variables:
+            raise InvalidRequestError(f"the chat template of {model_name} has no place for tools")
+        self._arguments = _json_object("template_arguments", conversation.template_arguments or "{}")
+        known = self._template.variables - _OWN_ARGUMENTS
+        if self._arguments.keys() - known:  # whose names are not ours to show
+            names = ", ".join(sorted(known)) or "none"
+            raise InvalidRequestError(f"template_arguments: the variables of the chat template are: {names}")
+
+    def text(self) -> str:
+        """Renders the conversation as it is now.
+
+        Raises:
+            InvalidRequestError: the template refuses it, or there is no time left.
+            NoRoomError: there is none left because others used it up.
+        """
+        if self._render_time.left_s < 0.0:
+            raise _late_error(self._render_time)
+        continues = self._conversation.continues_last
+        try:
+            text = self._tokenizer.apply_chat_template(
+                self._messages,
+                tools=list(self._tools) or None,
+                tokenize=False,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **self._arguments,
+            )
+        except Exception as error:  # templates raise what they like
+            raise InvalidRequestError(f"the chat template refuses the messages: {self._reason(error)}") from error
+        assert isinstance(text, str), "one conversation, not tokenized"
+        return text
+
+    def _reason(self, error: Exception) -> str:
+        """Returns what a template says in its own words: what it quotes of the conversation is left out."""
+        said = str(error)
+        if type(error) is jinja2.TemplateError:  # raise_exception
+            begins = [literal for literal in self._template.literals if said.startswith(literal)]
+            if begins:
+                return max(begins, key=len).strip()
+        if self._conversation.continues_last and isinstance(error, ValueError) and "continue_final_message" in said:
+            return "continue_final_message: the last message has no content that the template ends with"
+        return type(error).__name__
+
+    def check_nothing_is_left_out(self, text: str) -> None:
+        """Compares with renderings of other conversations.
+
+        Raises:
+            InvalidRequestError: something that is said makes no difference to the text.
+        """
+        places = list(self._places())
+        with _Changes() as changes:
+            for number, place in enumerate(places):
+                changes.append(place, _mark(number))
+            shown = {int(number) for number in _MARK.findall(self._text_or_nothing())}
+        for number, place in enumerate(places):
+            if number in shown:
+                continue
+            with _Changes() as changes:  # what is looked at, and not written, changes the text in another way
+                changes.append(place, _mark(number))
+                if self._text_or_nothing() == text:
+                    raise InvalidRequestError(f"the chat template leaves out {place.what}")
+        self._check_arguments(text)
+        for what, owners, key in self._groups():
+            with _Changes() as changes:
+                for owner in owners:
+                    changes.remove(owner, key)
+                if not owners or self._text_or_nothing() != text:
+                    continue
+            if key != "tool_call_id":
+                raise InvalidRequestError(f"the chat template leaves out {what}")
+            _check_order(self._conversation.turns)
+
+    def _check_arguments(self, text: str) -> None:
+        """Refuses variables of no effect: the template sets them itself, say. One may say what holds anyway."""
+        for name in self._arguments:
+            with _Changes() as changes:
+                changes.remove(self._arguments, name)
+                for other in (None, False, True, _mark(0)):
+                    if other is not None:
+                        self._arguments[name] = other
+                    if self._text_or_nothing() != text:
+                        break
+                else:
+                    raise InvalidRequestError(f"template_arguments: {name} makes no difference")
+
+    def _places(self) -> Iterator[_Place]:
+        """Yields the texts of which each has to show."""
+        for index, message in enumerate(self._messages):
+            for key in ("content", "name"):
+                if message.get(key):
+                    yield _Place(f"messages[{index}].{key}", message, key)
+            for number, call in enumerate(message.get("tool_calls", ())):
+                yield _Place(f"messages[{index}].tool_calls[{number}]", call["function"], "name")
+        for index, tool in enumerate(self._tools):
+            for key in ("name", "description"):
+                if key in tool["function"]:
+                    yield _Place(f"tools[{index}].{key}", tool["function"], key)
+
+    def _groups(self) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
+        """Yields what has to make a difference together."""
+        functions = [tool["function"] for tool in self._tools]
+        calls = [call["function"] for message in self._messages for call in message.get("tool_calls", ())]
+        yield "parameters of tools", [one for one in functions if one.get("parameters")], "parameters"
+        yield "arguments of tool calls", [one for one in calls if one["arguments"]], "arguments"
+        yield "tool_call_id", [one for one in self._messages if "tool_call_id" in one], "tool_call_id"
+
+    def _text_or_nothing(self) -> str:
+        """Renders a changed conversation; nothing if the template refuses it, which is a difference too."""
+        try:
+            return self.text()
+        except InvalidRequestError:
+            if self._render_time.left_s < 0.0:
+                raise
+            return ""
+
+
+def _mark(number: int) -> str:
+    return f"Draftwire{number:06d}mark"
+
+
+class _Changes:
+    """Changes to what the template gets. A context manager that takes them back."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def __enter__(self) -> "_Changes":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for owner, original in reversed(self._originals):
+            owner.clear()
+            owner.update(original)  # in the same order, which templates may show
+
+    def append(self, place: _Place, mark: str) -> None:
+        """Adds to a text."""
+        self._originals.append((place.owner, dict(place.owner)))
+        place.owner[place.key] += mark
+
+    def remove(self, owner: dict[str, Any], key: str) -> None:
+        """Leaves something out; of arguments, which every call has, what they hold."""
+        self._originals.append((owner, dict(owner)))
+        if key == "arguments":
+            owner[key] = {}
+        else:
+            del owner[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """What a template says of itself."""
+
+    variables: frozenset[str]
+    """That it looks up and does not set before."""
+    literals: frozenset[str]
+    """Its own strings."""
+
+
+class _Generation(Extension):
+    """The block by which templates for training mark what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012 - as in the base class
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """See `Extension`."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache
+def _read_template(source: str) -> _Template:
+    environment = ImmutableSandboxedEnvironment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    tree = environment.parse(source)
+    literals = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    return _Template(frozenset(meta.find_undeclared_variables(tree)), frozenset(literals - {""}))
+
+
+def _turn_to_json(index: int, turn: ChatTurn) -> dict[str, Any]:
+    """Returns a message as OpenAI writes it, but with arguments that are parsed: templates expect that."""
+    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.name:
+        message["name"] = turn.name
+    if turn.tool_call_id:
+        message["tool_call_id"] = turn.tool_call_id
+    if turn.tool_calls:
+        message["tool_calls"] = [
+            _call_to_json(f"messages[{index}].tool_calls[{number}]", call)
+            for number, call in enumerate(turn.tool_calls)
+        ]
+    return message
+
+
+def _call_to_json(what: str, call: ToolCall) -> dict[str, Any]:
+    if not call.name:
+        raise InvalidRequestError(f"{what} has no name")
+    function = {"name": call.name, "arguments": _json_object(f"{what}.arguments", call.arguments)}
+    return {"type": "function", "function": function} | ({"id": call.id} if call.id else {})
+
+
+def _tool_to_json(index: int, tool: Tool) -> dict[str, Any]:
+    if not tool.name:
+        raise InvalidRequestError(f"tools[{index}] has no name")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = _json_object(f"tools[{index}].parameters", tool.parameters)
+    return {"type": "function", "function": function}
+
+
+def _json_object(what: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text, object_pairs_hook=_object_of, parse_constant=_refuse_constant)
+        if not isinstance(value, dict):
+            raise ValueError("no object")
+    except (ValueError, RecursionError) as error:  # whose message could quote
+        raise InvalidRequestError(f"{what} has to be a JSON object, without a key twice") from error
+    if _is_deeper_than(MAX_JSON_DEPTH, value):
+        raise InvalidRequestError(f"{what} holds more than {MAX_JSON_DEPTH} objects and lists within each other")
+    return value
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key twice")
+    return made
+
+
+def _refuse_constant(_: str) -> None:
+    raise ValueError("NaN and infinity are no JSON")
+
+
+def _is_deeper_than(levels: int, value: Any) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    if levels == 0:
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return any(_is_deeper_than(levels - 1, one) for one in inner)
+
+
+def _check_order(turns: tuple[ChatTurn, ...]) -> None:
+    """Refuses ids that say something else than the order of the messages, which is all that the template shows.
+
+    Raises:
+        InvalidRequestError: the answers are not in the order of the calls, or answer none.
+    """
+    waiting: list[str] = []
+    for index, turn in enumerate(turns):
+        if turn.tool_calls:
+            waiting = [call.id for call in turn.tool_calls]
+        elif turn.tool_call_id and (not waiting or waiting.pop(0) != turn.tool_call_id):
+            raise InvalidRequestError(
+                f"messages[{index}].tool_call_id: the chat template shows no ids, and the answers are not in the order "
+                "of the calls"
+            )

@@ -1,1 +1,0 @@
-"""The gRPC edge that the services share."""

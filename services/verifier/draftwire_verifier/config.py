@@ -1,0 +1,54 @@
+"""Configuration of a verifier."""
+
+from dataclasses import dataclass, field
+
+from draftwire.engine.ranks.place import WantedGroup
+from draftwire.runtime.settings import (
+    ConnectionSettings,
+    EngineSettings,
+    ModelSettings,
+    ServerSettings,
+    TlsSettings,
+    TracingSettings,
+    require,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelSettings:
+    """How many processes share the model, each on a device of its own; see docs/tensor-parallel.md."""
+
+    tensor_parallel_size: int = 1
+    """Processes that compute the model together, each with a share of every layer's weights and of the KV cache; with
+    device cuda each takes a GPU. They are started on this machine, or by torchrun on several."""
+    tensor_parallel_timeout_s: float = 30.0
+    """Seconds that these processes wait for each other, at most: when one is silent for longer in the middle of a step,
+    the verifier ends, to be started again as a whole."""
+
+    def __post_init__(self) -> None:
+        require(self.tensor_parallel_size >= 1, "tensor_parallel_size must be at least 1")
+        require(0.0 < self.tensor_parallel_timeout_s < float("inf"), "tensor_parallel_timeout_s must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierConfig:
+    """Everything that can be set. Bad values raise at start."""
+
+    loading: ModelSettings
+    server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50052, metrics_port=9052))
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    parallel: TensorParallelSettings = field(default_factory=TensorParallelSettings)
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
+    tls: TlsSettings = field(default_factory=TlsSettings)
+    tracing: TracingSettings = field(default_factory=TracingSettings)
+
+    def __post_init__(self) -> None:
+        self.tls.check_listening(self.server.host)
+        require(self.tls.tls_target_name is None, "tls_target_name sets nothing here: a verifier calls nobody")
+
+    @property
+    def wanted_group(self) -> WantedGroup:
+        """How many processes this is to be."""
+        parallel = self.parallel
+        size, timeout_s = parallel.tensor_parallel_size, parallel.tensor_parallel_timeout_s
+        return WantedGroup("verifier", "tensor_parallel_size", size, timeout_s)

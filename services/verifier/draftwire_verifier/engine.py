@@ -1,0 +1,103 @@
+"""Runs the target. Everything here runs on the torch thread."""
+
+import time
+
+from draftwire.audit import AuditSums, audit_sums
+from draftwire.engine.leases import SessionKey
+from draftwire.errors import BlockViolationError
+from draftwire.method.distributions import rows_of
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.randomness import DrawKey
+from draftwire.models.cached_model import SequenceModel
+from draftwire.models.kv_cache import CachedSequence
+from draftwire.requests.parameters import SamplingParams
+from draftwire.verification import rule_named
+from draftwire.verification.target import Judgement, Judging, StepOutcome, judge
+from draftwire_verifier.scheduler import Step, StepItem, StepResult
+
+WARM_UP_TOKENS = (2, 64)
+"""Sizes of the steps that are tried before the first session."""
+
+
+class TargetEngine:
+    """The target model with one cached sequence per session."""
+
+    def __init__(self, model: SequenceModel, context_length: int) -> None:
+        """Takes a loaded model and the positions that it can attend to."""
+        self.model = model
+        self._context_length = context_length
+        self._sequences: dict[SessionKey, CachedSequence] = {}
+
+    def warm_up(self) -> list[tuple[int, float]]:
+        """Decodes a few tokens, so that no user pays for lazy initialisation.
+
+        Returns:
+            Sizes of steps and how long they took, tokens and seconds.
+        """
+        rule, key = rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
+        costs = []
+        for num_tokens in (WARM_UP_TOKENS[0], *WARM_UP_TOKENS):  # the first one is not typical
+            started = time.perf_counter()
+            sequence = self.model.cache.open()
+            num_tokens = min(num_tokens, self._context_length - 1)
+            judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
+            self.model.cache.close(sequence)
+            costs.append((num_tokens, time.perf_counter() - started))
+        return costs[1:]
+
+    def step(self, step: Step) -> StepResult:
+        """Carries out a step: judges blocks, decodes tokens, reads prompts."""
+        started = time.perf_counter()
+        judgings = [self._judging(item) for item in step.items]
+        done = judge(self.model, judgings)
+        num_unread = [
+            len(judging.committed) - judging.sequence.length if not isinstance(outcome, Judgement) else 1
+            for judging, outcome in zip(judgings, done.outcomes, strict=True)
+        ]
+        return StepResult(
+            outcomes=done.outcomes,
+            num_unread=num_unread,
+            num_reused=[judging.sequence.num_reused for judging in judgings],
+            num_tokens=done.num_tokens,
+            verify_us=int((time.perf_counter() - started) * 1e6),
+            audits=_audits(judgings, done),
+        )
+
+    def forget(self, key: SessionKey) -> None:
+        """Frees a session's cache."""
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            self.model.cache.close(sequence)
+
+    def _judging(self, item: StepItem) -> Judging:
+        session, spec, block = item.session, item.session.spec, item.block
+        sequence = self._sequences.get(session.key)
+        if sequence is None:
+            # A prompt that is to be reported is read whole: what is taken over gives no logits.
+            is_reported = spec.logprobs.prompt_logprobs is not None
+            sequence = self.model.cache.open(() if is_reported else session.committed.ids, spec.cache_salt)
+            self._sequences[session.key] = sequence
+        return Judging(
+            sequence=sequence,
+            committed=session.committed.ids,
+            draft_tokens=block.token_ids if block else [],
+            draft=rows_of(block.draft) if block and not isinstance(block.draft, BlockViolationError) else None,
+            sampling=spec.sampling,
+            rule=rule_named(spec.rule),
+            key=DrawKey(spec.verifying_key, spec.choice, session.round, block.attempt if block else 0),
+            prompt_len=spec.prompt_len,
+            stop_token_ids=spec.stop_token_ids,
+            max_read=item.max_read,
+            logprobs=spec.logprobs,
+            automaton=session.automaton,
+        )
+
+
+def _audits(judgings: list[Judging], done: StepOutcome) -> list[AuditSums | None]:
+    """Returns what each judging's draft tokens say about their drafter; None where no distributions were sent."""
+    audits: list[AuditSums | None] = [None] * len(judgings)
+    for decided in done.decided:
+        if decided.blocks.has_drafts and judgings[decided.members[0]].rule.needs_draft_probs:
+            for member, sums in zip(decided.members, audit_sums(decided.blocks), strict=True):
+                audits[member] = sums
+    return audits

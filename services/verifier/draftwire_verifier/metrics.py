@@ -1,0 +1,194 @@
+"""Prometheus metrics of a verifier."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from prometheus_client import Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from draftwire.audit import AuditSums, DrafterAudit
+from draftwire.errors import Violation
+from draftwire.method.rounds import Verdict
+from draftwire.runtime.metrics import PREFIX, EngineMetrics
+from draftwire_verifier.idle import IdleWatch
+
+
+class Drafted(Protocol):
+    """What the scheduler of a verifier counts itself."""
+
+    @property
+    def draft_wait_s(self) -> float:
+        """From verdicts to the blocks that followed them, summed over all sessions, seconds."""
+
+    @property
+    def idle(self) -> IdleWatch:
+        """For how long the engine did nothing because all waited."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """By which it does so, seconds."""
+
+
+class Audited(Protocol):
+    """What is known of one drafter."""
+
+    @property
+    def id(self) -> int:
+        """Names its process."""
+
+    @property
+    def model_name(self) -> str:
+        """Its model."""
+
+    @property
+    def audit(self) -> DrafterAudit:
+        """How honest it is."""
+
+
+class VerifierMetrics(EngineMetrics):
+    """What a verifier counts."""
+
+    def __init__(self, drafters: Iterable[Audited] = ()) -> None:
+        super().__init__()
+        self._num_draft_bytes = self._num_tokens = 0
+        self.blocks_received = self.counter("blocks_received", "Draft blocks that drafters sent to this verifier.")
+        self.blocks_refused = self.counter("blocks_refused", "Draft blocks that broke the protocol.", ("violation",))
+        for violation in Violation:
+            self.blocks_refused.labels(violation.value)  # there from the start: what grows from 0 is seen to grow
+        self.draft_bytes = self.counter(
+            "spec_decode_num_draft_bytes",
+            "Bytes of the messages with draft blocks, heads of HTTP/2 frames included.",
+            of_model=True,
+        )
+        bytes_per_token = Gauge(
+            PREFIX + "draft_bytes_per_emitted_token",
+            "Bytes of messages with draft blocks for each token that rounds committed, since the start.",
+            registry=self.registry,
+        )
+        bytes_per_token.set_function(lambda: self._num_draft_bytes / max(1, self._num_tokens))
+        self.registry.register(_AuditWatcher(drafters))
+        self.target_passes = self.counter("target_passes", "Rounds decided: forward passes of the target per session.")
+        self.tokens = self.counter("generation_tokens", "Tokens committed by rounds.", of_model=True)
+        self.drafts = self.counter("spec_decode_num_drafts", "Rounds that judged a draft block.", of_model=True)
+        self.draft_tokens = self.counter("spec_decode_num_draft_tokens", "Draft tokens judged.", of_model=True)
+        self.accepted = self.counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", of_model=True)
+        self._queue_s = self.tally(
+            "queue_seconds",
+            "Waiting of blocks and plain rounds for a step; first rounds, which wait for their prompts, are left out.",
+        )
+        self.near_ties = self.counter("near_ties", "Tokens that rounding could have changed, under the rule coupled.")
+        self.drafted_per_position = self.counter(
+            "spec_decode_num_draft_tokens_per_pos",
+            "Draft tokens judged, by position in the block.",
+            ("position",),
+            of_model=True,
+        )
+        self.accepted_per_position = self.counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position in the block.",
+            ("position",),
+            of_model=True,
+        )
+        self._per_position: list[tuple[Counter, Counter]] = []
+        """Judged and accepted; found once for each position, and not in each round."""
+
+    def watch_waits(self, scheduler: Drafted) -> None:
+        """Exports how long sessions wait for drafts."""
+        self.registry.register(_WaitWatcher(scheduler))
+
+    def count_bytes(self, count: int) -> None:
+        """Counts what carried draft blocks."""
+        self._num_draft_bytes += count
+        self.draft_bytes.inc(count)
+
+    def count(self, verdict: Verdict, *, is_first: bool = False) -> None:
+        """Counts one decided round; the first of a session is the one that its prompt was read for."""
+        if not is_first:
+            self._queue_s.observe(verdict.queue_us / 1e6)
+        self.target_passes.inc()
+        self._num_tokens += len(verdict.token_ids)
+        self.tokens.inc(len(verdict.token_ids))
+        self.near_ties.inc(verdict.num_near_ties)
+        if verdict.num_draft_tokens:
+            self.drafts.inc()
+            self.draft_tokens.inc(verdict.num_draft_tokens)
+            self.accepted.inc(verdict.num_accepted_tokens)
+            for position in range(len(self._per_position), verdict.num_draft_tokens):
+                judged, accepted = self.drafted_per_position, self.accepted_per_position
+                self._per_position.append((judged.labels(position), accepted.labels(position)))
+            for position, (judged, accepted) in enumerate(self._per_position[: verdict.num_draft_tokens]):
+                judged.inc()
+                if position < verdict.num_accepted_tokens:
+                    accepted.inc()
+
+
+class _WaitWatcher(Collector):
+    """Reads how long sessions waited for drafts whenever `/metrics` is read."""
+
+    def __init__(self, scheduler: Drafted) -> None:
+        self._scheduler = scheduler
+        self._lock = threading.Lock()
+        self._told_s = 0.0
+        """What was exported last. A stretch may turn out to have ended just before it was looked at, and a counter must
+        not fall."""
+
+    def collect(self) -> Iterable[Metric]:
+        """See `prometheus_client.registry.Collector`."""
+        scheduler = self._scheduler
+        with self._lock:
+            self._told_s = told_s = max(self._told_s, scheduler.idle.waited(scheduler.clock()))
+        yield CounterMetricFamily(
+            PREFIX + "draft_wait_seconds",
+            "From verdicts to the blocks that followed them, over all sessions: its rate is how many wait for drafts.",
+            scheduler.draft_wait_s,
+        )
+        yield CounterMetricFamily(
+            PREFIX + "engine_waiting_for_drafts_seconds",
+            "Time without a step in which a session waited for its drafter, or for the gateway after a verdict.",
+            told_s,
+        )
+
+
+class _AuditWatcher(Collector):
+    """Reads the audit's own numbers whenever `/metrics` is read."""
+
+    def __init__(self, drafters: Iterable[Audited]) -> None:
+        self._drafters = drafters
+
+    def collect(self) -> Iterable[Metric]:
+        """See `prometheus_client.registry.Collector`."""
+        labels = ["drafter", "model_name"]
+        tokens = GaugeMetricFamily(
+            PREFIX + "audit_draft_tokens", "Draft tokens that the audit has seen.", labels=[*labels, "span"]
+        )
+        sums = GaugeMetricFamily(
+            PREFIX + "audit_sum",
+            "Sum over draft tokens of acceptance, or surprise in nats, less its mean; near 0 for an honest drafter.",
+            labels=[*labels, "span", "statistic"],
+        )
+        variances = GaugeMetricFamily(
+            PREFIX + "audit_variance",
+            "Variance of that sum, if tokens are drawn as declared.",
+            labels=[*labels, "span", "statistic"],
+        )
+        evidence = GaugeMetricFamily(
+            PREFIX + "audit_evidence", "Powers of ten of evidence against the drafter; quarantine at 0.", labels=labels
+        )
+        quarantined = GaugeMetricFamily(
+            PREFIX + "drafter_quarantined", "Whether blocks of the drafter are refused.", labels=labels
+        )
+        for drafter in self._drafters:
+            names = [f"{drafter.id:016x}", drafter.model_name]
+            audit = drafter.audit
+            spans: dict[str, AuditSums] = {"total": audit.total, "recent": audit.recent}
+            for span, own in spans.items():
+                tokens.add_metric([*names, span], own.num_positions)
+                sums.add_metric([*names, span, "acceptance"], own.acceptance_sum)
+                sums.add_metric([*names, span, "surprise"], own.surprise_sum)
+                variances.add_metric([*names, span, "acceptance"], own.acceptance_variance)
+                variances.add_metric([*names, span, "surprise"], own.surprise_variance)
+            evidence.add_metric(names, audit.evidence)
+            quarantined.add_metric(names, float(audit.alarm is not None))
+        yield from (tokens, sums, variances, evidence, quarantined)

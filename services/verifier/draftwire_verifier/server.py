@@ -1,0 +1,208 @@
+"""The verifier's gRPC edge."""
+
+from __future__ import annotations  # the generics of grpc exist for the type checker only
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+
+from draftwire.engine.ranks.followers import Followers
+from draftwire.engine.ranks.guard import end_if_lost
+from draftwire.engine.ranks.place import Place
+from draftwire.errors import ProtocolViolationError
+from draftwire.method.rounds import PromptRead, Verdict
+from draftwire.runtime import messages
+from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
+from draftwire.runtime.logging import configure_logging
+from draftwire.runtime.model_service import ModelServicer
+from draftwire.runtime.outbox import Outbox
+from draftwire.runtime.process import run_service
+from draftwire.runtime.service import Service
+from draftwire.runtime.streams import exchange
+from draftwire.runtime.tls import server_credentials, watch_tls
+from draftwire.runtime.tracing import open_tracer
+from draftwire.runtime.watchdog import Watchdog
+from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
+from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
+from draftwire_verifier.config import VerifierConfig
+from draftwire_verifier.core import BlockRefused, TargetEvent, VerifierCore
+from draftwire_verifier.drafters import Drafter
+from draftwire_verifier.spans import VerifierSpans
+
+OFF_LOOP_BYTES = 2**18
+"""Larger messages (dense distributions) are decoded beside the event loop."""
+
+
+class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
+    """Translates between messages and the core."""
+
+    def __init__(self, core: VerifierCore) -> None:
+        self._core = core
+
+    async def RunTargetSessions(
+        self,
+        request_iterator: AsyncIterator[verifier_pb2.RunTargetSessionsRequest],
+        context: grpc.aio.ServicerContext[
+            verifier_pb2.RunTargetSessionsRequest, verifier_pb2.RunTargetSessionsResponse
+        ],
+    ) -> None:
+        """See the proto."""
+        lease_id, outbox = self._core.open_lease()
+        lease = verifier_pb2.TargetEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
+        try:
+            await context.write(verifier_pb2.RunTargetSessionsResponse(events=[lease]))
+            await exchange(self._read_commands(request_iterator, lease_id), self._write_events(outbox, context))
+        finally:
+            self._core.end_lease(lease_id)
+
+    async def OpenTargetSession(
+        self,
+        request: verifier_pb2.OpenTargetSessionRequest,
+        context: grpc.aio.ServicerContext[
+            verifier_pb2.OpenTargetSessionRequest, verifier_pb2.OpenTargetSessionResponse
+        ],
+    ) -> verifier_pb2.OpenTargetSessionResponse:
+        """See the proto."""
+        spec = messages.target_spec_from_proto(request)
+        self._core.open_session(spec, request.lease_id, await self._core.automaton_of(spec))
+        return verifier_pb2.OpenTargetSessionResponse()
+
+    async def PushDraftBlocks(
+        self,
+        request_iterator: AsyncIterator[verifier_pb2.PushDraftBlocksRequest],
+        context: grpc.aio.ServicerContext[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse],
+    ) -> None:
+        """See the proto."""
+        drafter: Drafter | None = None
+        try:
+            async for request in request_iterator:
+                kind = request.WhichOneof("message")
+                if kind == "hello" and drafter is None:
+                    model = messages.model_from_proto(request.hello.model)
+                    drafter = self._core.welcome_drafter(request.hello.instance_id, model)
+                    welcome = messages.model_to_proto(self._core.description)
+                    await context.write(verifier_pb2.PushDraftBlocksResponse(welcome=welcome))
+                elif kind == "blocks" and drafter is not None:
+                    await self._push_blocks(request, drafter)
+                else:
+                    raise ProtocolViolationError("a drafter says hello once, first, and then sends blocks")
+        finally:
+            if drafter is not None:
+                drafter.num_streams -= 1
+
+    async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter) -> None:
+        core, num_bytes = self._core, request.ByteSize()
+        core.metrics.count_bytes(num_bytes + FRAME_BYTES)
+        limits = (core.description.vocab_size, core.config.engine.max_draft_tokens)
+        if num_bytes > OFF_LOOP_BYTES:
+            blocks = await asyncio.to_thread(messages.blocks_from_proto, request.blocks.blocks, drafter.id, *limits)
+        else:
+            blocks = messages.blocks_from_proto(request.blocks.blocks, drafter.id, *limits)
+        core.push_blocks(blocks)
+
+    async def _read_commands(
+        self, requests: AsyncIterator[verifier_pb2.RunTargetSessionsRequest], lease_id: int
+    ) -> None:
+        core = self._core
+        async for request in requests:
+            for command in request.commands:
+                match command.WhichOneof("command"):
+                    case "plain_run":
+                        run = messages.plain_run_from_proto(command.plain_run)
+                        if core.is_for(lease_id, (run.fence.session_id, run.fence.epoch)):
+                            core.run_plain(run)
+                    case "close_session":
+                        key = (command.close_session.session_id, command.close_session.epoch)
+                        if core.is_for(lease_id, key):
+                            core.close_session(*key)
+                    case _:
+                        raise ProtocolViolationError("a command without content")
+
+    async def _write_events(
+        self,
+        outbox: Outbox[TargetEvent],
+        context: grpc.aio.ServicerContext[
+            verifier_pb2.RunTargetSessionsRequest, verifier_pb2.RunTargetSessionsResponse
+        ],
+    ) -> None:
+        while events := await outbox.take_all():
+            for message in in_messages(_events_to_proto, events):
+                await context.write(message)
+
+
+def _events_to_proto(events: Sequence[TargetEvent]) -> verifier_pb2.RunTargetSessionsResponse:
+    return verifier_pb2.RunTargetSessionsResponse(events=[_event_to_proto(event) for event in events])
+
+
+def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
+    if isinstance(event, Verdict):
+        return verifier_pb2.TargetEvent(verdict=messages.verdict_to_proto(event))
+    if isinstance(event, PromptRead):
+        return verifier_pb2.TargetEvent(prompt_read=messages.prompt_read_to_proto(event))
+    if isinstance(event, BlockRefused):
+        refusal = verifier_pb2.BlockRefusal(
+            session_id=event.session_id,
+            epoch=event.epoch,
+            round=event.round,
+            message=event.reason,
+            quarantined_drafter_id=event.quarantined_drafter_id,
+            permit_number=event.permit_number,
+        )
+        return verifier_pb2.TargetEvent(refusal=refusal)
+    return verifier_pb2.TargetEvent(failure=messages.failure_to_proto(event.session_id, event.epoch, event.error))
+
+
+def serve(config: VerifierConfig, place: Place, followers: Followers) -> int:
+    """Runs a verifier until a signal ends it, and returns the process's exit status.
+
+    Args:
+        config: what can be set.
+        place: as `GroupGuard`.
+        followers: as `GroupGuard`.
+    """
+    configure_logging(config.server.log_format, "verifier")
+    return asyncio.run(_serve(config, place, followers))
+
+
+async def _serve(config: VerifierConfig, place: Place, followers: Followers) -> int:
+    return await run_service(make_service(config, place, followers))
+
+
+def make_service(config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> Service:
+    """Makes a verifier that is ready to be started, in a running event loop.
+
+    Args:
+        config: what can be set.
+        place: as `GroupGuard`.
+        followers: as `GroupGuard`.
+    """
+    tls = watch_tls(config.tls)
+    core = VerifierCore(config, place, followers)
+    tracer = open_tracer(config.tracing, "verifier", f"{core.instance_id:016x}")
+    core.spans = VerifierSpans(tracer) if tracer is not None else None
+
+    async def start() -> None:
+        await core.start()
+        check_prompt_fits(core.description, config.connections.max_message_bytes)
+
+    def register(server: grpc.aio.Server) -> None:
+        verifier_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(core), server)
+        add_ModelServiceServicer_to_server(ModelServicer(lambda: core.card), server)
+
+    return Service(
+        name="verifier",
+        grpc_names=("draftwire.v1.VerifierService", "draftwire.v1.ModelService"),
+        settings=config.server,
+        connections=config.connections,
+        credentials=server_credentials(tls, config.tls),
+        metrics=core.metrics,
+        register=register,
+        start=start,
+        run=lambda: end_if_lost(core.run()),
+        stop=core.stop,
+        num_sessions=lambda: core.num_sessions,
+        watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
+        tracer=tracer,
+        is_lost=lambda: core.group.is_lost,
+    )
