@@ -18,7 +18,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from draftwire.runtime.options import ENTRIES, serve_command
+from draftwire.cli.options import ENTRIES, serve_command
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "k8s" / "chart"

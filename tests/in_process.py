@@ -21,9 +21,9 @@ import structlog
 import typer
 
 from draftwire.cli.local_stack import OnLog
+from draftwire.cli.options import SERVICES, build, serve_command
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.runtime import logging as service_logging
-from draftwire.runtime.options import SERVICES, build, serve_command
 from draftwire.runtime.service import Running, Service, start
 from draftwire.runtime.status import root_cause
 from draftwire_drafter.server import make_service as make_drafter

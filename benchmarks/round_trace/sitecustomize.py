@@ -39,13 +39,13 @@ def watch(owner: Any, name: str, span: str, about: Callable[..., list[int]] | No
 
 def watch_service(command: str) -> str:
     """Watches the service that this process runs and returns its name; empty for any other process."""
-    if "draftwire_gateway" in command:
+    if "serve gateway" in command:
         watch_gateway()
         return "gateway"
-    if "draftwire_drafter" in command:
+    if "serve drafter" in command:
         watch_drafter()
         return "drafter"
-    if "draftwire_verifier" in command:
+    if "serve verifier" in command:
         watch_verifier()
         return "verifier"
     return ""

@@ -14,12 +14,12 @@ from draftwire.cli.exits import FAILED, complain, end_in_silence
 from draftwire.cli.generate import generate
 from draftwire.cli.health import health
 from draftwire.cli.models import models
+from draftwire.cli.options import SERVICES, refuse_unknown_variables, serve_command
 from draftwire.cli.synth import synth
 from draftwire.cli.token import token
 from draftwire.cli.up import up
 from draftwire.cli.writer import encode_as_utf8
 from draftwire.errors import DraftwireError
-from draftwire.runtime.options import SERVICES, refuse_unknown_variables, serve_command
 
 app = typer.Typer(
     no_args_is_help=True,

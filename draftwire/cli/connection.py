@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwire.cli.exits import NOT_NOW, end
+from draftwire.cli.options import ADDRESS_VARIABLE, TOKEN_VARIABLE
 from draftwire.cli.tls_options import TlsCa, TlsCert, TlsKey, TlsTargetName
 from draftwire.errors import NoRoomError, UnavailableError
-from draftwire.runtime.options import ADDRESS_VARIABLE, TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from draftwire.client import AsyncClient, Client

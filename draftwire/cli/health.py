@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftwire.cli.exits import MISUSED, end
+from draftwire.cli.options import SERVICES, settings_of, variable
 from draftwire.cli.tls_options import TlsCa, TlsCert, TlsKey, TlsTargetName
-from draftwire.runtime.options import SERVICES, settings_of, variable
 
 if TYPE_CHECKING:
     from draftwire.client.security import Security

@@ -139,7 +139,7 @@ class LocalStack:
         options = {**defaults, **peers, **self._options[name]}
         arguments = [_argument(key.replace("_", "-"), value) for key, value in options.items()]
         process = subprocess.Popen(
-            [sys.executable, "-m", f"draftwire_{name}", *arguments],
+            [sys.executable, "-m", "draftwire.cli", "serve", name, *arguments],
             stdin=subprocess.PIPE,  # ends with this process, however that ends
             stdout=subprocess.DEVNULL,  # else whoever reads our output would wait for the services to end
             stderr=subprocess.PIPE,

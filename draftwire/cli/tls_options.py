@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from draftwire.runtime.options import (
+from draftwire.cli.options import (
     TLS_CA_VARIABLE,
     TLS_CERT_VARIABLE,
     TLS_KEY_VARIABLE,

@@ -13,8 +13,8 @@ import typer
 
 from draftwire.cli.colors import visible
 from draftwire.cli.exits import FAILED, end
+from draftwire.cli.options import variable
 from draftwire.errors import InvalidRequestError
-from draftwire.runtime.options import variable
 
 if TYPE_CHECKING:
     from rich.console import Console

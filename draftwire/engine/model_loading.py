@@ -17,8 +17,7 @@ from draftwire.models.loading import LoadedModel, ModelCard, load_model
 from draftwire.models.parallel.layer_groups import LayerParallelism, written
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.scripted import Script, ScriptedTarget, is_scripted
-from draftwire.runtime.settings import EngineSettings, ModelSettings, require
-from draftwire_drafter.config import LayerParallelSettings
+from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings, require
 
 log = structlog.get_logger()
 

@@ -4,12 +4,10 @@ Where tracing is off there is no tracer, and whoever would record asks for `None
 OpenTelemetry's SDK is not imported then. Spans carry numbers and names, never prompts, texts or token ids.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Protocol
 
 from draftwire.requests.trace_context import TraceContext
-from draftwire.runtime.settings import TracingSettings
 
 Attributes = Mapping[str, bool | int | float | str]
 """Integers must fit into 64 bits with a sign: ids of sessions are written as text."""
@@ -65,21 +63,6 @@ class Tracer(Protocol):
 
     async def close(self) -> None:
         """Sends what is left, for a few seconds at most, and ends."""
-
-
-def open_tracer(settings: TracingSettings, service: str, instance: str) -> Tracer | None:
-    """Returns a tracer; None if tracing is off, be it by OpenTelemetry's own switch `OTEL_SDK_DISABLED`.
-
-    Args:
-        settings: where spans go.
-        service: gateway, verifier or drafter.
-        instance: names this process among those of the service.
-    """
-    if settings.otlp_endpoint is None or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return None
-    from draftwire.runtime.open_telemetry import OtlpTracer
-
-    return OtlpTracer.to(settings.otlp_endpoint, service, instance)
 
 
 def sampled(traceparent: str) -> TraceContext | None:

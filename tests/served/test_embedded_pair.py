@@ -176,7 +176,7 @@ def services_marked(mark: str) -> list[str]:
         with suppress(OSError):  # the process ended meanwhile
             if mark in (process / "environ").read_text(errors="replace"):
                 lines.append((process / "cmdline").read_text(errors="replace"))
-    return [line for line in lines if "draftwire_" in line]
+    return [line for line in lines if "draftwire.cli\0serve" in line]
 
 
 def test_up_on_a_terminal_shows_a_table_until_it_is_stopped_and_leaves_nothing_running(mark: str) -> None:

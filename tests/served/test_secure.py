@@ -340,7 +340,8 @@ def is_whole(rig: Rig) -> bool:
 
 
 def test_plaintext_is_not_offered_to_other_machines() -> None:
-    command = [sys.executable, "-m", "draftwire_verifier", f"--model={SCRIPT}", "--port=0", "--host=0.0.0.0"]
+    options = [f"--model={SCRIPT}", "--port=0", "--host=0.0.0.0"]
+    command = [sys.executable, "-m", "draftwire.cli", "serve", "verifier", *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr.startswith("verifier: host 0.0.0.0 is reached from other machines: set tls_cert and tls_key")

@@ -39,7 +39,7 @@ def test_round_trace_finds_every_station_of_every_service() -> None:
     code = (
         "from benchmarks.round_trace.sitecustomize import watch_service\n"
         "for name in ('gateway', 'drafter', 'verifier'):\n"
-        "    print(watch_service(f'python -m draftwire_{name}'))"
+        "    print(watch_service(f'python -m draftwire.cli serve {name}'))"
     )
     assert run("-c", code).split() == ["gateway", "drafter", "verifier"]
 

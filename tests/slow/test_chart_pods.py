@@ -12,9 +12,9 @@ from chart import COMPONENT, SERVICES, VALUES, Manifest, configure, container_of
 from typer.testing import CliRunner
 
 from draftwire.cli.__main__ import app
+from draftwire.cli.options import CLIENT_VARIABLES, PREFIX, unknown_variables
 from draftwire.engine.ranks.followers import GOODBYE_SECONDS, LEAVE_SECONDS
 from draftwire.engine.ranks.guard import STOP_SECONDS
-from draftwire.runtime.options import CLIENT_VARIABLES, PREFIX, unknown_variables
 
 DISCOVERY = {"DRAFTWIRE_GATEWAY_DISCOVERY", "DRAFTWIRE_GATEWAY_VERIFIER_SERVICE", "DRAFTWIRE_GATEWAY_DRAFTER_SERVICE"}
 SERVER_STOP_SECONDS = 1.0

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from chart import CHART, VALUES, refuse, render, run_helm, template
 
-from draftwire.runtime.options import SERVICES, settings_of
+from draftwire.cli.options import SERVICES, settings_of
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())

@@ -163,8 +163,9 @@ def test_what_two_processes_cannot_share_is_refused_before_they_serve(
         "layer-parallel-ranks": 2,
         **options,
     }
+    options = [f"--{key}={value}" for key, value in settings.items()]
     done = subprocess.run(
-        [sys.executable, "-m", "draftwire_drafter", *(f"--{key}={value}" for key, value in settings.items())],
+        [sys.executable, "-m", "draftwire.cli", "serve", "drafter", *options],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,

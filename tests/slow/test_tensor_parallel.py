@@ -180,7 +180,7 @@ def test_torchrun_starts_all_ranks_and_none_of_them_outlives_another(pair: tuple
     launcher = subprocess.Popen(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"),
-            *("-m", "draftwire_verifier", *(f"--{name}={value}" for name, value in options.items())),
+            *("-m", "draftwire.cli", "serve", "verifier", *(f"--{name}={value}" for name, value in options.items())),
         ],
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -199,7 +199,7 @@ def test_torchrun_starts_all_ranks_and_none_of_them_outlives_another(pair: tuple
 def test_launcher_of_another_size_is_refused(pair: tuple[Path, Path]) -> None:
     environment: dict[str, Any] = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-m", "draftwire_verifier", f"--model={pair[0]}", "--tensor-parallel-size=2"],
+        [sys.executable, "-m", "draftwire.cli", "serve", "verifier", f"--model={pair[0]}", "--tensor-parallel-size=2"],
         env={**os.environ, **environment, "MASTER_PORT": "29500"},
         capture_output=True,
         text=True,

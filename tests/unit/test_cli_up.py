@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 from draftwire.cli import up as up_module
 from draftwire.cli.__main__ import app
 from draftwire.cli.local_stack import ServiceProcess
-from draftwire.runtime.options import SERVICES, settings_of, variable
+from draftwire.cli.options import SERVICES, settings_of, variable
 
 FREE = ["--port", "0", "--verifier-port", "0", "--drafter-port", "0", "--http-port", "0"]
 

@@ -33,8 +33,7 @@ from draftwire.models.parallel.layer_groups import (
 )
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.requests.parameters import SamplingParams
-from draftwire.runtime.settings import EngineSettings, ModelSettings
-from draftwire_drafter.config import LayerParallelSettings
+from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 
 torch.set_num_threads(1)
 

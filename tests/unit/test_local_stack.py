@@ -14,7 +14,7 @@ from draftwire.errors import UnavailableError
 SCRIPT = """\
 #!{python} -SI
 import json, os, pathlib, sys, time
-name = sys.argv[2].rpartition(".")[2]
+name = sys.argv[4]
 def say(event, **values):
     print(json.dumps({{"event": f"{{name}}.{{event}}", **values}}), file=sys.stderr, flush=True)
 def serve(**values):

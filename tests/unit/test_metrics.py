@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as LibraryHistogram
 
+from draftwire.engine.metrics import COUNTS
 from draftwire.errors import NoRoomError
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire.runtime.histogram import Histogram
-from draftwire.runtime.metrics import COUNTS, LONG_SECONDS, SECONDS, ServiceMetrics
+from draftwire.runtime.metrics import LONG_SECONDS, SECONDS, ServiceMetrics
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore

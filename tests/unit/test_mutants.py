@@ -13,7 +13,6 @@ from tests.mutants.trees import Outcome
 
 LEAST, LEAST_NEW = 80, 20
 PACKAGES = (
-    "draftwire",
     "draftwire/audit",
     "draftwire/checking",
     "draftwire/cli",
@@ -22,14 +21,19 @@ PACKAGES = (
     "draftwire/models",
     "draftwire/training",
     "draftwire/verification",
-    "services",
-    "services/drafter",
-    "services/gateway",
-    "services/gateway/http",
-    "services/gateway/playground",
-    "services/ranks",
-    "services/rpc",
-    "services/verifier",
+    "draftwire/engine",
+    "draftwire/engine/ranks",
+    "draftwire/method",
+    "draftwire/requests",
+    "draftwire/runtime",
+    "services/drafter/draftwire_drafter",
+    "services/gateway/draftwire_gateway/auth",
+    "services/gateway/draftwire_gateway/http",
+    "services/gateway/draftwire_gateway/peers",
+    "services/gateway/draftwire_gateway/playground",
+    "services/gateway/draftwire_gateway/session",
+    "services/gateway/draftwire_gateway/text",
+    "services/verifier/draftwire_verifier",
 )
 MUTANTS = load_mutants()
 

@@ -23,7 +23,7 @@ from draftwire.requests.trace_context import TraceContext
 from draftwire.runtime import open_telemetry
 from draftwire.runtime.open_telemetry import FLUSH_SECONDS, ForgivingExporter, OtlpTracer, WallClock
 from draftwire.runtime.settings import TracingSettings
-from draftwire.runtime.tracing import open_tracer
+from draftwire.runtime.tracing_setup import open_tracer
 from draftwire_gateway.session.spans import RequestTracing
 
 PARENT = TraceContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)

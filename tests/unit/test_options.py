@@ -12,9 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from draftwire.errors import InvalidRequestError
-from draftwire.runtime.addresses import host_of, is_loopback
-from draftwire.runtime.options import (
+from draftwire.cli.options import (
     PREFIX,
     SERVICES,
     build,
@@ -24,6 +22,8 @@ from draftwire.runtime.options import (
     unknown_variables,
     variable,
 )
+from draftwire.errors import InvalidRequestError
+from draftwire.runtime.addresses import host_of, is_loopback
 from draftwire.runtime.settings import (
     ConnectionSettings,
     EngineSettings,

@@ -13,17 +13,18 @@ import torch
 
 from draftwire.engine.leases import SessionFailed
 from draftwire.engine.ranks import followers as followers_module
-from draftwire.engine.ranks.follower import GOODBYE, RankConfig
+from draftwire.engine.ranks.follower import GOODBYE
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.group_model import GroupModel, join_group
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.place import Place, WantedGroup, find_place
+from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.engine.torch_thread import TorchThread
 from draftwire.errors import GroupLostError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.kv_cache import KvCache
-from draftwire.runtime.settings import EngineSettings, ModelSettings
+from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire.runtime.status import status_of
-from draftwire_drafter.config import DrafterConfig, LayerParallelSettings
+from draftwire_drafter.config import DrafterConfig
 from draftwire_verifier.config import TensorParallelSettings, VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from tests.unit.test_verifier_core import events_of, open_session

@@ -23,9 +23,8 @@ from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.scripted import PREFIX, Script, ScriptedTarget, expected_tokens, is_scripted
 from draftwire.requests.parameters import SamplingParams
-from draftwire.runtime.settings import EngineSettings, ModelSettings
+from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire.verification import RULES
-from draftwire_drafter.config import LayerParallelSettings
 
 torch.set_num_threads(1)
 

@@ -19,9 +19,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
+from draftwire.cli.options import serve_command
 from draftwire.client import Client
 from draftwire.errors import InvalidRequestError, UnavailableError
-from draftwire.runtime.options import serve_command
 from draftwire.runtime.settings import ConnectionSettings, TlsSettings
 from draftwire.runtime.tls import (
     Dialler,

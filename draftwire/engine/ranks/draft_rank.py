@@ -2,8 +2,8 @@
 
 import structlog
 
-from draftwire.engine.ranks.follower import RankConfig
 from draftwire.engine.ranks.group_model import LoadedRank, join_group
+from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.models.parallel.layer_groups import written
 from draftwire.models.parallel.layer_parallel_loading import load_layer_parallel
 from draftwire.models.parallel.tensor_parallel import ParallelModel

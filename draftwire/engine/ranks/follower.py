@@ -2,26 +2,22 @@
 
 Rank 0 starts them on its own machine as `python -m draftwire.engine.ranks.follower`, with a pipe as their standard
 input: when that ends, rank 0 has. Under torchrun they are the same module as rank 0, such as
-`draftwire_verifier`.
+`draftwire.cli serve verifier`.
 """
 
 import ctypes
-import json
 import os
 import signal
 import sys
 import threading
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
 
-from draftwire.engine.ranks.place import Place, end_process
+from draftwire.engine.ranks.place import end_process
+from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import DraftwireError, InvalidRequestError
 from draftwire.runtime.logging import configure_logging
-from draftwire.runtime.settings import ModelSettings
-from draftwire_drafter.config import DrafterConfig, LayerParallelSettings
-from draftwire_verifier.config import VerifierConfig
 
 if TYPE_CHECKING:
     from draftwire.engine.ranks.group_model import LoadedRank
@@ -33,48 +29,6 @@ PR_SET_PDEATHSIG = 1
 """Source: prctl(2)."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class RankConfig:
-    """What every rank has to know."""
-
-    service: str
-    """"verifier" or "drafter"."""
-    place: Place
-    loading: ModelSettings
-    cache_tokens: int
-    """Room of the KV cache, tokens."""
-    timeout_s: float
-    """How long ranks wait for each other, seconds."""
-    log_format: str
-    layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
-    """Of a drafter."""
-
-    @classmethod
-    def of(cls, config: VerifierConfig | DrafterConfig, place: Place) -> "RankConfig":
-        """Takes what matters to the rank at a place from the service's configuration."""
-        return cls(
-            config.wanted_group.service,
-            place,
-            config.loading,
-            config.engine.kv_cache_tokens,
-            config.wanted_group.timeout_s,
-            config.server.log_format,
-            config.layers if isinstance(config, DrafterConfig) else LayerParallelSettings(),
-        )
-
-    @classmethod
-    def parse(cls, text: str) -> "RankConfig":
-        """Reads what `text` wrote."""
-        values = json.loads(text)
-        place, loading = Place(**values.pop("place")), ModelSettings(**values.pop("loading"))
-        return cls(place=place, loading=loading, layers=LayerParallelSettings(**values.pop("layers")), **values)
-
-    @property
-    def text(self) -> str:
-        """As an argument of a command line."""
-        return json.dumps(asdict(self))
 
 
 def run_follower(config: RankConfig) -> int:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from draftwire.engine.ranks.follower import GOODBYE, RankConfig
+from draftwire.engine.ranks.follower import GOODBYE
+from draftwire.engine.ranks.rank_config import RankConfig
 
 LEAVE_SECONDS = 3.0
 """How long ranks that rank 0 has let go may take to end by themselves."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from draftwire.engine.ranks.follower import RankConfig
+from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import DraftwireError, GroupLostError, NoRoomError
 from draftwire.models.cached_model import Reading
 from draftwire.models.decoder import check_decoder

@@ -9,19 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from draftwire.engine.ranks.follower import RankConfig, run_follower
+from draftwire.engine.ranks.follower import run_follower
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place, end_process, find_place
-from draftwire_drafter.config import DrafterConfig
-from draftwire_verifier.config import VerifierConfig
-
-Config = VerifierConfig | DrafterConfig
+from draftwire.engine.ranks.rank_config import RankConfig, ServiceConfig
 
 Serve = Callable[[Place, Followers], int]
 """Imports the server and runs it, as rank 0 or alone, until a signal ends it; returns the exit status."""
 
 
-def launch(config: Config, serve: Serve) -> int:
+def launch(config: ServiceConfig, serve: Serve) -> int:
     """Runs a service and returns the process's exit status.
 
     One of several ranks does not return: it ends the process.
@@ -33,7 +30,7 @@ def launch(config: Config, serve: Serve) -> int:
     return serve(place, Followers())
 
 
-def _run_rank(config: Config, place: Place, serve: Serve) -> NoReturn:
+def _run_rank(config: ServiceConfig, place: Place, serve: Serve) -> NoReturn:
     if place.rank:
         end_process(run_follower(RankConfig.of(config, place)))
     if place.starts_others:  # what the ranks of one machine say is nobody else's business

@@ -7,12 +7,12 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NoReturn
 
 from draftwire.errors import UnavailableError
-from draftwire.runtime.settings import require
+from draftwire.runtime.settings import LayerParallelSettings, require
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Set for each process by torchrun, and by whatever else starts the processes of a group."""
@@ -29,6 +29,8 @@ class WantedGroup:
     size: int
     timeout_s: float
     """How long ranks wait for each other, seconds."""
+    layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
+    """Of a drafter: what the ranks share."""
 
 
 @dataclass(frozen=True, slots=True)

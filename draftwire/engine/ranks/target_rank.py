@@ -2,8 +2,8 @@
 
 import structlog
 
-from draftwire.engine.ranks.follower import RankConfig
 from draftwire.engine.ranks.group_model import LoadedRank, join_group
+from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.parallel.sharded_loading import Progress, load_parallel_target
 from draftwire.models.parallel.tensor_parallel import ParallelModel

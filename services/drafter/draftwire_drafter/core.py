@@ -13,10 +13,10 @@ from draftwire.engine.admission import Room
 from draftwire.engine.leases import Leases, SessionFailed, SessionKey
 from draftwire.engine.model_loading import Drafter, drafter_of, load_drafter
 from draftwire.engine.prefill import PrefillPacer
-from draftwire.engine.ranks.follower import RankConfig
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.place import Place
+from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.engine.torch_thread import TorchThread
 from draftwire.errors import (
     DraftwireError,

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from draftwire.runtime.metrics import EngineMetrics
+from draftwire.engine.metrics import EngineMetrics
 
 
 class DraftTimes(Protocol):

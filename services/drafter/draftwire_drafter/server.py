@@ -22,7 +22,7 @@ from draftwire.runtime.process import run_service
 from draftwire.runtime.service import Service
 from draftwire.runtime.streams import exchange
 from draftwire.runtime.tls import Dialler, server_credentials, watch_tls
-from draftwire.runtime.tracing import open_tracer
+from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.runtime.watchdog import Watchdog
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server

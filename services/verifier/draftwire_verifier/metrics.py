@@ -9,9 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from draftwire.audit import AuditSums, DrafterAudit
+from draftwire.engine.metrics import EngineMetrics
 from draftwire.errors import Violation
 from draftwire.method.rounds import Verdict
-from draftwire.runtime.metrics import PREFIX, EngineMetrics
+from draftwire.runtime.metrics import PREFIX
 from draftwire_verifier.idle import IdleWatch
 
 

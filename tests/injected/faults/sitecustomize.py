@@ -56,14 +56,14 @@ def spoil_gateway() -> None:
     core.load_tokenizer = load_with_template
 
 
-command = Path("/proc/self/cmdline").read_text()
-if "draftwire_gateway" in command:
+command = Path("/proc/self/cmdline").read_text().replace("\0", " ")
+if "serve gateway" in command:
     spoil_gateway()
-elif "draftwire_verifier" in command:
+elif "serve verifier" in command:
     from draftwire.models.scripted import ScriptedTarget
 
     fail_on(ScriptedTarget, "read", "fault:verify", lambda _self, readings: [one.token_ids for one in readings])
-elif "draftwire_drafter" in command:
+elif "serve drafter" in command:
     from draftwire.drafting.scripted import ScriptedDrafter
 
     fail_on(ScriptedDrafter, "open", "fault:draft", lambda _self, token_ids, *_args: [token_ids])

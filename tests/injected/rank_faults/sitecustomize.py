@@ -77,5 +77,5 @@ class Spoiler(MetaPathFinder):
         return spec
 
 
-if re.search(r"draftwire_|draftwire\.engine\.ranks", Path("/proc/self/cmdline").read_text()):
+if re.search(r"draftwire\.cli\0serve|draftwire\.engine\.ranks", Path("/proc/self/cmdline").read_text()):
     sys.meta_path.insert(0, Spoiler())

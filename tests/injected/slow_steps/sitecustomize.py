@@ -5,7 +5,7 @@ from pathlib import Path
 
 STEP_SECONDS = 0.03
 
-if "draftwire_verifier" in Path("/proc/self/cmdline").read_text():
+if "serve\0verifier" in Path("/proc/self/cmdline").read_text():
     from draftwire_verifier.engine import TargetEngine
     from draftwire_verifier.scheduler import Step, StepResult
 

@@ -128,14 +128,6 @@ def serve_command(service: str) -> Callable[..., None]:
     return serve
 
 
-def main(service: str) -> None:
-    """Runs one service as a program of its own: `python -m draftwire_<service>`."""
-    refuse_unknown_variables()
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(serve_command(service))
-    app()
-
-
 def refuse_unknown_variables() -> None:
     """Ends the process if a variable with our prefix sets nothing: it is misspelt, or empty."""
     faults = {f"unknown environment variable: {name}" for name in unknown_variables(os.environ)}

@@ -1,0 +1,167 @@
+"""Which part of the sources may import which: docs/decisions/0014. Read off the sources, so that nothing hides."""
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+LAYERS = (
+    ("draftwire.cli",),
+    ("draftwire_drafter", "draftwire_verifier", "draftwire_gateway"),
+    ("draftwire.engine", "draftwire.training", "draftwire.checking", "draftwire.client"),
+    ("draftwire.runtime", "draftwire.audit", "draftwire.local_loop"),
+    ("draftwire.drafting", "draftwire.verification"),
+    ("draftwire.models",),
+    ("draftwire.method",),
+    ("draftwire.requests",),
+    ("draftwire.v1", "draftwire.errors"),
+)
+"""From the top. A part imports those below it, and none beside it."""
+
+FACADE = "draftwire"
+"""Names what users import, which it loads when they ask for it. Others take its version from it."""
+
+MAY_IMPORT_GRPC = (
+    "draftwire_*.server",
+    "draftwire_*.wire",
+    "draftwire.runtime.*",
+    "draftwire.client.*",
+    "draftwire.v1.*",
+)
+GRPC = ("grpc", "grpc_health", "grpc_reflection", "draftwire.v1")
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Returns what each module says, by name."""
+    roots = [ROOT, *sorted((ROOT / "services").iterdir())]
+    files = [(root, path) for root in roots for top in root.glob("draftwire*") for path in top.rglob("*.py")]
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for root, path in files
+    }
+
+
+def imported(source: str, package: str) -> Iterator[str]:
+    """Yields every name that a module imports, also inside functions and for the type checker only."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
+            yield base
+            yield from (f"{base}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant))
+
+
+def arrows(modules: Mapping[str, str]) -> dict[str, set[str]]:
+    """Returns which of the modules each imports. One that is imported from a package is meant, not the package."""
+    found: dict[str, set[str]] = {}
+    for module, source in modules.items():
+        names = {name for name in imported(source, module.rpartition(".")[0]) if name in modules}
+        found[module] = {name for name in names if not any(other.startswith(f"{name}.") for other in names)} - {module}
+    return found
+
+
+def is_in(module: str, part: str) -> bool:
+    return module == part or module.startswith(f"{part}.")
+
+
+def layer_of(module: str) -> tuple[int, str]:
+    """Returns how far down a module is, and in which part."""
+    found = [(number, part) for number, layer in enumerate(LAYERS) for part in layer if is_in(module, part)]
+    assert len(found) == 1, f"{module} is in no layer"
+    return found[0]
+
+
+def wrong_arrows(found: Mapping[str, Iterable[str]]) -> list[tuple[str, str]]:
+    """Returns the arrows that do not lead down."""
+    wrong = []
+    for module, targets in found.items():
+        for target in sorted(set(targets) - {FACADE}):
+            (own, part), (other, other_part) = layer_of(module), layer_of(target)
+            if own > other or (own == other and part != other_part):
+                wrong.append((module, target))
+    return wrong
+
+
+def circle_in(found: Mapping[str, Iterable[str]]) -> list[str]:
+    """Returns modules that import each other in turn; none if there are none."""
+    try:
+        TopologicalSorter(found).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def grpc_imports(source: str, package: str) -> list[str]:
+    return [name for name in imported(source, package) if any(is_in(name, one) for one in GRPC)]
+
+
+def test_arrows_lead_down_without_circles() -> None:
+    found = arrows({name: source for name, source in sources().items() if name != FACADE})
+    assert len(found) > 200
+    assert "draftwire.verification.target" in found["draftwire_verifier.engine"], "what is imported is seen"
+    assert wrong_arrows(found) == []
+    assert circle_in(found) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "is_wrong"),
+    [
+        ("draftwire.runtime.one", "from draftwire.engine import two", True),
+        ("draftwire.engine.one", "import draftwire_verifier.two", True),
+        ("draftwire_drafter.one", "def late():\n    from draftwire_verifier.two import Two", True),
+        ("draftwire_drafter.one", "importlib.import_module('draftwire.cli.two')", True),
+        ("draftwire.engine.one", "if TYPE_CHECKING:\n    from draftwire.training.two import Two", True),
+        ("draftwire_verifier.one", "from draftwire.engine.two import Two", False),
+        ("draftwire.engine.one", "from draftwire.engine.two import Two", False),
+    ],
+)
+def test_arrow_that_leads_up_or_sideways_is_seen(module: str, line: str, is_wrong: bool) -> None:
+    target = next(name for name in imported(line, module) if name.endswith(".two"))
+    found = arrows({module: line, target: ""})
+    assert wrong_arrows(found) == ([(module, target)] if is_wrong else [])
+
+
+def test_circle_is_seen() -> None:
+    ring = {"draftwire.method.a": "from . import b", "draftwire.method.b": "def late(): from draftwire.method import a"}
+    assert set(circle_in(arrows(ring))) == set(ring)
+
+
+USES_GRPC = """\
+import grpc
+import grpc.aio as g
+from grpc import aio
+from grpc_health.v1 import health
+import draftwire.v1.session_pb2
+from draftwire.v1 import session_pb2
+from draftwire import v1
+from ..v1 import session_pb2
+from .. import v1
+if TYPE_CHECKING: import grpc
+def late(): import grpc_reflection
+importlib.import_module('grpc')
+"""
+USES_NONE = ("import grpcio_tools", "from draftwire import version", "from .v1 import x", "x = 'grpc'")
+
+
+def test_every_way_to_import_grpc_is_noticed_and_no_other() -> None:
+    noticed = {source: grpc_imports(source, "draftwire.models") for source in (*USES_GRPC.splitlines(), *USES_NONE)}
+    assert {source for source, found in noticed.items() if not found} == set(USES_NONE)
+
+
+def test_only_the_edges_import_grpc() -> None:
+    users = {name for name, source in sources().items() if grpc_imports(source, name.rpartition(".")[0])}
+    assert {"draftwire_drafter.wire", "draftwire_verifier.server", "draftwire_gateway.peers.wire"} <= users
+    assert [name for name in users if not any(fnmatchcase(name, edge) for edge in MAY_IMPORT_GRPC)] == []
