@@ -260,6 +260,19 @@ async def test_status_of_a_peer_is_passed_on() -> None:
     assert status_of(ExceptionGroup("tasks", [raised.value])) == (Code.RESOURCE_EXHAUSTED, "full")
 
 
+async def test_bytes_that_are_no_message_are_refused_also_inside_a_stream() -> None:
+    """The servicer, which reads all that comes and fails with nothing, never gets them."""
+    garbage, fine = b"\xff", drafter_pb2.RunDraftSessionsRequest().SerializeToString()
+    refused = (Code.INVALID_ARGUMENT, "the bytes are not those of a message")
+    async with serving(None) as (channel, _):
+        get_server = channel.unary_unary("/draftwire.v1.GatewayService/GetServer")(garbage, timeout=DEADLINE_S)
+        assert (await get_server.code(), await get_server.details()) == refused
+        for bodies, expected in (([fine], (Code.OK, "")), ([fine, garbage, fine], refused)):
+            run = channel.stream_stream("/draftwire.v1.DrafterService/RunDraftSessions")
+            call = run(iter(bodies), timeout=DEADLINE_S)
+            assert (await call.code(), await call.details()) == expected
+
+
 # When to try again
 
 
