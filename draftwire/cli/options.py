@@ -65,7 +65,7 @@ class Setting:
 
 def settings_of(config_class: type, defaults: object | None = None) -> Iterator[Setting]:
     """Yields the settings of a configuration class, those of nested classes included."""
-    kinds, texts = get_type_hints(config_class), _field_docstrings(config_class)
+    kinds, texts = get_type_hints(config_class), field_docstrings(config_class)
     for field in fields(config_class):
         default = getattr(defaults, field.name) if defaults is not None else field.default
         if default is MISSING and field.default_factory is not MISSING:
@@ -159,7 +159,7 @@ def _int_or_none(text: str | int) -> int | None:
 
 
 @cache
-def _field_docstrings(config_class: type) -> dict[str, str]:
+def field_docstrings(config_class: type) -> dict[str, str]:
     """Returns the strings that stand under a class's fields, on one line each."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []

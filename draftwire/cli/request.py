@@ -1,12 +1,14 @@
 """Options that say what is asked for: of every command that asks for texts."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftwire.cli.options import field_docstrings
 from draftwire.errors import InvalidRequestError
+from draftwire.requests.parameters import NUMBERS, SamplingParams
 from draftwire.requests.rules import RULE_FACTS
 
 if TYPE_CHECKING:
@@ -22,22 +24,26 @@ def rule_names(incomplete: str) -> list[str]:
     return [name for name in RULE_FACTS if name.startswith(incomplete)]
 
 
+if TYPE_CHECKING:
+    SamplingNumbers = object
+else:
+    HELP = field_docstrings(SamplingParams)
+    SamplingNumbers = make_dataclass(
+        "SamplingNumbers",
+        [(name, Annotated[kind | None, typer.Option(help=HELP[name])], None) for name, kind in NUMBERS.items()],
+        frozen=True,
+        slots=True,
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(SamplingNumbers):
     """What is asked for; where nothing is said, the server decides."""
 
     max_tokens: Annotated[
         int | None,
         typer.Option(help="Most tokens to generate.", show_default=f"{MAX_TOKENS}; in a chat, what the context leaves"),
     ] = None
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the server's default is 1.")] = None
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = None
-    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")] = None
-    min_p: Annotated[float | None, typer.Option(help="Keep tokens this likely beside the most likely one.")] = None
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: avoid tokens of the text.")] = None
-    presence_penalty: Annotated[float | None, typer.Option(help="Above 0: avoid generated tokens.")] = None
-    frequency_penalty: Annotated[float | None, typer.Option(help="Above 0: avoid them more each time.")] = None
-    min_tokens: Annotated[int | None, typer.Option(help="No stop token before so many tokens.")] = None
     json_schema: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, readable=True, help="Make JSON of the schema in this file."),

@@ -115,6 +115,9 @@ class SamplingParams:
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 """Names of all sampling parameters."""
 
+NUMBERS: dict[str, type] = {field.name: field.type for field in fields(SamplingParams) if field.type in (int, float)}
+"""Those that are one number, and of which kind. Messages, HTTP and command line have them from here."""
+
 
 def _require(condition: bool, name: str, expected: str, value: object) -> None:
     if not condition:

@@ -33,7 +33,7 @@ from draftwire.requests.logprobs import (
     pack_top,
     unpack_top,
 )
-from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, SamplingParams
+from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, NUMBERS, SamplingParams
 from draftwire.requests.structured_output import MAX_CHOICES, Form, StructuredOutput
 from draftwire.requests.trace_context import TraceContext
 from draftwire.runtime.form_messages import form_to_proto
@@ -75,17 +75,11 @@ def fence_from_proto(message: session_pb2.Fence) -> Fence:
 
 def sampling_to_proto(params: SamplingParams) -> session_pb2.SamplingParameters:
     """Encodes sampling parameters, all of them explicitly."""
+    numbers = {name: getattr(params, name) for name in NUMBERS}
     return session_pb2.SamplingParameters(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
+        **numbers,
         logit_bias=dict(params.logit_bias),
         allowed_token_ids=sorted(params.allowed_token_ids or ()),
-        min_tokens=params.min_tokens,
         structured_output=form_to_proto(params.structured_output),
     )
 
@@ -100,17 +94,11 @@ def sampling_from_proto(message: session_pb2.SamplingParameters) -> SamplingPara
         raise InvalidRequestError(f"logit_bias takes at most {MAX_BIASED_TOKENS} token ids")
     if len(message.allowed_token_ids) > MAX_ALLOWED_TOKENS:
         raise InvalidRequestError(f"allowed_token_ids takes at most {MAX_ALLOWED_TOKENS} token ids")
+    numbers = {field.name: value for field, value in message.ListFields() if field.name in NUMBERS}
     return SamplingParams(
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
+        **numbers,
         logit_bias=tuple(sorted(message.logit_bias.items())),
         allowed_token_ids=frozenset(message.allowed_token_ids) or None,
-        min_tokens=message.min_tokens,
         structured_output=_structured_from_proto(message),
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.parameters import NUMBERS, SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.errors import HTTP_NAMES, renamed
@@ -151,17 +151,11 @@ def _common(body: GenerateBody) -> dict[str, Any]:
 
 
 def _sampling(body: GenerateBody, form: StructuredOutput | None) -> SamplingParams:
+    numbers = {name: getattr(body, name) for name in NUMBERS}
     return SamplingParams(
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
+        **numbers,
         logit_bias=tuple(sorted(body.logit_bias.items())),
         allowed_token_ids=None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids),
-        min_tokens=body.min_tokens,
         structured_output=form,
     )
 

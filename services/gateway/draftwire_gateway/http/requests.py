@@ -7,12 +7,21 @@ import asyncio
 import json
 import re
 from collections.abc import Sized
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS
+from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, NUMBERS, SamplingParams
 from draftwire.requests.structured_output import MAX_CHOICES as MAX_FORM_CHOICES
 from draftwire_gateway.http.parsing import NAME, parse
 from draftwire_gateway.http.refused import RefusedError
@@ -168,17 +177,25 @@ TokenIds = Annotated[list[int], FirstFault(), _few(MAX_ALLOWED_TOKENS)]
 """A set of tokens; none is larger than the largest vocabularies."""
 
 
-class GenerateBody(Strict):
+if TYPE_CHECKING:
+
+    class SamplingNumbers:
+        """A field for each of `NUMBERS`."""
+else:
+    SamplingNumbers = create_model(
+        "SamplingNumbers",
+        __base__=Strict,
+        **{name: (kind, getattr(SamplingParams(), name)) for name, kind in NUMBERS.items()},
+    )
+
+
+class GenerateBody(SamplingNumbers, Strict):
     """What both routes take. Ranges are those of docs/parameters.md, and are checked where they are for gRPC."""
 
     model: str
     n: int = 1
     stop: Annotated[list[str], FirstFault(), _few(MAX_STOP_STRINGS), BeforeValidator(_as_list)] = []
     seed: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     logit_bias: Annotated[dict[int, float], BeforeValidator(_as_biases)] = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -187,11 +204,7 @@ class GenerateBody(Strict):
     # Not OpenAI's; named as over gRPC.
     num_speculative_tokens: int | None = None
     rejection_sample_method: str | None = None
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     allowed_token_ids: TokenIds | None = None
-    min_tokens: int = 0
     stop_token_ids: TokenIds = []
     ignore_eos: bool = False
     cache_salt: str = ""
