@@ -28,7 +28,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from benchmarks.rules import Shape, Step
 from draftwire.audit import AuditSums, DrafterAudit, audit_sums
-from draftwire.cli.up import stack_options
+from draftwire.cli.up_command import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.distributions import DenseRows, SparseRows

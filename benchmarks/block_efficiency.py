@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up import stack_options
+from draftwire.cli.up_command import stack_options
 from draftwire.client import Client
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate

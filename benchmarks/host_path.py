@@ -24,7 +24,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from benchmarks.round_profile import Round, read_rounds, read_spans, traced
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up import embedded_model
+from draftwire.cli.up_command import embedded_model
 
 ACCEPTANCE = "acceptance=0.8/0.7/0.6/0.5"
 SCRIPTED = f"scripted:{ACCEPTANCE}"

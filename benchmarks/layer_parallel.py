@@ -40,7 +40,7 @@ from benchmarks.block_efficiency import Counts, acceptance_rate, block_efficienc
 from benchmarks.layer_parallel_steps import BLOCK_LENGTH, MODELS, WAYS, cached, measure_steps, with_compared
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
-from draftwire.cli.up import stack_options
+from draftwire.cli.up_command import stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.quantization import Quantization

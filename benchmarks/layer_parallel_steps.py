@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.paired import Ratio, ratio_of
 from benchmarks.relay import free_port
 from benchmarks.report import progress
-from draftwire.cli.up import embedded_model
+from draftwire.cli.up_command import embedded_model
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
@@ -35,14 +35,14 @@ from draftwire.models.parallel.layer_groups import LayerGroups, groups_of_size, 
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder, Ranks
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
-from draftwire.models.synthesis import SHAPES, Shape, build_target
+from draftwire.models.synthesis import SHAPES, ModelShape, build_target
 
 BLOCK_LENGTH = 5
 MODELS = {
     "embedded": None,
-    "qwen2.5-0.5b": Shape(896, 4864, 24, 14, 2, 151_936, tie_word_embeddings=True),
-    "llama-3.2-1b": Shape(2048, 8192, 16, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True),
-    "half-llama-3.2-1b": Shape(2048, 8192, 8, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True),
+    "qwen2.5-0.5b": ModelShape(896, 4864, 24, 14, 2, 151_936, tie_word_embeddings=True),
+    "llama-3.2-1b": ModelShape(2048, 8192, 16, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True),
+    "half-llama-3.2-1b": ModelShape(2048, 8192, 8, 32, 8, 128_256, head_dim=64, tie_word_embeddings=True),
     **{name: SHAPES[name] for name in ("tiny", "150m")},
 }
 CACHE_TOKENS = 4096

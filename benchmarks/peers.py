@@ -50,7 +50,7 @@ from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up import embedded_model, stack_options
+from draftwire.cli.up_command import embedded_model, stack_options
 from draftwire.client import Client
 from draftwire.engine.model_loading import load_target
 from draftwire.method.keys import Role, derive_key

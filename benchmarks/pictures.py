@@ -21,7 +21,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up import stack_options
+from draftwire.cli.up_command import stack_options
 from draftwire.client import Client
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"

@@ -23,7 +23,7 @@ from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up import stack_options
+from draftwire.cli.up_command import stack_options
 
 
 @dataclass(frozen=True, slots=True)

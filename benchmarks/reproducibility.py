@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up import embedded_model, stack_options
+from draftwire.cli.up_command import embedded_model, stack_options
 from draftwire.client import Client, Completion
 from draftwire.method.keys import Role, derive_key
 from draftwire.method.randomness import DrawKey, exponentials

@@ -41,7 +41,7 @@ from benchmarks.load import Answer, Ask, run_load
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up import stack_options
+from draftwire.cli.up_command import stack_options
 
 PARTS = ("draft", "draw", "encode", "wire", "queue", "verify", "rule", "gateway", "unattributed")
 BAR_WIDTH = 40

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up import stack_options
+from draftwire.cli.up_command import stack_options
 from draftwire.client import Client, Completion, StructuredOutput
 from draftwire.requests.automaton import FormCompiler
 

@@ -33,7 +33,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.report import progress, write_report
-from draftwire.cli.up import embedded_model
+from draftwire.cli.up_command import embedded_model
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import CachedSequence

@@ -42,7 +42,7 @@ class LocalRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class LoopRound:
     """What one round did."""
 
     token_ids: list[int]
@@ -55,7 +55,7 @@ class Round:
 
 def speculate(
     target: SequenceModel, drafter: DraftingStrategy, prompt_ids: list[int], run: LocalRun
-) -> Iterator[Round]:
+) -> Iterator[LoopRound]:
     """Yields round after round until `run.num_tokens` tokens are committed.
 
     Args:
@@ -112,7 +112,7 @@ def speculate(
             judgement = _checked(step.outcomes[0])
             assert isinstance(judgement, Judgement), "a step without a limit decides"
             committed += judgement.token_ids
-            yield Round(judgement.token_ids, judgement.num_accepted, step.decided[0].blocks)
+            yield LoopRound(judgement.token_ids, judgement.num_accepted, step.decided[0].blocks)
 
 
 def _checked(outcome: Result | DraftwireError) -> Result:

@@ -119,7 +119,7 @@ def chat_stack(chat_pair: tuple[Path, Path]) -> "Iterator[InProcessStack]":
 @pytest.fixture(scope="session")
 def embedded_stack() -> "Iterator[InProcessStack]":
     """The pair that the quickstart runs, as `draftwire up` sets it up."""
-    from draftwire.cli.up import stack_options
+    from draftwire.cli.up_command import stack_options
     from tests.in_process import InProcessStack
 
     with InProcessStack(stack_options(None, None, 4)) as running:

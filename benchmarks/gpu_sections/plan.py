@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.rules import Shape as RuleShape
-from draftwire.models.synthesis import SHAPES, Shape
+from benchmarks.rules import ModelShape as RuleShape
+from draftwire.models.synthesis import SHAPES, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Plan:
         return torch.bfloat16 if self.is_cuda else torch.float32
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         """Of the pair that is timed."""
         return SHAPES[self.size]
 
     @property
-    def exact_shape(self) -> Shape:
+    def exact_shape(self) -> ModelShape:
         """Of the model whose logits are compared: heads as wide and as shared as those of large models."""
-        return SHAPES["tiny"] if self.is_tiny else Shape(1024, 2816, 4, 8, 2, 32_000, context_length=1024)
+        return SHAPES["tiny"] if self.is_tiny else ModelShape(1024, 2816, 4, 8, 2, 32_000, context_length=1024)
 
     @property
     def rule_shape(self) -> RuleShape:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from draftwire.audit.statistics import MAX_SURPRISE, AuditSums, Statistic
+from draftwire.audit.audit_sums import MAX_SURPRISE, AuditSums, Statistic
 
 ALPHA = 1e-6
 WINDOW = 4096

@@ -4,8 +4,8 @@
 """
 
 from draftwire.checking.checks import check
-from draftwire.checking.loading import known_rules, load_rule
 from draftwire.checking.report import Failure, Kind, RuleReport
+from draftwire.checking.rule_loading import known_rules, load_rule
 from draftwire.checking.whole_round import Round, RoundReport, check_round
 
 __all__ = [

@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 from draftwire.checking import stateful
-from draftwire.checking.blocks import AllBlocks, all_blocks, sparse_rows
+from draftwire.checking.all_blocks import AllBlocks, all_blocks, sparse_rows
 from draftwire.checking.coupling import coupled_round
 from draftwire.checking.cube import Measure
 from draftwire.checking.emissions import Emissions, completed_law, largest_deviation, law_of_rounds, sequence_law
-from draftwire.checking.models import SHARPNESSES, Pair, adversarial_pairs, random_pairs, toy_pair
 from draftwire.checking.report import Findings, Kind, RuleReport
-from draftwire.checking.rounds import (
-    Decided,
+from draftwire.checking.round_laws import (
+    DecidedRound,
     Deciding,
     RecordingNoise,
-    Source,
-    Stated,
+    RoundSource,
+    StatedRound,
     decided_emissions,
     improbability,
     stated_emissions,
 )
 from draftwire.checking.theory import EXPECTATIONS, block_expectation
-from draftwire.checking.wire import COARSE, FINE, quantized, through_bytes
+from draftwire.checking.toy_models import SHARPNESSES, Pair, adversarial_pairs, random_pairs, toy_pair
+from draftwire.checking.wire_rounds import COARSE, FINE, quantized, through_bytes
 from draftwire.method.distributions import DenseRows
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.greedy_block import GreedyBlockRule
@@ -65,7 +65,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CheckPlan:
     """What is enumerated."""
 
     stated: tuple[Size, ...]
@@ -81,7 +81,7 @@ class Plan:
     """Block lengths of three-token models that are decided at the ends of the uniform numbers."""
 
 
-THOROUGH = Plan(
+THOROUGH = CheckPlan(
     stated=(
         Size(3, ((0,), (1,), (2,), (3,), (2, 0, 3, 1))),
         Size(4, ((2,), (4,))),
@@ -114,7 +114,7 @@ THOROUGH = Plan(
     edges=(1, 2, 3),
 )
 
-QUICK = Plan(
+QUICK = CheckPlan(
     stated=(Size(3, ((1,), (2,), (3,))),),
     decided=(Size(3, ((1,), (2,), (2, 1)), num_random=2),),
     coupled=(Size(3, ((1,), (2,)), num_random=2),),
@@ -128,7 +128,7 @@ COMPARED_LENGTH = 3
 """Of the blocks that the report's mean number of accepted tokens is about."""
 
 
-def check(rule: VerificationRule, plan: Plan = THOROUGH) -> RuleReport:
+def check(rule: VerificationRule, plan: CheckPlan = THOROUGH) -> RuleReport:
     """Returns what is right and wrong with a rule. A rule that raises fails; nothing is raised.
 
     Takes seconds on one core. Rules are called with up to 65,536 blocks at once.
@@ -136,13 +136,13 @@ def check(rule: VerificationRule, plan: Plan = THOROUGH) -> RuleReport:
     findings = Findings()
     if isinstance(rule, GreedyBlockRule):
         return _stateful(rule, plan, findings)
-    decided = Decided(rule)
-    source: Source = decided
+    decided = DecidedRound(rule)
+    source: RoundSource = decided
     method, sizes = "decided", plan.decided
     if rule.is_coupled:
         source, method, sizes = _Coupled(rule, findings), "coupled", plan.coupled
     elif isinstance(rule, LawRule):
-        source, method, sizes = Stated(rule), "stated", plan.stated
+        source, method, sizes = StatedRound(rule), "stated", plan.stated
         with _noted(findings):
             _check_stated(rule, source, decided, plan, findings)
     with _noted(findings):
@@ -164,31 +164,31 @@ def check(rule: VerificationRule, plan: Plan = THOROUGH) -> RuleReport:
 
 
 class _Coupled:
-    """See `Source`; notes wrong uses of noise."""
+    """See `RoundSource`; notes wrong uses of noise."""
 
     def __init__(self, rule: VerificationRule, findings: Findings) -> None:
         self._rule = rule
         self._findings = findings
 
     def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
-        """See `Source.prepare`."""
+        """See `RoundSource.prepare`."""
 
     def emissions(self, pair: Pair, length: int) -> Emissions:
-        """See `Source.emissions`."""
+        """See `RoundSource.emissions`."""
         found = coupled_round(self._rule, pair, length)
         for reason in found.reasons:
             self._findings.require(Kind.NOISE, 1.0, 0.0, f"{reason}; {_where(pair, (length,))}")
         return found.emissions
 
 
-def _check_laws(rule: VerificationRule, source: Source, sizes: tuple[Size, ...], findings: Findings) -> None:
+def _check_laws(rule: VerificationRule, source: RoundSource, sizes: tuple[Size, ...], findings: Findings) -> None:
     """Compares the laws of texts made of several rounds with the target's, and the mean numbers of accepted tokens."""
     for size in sizes:
         source.prepare(size.pairs(), size.lengths())
         for pair in size.pairs():
             rounds = {length: source.emissions(pair, length) for length in size.lengths()}
             for schedule in size.schedules:
-                if isinstance(source, Decided) and not source.is_exact:
+                if isinstance(source, DecidedRound) and not source.is_exact:
                     deviation, error = _sampled_deviation(pair, schedule[0], source.measure(pair, schedule[0]))
                     _judge_law(rule, pair, schedule, deviation, SAMPLED_SIGMAS * error + TOLERANCE, findings)
                     continue
@@ -227,7 +227,9 @@ def _check_accepted(rule: VerificationRule, pair: Pair, length: int, accepted: T
         findings.require(Kind.ACCEPTED, size, TOLERANCE, f"more than any lossless rule can have; {where}")
 
 
-def _check_stated(rule: LawRule, stated: Source, decided: Decided, plan: Plan, findings: Findings) -> None:
+def _check_stated(
+    rule: LawRule, stated: RoundSource, decided: DecidedRound, plan: CheckPlan, findings: Findings
+) -> None:
     """Checks that what a rule states is a law, and the one that its decisions follow."""
     for size in plan.decided:
         decided.prepare(size.pairs(), size.lengths())
@@ -239,7 +241,7 @@ def _check_stated(rule: LawRule, stated: Source, decided: Decided, plan: Plan, f
                 findings.require(Kind.DRAWING, deviation, TOLERANCE + _sampling_error(decided, pair, length), where)
 
 
-def _sampling_error(decided: Decided, pair: Pair, length: int) -> float:
+def _sampling_error(decided: DecidedRound, pair: Pair, length: int) -> float:
     """Returns how far a probability of what rounds emit may be off because it was sampled; 0 where it was not."""
     measure = decided.measure(pair, length)
     if measure.is_exact:
@@ -250,7 +252,7 @@ def _sampling_error(decided: Decided, pair: Pair, length: int) -> float:
     return SAMPLED_SIGMAS * largest / math.sqrt(len(rounds))
 
 
-def _check_edges(rule: VerificationRule, plan: Plan, findings: Findings) -> None:
+def _check_edges(rule: VerificationRule, plan: CheckPlan, findings: Findings) -> None:
     """Looks for impossible tokens where numbers are 0 or as large as they get."""
     if not rule.is_lossless:
         return
@@ -361,9 +363,9 @@ def _check_alike(rule: VerificationRule, dense: AllBlocks, sparse: AllBlocks, ki
     findings.require(kind, float(differs.to(torch.float64).mean()), TOLERANCE, where)
 
 
-def _stateful(rule: GreedyBlockRule, plan: Plan, findings: Findings) -> RuleReport:
+def _stateful(rule: GreedyBlockRule, plan: CheckPlan, findings: Findings) -> RuleReport:
     """Checks `greedy_block`, following what it remembers."""
-    source = Stated(rule)  # of first rounds
+    source = StatedRound(rule)  # of first rounds
     with _noted(findings):
         for size in plan.stateful:
             for pair in size.pairs():
@@ -390,7 +392,7 @@ def _sampled_deviation(pair: Pair, length: int, measure: Measure) -> tuple[float
     return largest_deviation(laws.mean(dim=0), reference), float(error.max())
 
 
-def _report(rule: VerificationRule, method: str, source: Source, findings: Findings) -> RuleReport:
+def _report(rule: VerificationRule, method: str, source: RoundSource, findings: Findings) -> RuleReport:
     pairs = random_pairs(3)
 
     def mean(values: Callable[[Pair, int], Tensor]) -> float:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwire.checking.blocks import all_blocks, emitted_codes
+from draftwire.checking.all_blocks import all_blocks, emitted_codes
 from draftwire.checking.emissions import Emissions, num_codes
-from draftwire.checking.models import Pair
+from draftwire.checking.toy_models import Pair
 from draftwire.method.distributions import race
 from draftwire.verification.rule import FixedNoise, VerificationRule, verify
 

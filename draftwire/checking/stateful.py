@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwire.checking.blocks import AllBlocks, all_blocks, chosen, emitted_codes
+from draftwire.checking.all_blocks import AllBlocks, all_blocks, chosen, emitted_codes
 from draftwire.checking.cube import integrate
 from draftwire.checking.emissions import largest_deviation, num_codes
-from draftwire.checking.models import Pair
+from draftwire.checking.toy_models import Pair
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.greedy_block import GreedyBlockRule, Modifications, ModifiedBlocks, advance, modify
 from draftwire.verification.rule import FixedNoise, Outcome

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftwire.checking.blocks import all_blocks, digits, rows_along
+from draftwire.checking.all_blocks import all_blocks, digits, rows_along
 from draftwire.checking.coupling import match_probs
 from draftwire.checking.emissions import sequence_law
-from draftwire.checking.models import Pair
+from draftwire.checking.toy_models import Pair
 
 Expectation = Callable[[Pair, int], Tensor]
 """Takes models and a block length; returns the mean after each context, `[vocab + 1] float64`."""

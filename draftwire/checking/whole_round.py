@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftwire.checking.blocks import digits, emitted_codes, rows_along
+from draftwire.checking.all_blocks import digits, emitted_codes, rows_along
 from draftwire.checking.cube import integrate
 from draftwire.checking.emissions import Emissions, completed_law, largest_deviation, num_codes
-from draftwire.checking.models import Pair
+from draftwire.checking.toy_models import Pair
 from draftwire.method.distributions import DenseRows, DraftRows, draw
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.requests.parameters import SamplingParams

@@ -6,18 +6,18 @@ from typing import Annotated
 import typer
 
 from draftwire import __version__
-from draftwire.cli.bench import bench
-from draftwire.cli.chat import chat
-from draftwire.cli.check_rule import check_rule
-from draftwire.cli.demo import demo
+from draftwire.cli.bench_command import bench
+from draftwire.cli.chat_command import chat
+from draftwire.cli.check_rule_command import check_rule
+from draftwire.cli.demo_command import demo
 from draftwire.cli.exits import FAILED, complain, end_in_silence
-from draftwire.cli.generate import generate
-from draftwire.cli.health import health
-from draftwire.cli.models import models
+from draftwire.cli.generate_command import generate
+from draftwire.cli.health_command import health
+from draftwire.cli.models_command import models
 from draftwire.cli.options import SERVICES, refuse_unknown_variables, serve_command
-from draftwire.cli.synth import synth
-from draftwire.cli.token import token
-from draftwire.cli.up import up
+from draftwire.cli.synth_command import synth
+from draftwire.cli.token_command import token
+from draftwire.cli.up_command import up
 from draftwire.cli.writer import encode_as_utf8
 from draftwire.errors import DraftwireError
 

@@ -3,7 +3,7 @@
 from draftwire.client.aio import AsyncClient
 from draftwire.client.async_stream import AsyncCompletionStream
 from draftwire.client.completion import Completion, Piece
-from draftwire.client.request import Options
+from draftwire.client.request_maker import Options
 from draftwire.client.stream import CompletionStream
 from draftwire.client.sync import Client
 from draftwire.method.token_source import TokenSource

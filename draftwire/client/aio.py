@@ -19,7 +19,8 @@ import grpc
 from draftwire.client.async_stream import AsyncCompletionStream, is_task_cancelled
 from draftwire.client.batch import CONCURRENCY, ROOM_TIMEOUT_S, Batch
 from draftwire.client.batch_tasks import BatchTasks
-from draftwire.client.channels import (
+from draftwire.client.call_errors import error_of
+from draftwire.client.client_channels import (
     ANSWER_SECONDS,
     CHANNEL_OPTIONS,
     DEFAULT_ADDRESS,
@@ -29,11 +30,10 @@ from draftwire.client.channels import (
     in_turn,
 )
 from draftwire.client.completion import Completion
-from draftwire.client.progress import Progress
 from draftwire.client.prompts import Prompt, Prompts
-from draftwire.client.request import Options, by_prompt, check_is_one, make_patience, make_request
+from draftwire.client.request_maker import Options, by_prompt, check_is_one, make_patience, make_request
+from draftwire.client.request_progress import RequestProgress
 from draftwire.client.security import Security
-from draftwire.client.status import error_of
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -116,7 +116,7 @@ class AsyncClient:
         async def prepare() -> None:
             await self._wait_if_asked(options)
 
-        progress = Progress(request, make_patience(options, len(self._addresses)))
+        progress = RequestProgress(request, make_patience(options, len(self._addresses)))
         return AsyncCompletionStream(self._start, progress, prepare)
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:

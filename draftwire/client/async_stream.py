@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
+from draftwire.client.call_errors import Interruption, interruption_of
 from draftwire.client.completion import Completion, Piece
-from draftwire.client.progress import Progress
-from draftwire.client.status import Interruption, interruption_of
+from draftwire.client.request_progress import RequestProgress
 from draftwire.errors import UnavailableError
 from draftwire.v1 import gateway_pb2
 
@@ -29,7 +29,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
     A stream that is interrupted is resumed as a `CompletionStream` is.
     """
 
-    def __init__(self, start: StartCall, progress: Progress, prepare: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, start: StartCall, progress: RequestProgress, prepare: Callable[[], Awaitable[None]]) -> None:
         """Use `AsyncClient.stream`."""
         self._start = start
         self._progress = progress

@@ -8,7 +8,7 @@ from operator import index
 
 from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt, is_several
-from draftwire.client.request import Options, check_number, check_seconds, naming
+from draftwire.client.request_maker import Options, check_number, check_seconds, naming
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
 from draftwire.method.keys import MAX_SEED, new_seed
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from draftwire.client.aio import AsyncClient
 from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt
-from draftwire.client.request import Options, check_is_one
+from draftwire.client.request_maker import Options, check_is_one
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draftwire.client.chat import chat_to_proto
+from draftwire.client.chat_messages import chat_to_proto
 from draftwire.errors import InvalidRequestError
 from draftwire.v1 import gateway_pb2
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
+from draftwire.client.call_errors import interruption_of
 from draftwire.client.completion import Completion, Piece
-from draftwire.client.progress import Progress
-from draftwire.client.status import interruption_of
+from draftwire.client.request_progress import RequestProgress
 from draftwire.errors import UnavailableError
 from draftwire.v1 import gateway_pb2
 
@@ -29,7 +29,7 @@ class CompletionStream(Iterator[Piece]):
     there is no other: the pieces go on as if nothing had happened.
     """
 
-    def __init__(self, start: StartCall, progress: Progress) -> None:
+    def __init__(self, start: StartCall, progress: RequestProgress) -> None:
         """Use `Client.stream`."""
         self._start = start
         self._progress = progress

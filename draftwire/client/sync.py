@@ -19,7 +19,8 @@ import grpc
 
 from draftwire.client.batch import CONCURRENCY, ROOM_TIMEOUT_S, Batch
 from draftwire.client.batch_threads import BatchThreads
-from draftwire.client.channels import (
+from draftwire.client.call_errors import error_of
+from draftwire.client.client_channels import (
     ANSWER_SECONDS,
     CHANNEL_OPTIONS,
     DEFAULT_ADDRESS,
@@ -29,11 +30,10 @@ from draftwire.client.channels import (
     in_turn,
 )
 from draftwire.client.completion import Completion
-from draftwire.client.progress import Progress
 from draftwire.client.prompts import Prompt, Prompts
-from draftwire.client.request import Options, by_prompt, check_is_one, make_patience, make_request
+from draftwire.client.request_maker import Options, by_prompt, check_is_one, make_patience, make_request
+from draftwire.client.request_progress import RequestProgress
 from draftwire.client.security import Security
-from draftwire.client.status import error_of
 from draftwire.client.stream import CompletionStream
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
@@ -107,7 +107,7 @@ class Client:
         wait_s = options.get("wait_for_server_s")
         if wait_s is not None:
             self.wait_ready(wait_s)
-        return CompletionStream(self._start, Progress(request, make_patience(options, len(self._stubs))))
+        return CompletionStream(self._start, RequestProgress(request, make_patience(options, len(self._stubs))))
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Returns a whole completion; takes what `stream` takes, but asks for one.

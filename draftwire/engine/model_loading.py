@@ -6,7 +6,7 @@ import structlog
 import torch
 
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.scripted import ScriptedDrafter
+from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.errors import InvalidRequestError
 from draftwire.method.quantization import Quantization

@@ -53,7 +53,7 @@ LLAMA_TYPES = ("llama", "mistral")
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """The numbers that make a Llama."""
 
     hidden_size: int
@@ -108,11 +108,11 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(64, 176, 4, 4, 2, 512, context_length=1024),
-    "150m": Shape(768, 2048, 14, 12, 12, 32000),
-    "370m": Shape(1024, 2816, 24, 16, 16, 32000),
-    "1b": Shape(2048, 5632, 22, 32, 4, 32000),
-    "llama-3-8b": Shape(4096, 14336, 32, 32, 8, 128256, context_length=8192),
+    "tiny": ModelShape(64, 176, 4, 4, 2, 512, context_length=1024),
+    "150m": ModelShape(768, 2048, 14, 12, 12, 32000),
+    "370m": ModelShape(1024, 2816, 24, 16, 16, 32000),
+    "1b": ModelShape(2048, 5632, 22, 32, 4, 32000),
+    "llama-3-8b": ModelShape(4096, 14336, 32, 32, 8, 128256, context_length=8192),
 }
 """Shapes by name: 0.25, 148, 374, 1,100 and 8,030 million parameters."""
 
@@ -173,7 +173,7 @@ class SyntheticPair:
     target: LlamaForCausalLM
     drafter: LlamaForCausalLM
     """Shares all its tensors with the target."""
-    shape: Shape
+    shape: ModelShape
     """Of the target; the drafter differs in its layers alone."""
     seed: int
     scale: float
@@ -194,7 +194,7 @@ class SyntheticPair:
         return len(self.drafter.model.layers)
 
 
-def read_shape(path: Path) -> Shape:
+def read_shape(path: Path) -> ModelShape:
     """Reads the shape of a Llama-type model from its `config.json`.
 
     Raises:
@@ -205,7 +205,7 @@ def read_shape(path: Path) -> Shape:
         kind = config.get("model_type")
         if kind not in LLAMA_TYPES or config.get("sliding_window"):
             raise InvalidRequestError(f"{path} is of model type {kind!r}, or has a window; known: {LLAMA_TYPES}")
-        return Shape(
+        return ModelShape(
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
@@ -224,7 +224,7 @@ def read_shape(path: Path) -> Shape:
 
 @torch.no_grad()
 def synthesize(
-    shape: Shape,
+    shape: ModelShape,
     *,
     draft_layers: int,
     agreement: float,
@@ -313,7 +313,7 @@ def write_pair(pair: SyntheticPair, folder: Path) -> None:
 
 
 @torch.no_grad()
-def build_target(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> LlamaForCausalLM:
+def build_target(shape: ModelShape, dtype: torch.dtype, device: str, seed: int) -> LlamaForCausalLM:
     """Returns a random model, every weight drawn on its device and in its type, one at a time.
 
     Layers' weights have variance 1 / fan-in and token embeddings 1, so that no layer drowns the others. The gain of the
@@ -337,7 +337,7 @@ def build_target(shape: Shape, dtype: torch.dtype, device: str, seed: int) -> Ll
     return _with_weights(model, weights, device)
 
 
-def share_trunk(target: LlamaForCausalLM, shape: Shape, draft_layers: int) -> LlamaForCausalLM:
+def share_trunk(target: LlamaForCausalLM, shape: ModelShape, draft_layers: int) -> LlamaForCausalLM:
     """Returns the model of the target's first layers, and its embedding, norm and head: the same tensors."""
     drafter = _without_weights(shape.config(draft_layers, target.dtype))
     weights = target.state_dict()

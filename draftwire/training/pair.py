@@ -12,7 +12,7 @@ CONTEXT_LENGTH = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PairShape:
     """The numbers that make a Llama."""
 
     hidden_size: int
@@ -40,10 +40,10 @@ class Shape:
             return LlamaForCausalLM(config)
 
 
-TARGET = Shape(hidden_size=320, intermediate_size=960, layers=8, heads=8, kv_heads=4)
+TARGET = PairShape(hidden_size=320, intermediate_size=960, layers=8, heads=8, kv_heads=4)
 """About 11 million parameters. Heads divide by 2 and 4, so that tensor parallelism can be tried on it."""
 
-DRAFTER = Shape(hidden_size=128, intermediate_size=384, layers=8, heads=4, kv_heads=4)
+DRAFTER = PairShape(hidden_size=128, intermediate_size=384, layers=8, heads=4, kv_heads=4)
 """About 2.2 million parameters; eight layers, so that layer-parallel drafting can be tried on it."""
 
 

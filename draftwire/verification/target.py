@@ -21,7 +21,7 @@ from draftwire.requests.automaton import Automaton, BlockMasks
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.blocks import BlockBatch
-from draftwire.verification.logprobs import EmittedRows, PromptRows, log_softmax_of, of_emitted, of_prompt
+from draftwire.verification.reported_logprobs import EmittedRows, PromptRows, log_softmax_of, of_emitted, of_prompt
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
 
 NEAR_TIE = 1e-4

@@ -10,7 +10,7 @@ from observing import read_metric, wait_until
 
 from benchmarks.relay import Connection, Relay, free_port
 from draftwire.client import AsyncClient, Client
-from draftwire.client.health import check_health
+from draftwire.client.health_check import check_health
 from draftwire.client.security import Security
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.models.scripted import expected_tokens

@@ -17,9 +17,9 @@ from chat_templates import QWEN
 from transformers import AutoTokenizer
 
 import draftwire
-from draftwire.cli.up import stack_options
+from draftwire.cli.up_command import stack_options
 from draftwire.client import AsyncClient, Client
-from draftwire.client.channels import DEFAULT_ADDRESS, addresses_of
+from draftwire.client.client_channels import DEFAULT_ADDRESS, addresses_of
 from draftwire_gateway.auth.tokens import TokenEntry, digest_of
 from tests.in_process import InProcessStack
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.law import stack_options
 from draftwire.client import Client, Completion, StructuredOutput
-from draftwire_gateway.http.pieces import IMPOSSIBLE
+from draftwire_gateway.http.choice_deltas import IMPOSSIBLE
 from tests.in_process import InProcessStack
 
 TOKENS = [*"abcdefghijklmnopqrstuvwxyz", *'{}[]":,;0123456789.', "<e>"]

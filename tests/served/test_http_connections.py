@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from draftwire.runtime.settings import ConnectionSettings
-from draftwire_gateway.http import connection
-from draftwire_gateway.http.answering import _while_connected
-from draftwire_gateway.http.listening import HttpListener
+from draftwire_gateway.http import http_connection
+from draftwire_gateway.http.http_server import HttpListener
+from draftwire_gateway.http.streaming import _while_connected
 
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n"
 PART = b"x" * 2**16
@@ -87,7 +87,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def test_reader_that_stops_reading_is_cut_and_its_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SEND_SECONDS", 0.3)
+    monkeypatch.setattr(http_connection, "SEND_SECONDS", 0.3)
     app = Endless()
     async with listening(app) as port, connected(port) as raw:
         await send(raw, HEAD.replace(b"/ ", b"/endless ") + b"ab")
@@ -96,7 +96,7 @@ async def test_reader_that_stops_reading_is_cut_and_its_request_ends(monkeypatch
 
 
 async def test_reader_that_is_slow_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "SEND_SECONDS", 1.5)
+    monkeypatch.setattr(http_connection, "SEND_SECONDS", 1.5)
     app = Endless()
     async with listening(app) as port, connected(port) as raw:
         await send(raw, HEAD.replace(b"/ ", b"/endless ") + b"ab")
@@ -110,7 +110,7 @@ async def test_reader_that_is_slow_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nhost: localhost\r\n"], ids=["nothing", "half a head"])
 async def test_connection_that_finishes_no_head_is_closed(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.3)
     app = Endless()
     async with listening(app) as port:
         async with connected(port) as raw:
@@ -124,7 +124,7 @@ async def test_connection_that_finishes_no_head_is_closed(monkeypatch: pytest.Mo
 async def test_request_that_takes_long_is_not_cut_by_the_deadline_of_its_head(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_connection, "HEAD_SECONDS", 0.2)
     app = Endless()
     async with listening(app) as port, connected(port) as raw:
         await send(raw, HEAD.replace(b"/ ", b"/silent ") + b"ab")
@@ -134,7 +134,7 @@ async def test_request_that_takes_long_is_not_cut_by_the_deadline_of_its_head(
 
 
 async def test_connections_beyond_the_limit_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(http_connection, "MAX_CONNECTIONS", 1)
     async with listening(Endless()) as port, connected(port) as first:
         await send(first, HEAD)
         async with connected(port) as second:

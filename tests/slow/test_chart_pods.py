@@ -333,7 +333,7 @@ def test_command_asks_with_the_certificate_of_the_service_where_there_is_tls(
 @pytest.mark.parametrize("service", SERVICES)
 def test_command_is_one_that_the_image_has(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check = Mock()
-    monkeypatch.setattr("draftwire.client.health.check_health", check)
+    monkeypatch.setattr("draftwire.client.health_check.check_health", check)
     command = render("tp8").at(f"container/{service}.readinessProbe.exec.command")
     assert CliRunner().invoke(app, command[1:]).exit_code == 0
     assert check.call_args.args[1] == f"draftwire.v1.{service.title()}Service"

@@ -13,7 +13,7 @@ from observing import wait_until
 from playwright.sync_api import expect
 
 from benchmarks.report import read_metric
-from draftwire.cli.up import stack_options
+from draftwire.cli.up_command import stack_options
 from tests.in_process import InProcessStack
 
 PROMPT = "def merge_sorted(a, b):"

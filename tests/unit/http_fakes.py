@@ -5,8 +5,8 @@ from typing import Any
 
 import httpx2
 
-from draftwire_gateway.http.answering import STREAM_HEADERS
-from draftwire_gateway.http.guard import Guard
+from draftwire_gateway.http.request_guard import Guard
+from draftwire_gateway.http.streaming import STREAM_HEADERS
 
 STREAM_START = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
 EMPTY = ({"type": "http.response.start", "status": 204, "headers": []}, {"type": "http.response.body"})

@@ -14,7 +14,7 @@ from grpc._cython import cygrpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire.client.channels import CHANNEL_OPTIONS
+from draftwire.client.client_channels import CHANNEL_OPTIONS
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.runtime.channels import (

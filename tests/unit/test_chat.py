@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from draftwire.client.chat import chat_to_proto
+from draftwire.client.chat_messages import chat_to_proto
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.runtime.allowance import Allowance
 from draftwire_gateway.text import chat

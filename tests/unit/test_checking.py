@@ -13,14 +13,14 @@ from cases import every
 from typer.testing import CliRunner
 
 from draftwire.checking import Kind, Round, check, check_round, checks, known_rules, load_rule
-from draftwire.checking.blocks import all_blocks, sparse_rows
-from draftwire.checking.checks import QUICK, THOROUGH, Plan, Size
+from draftwire.checking.all_blocks import all_blocks, sparse_rows
+from draftwire.checking.checks import QUICK, THOROUGH, CheckPlan, Size
 from draftwire.checking.coupling import race_law
 from draftwire.checking.cube import LAST, edge_points, integrate
 from draftwire.checking.emissions import encoded, largest_deviation, num_codes
-from draftwire.checking.models import adversarial_pairs, random_pairs
 from draftwire.checking.report import Findings, RuleReport
 from draftwire.checking.theory import EXPECTATIONS
+from draftwire.checking.toy_models import adversarial_pairs, random_pairs
 from draftwire.cli.__main__ import app
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import race
@@ -31,7 +31,7 @@ SEEN = 1e-6
 """A deviation above this is no rounding."""
 
 
-SMALL = Plan(
+SMALL = CheckPlan(
     stated=(Size(3, ((2,),), num_random=2),),
     decided=(Size(3, ((2,),), num_random=2, is_adversarial=False),),
     coupled=(Size(3, ((2,),), num_random=1),),
@@ -61,7 +61,7 @@ def _briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftwire.checking.check", partial(check, plan=SMALL))  # which the command line asks for
 
 
-FAST = Plan(
+FAST = CheckPlan(
     stated=(Size(3, ((0,), (1,), (3,), (2, 0, 3, 1))), Size(4, ((2,),))),
     decided=(Size(3, ((1,), (2,)), num_random=2),),
     coupled=(Size(3, ((1,), (2, 0, 1))),),
@@ -76,7 +76,7 @@ TOY_NINTHS = {"token": 10, "block": 11, "coupled": 10, "greedy_block": 12, "typi
 """Mean numbers of accepted tokens in the example of Sun et al. 2024, section 2, times nine."""
 
 
-def rule_passes(name: str, plan: Plan) -> None:
+def rule_passes(name: str, plan: CheckPlan) -> None:
     report = check(load_rule(name), plan)
     assert report.failures == ()
     assert report.name == name

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from cli_fakes import completion
 
-from draftwire.cli.bench import PROMPTS, Plan, _warnings, percentile, read_prompts, speedup, summary
+from draftwire.cli.bench_command import PROMPTS, BenchPlan, _warnings, percentile, read_prompts, speedup, summary
 from draftwire.client import Completion, Piece
 from draftwire.client.measuring import Run, Timing, measure
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
 
 
-def plan(**changes: Any) -> Plan:
+def plan(**changes: Any) -> BenchPlan:
     values: dict[str, Any] = {
         "prompts": list(PROMPTS),
         "options": {"num_speculative_tokens": None, "seed": None, "max_tokens": 9},
@@ -25,7 +25,7 @@ def plan(**changes: Any) -> Plan:
         "num_runs": 2,
         "beside_plain": True,
     }
-    return Plan(**{**values, **changes})
+    return BenchPlan(**{**values, **changes})
 
 
 def run(*seconds: tuple[float, float], duration_s: float = 2.0) -> Run:

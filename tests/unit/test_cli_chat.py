@@ -6,7 +6,7 @@ import pytest
 from cli_fakes import ROUNDS, TEXT, FakeClient, fake_client
 from typer.testing import CliRunner, Result
 
-from draftwire.cli import chat as chat_module
+from draftwire.cli import chat_command as chat_module
 from draftwire.cli.__main__ import app
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
 

@@ -8,9 +8,9 @@ import pytest
 from cli_fakes import ROUNDS, TEXT, FakeClient, completion, fake_client
 from typer.testing import CliRunner, Result
 
-from draftwire.cli import connection
+from draftwire.cli import connection_options
 from draftwire.cli.__main__ import app
-from draftwire.cli.statistics import show_statistics, summary
+from draftwire.cli.statistics_output import show_statistics, summary
 from draftwire.cli.writer import Display, TextWriter
 from draftwire.client import sync
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
@@ -180,7 +180,7 @@ def test_connection_comes_from_options_and_variables(client: FakeClient) -> None
     generate("--token", "secret", DRAFTWIRE_ADDRESS="there:1", DRAFTWIRE_TLS_CA="ca.pem")
     nothing = {"tls_cert": None, "tls_key": None, "tls_target_name": None}
     assert client.opened_with == ("there:1", {"tls_ca": "ca.pem", "token": "secret", **nothing})
-    assert connection.DEFAULT_ADDRESS == sync.DEFAULT_ADDRESS
+    assert connection_options.DEFAULT_ADDRESS == sync.DEFAULT_ADDRESS
 
 
 def test_gateway_that_cannot_serve_now_has_a_status_of_its_own_and_other_errors_go_on_to_status_1(

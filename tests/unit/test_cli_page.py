@@ -8,7 +8,7 @@ import typer
 
 from draftwire.cli import exits
 from draftwire.cli.__main__ import app
-from draftwire.cli.chat import COMMANDS
+from draftwire.cli.chat_command import COMMANDS
 from draftwire.cli.options import CLIENT_VARIABLES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()

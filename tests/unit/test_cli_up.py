@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from draftwire.cli import up as up_module
+from draftwire.cli import up_command as up_module
 from draftwire.cli.__main__ import app
 from draftwire.cli.local_stack import ServiceProcess
 from draftwire.cli.options import SERVICES, settings_of, variable

@@ -16,9 +16,9 @@ from draftwire.client import batch as batch_module
 from draftwire.client.batch import Batch, Job, seed_of
 from draftwire.client.batch_tasks import BatchTasks
 from draftwire.client.batch_threads import BatchThreads
-from draftwire.client.patience import Patience
-from draftwire.client.progress import Progress
-from draftwire.client.request import make_request
+from draftwire.client.request_maker import make_request
+from draftwire.client.request_progress import RequestProgress
+from draftwire.client.retry_policy import RetryPolicy
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.method.keys import MAX_SEED
 from draftwire.v1 import gateway_pb2
@@ -112,8 +112,8 @@ def tasks(batch: Batch, server: Server) -> BatchTasks:
     return BatchTasks(batch, lambda job: AsyncCompletionStream(server.start, progress_of(job), nothing))
 
 
-def progress_of(job: Job) -> Progress:
-    return Progress(make_request(job.prompt, job.options), Patience(1, 30.0, None))
+def progress_of(job: Job) -> RequestProgress:
+    return RequestProgress(make_request(job.prompt, job.options), RetryPolicy(1, 30.0, None))
 
 
 @pytest.fixture(params=[threads, tasks])

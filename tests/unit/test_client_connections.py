@@ -10,7 +10,7 @@ import pytest
 from client_fakes import LOST
 
 from draftwire.client import AsyncClient, Client
-from draftwire.client.channels import addresses_of, in_turn
+from draftwire.client.client_channels import addresses_of, in_turn
 from draftwire.errors import InvalidRequestError, UnavailableError
 from tests.twins import TWINS
 
@@ -52,7 +52,7 @@ def test_gateways_that_never_answer_are_waited_for_no_longer_than_asked_however_
 
 def test_time_that_one_does_not_need_is_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("draftwire.client.channels.time.monotonic", lambda: now)
+    monkeypatch.setattr("draftwire.client.client_channels.time.monotonic", lambda: now)
     shares = in_turn("abc", 9.0)
     assert next(shares) == ("a", 3.0)
     now += 1.0

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from draftwire.client import Options, StructuredOutput
-from draftwire.client.patience import LONGEST_SECONDS
-from draftwire.client.request import (
+from draftwire.client.request_maker import (
     ChatOptions,
     SamplingOptions,
     TextOptions,
@@ -16,6 +15,7 @@ from draftwire.client.request import (
     make_patience,
     make_request,
 )
+from draftwire.client.retry_policy import LONGEST_SECONDS
 from draftwire.errors import InvalidRequestError
 from draftwire.v1 import gateway_pb2, session_pb2
 

@@ -19,9 +19,9 @@ import pytest
 from client_fakes import FINISH, LOST, Call, Code, Failure, Gateways, Step, delta, echo, finish_of, nothing
 from gateway_fakes import make_generation
 
-from draftwire.client import AsyncCompletionStream, CompletionStream, Piece, patience
-from draftwire.client.patience import NOT_BEGUN_SECONDS, Patience
-from draftwire.client.progress import Progress
+from draftwire.client import AsyncCompletionStream, CompletionStream, Piece, retry_policy
+from draftwire.client.request_progress import RequestProgress
+from draftwire.client.retry_policy import NOT_BEGUN_SECONDS, RetryPolicy
 from draftwire.errors import (
     DraftwireError,
     InvalidRequestError,
@@ -66,7 +66,7 @@ class Clock:
         **asks: Any,
     ) -> Stream:
         request = gateway_pb2.GenerateRequest(**({"text": "prompt", "max_tokens": 9, "seed": 5} | asks))
-        progress = Progress(request, Patience(num_gateways, resume_s, timeout_s))
+        progress = RequestProgress(request, RetryPolicy(num_gateways, resume_s, timeout_s))
         if self.runner is None:
             return CompletionStream(gateways.start, progress)
         return Driven(AsyncCompletionStream(gateways.start, progress, nothing), self.runner.run)
@@ -79,7 +79,7 @@ def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
     with asyncio.Runner() as runner:
         clock = Clock(runner if request.param == "async" else None)
-        monkeypatch.setattr(patience, "time", clock)
+        monkeypatch.setattr(retry_policy, "time", clock)
         monkeypatch.setattr(CompletionStream, "_pause", lambda stream, seconds: clock.sleep(seconds))
         monkeypatch.setattr(AsyncCompletionStream, "_pause", pause)
         yield clock
@@ -497,9 +497,9 @@ def test_stream_that_is_cancelled_while_it_waits_is_not_resumed(clock: Clock, mo
 FULL = Failure(Code.RESOURCE_EXHAUSTED, retry_ms=60_000)
 
 
-def paused_progress() -> Progress:
+def paused_progress() -> RequestProgress:
     request = gateway_pb2.GenerateRequest(text="prompt", max_tokens=9, seed=5)
-    return Progress(request, Patience(1, 1_000.0, None))
+    return RequestProgress(request, RetryPolicy(1, 1_000.0, None))
 
 
 def async_stream(gateways: Gateways, prepare: Callable[[], Awaitable[Any]] = nothing) -> AsyncCompletionStream:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftStep
-from draftwire.local_loop import LocalRun, Round, speculate
+from draftwire.local_loop import LocalRun, LoopRound, speculate
 from draftwire.method.distributions import race
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.keys import Role, derive_key
@@ -132,12 +132,12 @@ def rounds_of(
     seed: int = 1,
     prompt: Sequence[int] = PROMPT,
     num_tokens: int = NUM_TOKENS,
-) -> list[Round]:
+) -> list[LoopRound]:
     run = LocalRun(sampling, num_tokens, block_length, "coupled", seed, STOP_TOKENS)
     return list(speculate(target, drafter, list(prompt), run))
 
 
-def text_of(rounds: list[Round]) -> list[int]:
+def text_of(rounds: list[LoopRound]) -> list[int]:
     return [token for done in rounds for token in done.token_ids]
 
 

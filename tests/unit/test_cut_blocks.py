@@ -14,10 +14,10 @@ from tiny_models import ExtendsByReading
 from torch import Tensor
 
 from draftwire.checking import check_round
-from draftwire.checking.blocks import emitted_codes
-from draftwire.checking.models import Pair, adversarial_pairs, random_pairs
+from draftwire.checking.all_blocks import emitted_codes
+from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.checking.whole_round import Ran
-from draftwire.checking.wire import WireRound
+from draftwire.checking.wire_rounds import WireRound
 from draftwire.drafting import drawing, language_model
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.language_model import LanguageModelDrafter

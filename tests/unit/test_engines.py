@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tiny_models import ExtendsByReading
 from torch import Tensor
 
-from draftwire.drafting import scripted as scripted_drafting
+from draftwire.drafting import scripted_drafter as scripted_drafting
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.scripted import ScriptedDrafter
+from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import SMALLEST_CHUNK, PrefillPacer

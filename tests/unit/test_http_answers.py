@@ -12,11 +12,17 @@ from http_fakes import STREAM_START, Gate, Sent, app_of
 
 from draftwire.errors import UnavailableError
 from draftwire.requests.parameters import SamplingParams
-from draftwire_gateway.http.answering import PART_BYTES, _stream, _while_connected, send_whole
-from draftwire_gateway.http.guard import Guard
-from draftwire_gateway.http.pieces import Ending, Piece, ToldToken, Wishes
-from draftwire_gateway.http.requests import CompletionBody
-from draftwire_gateway.http.shapes import SLICE, ChatShape, CompletionShape, Shape, Writer
+from draftwire_gateway.http.body import CompletionBody
+from draftwire_gateway.http.choice_deltas import ChoiceDelta, Ending, ReportedToken, ResponseOptions
+from draftwire_gateway.http.openai_types import (
+    SLICE,
+    ChatFormatter,
+    CompletionFormatter,
+    ResponseFormatter,
+    ResponseWriter,
+)
+from draftwire_gateway.http.request_guard import Guard
+from draftwire_gateway.http.streaming import PART_BYTES, _stream, _while_connected, send_whole
 from draftwire_gateway.session.request import Generation
 from draftwire_gateway.session.statistics import Statistics
 
@@ -24,21 +30,21 @@ GENERATION = Generation([1], SamplingParams(), 5, (), frozenset(), 3, 4, "token"
 ENDINGS = [Ending(GENERATION, "stop", Statistics(num_generated_tokens=2), "")]
 
 
-def told(index: int) -> ToldToken:
+def told(index: int) -> ReportedToken:
     top = [(f'"\u00e9{index + rank}', -0.5 - rank) for rank in range(20)]
-    return ToldToken(top[index % 20][0], top[index % 20][1], top, index)
+    return ReportedToken(top[index % 20][0], top[index % 20][1], top, index)
 
 
-def piece(choice: int, num_tokens: int) -> Piece:
+def piece(choice: int, num_tokens: int) -> ChoiceDelta:
     details = [{"id": index, "text": "a"} for index in range(num_tokens)]
     rounds = [{"num_draft_tokens": 4, "num_tokens": 1}] * num_tokens
     prompt: list[dict[str, Any] | None] = [None, *({"id": index} for index in range(num_tokens))]
     tokens = list(map(told, range(num_tokens)))
-    return Piece(choice, "a\u00e9\n" * num_tokens, tokens, prompt, details, rounds, "stop")
+    return ChoiceDelta(choice, "a\u00e9\n" * num_tokens, tokens, prompt, details, rounds, "stop")
 
 
-def logprobs_as_they_should_be(shape: Shape, tokens: list[ToldToken]) -> dict[str, Any]:
-    if isinstance(shape, ChatShape):
+def logprobs_as_they_should_be(shape: ResponseFormatter, tokens: list[ReportedToken]) -> dict[str, Any]:
+    if isinstance(shape, ChatFormatter):
 
         def said(text: str, logprob: float) -> dict[str, Any]:
             return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
@@ -55,11 +61,11 @@ def logprobs_as_they_should_be(shape: Shape, tokens: list[ToldToken]) -> dict[st
     }
 
 
-@pytest.mark.parametrize("shape", [CompletionShape(), ChatShape()], ids=["completion", "chat"])
+@pytest.mark.parametrize("shape", [CompletionFormatter(), ChatFormatter()], ids=["completion", "chat"])
 @pytest.mark.parametrize("num_tokens", [0, 1, SLICE, SLICE + 1, 3 * SLICE])
-def test_parts_joined_are_the_whole_answer(shape: Shape, num_tokens: int) -> None:
+def test_parts_joined_are_the_whole_answer(shape: ResponseFormatter, num_tokens: int) -> None:
     pieces = [piece(2, num_tokens), piece(0, num_tokens), piece(1, 1)]
-    parts = list(Writer(shape, Wishes(3, 20, details=True), "m").answer(pieces, ENDINGS))
+    parts = list(ResponseWriter(shape, ResponseOptions(3, 20, details=True), "m").answer(pieces, ENDINGS))
     whole = "".join(parts)
     answer = json.loads(whole)
     assert json.dumps(answer, ensure_ascii=False, separators=(",", ":")) == whole, "nothing twice, nothing between"
@@ -126,19 +132,21 @@ async def test_short_answer_says_how_long_it_is_and_goes_out_at_once() -> None:
 # Streams
 
 
-async def streamed(sent: Sent, *pieces: Piece, error: Exception | None = None, tells_usage: bool = False) -> None:
+async def streamed(
+    sent: Sent, *pieces: ChoiceDelta, error: Exception | None = None, reports_usage: bool = False
+) -> None:
     """Sends a stream of pieces, and then raises an error if there is one."""
 
-    async def made() -> AsyncIterator[Piece]:
+    async def made() -> AsyncIterator[ChoiceDelta]:
         for one in pieces:
             yield one
         if error is not None:
             raise error
 
-    options = {"stream": True, "stream_options": {"include_usage": tells_usage}}
+    options = {"stream": True, "stream_options": {"include_usage": reports_usage}}
     body = CompletionBody.model_validate({"model": "m", "prompt": "p", **options})
     maker: Any = SimpleNamespace(endings=ENDINGS)
-    await _stream(body, made(), maker, Writer(CompletionShape(), Wishes(1), "m"), sent)
+    await _stream(body, made(), maker, ResponseWriter(CompletionFormatter(), ResponseOptions(1), "m"), sent)
 
 
 async def test_stream_that_fails_before_its_first_piece_has_sent_nothing() -> None:
@@ -148,15 +156,15 @@ async def test_stream_that_fails_before_its_first_piece_has_sent_nothing() -> No
     assert sent == []
 
 
-@pytest.mark.parametrize("tells_usage", [False, True])
-async def test_stream_ends_with_its_cost_if_it_is_asked_for_and_with_done(tells_usage: bool) -> None:
+@pytest.mark.parametrize("reports_usage", [False, True])
+async def test_stream_ends_with_its_cost_if_it_is_asked_for_and_with_done(reports_usage: bool) -> None:
     sent = Sent()
-    await streamed(sent, piece(0, 1), piece(0, 2), tells_usage=tells_usage)
+    await streamed(sent, piece(0, 1), piece(0, 2), reports_usage=reports_usage)
     assert sent[0] == STREAM_START
     events = sent.body.decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
-    assert len(events) == 2 + tells_usage + 2
-    assert ("usage" in events[2] and json.loads(events[2].removeprefix("data: "))["usage"] is not None) == tells_usage
+    assert len(events) == 2 + reports_usage + 2
+    assert ("usage" in events[2] and json.loads(events[2].removeprefix("data: "))["usage"] is not None) == reports_usage
     assert [part["more_body"] for part in sent[1:]] == [True, True, False]
 
 
@@ -235,7 +243,9 @@ async def test_whole_answer_that_fails_in_the_middle_gets_no_end_and_no_event() 
 def test_likeliest_tokens_of_completions_have_the_drawn_one_with_them(
     top: list[tuple[str, float]], expected: dict[str, float]
 ) -> None:
-    tokens = [ToldToken("first", None, [], 0), ToldToken("drawn", -7.0, top, 0)]
-    one = Piece(0, "firstdrawn", tokens, reason="stop")
-    answer = json.loads("".join(Writer(CompletionShape(), Wishes(1, 2), "m").answer([one], ENDINGS)))
+    tokens = [ReportedToken("first", None, [], 0), ReportedToken("drawn", -7.0, top, 0)]
+    one = ChoiceDelta(0, "firstdrawn", tokens, reason="stop")
+    answer = json.loads(
+        "".join(ResponseWriter(CompletionFormatter(), ResponseOptions(1, 2), "m").answer([one], ENDINGS))
+    )
     assert answer["choices"][0]["logprobs"]["top_logprobs"] == [None, expected]

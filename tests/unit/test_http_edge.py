@@ -18,13 +18,13 @@ from draftwire_gateway.auth.access import Access
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.app import make_app
-from draftwire_gateway.http.asking import Chat, in_names_of
-from draftwire_gateway.http.bodies import read_body
-from draftwire_gateway.http.errors import body_of, headers_of, is_expected, status_of
+from draftwire_gateway.http.body import ChatBody, CompletionBody, read
+from draftwire_gateway.http.body_reading import read_body
+from draftwire_gateway.http.choice_deltas import Ending
+from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
 from draftwire_gateway.http.pages import HEADERS, read_pages
-from draftwire_gateway.http.pieces import Ending
-from draftwire_gateway.http.refused import RefusedError
-from draftwire_gateway.http.requests import ChatBody, CompletionBody, read
+from draftwire_gateway.http.refusal import RefusedError
+from draftwire_gateway.http.routes import Chat, in_names_of
 from draftwire_gateway.http.usage import metrics_of, usage_of
 from draftwire_gateway.session.request import Generation
 from draftwire_gateway.session.statistics import Statistics

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from draftwire.cli.live_table import NUM_LOG_LINES, NUM_OTHER_LINES, LiveTable, Row
 from draftwire.cli.service_metrics import WINDOW_SECONDS, History, fetch, parse
-from draftwire.cli.up import COLORS
+from draftwire.cli.up_command import COLORS
 
 EXPORTED = """\
 # HELP draftwire:requests_total Choices of requests ended, by result.

@@ -46,7 +46,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime import messages
 from draftwire.v1 import session_pb2
 from draftwire.verification import RULES, target
-from draftwire.verification import logprobs as reading
+from draftwire.verification import reported_logprobs as reading
 from draftwire.verification.target import Judgement, Judging, StillReading, judge
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.scheduler import REPORTED_CHUNK, Scheduler

@@ -44,8 +44,8 @@ from draftwire.models.parallel.step_plan import (
     PLAN_SIZE,
     CopyPlan,
     Heartbeat,
-    Plan,
     ReadPlan,
+    StepPlan,
     Stop,
     decode,
     encode,
@@ -418,7 +418,7 @@ def plan(num_segments: int, num_tokens: int) -> ReadPlan:
     return ReadPlan(segments, np.arange(total), list(range(0, total, 3)))
 
 
-PLANS: list[Plan] = [
+PLANS: list[StepPlan] = [
     plan(1, 1),
     plan(5, 7),
     plan(3, 2000),

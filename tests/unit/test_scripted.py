@@ -11,11 +11,11 @@ import torch
 from cases import every
 from scipy.stats import binomtest
 
-from draftwire.drafting.scripted import ScriptedDrafter
+from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import Drafting, DraftRequest
 from draftwire.engine.model_loading import load_drafter, load_target
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.local_loop import LocalRun, Round, speculate
+from draftwire.local_loop import LocalRun, LoopRound, speculate
 from draftwire.method.distributions import rows_of
 from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.quantization import Quantization
@@ -32,7 +32,9 @@ PROMPT = list(b"def f")
 KEY = DrawKey(bytes(16), 0, 0)
 
 
-def rounds_of(script: Script, sampling: SamplingParams, run_tokens: int, block_length: int, rule: str) -> list[Round]:
+def rounds_of(
+    script: Script, sampling: SamplingParams, run_tokens: int, block_length: int, rule: str
+) -> list[LoopRound]:
     target = ScriptedTarget(script, run_tokens + 64)
     run = LocalRun(sampling, run_tokens, block_length, rule, seed=3)
     rounds = list(speculate(target, ScriptedDrafter(script), PROMPT, run))

@@ -8,7 +8,7 @@ from draftwire.method.quantization import Encoding, id_width
 from draftwire.method.rounds import DraftBlock, Fence
 from draftwire.requests.structured_output import MAX_FORM_BYTES, StructuredOutput
 from draftwire_drafter.wire import in_parts
-from draftwire_gateway.http.bodies import header
+from draftwire_gateway.http.body_reading import header
 
 
 @pytest.mark.parametrize(

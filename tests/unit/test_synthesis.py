@@ -27,8 +27,8 @@ from draftwire.models.synthesis import (
     END_OF_TEXT,
     SHAPES,
     Agreement,
+    ModelShape,
     Sample,
-    Shape,
     SyntheticPair,
     Trial,
     build_target,
@@ -254,7 +254,7 @@ def test_loaded_tokenizer_is_the_one_that_was_built(folder) -> None:
 
 def test_synthesis_file_says_how_the_pair_was_made(pair, folder) -> None:
     facts = json.loads((folder / "synthesis.json").read_text())
-    assert Shape(**facts["shape"]) == TINY
+    assert ModelShape(**facts["shape"]) == TINY
     assert (facts["seed"], facts["scale"], facts["temperature"]) == (3, pair.scale, 1.0)
     assert (facts["wanted_agreement"], facts["measured_agreement"]) == (AGREEMENT, pair.agreement)
     assert (facts["draft_layers"], facts["dtype"]) == (2, "float32")

@@ -11,7 +11,7 @@ from enumeration import outcome_law, single_block
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftwire.checking.models import random_table
+from draftwire.checking.toy_models import random_table
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows, DraftRows, SparseRows
 from draftwire.method.randomness import DrawKey

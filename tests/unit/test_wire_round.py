@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from draftwire.checking import check_round
-from draftwire.checking.models import adversarial_pairs, random_pairs
-from draftwire.checking.wire import COARSE, FINE, WireRound, quantized, through_bytes
+from draftwire.checking.toy_models import adversarial_pairs, random_pairs
+from draftwire.checking.wire_rounds import COARSE, FINE, WireRound, quantized, through_bytes
 from draftwire.method.distributions import DraftRows, draw, quantize
 from draftwire.verification import RULES
 

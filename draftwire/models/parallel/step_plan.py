@@ -27,7 +27,7 @@ MARK = 0x64726166
 Numbers: TypeAlias = NDArray[np.int64]
 
 
-class Kind(IntEnum):
+class PlanKind(IntEnum):
     """What a plan asks for."""
 
     READ = 1
@@ -73,7 +73,7 @@ class Stop:
     """There will be no more plans."""
 
 
-Plan = ReadPlan | CopyPlan | Heartbeat | Stop
+StepPlan = ReadPlan | CopyPlan | Heartbeat | Stop
 
 
 class PlanChannel:
@@ -84,7 +84,7 @@ class PlanChannel:
         self._group = group
         self._first = torch.zeros(PLAN_SIZE, dtype=torch.int64)
 
-    def announce(self, plan: Plan) -> None:
+    def announce(self, plan: StepPlan) -> None:
         """Sends a plan; on rank 0.
 
         Raises:
@@ -97,7 +97,7 @@ class PlanChannel:
         if len(numbers) > PLAN_SIZE:
             self._group.broadcast(torch.from_numpy(numbers[PLAN_SIZE:]))
 
-    def receive(self) -> Plan:
+    def receive(self) -> StepPlan:
         """Waits for the next plan; on the other ranks.
 
         Raises:
@@ -116,28 +116,28 @@ class PlanChannel:
         return decode(numbers[:size])
 
 
-def encode(plan: Plan) -> Numbers:
+def encode(plan: StepPlan) -> Numbers:
     """Returns a plan as numbers: the mark, how many numbers there are, the kind, three counts, and what is counted."""
     match plan:
         case ReadPlan(segments, token_ids, kept, fuzzily):
-            kind = Kind.READ_FUZZILY if fuzzily else Kind.READ
+            kind = PlanKind.READ_FUZZILY if fuzzily else PlanKind.READ
             blocks = [block for segment in segments for block in segment.sequence.blocks]
             shapes = [size for segment in segments for size in (segment.num_tokens, segment.sequence.length)]
             ids = np.empty(0, dtype=np.int64) if token_ids is None else token_ids
             return _numbers(kind, (len(segments), len(ids), len(kept)), [*shapes, *blocks], ids, kept)
         case CopyPlan(sources, targets):
-            return _numbers(Kind.COPY, (len(sources), 0, 0), sources, targets)
+            return _numbers(PlanKind.COPY, (len(sources), 0, 0), sources, targets)
         case Heartbeat():
-            return _numbers(Kind.HEARTBEAT, (0, 0, 0))
+            return _numbers(PlanKind.HEARTBEAT, (0, 0, 0))
         case Stop():
-            return _numbers(Kind.STOP, (0, 0, 0))
+            return _numbers(PlanKind.STOP, (0, 0, 0))
 
 
-def decode(numbers: Numbers) -> Plan:
+def decode(numbers: Numbers) -> StepPlan:
     """Returns the plan that `encode` was given; its sequences have the same blocks and lengths, and nothing else."""
-    kind, (count, num_ids, num_kept), body = Kind(int(numbers[2])), numbers[3:6].tolist(), numbers[6:]
+    kind, (count, num_ids, num_kept), body = PlanKind(int(numbers[2])), numbers[3:6].tolist(), numbers[6:]
     match kind:
-        case Kind.READ | Kind.READ_FUZZILY:
+        case PlanKind.READ | PlanKind.READ_FUZZILY:
             shapes, body = body[: 2 * count].reshape(count, 2).tolist(), body[2 * count :]
             ends = np.cumsum([blocks_for(length) for _, length in shapes])
             blocks = [own.tolist() for own in np.split(body[: ends[-1]], ends[:-1])]
@@ -147,16 +147,16 @@ def decode(numbers: Numbers) -> Plan:
             ]
             ids, kept = body[ends[-1] : ends[-1] + num_ids], body[ends[-1] + num_ids :]
             assert len(kept) == num_kept
-            return ReadPlan(segments, ids if num_ids else None, kept.tolist(), kind is Kind.READ_FUZZILY)
-        case Kind.COPY:
+            return ReadPlan(segments, ids if num_ids else None, kept.tolist(), kind is PlanKind.READ_FUZZILY)
+        case PlanKind.COPY:
             return CopyPlan(body[:count], body[count:])
-        case Kind.HEARTBEAT:
+        case PlanKind.HEARTBEAT:
             return Heartbeat()
-        case Kind.STOP:
+        case PlanKind.STOP:
             return Stop()
 
 
-def _numbers(kind: Kind, counts: tuple[int, int, int], *body: Sequence[int] | Numbers) -> Numbers:
+def _numbers(kind: PlanKind, counts: tuple[int, int, int], *body: Sequence[int] | Numbers) -> Numbers:
     size = 6 + sum(map(len, body))
     return np.concatenate([np.array(part, dtype=np.int64) for part in ((MARK, size, kind, *counts), *body)])
 

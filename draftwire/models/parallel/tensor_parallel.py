@@ -20,7 +20,7 @@ from draftwire.models.decoder import Decoder
 from draftwire.models.paged_attention import Segment
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.parallel.process_group import ProcessGroup
-from draftwire.models.parallel.step_plan import CopyPlan, Heartbeat, Plan, PlanChannel, ReadPlan, Stop, host_ids
+from draftwire.models.parallel.step_plan import CopyPlan, Heartbeat, PlanChannel, ReadPlan, StepPlan, Stop, host_ids
 
 
 def check_divides(config: Any, size: int) -> None:
@@ -113,7 +113,7 @@ class ParallelModel(CachedModel):
         self._plans.announce(CopyPlan(sources, targets))
         super()._copy(sources, targets)
 
-    def _carry_out(self, plan: Plan) -> bool:
+    def _carry_out(self, plan: StepPlan) -> bool:
         """Does on another rank what rank 0 does; returns whether there will be more."""
         match plan:
             case ReadPlan(segments, token_ids, kept, fuzzily):

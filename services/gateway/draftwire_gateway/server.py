@@ -27,7 +27,7 @@ from draftwire_gateway.auth.access import Access
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import MAX_IDS_ON_LOOP, GatewayCore
 from draftwire_gateway.http.app import make_app
-from draftwire_gateway.http.listening import HttpListener
+from draftwire_gateway.http.http_server import HttpListener
 from draftwire_gateway.peers.pool import Pool
 from draftwire_gateway.peers.roster import Roster
 from draftwire_gateway.peers.sources import sources_of

@@ -13,18 +13,18 @@ from starlette.routing import Route as StarletteRoute
 from draftwire.runtime.addresses import is_loopback
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.core import GatewayCore
-from draftwire_gateway.http.answering import GeneratingRoute
-from draftwire_gateway.http.asking import Chat, Completions
-from draftwire_gateway.http.bodies import header
-from draftwire_gateway.http.errors import UNAVAILABLE_RETRY_S, body_of
-from draftwire_gateway.http.guard import Gate, Guard
-from draftwire_gateway.http.models import Drafters, ModelList
+from draftwire_gateway.http.body_reading import header
+from draftwire_gateway.http.error_bodies import UNAVAILABLE_RETRY_S, body_of
+from draftwire_gateway.http.model_list import ListDrafters, ModelList
 from draftwire_gateway.http.pages import HEADERS, Page, read_pages
-from draftwire_gateway.http.refused import RefusedError
+from draftwire_gateway.http.refusal import RefusedError
+from draftwire_gateway.http.request_guard import Gate, Guard
+from draftwire_gateway.http.routes import Chat, Completions
+from draftwire_gateway.http.streaming import GeneratingRoute
 
 
 def make_app(
-    core: GatewayCore, drafters: Drafters, access: Access, gate: Gate, pages: Mapping[str, Page] | None = None
+    core: GatewayCore, drafters: ListDrafters, access: Access, gate: Gate, pages: Mapping[str, Page] | None = None
 ) -> FastAPI:
     """Returns the application.
 

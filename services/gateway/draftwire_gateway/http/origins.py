@@ -5,8 +5,8 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from draftwire_gateway.http.bodies import header
-from draftwire_gateway.http.refused import RefusedError
+from draftwire_gateway.http.body_reading import header
+from draftwire_gateway.http.refusal import RefusedError
 
 
 def refuse_other_origins(scope: Scope) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from draftwire_gateway.http.pieces import Ending
+from draftwire_gateway.http.choice_deltas import Ending
 from draftwire_gateway.session.statistics import Statistics
 
 _SUMMED = (

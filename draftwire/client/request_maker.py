@@ -9,8 +9,8 @@ from typing import Any, TypedDict
 from google.protobuf.message import Message
 
 from draftwire.client.completion import Completion
-from draftwire.client.patience import Patience
 from draftwire.client.prompts import Prompt, Prompts, is_several, prompt_fields
+from draftwire.client.retry_policy import RetryPolicy
 from draftwire.errors import InvalidRequestError
 from draftwire.method.keys import new_seed
 from draftwire.requests.structured_output import StructuredOutput
@@ -82,7 +82,7 @@ class ChatOptions(TypedDict, total=False):
     """What belongs to prompts that are chat messages."""
 
     tools: Sequence[Mapping[str, Any]] | None
-    """Functions that the chat template describes to the model; see `draftwire.client.chat`."""
+    """Functions that the chat template describes to the model; see `draftwire.client.chat_messages`."""
     template_arguments: Mapping[str, Any] | None
     """Further variables of the chat template."""
     continue_final_message: bool | None
@@ -180,10 +180,10 @@ def _set_fields(message: Message, values: Mapping[str, Any]) -> None:
             message.MergeFrom(type(message)(**{name: value}))
 
 
-def make_patience(options: Options, num_gateways: int) -> Patience:
+def make_patience(options: Options, num_gateways: int) -> RetryPolicy:
     """Returns how long the completions are tried."""
     resume_s = options.get("resume_s")
-    return Patience(num_gateways, RESUME_S if resume_s is None else resume_s, options.get("timeout_s"))
+    return RetryPolicy(num_gateways, RESUME_S if resume_s is None else resume_s, options.get("timeout_s"))
 
 
 def check_is_one(prompt: Prompt, options: Options) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from draftwire.cli.colors import visible
-from draftwire.cli.connection import Connection
+from draftwire.cli.connection_options import ConnectionOptions
 from draftwire.cli.option_groups import with_options
 
 COLUMNS = ("role", "name", "dtype", "context", "vocabulary", "revision")
@@ -71,7 +71,7 @@ class Server:
 
 @with_options
 def models(
-    connection: Connection,
+    connection: ConnectionOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """List the models that answer at a gateway, its defaults, and the verification rules that it offers."""

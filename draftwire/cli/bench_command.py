@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftwire.cli.connection import Connection
+from draftwire.cli.connection_options import ConnectionOptions
 from draftwire.cli.option_groups import with_options
-from draftwire.cli.request import MAX_TOKENS, Request
+from draftwire.cli.request_options import MAX_TOKENS, RequestOptions
 from draftwire.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ TIMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """What is measured."""
 
     prompts: "list[Prompt]"
@@ -82,8 +82,8 @@ class Plan:
 
 @with_options
 def bench(
-    connection: Connection,
-    request: Request,
+    connection: ConnectionOptions,
+    request: RequestOptions,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -114,7 +114,7 @@ def bench(
         arguments["max_tokens"] = MAX_TOKENS
     elif request.max_tokens == 0:
         raise InvalidRequestError("max_tokens: without tokens there is nothing to measure")
-    plan = Plan(
+    plan = BenchPlan(
         prompts=list(PROMPTS) if prompts is None else list(read_prompts(prompts)),
         options=arguments,
         num_requests=requests,
@@ -166,7 +166,7 @@ def read_prompts(path: Path) -> "Iterator[Prompt]":
 
 def _prompt_of(line: str) -> "Prompt":
     from draftwire.client.prompts import is_several, prompt_fields
-    from draftwire.client.request import naming
+    from draftwire.client.request_maker import naming
 
     try:
         prompt: Prompt = json.loads(line)
@@ -179,7 +179,9 @@ def _prompt_of(line: str) -> "Prompt":
     return prompt
 
 
-async def _measure(client: "AsyncClient", plan: Plan, wait_s: float, progress: "Progress") -> "dict[str, list[Run]]":
+async def _measure(
+    client: "AsyncClient", plan: BenchPlan, wait_s: float, progress: "Progress"
+) -> "dict[str, list[Run]]":
     """Returns the runs of each column. Runs of the columns take turns, so that what else a machine does hits all."""
     from draftwire.client.measuring import measure
 

@@ -23,8 +23,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, NUMBERS, SamplingParams
 from draftwire.requests.structured_output import MAX_CHOICES as MAX_FORM_CHOICES
-from draftwire_gateway.http.parsing import NAME, parse
-from draftwire_gateway.http.refused import RefusedError
+from draftwire_gateway.http.json_parsing import NAME, parse
+from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.session.request import MAX_CHOICES, MAX_STOP_STRINGS
 from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
 
@@ -259,7 +259,7 @@ class MessageToolCall(Strict):
     function: CalledFunction
 
 
-class Message(Strict):
+class ChatMessage(Strict):
     """One message of a conversation."""
 
     role: str
@@ -269,7 +269,7 @@ class Message(Strict):
     tool_call_id: str = ""
 
     @model_validator(mode="after")
-    def _says_something(self) -> "Message":
+    def _says_something(self) -> "ChatMessage":
         if "content" not in self.model_fields_set and not self.tool_calls:
             raise _wrong("has no content")
         return self
@@ -321,7 +321,7 @@ class ResponseFormat(Strict):
 class ChatBody(GenerateBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], FirstFault(), _few(MAX_CHAT_MESSAGES)]
+    messages: Annotated[list[ChatMessage], FirstFault(), _few(MAX_CHAT_MESSAGES)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False

@@ -3,8 +3,8 @@
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from draftwire.client.patience import LONGEST_SECONDS
-from draftwire.client.request import check_number
+from draftwire.client.request_maker import check_number
+from draftwire.client.retry_policy import LONGEST_SECONDS
 from draftwire.client.security import Security
 from draftwire.errors import UnavailableError
 

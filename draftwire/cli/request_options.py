@@ -37,7 +37,7 @@ else:
 
 
 @dataclass(frozen=True, slots=True)
-class Request(SamplingNumbers):
+class RequestOptions(SamplingNumbers):
     """What is asked for; where nothing is said, the server decides."""
 
     max_tokens: Annotated[

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from draftwire.cli.connection_options import TlsCa, TlsCert, TlsKey, TlsTargetName
 from draftwire.cli.exits import MISUSED, end
 from draftwire.cli.options import SERVICES, settings_of, variable
-from draftwire.cli.tls_options import TlsCa, TlsCert, TlsKey, TlsTargetName
 
 if TYPE_CHECKING:
     from draftwire.client.security import Security
@@ -70,7 +70,7 @@ def health(
     Without --address, port and certificates come from the service's own variables, such as DRAFTWIRE_VERIFIER_PORT.
     A probe inside of its container needs --tls-target-name at most, where the certificate does not name the address.
     """
-    from draftwire.client.health import check_health
+    from draftwire.client.health_check import check_health
     from draftwire.client.security import Security
 
     if service not in SERVICES:

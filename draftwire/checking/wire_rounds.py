@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwire.checking.models import Pair
+from draftwire.checking.toy_models import Pair
 from draftwire.checking.whole_round import Round
 from draftwire.method.distributions import DraftRows, SparseRows, joined, quantize, rows_of
 from draftwire.method.encoding import TOTAL_WEIGHT, Claim, Supports, decode_one, encode_sparse

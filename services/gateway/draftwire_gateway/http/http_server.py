@@ -11,8 +11,8 @@ from starlette.types import ASGIApp
 
 from draftwire.errors import UnavailableError
 from draftwire.runtime.settings import ConnectionSettings
-from draftwire_gateway.http.connection import Connection
-from draftwire_gateway.http.guard import Gate
+from draftwire_gateway.http.http_connection import HttpConnection
+from draftwire_gateway.http.request_guard import Gate
 
 IDLE_SECONDS = 30
 """How long a connection without requests is kept open."""
@@ -68,7 +68,7 @@ class HttpListener:
         tls = self._tls
         config = uvicorn.Config(
             self._make_app(gate),
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -8,19 +8,19 @@ from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import NUMBERS, SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire_gateway.core import GatewayCore
-from draftwire_gateway.http.errors import HTTP_NAMES, renamed
-from draftwire_gateway.http.pieces import Wishes
-from draftwire_gateway.http.refused import RefusedError
-from draftwire_gateway.http.requests import (
+from draftwire_gateway.http.body import (
     Body,
     ChatBody,
+    ChatMessage,
     CompletionBody,
     GenerateBody,
-    Message,
     OutputForm,
     ToolBody,
 )
-from draftwire_gateway.http.shapes import ChatShape, CompletionShape, Shape
+from draftwire_gateway.http.choice_deltas import ResponseOptions
+from draftwire_gateway.http.error_bodies import HTTP_NAMES, renamed
+from draftwire_gateway.http.openai_types import ChatFormatter, CompletionFormatter, ResponseFormatter
+from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.session.request import RequestedGeneration
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
@@ -33,14 +33,14 @@ class Route(Protocol, Generic[Body]):
         """What it takes."""
 
     @property
-    def shape(self) -> Shape:
+    def formatter(self) -> ResponseFormatter:
         """What it answers."""
 
     def num_prompts(self, body: Body) -> int:
         """Returns how many prompts there are."""
 
-    def wishes(self, body: Body) -> Wishes:
-        """Returns what is to be told beside the text."""
+    def options(self, body: Body) -> ResponseOptions:
+        """Returns what is to be reported beside the text."""
 
     def names(self, body: Body) -> Mapping[str, str]:
         """Returns how this route calls what errors of the core call otherwise."""
@@ -59,15 +59,15 @@ class Completions:
     """POST /v1/completions."""
 
     body: type[CompletionBody] = CompletionBody
-    shape: Shape = field(default_factory=CompletionShape)
+    formatter: ResponseFormatter = field(default_factory=CompletionFormatter)
 
     def num_prompts(self, body: CompletionBody) -> int:
         """See `Route`."""
         return len(body.prompt)
 
-    def wishes(self, body: CompletionBody) -> Wishes:
+    def options(self, body: CompletionBody) -> ResponseOptions:
         """See `Route`."""
-        return Wishes(body.n, body.logprobs, body.prompt_logprobs, body.token_details)
+        return ResponseOptions(body.n, body.logprobs, body.prompt_logprobs, body.token_details)
 
     def names(self, body: CompletionBody) -> Mapping[str, str]:
         """See `Route`."""
@@ -95,15 +95,15 @@ class Chat:
     """POST /v1/chat/completions."""
 
     body: type[ChatBody] = ChatBody
-    shape: Shape = field(default_factory=ChatShape)
+    formatter: ResponseFormatter = field(default_factory=ChatFormatter)
 
     def num_prompts(self, body: ChatBody) -> int:
         """See `Route`."""
         return 1
 
-    def wishes(self, body: ChatBody) -> Wishes:
+    def options(self, body: ChatBody) -> ResponseOptions:
         """See `Route`."""
-        return Wishes(body.n, _num_top(body), body.prompt_logprobs, body.token_details)
+        return ResponseOptions(body.n, _num_top(body), body.prompt_logprobs, body.token_details)
 
     def names(self, body: ChatBody) -> Mapping[str, str]:
         """See `Route`."""
@@ -194,7 +194,7 @@ def _conversation(body: ChatBody) -> Conversation:
     )
 
 
-def _turn(message: Message) -> ChatTurn:
+def _turn(message: ChatMessage) -> ChatTurn:
     return ChatTurn(
         role=message.role,
         content="".join(part.text for part in message.content),

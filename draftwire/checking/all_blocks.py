@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftwire.checking.emissions import encoded
-from draftwire.checking.models import Pair
+from draftwire.checking.toy_models import Pair
 from draftwire.method.distributions import DenseRows, DraftRows, SparseRows
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import Outcome

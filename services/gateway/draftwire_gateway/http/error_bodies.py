@@ -16,8 +16,8 @@ from draftwire.errors import (
     UnavailableError,
     UnknownSessionError,
 )
-from draftwire_gateway.http.refused import RefusedError
-from draftwire_gateway.http.requests import ChatBody, CompletionBody
+from draftwire_gateway.http.body import ChatBody, CompletionBody
+from draftwire_gateway.http.refusal import RefusedError
 
 UNAVAILABLE_RETRY_S = 1.0
 """When to try again while the gateway is not ready, or another one is."""

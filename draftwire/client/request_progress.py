@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
+from draftwire.client.call_errors import Interruption
 from draftwire.client.completion import CollectedCompletion, CollectedPrompt, Completion, Piece
-from draftwire.client.patience import Patience
-from draftwire.client.status import Interruption
+from draftwire.client.retry_policy import RetryPolicy
 from draftwire.errors import ProtocolViolationError
 from draftwire.v1 import gateway_pb2
 
 
-class Progress:
+class RequestProgress:
     """What came of a request's completions, what to ask for next, and when.
 
     Attributes:
@@ -17,7 +17,7 @@ class Progress:
         patience: when to make it. Its time begins with the first call.
     """
 
-    def __init__(self, request: gateway_pb2.GenerateRequest, patience: Patience) -> None:
+    def __init__(self, request: gateway_pb2.GenerateRequest, patience: RetryPolicy) -> None:
         """Nothing has come yet."""
         self.request = request
         self.patience = patience

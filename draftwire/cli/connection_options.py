@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwire.cli.exits import NOT_NOW, end
-from draftwire.cli.options import ADDRESS_VARIABLE, TOKEN_VARIABLE
-from draftwire.cli.tls_options import TlsCa, TlsCert, TlsKey, TlsTargetName
+from draftwire.cli.options import (
+    ADDRESS_VARIABLE,
+    TLS_CA_VARIABLE,
+    TLS_CERT_VARIABLE,
+    TLS_KEY_VARIABLE,
+    TLS_TARGET_NAME_VARIABLE,
+    TOKEN_VARIABLE,
+)
 from draftwire.errors import NoRoomError, UnavailableError
 
 if TYPE_CHECKING:
@@ -19,8 +25,17 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 """The client's own default, which cannot be read without importing gRPC."""
 
 
+# Of every command that calls a service: whom to believe, and who we are.
+TlsCa = Annotated[str | None, typer.Option(envvar=TLS_CA_VARIABLE, help="PEM file: whom to believe.")]
+TlsCert = Annotated[str | None, typer.Option(envvar=TLS_CERT_VARIABLE, help="PEM file: who we are.")]
+TlsKey = Annotated[str | None, typer.Option(envvar=TLS_KEY_VARIABLE, help="PEM file: the key of it.")]
+TlsTargetName = Annotated[
+    str | None, typer.Option(envvar=TLS_TARGET_NAME_VARIABLE, help="Name in the certificate of who is called.")
+]
+
+
 @dataclass(frozen=True, slots=True)
-class Connection:
+class ConnectionOptions:
     """Where the gateway is, and who calls it."""
 
     address: Annotated[

@@ -6,9 +6,17 @@ from typing import Annotated
 import typer
 
 from draftwire.cli.exits import color_complaints
-from draftwire.cli.generate import write_completions
+from draftwire.cli.generate_command import write_completions
 from draftwire.cli.option_groups import with_options
-from draftwire.cli.up import DEMO_PROMPT, PAGE, Drafter, Speculative, Target, interrupt_on_signals, stack_options
+from draftwire.cli.up_command import (
+    DEMO_PROMPT,
+    PAGE,
+    Drafter,
+    Speculative,
+    Target,
+    interrupt_on_signals,
+    stack_options,
+)
 from draftwire.cli.writer import Display, TextWriter
 
 

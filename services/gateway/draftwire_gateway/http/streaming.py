@@ -10,12 +10,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from draftwire_gateway.auth.access import Access, Caller
 from draftwire_gateway.core import GatewayCore
-from draftwire_gateway.http.asking import Route, in_names_of, model_fault
-from draftwire_gateway.http.bodies import header, read_body
-from draftwire_gateway.http.models import Drafters
-from draftwire_gateway.http.pieces import Piece, PieceMaker
-from draftwire_gateway.http.requests import Body, GenerateBody, read
-from draftwire_gateway.http.shapes import END, Writer
+from draftwire_gateway.http.body import Body, GenerateBody, read
+from draftwire_gateway.http.body_reading import header, read_body
+from draftwire_gateway.http.choice_deltas import ChoiceDelta, DeltaMaker
+from draftwire_gateway.http.model_list import ListDrafters
+from draftwire_gateway.http.openai_types import END, ResponseWriter
+from draftwire_gateway.http.routes import Route, in_names_of, model_fault
 from draftwire_gateway.session.loop import Delta
 from draftwire_gateway.session.request import Generation, check_num_choices
 
@@ -35,7 +35,7 @@ class GeneratingRoute(Generic[Body]):
     """
 
     def __init__(
-        self, route: Route[Body], core: GatewayCore, drafters: Drafters, access: Access, most_bytes: int
+        self, route: Route[Body], core: GatewayCore, drafters: ListDrafters, access: Access, most_bytes: int
     ) -> None:
         """Prepares.
 
@@ -69,42 +69,42 @@ class GeneratingRoute(Generic[Body]):
         with caller.request(num_choices), self._core.admit(num_choices):
             generations = await self._core.complete(await self._route.requested(body, self._core))
             await self._core.check_form(generations)
-            wishes = self._route.wishes(body)
-            maker = PieceMaker(wishes, self._core)
-            writer = Writer(self._route.shape, wishes, self._core.description.name)
-            async with aclosing(self._pieces(generations, maker, caller, traceparent)) as pieces:
+            options = self._route.options(body)
+            maker = DeltaMaker(options, self._core)
+            writer = ResponseWriter(self._route.formatter, options, self._core.description.name)
+            async with aclosing(self._deltas(generations, maker, caller, traceparent)) as deltas:
                 if body.stream:
-                    await _stream(body, pieces, maker, writer, send)
+                    await _stream(body, deltas, maker, writer, send)
                     return
-                whole = {generation.choice: Piece(generation.choice) for generation in generations}
-                async for piece in pieces:
-                    whole[piece.choice].add(piece)
+                whole = {generation.choice: ChoiceDelta(generation.choice) for generation in generations}
+                async for delta in deltas:
+                    whole[delta.choice].add(delta)
             await send_whole(send, writer.answer(list(whole.values()), maker.endings))
 
-    async def _pieces(
-        self, generations: Sequence[Generation], maker: PieceMaker, caller: Caller, traceparent: str
-    ) -> AsyncGenerator[Piece]:
+    async def _deltas(
+        self, generations: Sequence[Generation], maker: DeltaMaker, caller: Caller, traceparent: str
+    ) -> AsyncGenerator[ChoiceDelta]:
         """Yields what comes of the choices, and charges the caller for it."""
         async with aclosing(self._core.generate(generations, traceparent)) as events:
             async for said in events:
                 if isinstance(said.event, Delta):
                     caller.charge(len(said.event.token_ids))
-                for piece in await maker.pieces(said):
-                    yield piece
+                for delta in await maker.deltas(said):
+                    yield delta
 
 
 async def _stream(
-    body: GenerateBody, pieces: AsyncIterator[Piece], maker: PieceMaker, writer: Writer, send: Send
+    body: GenerateBody, deltas: AsyncIterator[ChoiceDelta], maker: DeltaMaker, writer: ResponseWriter, send: Send
 ) -> None:
-    """Sends each piece as soon as it has come. The status goes out with the first: until then a request may fail."""
-    tells_usage = body.stream_options is not None and body.stream_options.include_usage
+    """Sends each delta as soon as it has come. The status goes out with the first: until then a request may fail."""
+    reports_usage = body.stream_options is not None and body.stream_options.include_usage
     has_begun = False
-    async for piece in pieces:
+    async for delta in deltas:
         if not has_begun:
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             has_begun = True
-        await send(_part(writer.chunk(piece, tells_usage=tells_usage)))
-    end = writer.cost(maker.endings) + END if tells_usage else END
+        await send(_part(writer.chunk(delta, reports_usage=reports_usage)))
+    end = writer.cost(maker.endings) + END if reports_usage else END
     await send(_part(end, is_last=True))
 
 

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from draftwire_gateway.core import MAX_PROMPT_CHARACTERS
-from draftwire_gateway.http.refused import RefusedError
+from draftwire_gateway.http.refusal import RefusedError
 
 MAX_BODY_BYTES = 2 * MAX_PROMPT_CHARACTERS
 """Most that is read of a body, even where gRPC takes more: what is read of JSON takes many times as much memory."""

@@ -8,17 +8,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftwire.checking.blocks import AllBlocks, all_blocks, chosen, emitted_codes, merged
+from draftwire.checking.all_blocks import AllBlocks, all_blocks, chosen, emitted_codes, merged
 from draftwire.checking.cube import LAST, Measure, edge_points, integrate, sample
 from draftwire.checking.emissions import Emissions, num_codes
-from draftwire.checking.models import Pair
+from draftwire.checking.toy_models import Pair
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import FixedNoise, LawRule, VerificationRule, verify
 
 EDGE_BLOCKS_AT_ONCE = 2**16
 
 
-class Source(Protocol):
+class RoundSource(Protocol):
     """Knows what rounds of a rule emit."""
 
     def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
@@ -101,7 +101,7 @@ class Deciding:
         return torch.cat(result)
 
 
-class Decided:
+class DecidedRound:
     """What rounds emit, found from decisions alone."""
 
     def __init__(self, rule: VerificationRule) -> None:
@@ -132,11 +132,11 @@ class Decided:
         return self._measures[pair, length]
 
     def emissions(self, pair: Pair, length: int) -> Emissions:
-        """See `Source.emissions`."""
+        """See `RoundSource.emissions`."""
         return decided_emissions(all_blocks(pair, length), self.measure(pair, length).probs)
 
 
-class Stated:
+class StatedRound:
     """What rounds emit, found from the law that a rule states."""
 
     def __init__(self, rule: LawRule) -> None:
@@ -144,10 +144,10 @@ class Stated:
         self._rule = rule
 
     def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
-        """See `Source.prepare`."""
+        """See `RoundSource.prepare`."""
 
     def emissions(self, pair: Pair, length: int) -> Emissions:
-        """See `Source.emissions`."""
+        """See `RoundSource.emissions`."""
         return stated_emissions(self._rule, all_blocks(pair, length))
 
 

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 from draftwire.models.description import ModelDescription
 from draftwire_gateway.core import GatewayCore
-from draftwire_gateway.http.refused import RefusedError
+from draftwire_gateway.http.refusal import RefusedError
 
 
-class Drafter(Protocol):
+class ListedDrafter(Protocol):
     """A drafter, as far as it is shown."""
 
     @property
@@ -17,13 +17,13 @@ class Drafter(Protocol):
         """Its model."""
 
 
-Drafters = Callable[[], Sequence[Drafter]]
+ListDrafters = Callable[[], Sequence[ListedDrafter]]
 
 
 class ModelList:
     """The models that there are now."""
 
-    def __init__(self, core: GatewayCore, drafters: Drafters) -> None:
+    def __init__(self, core: GatewayCore, drafters: ListDrafters) -> None:
         """Takes who knows them."""
         self._core = core
         self._drafters = drafters

@@ -5,7 +5,7 @@ import math
 import re
 from typing import Any
 
-from draftwire_gateway.http.refused import RefusedError
+from draftwire_gateway.http.refusal import RefusedError
 
 MAX_OBJECTS = 65_536
 """Objects within one body, at most; over gRPC as many messages."""

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftwire.cli.connection import Connection
+from draftwire.cli.connection_options import ConnectionOptions
 from draftwire.cli.exits import color_complaints
 from draftwire.cli.option_groups import with_options
-from draftwire.cli.request import MAX_TOKENS, Request
-from draftwire.cli.statistics import show_statistics
+from draftwire.cli.request_options import MAX_TOKENS, RequestOptions
+from draftwire.cli.statistics_output import show_statistics
 from draftwire.cli.writer import Display, TextWriter
 from draftwire.errors import DraftwireError
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 @with_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    connection: Connection,
-    request: Request,
+    connection: ConnectionOptions,
+    request: RequestOptions,
     display: Display,
     num_choices: Annotated[
         int, typer.Option("--num-choices", "-n", help="Completions, printed one after the other.")

@@ -19,7 +19,7 @@ def seconds_until(deadline: float) -> float:
     return min(max(0.0, deadline - time.monotonic()), LONGEST_SECONDS)
 
 
-class Patience:
+class RetryPolicy:
     """How long a completion is tried again: one that has begun until nothing came for `seconds`, one that has not for a
     few seconds, and not at all where there is one gateway. Gateways that are full are asked once each for a new one.
 

@@ -8,9 +8,9 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwire.errors import UnavailableError
-from draftwire_gateway.http.errors import body_of, headers_of, is_expected, status_of
+from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
+from draftwire_gateway.http.openai_types import event
 from draftwire_gateway.http.origins import refuse_other_origins
-from draftwire_gateway.http.shapes import event
 
 log = structlog.get_logger()
 

@@ -17,7 +17,7 @@ MAX_BYTES_AHEAD = 2**16
 """How much of further requests is read while one is answered: only who is read is noticed when they go away."""
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """A connection whose peer cannot hold it, or what it asked for, for ever by doing nothing."""
 
     def __init__(self, *args: Any, **options: Any) -> None:

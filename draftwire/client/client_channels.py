@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import grpc
 
-from draftwire.client.patience import seconds_until
-from draftwire.client.request import check_number
-from draftwire.client.status import error_of
+from draftwire.client.call_errors import error_of
+from draftwire.client.request_maker import check_number
+from draftwire.client.retry_policy import seconds_until
 from draftwire.errors import InvalidRequestError, UnavailableError
 
 Choice = TypeVar("Choice")

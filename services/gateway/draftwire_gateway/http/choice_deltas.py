@@ -37,7 +37,7 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldToken:
+class ReportedToken:
     """A token with its log-probability."""
 
     text: str
@@ -51,22 +51,22 @@ class ToldToken:
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoiceDelta:
     """What came of one choice: with one event, or in all."""
 
     choice: int
     text: str = ""
-    tokens: list[ToldToken] = field(default_factory=list)
+    tokens: list[ReportedToken] = field(default_factory=list)
     """Those of the text, if log-probabilities are asked for."""
     prompt: list[dict[str, Any] | None] = field(default_factory=list)
     """Those of the prompt, if they are asked for on their own."""
     details: list[dict[str, Any]] = field(default_factory=list)
-    """What is told of each generated token, if that is asked for."""
+    """What is reported of each generated token, if that is asked for."""
     rounds: list[dict[str, int]] = field(default_factory=list)
     reason: str | None = None
     """Why the choice ended, if it did."""
 
-    def add(self, other: "Piece") -> None:
+    def add(self, other: "ChoiceDelta") -> None:
         """Takes what came next."""
         self.text += other.text
         self.tokens += other.tokens
@@ -77,8 +77,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What is to be told, beside the text."""
+class ResponseOptions:
+    """What is to be reported, beside the text."""
 
     num_choices: int
     """Of each prompt."""
@@ -89,12 +89,12 @@ class Wishes:
     details: bool = False
 
 
-class PieceMaker:
-    """Makes pieces of the events of one request."""
+class DeltaMaker:
+    """Makes deltas of the events of one request."""
 
-    def __init__(self, wishes: Wishes, vocabulary: Vocabulary) -> None:
+    def __init__(self, options: ResponseOptions, vocabulary: Vocabulary) -> None:
         """Has seen nothing yet."""
-        self._wishes = wishes
+        self._options = options
         self._vocabulary = vocabulary
         self._lengths: dict[int, int] = {}
         """Characters of the text of each choice so far."""
@@ -104,7 +104,7 @@ class PieceMaker:
         """Prompts of which something was told."""
         self.endings: list[Ending] = []
 
-    async def pieces(self, said: ChoiceEvent) -> list[Piece]:
+    async def deltas(self, said: ChoiceEvent) -> list[ChoiceDelta]:
         """Returns what an event says, of each choice that it is about."""
         generation = said.generation
         match said.event:
@@ -113,71 +113,74 @@ class PieceMaker:
             case Finish() as finish:
                 reason = finish.reason.value
                 self.endings.append(Ending(generation, reason, finish.statistics, finish.drafter_error))
-                return [Piece(generation.choice, prompt=self._first_of_prompt(generation), reason=reason)]
+                return [ChoiceDelta(generation.choice, prompt=self._first_of_prompt(generation), reason=reason)]
             case PromptEcho() as echo:
                 return await self._echo(generation, echo)
             case PromptPart() as part:
                 return self._prompt(generation, part)
 
-    def _generated(self, choice: int, delta: Delta) -> Piece:
+    def _generated(self, choice: int, delta: Delta) -> ChoiceDelta:
         start = self._lengths.get(choice, 0)
         self._lengths[choice] = start + len(delta.text)
         ends = list(accumulate(delta.text_lengths))
-        piece = Piece(choice, delta.text)
-        if self._wishes.num_top is not None:
+        choice_delta = ChoiceDelta(choice, delta.text)
+        if self._options.num_top is not None:
             lengths = delta.text_lengths or [0] * len(delta.logprobs)
             offsets = [start + end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]
-            piece.tokens = [self._told(*pair) for pair in zip(delta.logprobs, offsets, strict=True)]
-        if self._wishes.details:
-            piece.details = _details(delta, ends)
-            piece.rounds = [{"num_draft_tokens": delta.num_draft_tokens, "num_tokens": len(delta.token_ids)}]
-        return piece
+            choice_delta.tokens = [self._reported_token(*pair) for pair in zip(delta.logprobs, offsets, strict=True)]
+        if self._options.details:
+            choice_delta.details = _details(delta, ends)
+            choice_delta.rounds = [{"num_draft_tokens": delta.num_draft_tokens, "num_tokens": len(delta.token_ids)}]
+        return choice_delta
 
-    async def _echo(self, generation: Generation, echo: PromptEcho) -> list[Piece]:
+    async def _echo(self, generation: Generation, echo: PromptEcho) -> list[ChoiceDelta]:
         """Begins the text of every choice of a prompt with it."""
-        pieces = [Piece(choice, echo.text) for choice in self._choices_of(generation)]
-        for piece in pieces:
-            self._lengths[piece.choice] = len(echo.text)
-        if self._wishes.num_top is not None:
+        deltas = [ChoiceDelta(choice, echo.text) for choice in self._choices_of(generation)]
+        for choice_delta in deltas:
+            self._lengths[choice_delta.choice] = len(echo.text)
+        if self._options.num_top is not None:
             lengths = await self._vocabulary.text_lengths(echo.token_ids)
             self._echoed[generation.prompt_index] = [0, *accumulate(lengths)]
-            first = ToldToken(self._vocabulary.token_text(echo.token_ids[0]), None, [], 0)
-            for piece in pieces:
-                piece.tokens = [first]
-        return pieces
+            first = ReportedToken(self._vocabulary.token_text(echo.token_ids[0]), None, [], 0)
+            for choice_delta in deltas:
+                choice_delta.tokens = [first]
+        return deltas
 
-    def _prompt(self, generation: Generation, part: PromptPart) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _prompt(self, generation: Generation, part: PromptPart) -> list[ChoiceDelta]:
+        deltas: list[ChoiceDelta] = []
         starts = self._echoed.get(generation.prompt_index)
         if starts is not None:
-            told = [self._told(token, starts[part.first_position + index]) for index, token in enumerate(part.tokens)]
-            pieces = [Piece(choice, tokens=told) for choice in self._choices_of(generation)]
-        if self._wishes.num_prompt_top is None:
-            return pieces
-        first = pieces[0] if pieces else Piece(generation.choice)
+            reported = [
+                self._reported_token(token, starts[part.first_position + index])
+                for index, token in enumerate(part.tokens)
+            ]
+            deltas = [ChoiceDelta(choice, tokens=reported) for choice in self._choices_of(generation)]
+        if self._options.num_prompt_top is None:
+            return deltas
+        first = deltas[0] if deltas else ChoiceDelta(generation.choice)
         first.prompt = [*self._first_of_prompt(generation), *map(self._entry, part.tokens)]
-        return pieces or [first]
+        return deltas or [first]
 
     def _first_of_prompt(self, generation: Generation) -> list[dict[str, Any] | None]:
-        """Returns the place of a prompt's first token, when something is told of the prompt for the first time."""
+        """Returns the place of a prompt's first token, when something is reported of the prompt for the first time."""
         is_new = generation.prompt_index not in self._reported and generation.logprobs.prompt_logprobs is not None
-        if self._wishes.num_prompt_top is None or not is_new:
+        if self._options.num_prompt_top is None or not is_new:
             return []
         self._reported.add(generation.prompt_index)
         return [None]
 
     def _choices_of(self, generation: Generation) -> range:
-        first = generation.prompt_index * self._wishes.num_choices
-        return range(first, first + self._wishes.num_choices)
+        first = generation.prompt_index * self._options.num_choices
+        return range(first, first + self._options.num_choices)
 
-    def _told(self, token: TokenLogprob, offset: int) -> ToldToken:
+    def _reported_token(self, token: TokenLogprob, offset: int) -> ReportedToken:
         text = self._vocabulary.token_text
-        top = [(text(one), value) for one, value in token.top[: self._wishes.num_top or 0]]
-        return ToldToken(text(token.token_id), finite(token.logprob), top, offset)
+        top = [(text(one), value) for one, value in token.top[: self._options.num_top or 0]]
+        return ReportedToken(text(token.token_id), finite(token.logprob), top, offset)
 
     def _entry(self, token: TokenLogprob) -> dict[str, Any]:
         text = self._vocabulary.token_text
-        top = token.top[: self._wishes.num_prompt_top or 0]
+        top = token.top[: self._options.num_prompt_top or 0]
         return {
             "id": token.token_id,
             "text": text(token.token_id),

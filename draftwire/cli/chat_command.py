@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftwire.cli.connection import Connection
+from draftwire.cli.connection_options import ConnectionOptions
 from draftwire.cli.exits import INTERRUPTED, color_complaints, complain
 from draftwire.cli.option_groups import with_options
-from draftwire.cli.request import Request
-from draftwire.cli.statistics import show_statistics
+from draftwire.cli.request_options import RequestOptions
+from draftwire.cli.statistics_output import show_statistics
 from draftwire.cli.writer import Display, TextWriter
 from draftwire.errors import DraftwireError, InvalidRequestError
 
@@ -24,8 +24,8 @@ COMMANDS = "/reset begins anew, /stats tells what the last answer took, /exit le
 
 @with_options
 def chat(
-    connection: Connection,
-    request: Request,
+    connection: ConnectionOptions,
+    request: RequestOptions,
     display: Display,
     system: Annotated[str | None, typer.Option(help="System message: what the model is told beforehand.")] = None,
 ) -> None:
@@ -36,10 +36,10 @@ def chat(
     color_complaints(display.when)
     with connection.open() as client:
         client.wait_ready(connection.wait)
-        conversation = Conversation(client, request.arguments(), system, TextWriter(display))
+        conversation = ChatHistory(client, request.arguments(), system, TextWriter(display))
         conversation.check()
         if sys.stdin.isatty():
-            Session(conversation, display).run()
+            ChatSession(conversation, display).run()
             return
         for line in _piped():
             if line.strip() and not command(conversation, display, line.strip()):
@@ -49,7 +49,7 @@ def chat(
                 break
 
 
-class Conversation:
+class ChatHistory:
     """What was said so far, and what says more."""
 
     def __init__(self, client: "Client", arguments: dict[str, Any], system: str | None, writer: TextWriter) -> None:
@@ -116,10 +116,10 @@ class Conversation:
                 self.messages.pop()
 
 
-class Session:
+class ChatSession:
     """A conversation at a terminal."""
 
-    def __init__(self, conversation: Conversation, display: Display) -> None:
+    def __init__(self, conversation: ChatHistory, display: Display) -> None:
         """Says hello, unless that is not wanted."""
         self._conversation = conversation
         self._display = display
@@ -159,7 +159,7 @@ class Session:
             _end_answer(self._conversation, self._display)
 
 
-def command(conversation: Conversation, display: Display, text: str) -> bool:
+def command(conversation: ChatHistory, display: Display, text: str) -> bool:
     """Does what a line with a command says; returns False if it is none, but a message.
 
     Raises:
@@ -185,7 +185,7 @@ def command(conversation: Conversation, display: Display, text: str) -> bool:
     return True
 
 
-def _end_answer(conversation: Conversation, display: Display) -> None:
+def _end_answer(conversation: ChatHistory, display: Display) -> None:
     conversation.writer.text("\n")
     if conversation.last is not None:
         show_statistics(conversation.last, display)

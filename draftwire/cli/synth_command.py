@@ -14,7 +14,7 @@ from draftwire.errors import InvalidRequestError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from draftwire.models.synthesis import Shape, SyntheticPair, Trial
+    from draftwire.models.synthesis import ModelShape, SyntheticPair, Trial
 
 
 class Dtype(StrEnum):
@@ -88,7 +88,7 @@ def synth(
     typer.echo(f"draftwire up --target {out / 'target'} --drafter {out / 'drafter'}")
 
 
-def _shape(name: str) -> "Shape":
+def _shape(name: str) -> "ModelShape":
     """Returns the shape of a name, or of a file if it looks like the path of one."""
     from draftwire.models.synthesis import SHAPES, read_shape
 
