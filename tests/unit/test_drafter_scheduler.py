@@ -44,7 +44,7 @@ def make_scheduler(
     budget: int = 1000,
 ) -> Scheduler:
     room, pacer = Room(max_sessions, kv_cache_tokens), FixedPacer(tokens=budget)
-    return Scheduler(context_length, max_draft_tokens=5, room=room, pacer=pacer)
+    return Scheduler(context_length=context_length, max_draft_tokens=5, room=room, pacer=pacer)
 
 
 def make_spec(session_id: int = 1, **changes: Any) -> DraftSessionSpec:

@@ -61,7 +61,9 @@ class Verifier:
         room, pacer = Room(8, cache_tokens), PrefillPacer(1e-9)  # the smallest chunk beside running sessions
         context = min(script.context_length, cache_tokens)
         self.engine = TargetEngine(self.model, context)
-        self.scheduler = verifying.Scheduler(context, script.vocab_size, max_draft_tokens=8, room=room, pacer=pacer)
+        self.scheduler = verifying.Scheduler(
+            context_length=context, vocab_size=script.vocab_size, max_draft_tokens=8, room=room, pacer=pacer
+        )
 
     def open(self, session_id: int = 1, token_ids: list[int] | None = None, **changes: Any) -> verifying.TargetSession:
         ids = PROMPT if token_ids is None else token_ids
@@ -255,7 +257,7 @@ class DraftSide:
         self.engine = DraftEngine(strategy)
         self.cache = cache or KvCache(CACHE_TOKENS)
         room, pacer = Room(8, CACHE_TOKENS), PrefillPacer(1e-9)
-        self.scheduler = drafting.Scheduler(CACHE_TOKENS, max_draft_tokens=8, room=room, pacer=pacer)
+        self.scheduler = drafting.Scheduler(context_length=CACHE_TOKENS, max_draft_tokens=8, room=room, pacer=pacer)
 
     def open(self, session_id: int = 1, token_ids: list[int] | None = None, cache_salt: str = "") -> None:
         ids = PROMPT if token_ids is None else token_ids

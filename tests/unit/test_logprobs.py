@@ -279,6 +279,11 @@ def make_spec(session_id: int, prompt: list[int], **changes: object) -> TargetSe
     return replace(spec, **changes)
 
 
+def make_scheduler() -> Scheduler:
+    room, pacer = Room(8, 4096), PrefillPacer(1.0)
+    return Scheduler(context_length=400, vocab_size=VOCAB_SIZE, max_draft_tokens=4, room=room, pacer=pacer)
+
+
 def run(scheduler: Scheduler, engine: TargetEngine) -> Iterator[tuple[int, Verdict | PromptRead]]:
     """Yields all events of all sessions, until there is nothing to do."""
     while (step := scheduler.next_step()) is not None:
@@ -288,7 +293,7 @@ def run(scheduler: Scheduler, engine: TargetEngine) -> Iterator[tuple[int, Verdi
 
 
 def test_reported_prompt_takes_nothing_over_and_is_told_before_the_first_verdict(model: WatchedModel) -> None:
-    scheduler = Scheduler(400, VOCAB_SIZE, 4, Room(8, 4096), PrefillPacer(1.0))
+    scheduler = make_scheduler()
     engine = TargetEngine(model, 400)
     prompt = random_ids(random.Random(5), 300)
     scheduler.open(make_spec(1, prompt), 1)
@@ -310,7 +315,7 @@ def test_reported_prompt_takes_nothing_over_and_is_told_before_the_first_verdict
 
 
 def test_verdict_on_a_block_reports_accepted_and_recovered_tokens(model: WatchedModel) -> None:
-    scheduler = Scheduler(400, VOCAB_SIZE, 4, Room(8, 4096), PrefillPacer(1.0))
+    scheduler = make_scheduler()
     engine = TargetEngine(model, 400)
     prompt = random_ids(random.Random(6), 30)
     text = list(prompt)

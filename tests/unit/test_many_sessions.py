@@ -200,6 +200,12 @@ class TightPacer(PrefillPacer):
         return self.tokens
 
 
+def limits_of(room: int, budget: int) -> dict:
+    """What a scheduler keeps to."""
+    admitted = {"context_length": CONTEXT_LENGTH, "max_draft_tokens": MAX_DRAFT_TOKENS, "room": Room(64, room)}
+    return {**admitted, "pacer": TightPacer(1.0, tokens=budget)}
+
+
 class Half:
     """A scheduler with its engine: one of the two services. A step is begun, carried out and completed one by one."""
 
@@ -274,16 +280,12 @@ class Stack:
             CachedModel(decoder_of(models.drafter), drafter_room),
         )
         self.target = Half(
-            verifying.Scheduler(
-                CONTEXT_LENGTH, VOCAB_SIZE, MAX_DRAFT_TOKENS, Room(64, target_room), TightPacer(1.0, tokens=budget)
-            ),
+            verifying.Scheduler(vocab_size=VOCAB_SIZE, **limits_of(target_room, budget)),
             target_engine.TargetEngine(target, CONTEXT_LENGTH),
             target.cache,
         )
         self.drafter = Half(
-            drafting.Scheduler(
-                CONTEXT_LENGTH, MAX_DRAFT_TOKENS, Room(64, drafter_room), TightPacer(1.0, tokens=budget)
-            ),
+            drafting.Scheduler(**limits_of(drafter_room, budget)),
             DraftEngine(LanguageModelDrafter(drafter, CONTEXT_LENGTH, SUBSTITUTE, DENSE)),
             drafter.cache,
         )

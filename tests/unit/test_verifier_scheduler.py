@@ -61,7 +61,14 @@ def make_scheduler(
     budget: int = 1000,
 ) -> Scheduler:
     room, pacer = Room(max_sessions, kv_cache_tokens), FixedPacer(tokens=budget)
-    return Scheduler(context_length, VOCAB_SIZE, max_draft_tokens=5, room=room, pacer=pacer, clock=clock)
+    return Scheduler(
+        context_length=context_length,
+        vocab_size=VOCAB_SIZE,
+        max_draft_tokens=5,
+        room=room,
+        pacer=pacer,
+        clock=clock,
+    )
 
 
 def make_spec(session_id: int = 1, **changes: Any) -> TargetSessionSpec:

@@ -1,31 +1,21 @@
 """Which sessions take part in the drafter's next step. Pure: no tensors, no transport, no clock."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from draftwire.engine.admission import ClosedEarly, Room
-from draftwire.engine.leases import SessionKey
-from draftwire.engine.prefill import PrefillPacer, share
+from draftwire.engine.session_book import EngineSession, SessionBook
 from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
-from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, DraftSessionSpec, Fence, SendDrafted
+from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Fence, SendDrafted
 from draftwire.requests.automaton import Automaton
 from draftwire.verification import rule_named
 
 
-@dataclass(slots=True, eq=False)
-class DraftSession:
+@dataclass(slots=True, eq=False, kw_only=True)
+class DraftSession(EngineSession[DraftSessionSpec]):
     """The drafter's side of one session. Changed by the scheduler only."""
 
-    spec: DraftSessionSpec
-    lease_id: int
-    committed: CommittedTokens
-    num_unread: int
-    """Committed tokens that the strategy has not read yet, as far as known."""
     num_told: int
     """Committed tokens that the strategy knows of."""
-    num_reused: int | None = None
-    """Tokens that it did not have to read; None before the first step."""
     last_asked: tuple[int, int] = (-1, 0)
     """Round and attempt that were last asked for."""
     calibration: Calibration | None = None
@@ -36,16 +26,9 @@ class DraftSession:
     """Whether its prompt is still being read."""
     has_shown_permit: bool = False
     """Whether a block was sent, the first of which carries the permit."""
-    automaton: Automaton | None = None
-    """Follows the form of its text. Used on the torch thread only."""
     cut_at: tuple[int, int] | None = None
     """Round and attempt of the block that is to end after the token that is being drawn. Set on the event loop, and
     read on the torch thread while it draws."""
-
-    @property
-    def key(self) -> SessionKey:
-        """Names the session in one epoch."""
-        return self.spec.session_id, self.spec.epoch
 
     @property
     def reads_much(self) -> bool:
@@ -112,21 +95,8 @@ class Completed:
     """Whether its prompt was read to the end in this step."""
 
 
-@dataclass(slots=True)
-class Scheduler:
+class Scheduler(SessionBook[DraftSession, Step]):
     """Takes work as it comes and puts it into steps. One step runs at a time."""
-
-    context_length: int
-    max_draft_tokens: int
-    room: Room
-    pacer: PrefillPacer
-    sessions: dict[SessionKey, DraftSession] = field(default_factory=dict)
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Messages that had no effect, by reason."""
-    prefix_tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens of opened sessions ("queried") and how many of them did not have to be read ("reused")."""
-    closed_early: ClosedEarly = field(default_factory=ClosedEarly)
-    _ready: list[DraftSession] = field(default_factory=list)
 
     def open(self, spec: DraftSessionSpec, lease_id: int, automaton: Automaton | None = None) -> DraftSession:
         """Admits a session and schedules the reading of its prompt.
@@ -141,10 +111,7 @@ class Scheduler:
             ProtocolViolationError: the session was closed before it was opened.
             NoRoomError: too many sessions are open, or the cache has no room for this one.
         """
-        key = (spec.session_id, spec.epoch)
-        if key in self.sessions:
-            raise InvalidRequestError("session is open already")
-        self.closed_early.refuse(key)
+        self._check_new(spec)
         if spec.target_vocab_size < 1:
             raise InvalidRequestError("target_vocab_size must be at least 1")
         if not 1 <= spec.max_draft_tokens <= self.max_draft_tokens:
@@ -155,19 +122,10 @@ class Scheduler:
         rule_named(spec.rule)
         if not spec.token_ids:
             raise InvalidRequestError("the prompt is empty")
-        if not 1 <= spec.prompt_len <= len(spec.token_ids):
-            raise InvalidRequestError(f"prompt_len {spec.prompt_len} is not within the {len(spec.token_ids)} ids")
-        if not len(spec.token_ids) < spec.max_len <= self.context_length:
-            raise InvalidRequestError(
-                f"max_len {spec.max_len} is not in {len(spec.token_ids) + 1}..{self.context_length}, from one token "
-                "beyond the ids to the context"
-            )
-        self.room.reserve(key, spec.max_len)
-        committed = CommittedTokens(spec.token_ids)
-        session = DraftSession(
-            spec, lease_id, committed, num_unread=len(committed), num_told=len(committed), automaton=automaton
-        )
-        self.sessions[key] = session
+        self._check_prompt_len(spec)
+        self._check_max_len(spec)
+        session = DraftSession(spec=spec, lease_id=lease_id, automaton=automaton, num_told=len(spec.token_ids))
+        self._admit(session)
         self._ready.append(session)
         return session
 
@@ -211,51 +169,20 @@ class Scheduler:
             return
         session.cut_at = asked_for
 
-    def close(self, session_id: int, epoch: int) -> DraftSession | None:
-        """Forgets a session and what waits for it; returns it if there was one."""
-        session = self.sessions.pop((session_id, epoch), None)
-        if session is None:
-            self.closed_early.add((session_id, epoch))
-        else:
-            self.room.release(session.key)
-            if session in self._ready:
-                self._ready.remove(session)
-        return session
-
-    def of_lease(self, lease_id: int) -> list[DraftSession]:
-        """Returns the sessions that were opened under a lease."""
-        return [session for session in self.sessions.values() if session.lease_id == lease_id]
-
     def next_step(self) -> Step | None:
         """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
-        ready = {session.key for session in self._ready}
-        reading = [session for session in self.sessions.values() if session.reads_much and session.key in ready]
-        sessions_run = any(not session.is_reading for session in self.sessions.values())
-        budget = self.pacer.budget(sessions_run, is_alone=len(reading) == len(self._ready))
-        shares = share(budget, [session.num_unread for session in reading])
-        limits = dict(zip((session.key for session in reading), shares, strict=True))
-        items = [self._item(session, limits.get(session.key)) for session in self._ready if limits.get(session.key, 1)]
-        if not items:
-            return None
-        self._ready = [session for session in reading if not limits[session.key]]
-        return Step(items)
+        items = [self._item(session, max_read) for session, max_read in self._take_ready()]
+        return Step(items) if items else None
 
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
         """Returns what is to be told and sent. Sessions that were closed meanwhile are left out."""
+        self._learn(step.items, result.num_reused, result.num_read, result.calibration_s)
         completed: list[Completed] = []
-        num_prompt_tokens = 0
-        each = zip(step.items, result.outcomes, result.num_unread, result.num_reused, strict=True)
-        for item, outcome, num_unread, num_reused in each:
+        for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
             session = item.session
-            if session.num_reused is None:
-                session.num_reused = num_reused
-                session.num_unread -= num_reused
-                self.prefix_tokens.update(queried=len(session.spec.token_ids), reused=num_reused)
-            if item.max_read is not None:
-                num_prompt_tokens += min(session.num_unread, item.max_read)
             # What was committed during the step is unread as well.
             session.num_unread = num_unread + len(session.committed) - session.num_told
-            if self.sessions.get(session.key) is not session:
+            if not self.is_open(session):
                 continue
             is_opened = session.is_reading and num_unread == 0
             session.is_reading = session.is_reading and num_unread > 0
@@ -268,7 +195,6 @@ class Scheduler:
                 outcome = replace(outcome, permit=session.spec.permit)
                 session.has_shown_permit = True
             completed.append(Completed(session, outcome, is_opened))
-        self.pacer.learn(num_prompt_tokens, result.num_read - num_prompt_tokens, result.calibration_s)
         return completed
 
     def _item(self, session: DraftSession, max_read: int | None) -> StepItem:

@@ -6,18 +6,14 @@ running sessions can bear.
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from draftwire.audit import AuditSums
-from draftwire.engine.admission import ClosedEarly, Room
-from draftwire.engine.leases import SessionKey
-from draftwire.engine.prefill import PrefillPacer, share
+from draftwire.engine.session_book import EngineSession, SessionBook
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
 from draftwire.method.encoding import log_probs
 from draftwire.method.rounds import (
-    CommittedTokens,
     Fence,
     FenceVerdict,
     PlainRun,
@@ -42,41 +38,25 @@ MAX_FIRST_ROUND = 2**31
 """Leaves room to count rounds."""
 
 
-@dataclass(slots=True, eq=False)
-class TargetSession:
+@dataclass(slots=True, eq=False, kw_only=True)
+class TargetSession(EngineSession[TargetSessionSpec]):
     """The verifier's side of one session. Changed by the scheduler only."""
 
-    spec: TargetSessionSpec
-    lease_id: int
-    committed: CommittedTokens
     round: int
     """The round that is decided next."""
     plain_rounds_left: int
-    num_unread: int
-    """Committed tokens that the engine has not read yet, as far as known: those of the prompt, later the last one."""
-    num_reused: int | None = None
-    """Tokens that it did not have to read; None before the first step."""
     drafter_id: int | None = None
     """The drafter whose blocks it takes: the last that showed a permit. None is not known yet, or has lost its part."""
     permit_number: int = -1
     """Of the permit that it showed; -1 as long as nobody has shown one."""
     is_audited: bool = True
     """Whether its draft tokens count in the audit: not if they are drawn with the numbers of an earlier session."""
-    automaton: Automaton | None = None
-    """Follows the form of its text. Used on the torch thread only."""
     block: ReceivedBlock | None = None
     """The block that waits for the current round."""
     waits_since: float | None = None
     """When it began to wait for its drafter's next block, by the scheduler's clock; None if it does not."""
-    queued: bool = False
-    """Waits for a step or is in one."""
     queued_at: float = 0.0
     """When it began to wait, by the scheduler's clock."""
-
-    @property
-    def key(self) -> SessionKey:
-        """Names the session in one epoch."""
-        return self.spec.session_id, self.spec.epoch
 
     @property
     def fence(self) -> Fence:
@@ -85,7 +65,7 @@ class TargetSession:
 
     @property
     def is_reading(self) -> bool:
-        """Whether its prompt is still being read."""
+        """Whether its prompt is still being read: later only the last token is unread."""
         return self.num_unread > 1
 
     @property
@@ -140,28 +120,17 @@ Completed = tuple[TargetSession, Verdict | PromptRead | DraftwireError]
 """An error ends the session."""
 
 
-@dataclass(slots=True)
-class Scheduler:
+@dataclass(kw_only=True)
+class Scheduler(SessionBook[TargetSession, Step]):
     """Takes work as it comes and puts it into steps. One step runs at a time."""
 
-    context_length: int
     vocab_size: int
-    max_draft_tokens: int
-    room: Room
-    pacer: PrefillPacer
     clock: Callable[[], float] = time.perf_counter
-    sessions: dict[SessionKey, TargetSession] = field(default_factory=dict)
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Messages that had no effect, by reason."""
-    prefix_tokens: Counter[str] = field(default_factory=Counter)
-    """Tokens of opened sessions ("queried") and how many of them did not have to be read ("reused")."""
-    closed_early: ClosedEarly = field(default_factory=ClosedEarly)
     draft_wait_s: float = 0.0
     """From verdicts to the blocks that followed them, summed over all sessions. Rounds that nobody drafted for are left
     out."""
     idle: IdleWatch = field(default_factory=IdleWatch)
     """For how long no step was run because sessions waited."""
-    _ready: list[TargetSession] = field(default_factory=list)
 
     def open(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> TargetSession:
         """Admits a session.
@@ -178,22 +147,15 @@ class Scheduler:
         """
         self._check(spec)
         assert (automaton is None) is (spec.sampling.structured_output is None), "a form is followed"
-        key = (spec.session_id, spec.epoch)
-        if key in self.sessions:
-            raise InvalidRequestError("session is open already")
-        self.closed_early.refuse(key)
-        self.room.reserve(key, spec.max_len)
-        committed = CommittedTokens(spec.token_ids)
+        self._check_new(spec)
         session = TargetSession(
-            spec,
-            lease_id,
-            committed,
-            spec.first_round,
-            spec.plain_rounds,
-            len(committed),
+            spec=spec,
+            lease_id=lease_id,
             automaton=automaton,
+            round=spec.first_round,
+            plain_rounds_left=spec.plain_rounds,
         )
-        self.sessions[key] = session
+        self._admit(session)
         if session.plain_rounds_left:
             self._enqueue(session)
         return session
@@ -286,59 +248,26 @@ class Scheduler:
 
     def close(self, session_id: int, epoch: int) -> TargetSession | None:
         """Forgets a session and what waits for it; returns it if there was one."""
-        session = self.sessions.pop((session_id, epoch), None)
-        if session is None:
-            self.closed_early.add((session_id, epoch))
-        else:
-            self.room.release(session.key)
+        session = super().close(session_id, epoch)
+        if session is not None:
             self._end_wait(session)
-            if session in self._ready:
-                self._ready.remove(session)
         return session
-
-    def of_lease(self, lease_id: int) -> list[TargetSession]:
-        """Returns the sessions that were opened under a lease."""
-        return [session for session in self.sessions.values() if session.lease_id == lease_id]
 
     def next_step(self) -> Step | None:
         """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
-        step = self._make_step()
-        self.idle.set_idle(step is None, self.clock() if step is None else step.started_at)
-        return step
-
-    def _make_step(self) -> Step | None:
-        ready = {session.key for session in self._ready}
-        reading = [session for session in self.sessions.values() if session.is_reading and session.key in ready]
-        sessions_run = any(not session.is_reading for session in self.sessions.values())
-        budget = self.pacer.budget(sessions_run, is_alone=len(reading) == len(self._ready))
-        wanted = [session.num_unread for session in reading]
-        shares = share(budget, wanted, [session.num_readable for session in reading])
-        limits = dict(zip((session.key for session in reading), shares, strict=True))
-        items = [
-            StepItem(session, session.block, limits.get(session.key, 1))
-            for session in self._ready
-            if limits.get(session.key, 1)
-        ]
-        if not items:
-            return None
-        self._ready = [session for session in reading if not limits[session.key]]
-        return Step(items, self.clock())
+        items = [StepItem(session, session.block, max_read or 1) for session, max_read in self._take_ready()]
+        now = self.clock()
+        self.idle.set_idle(not items, now)
+        return Step(items, now) if items else None
 
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
         """Commits what a step decided and returns what is to be told, but of sessions that were closed meanwhile."""
+        self._learn(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
         told: list[Completed] = []
-        num_prompt_tokens = 0
-        each = zip(step.items, result.outcomes, result.num_unread, result.num_reused, strict=True)
-        for item, outcome, num_unread, num_reused in each:
+        for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
             session = item.session
-            if session.num_reused is None:
-                session.num_reused = num_reused
-                session.num_unread -= num_reused
-                self.prefix_tokens.update(queried=len(session.committed), reused=num_reused)
-            if session.is_reading:
-                num_prompt_tokens += min(session.num_unread, item.max_read)
             session.num_unread = num_unread
-            if self.sessions.get(session.key) is not session:
+            if not self.is_open(session):
                 continue
             if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
                 told.append((session, PromptRead(*session.key, outcome.prompt)))
@@ -348,8 +277,6 @@ class Scheduler:
                 self._ready.append(session)
             else:
                 told.append((session, outcome))
-        num_other_tokens = result.num_tokens - num_prompt_tokens
-        self.pacer.learn(num_prompt_tokens, num_other_tokens, result.verify_us / 1e6)
         return told
 
     def _commit(self, item: StepItem, judgement: Judgement, started_at: float, verify_us: int) -> Verdict:
@@ -422,15 +349,10 @@ class Scheduler:
             )
         if spec.first_round > MAX_FIRST_ROUND:
             raise InvalidRequestError(f"first_round {spec.first_round} is above {MAX_FIRST_ROUND}")
-        if not 1 <= spec.prompt_len <= len(spec.token_ids):
-            raise InvalidRequestError(f"prompt_len {spec.prompt_len} is not within the {len(spec.token_ids)} ids")
+        self._check_prompt_len(spec)
         if max(spec.token_ids) >= self.vocab_size:
             raise InvalidRequestError(f"token id {max(spec.token_ids)} is beyond the vocabulary of {self.vocab_size}")
-        if not len(spec.token_ids) < spec.max_len <= self.context_length:
-            raise InvalidRequestError(
-                f"max_len {spec.max_len} is not in {len(spec.token_ids) + 1}..{self.context_length}, from one token "
-                "beyond the ids to the context"
-            )
+        self._check_max_len(spec)
         if spec.max_draft_tokens > self.max_draft_tokens:
             raise InvalidRequestError(
                 f"num_speculative_tokens {spec.max_draft_tokens} is above the verifier's limit {self.max_draft_tokens}"

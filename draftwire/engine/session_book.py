@@ -1,0 +1,197 @@
+"""The open sessions of a drafter or a verifier: who gets in, who takes part in a step, what the steps teach.
+
+Pure: no tensors, no transport, no clock.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from draftwire.engine.admission import ClosedEarly, Room
+from draftwire.engine.leases import SessionKey
+from draftwire.engine.prefill import PrefillPacer, share
+from draftwire.errors import InvalidRequestError
+from draftwire.method.rounds import CommittedTokens, DraftSessionSpec, TargetSessionSpec
+from draftwire.requests.automaton import Automaton
+
+AnySpec = DraftSessionSpec | TargetSessionSpec
+Spec = TypeVar("Spec", bound=AnySpec, covariant=True)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EngineSession(ABC, Generic[Spec]):
+    """One side's view of a session. Changed by its scheduler only."""
+
+    spec: Spec
+    lease_id: int
+    automaton: Automaton | None = None
+    """Follows the form of its text, if there is one. Used on the torch thread only."""
+    committed: CommittedTokens = field(init=False)
+    num_unread: int = field(init=False)
+    """Committed tokens that the engine has not read yet, as far as known."""
+    num_reused: int | None = None
+    """Tokens that it did not have to read; None before the first step."""
+    queued: bool = False
+    """Waits for a step or is in one."""
+
+    def __post_init__(self) -> None:
+        self.committed = CommittedTokens(self.spec.token_ids)
+        self.num_unread = len(self.committed)
+
+    @property
+    def key(self) -> SessionKey:
+        """Names the session in one epoch."""
+        return self.spec.session_id, self.spec.epoch
+
+    @property
+    @abstractmethod
+    def is_reading(self) -> bool:
+        """Whether its prompt is still being read."""
+
+    @property
+    def reads_much(self) -> bool:
+        """Whether so much is to be read that steps read it in parts, as they do prompts."""
+        return self.is_reading
+
+    @property
+    def num_readable(self) -> int:
+        """Unread tokens that one step may read."""
+        return self.num_unread
+
+
+Session = TypeVar("Session", bound=EngineSession[AnySpec])
+
+
+class StepPart(Protocol):
+    """One session's part in a step."""
+
+    @property
+    def session(self) -> EngineSession[AnySpec]:
+        """Whose it is."""
+
+    @property
+    def max_read(self) -> int | None:
+        """Tokens to read at most; None is no limit."""
+
+
+class EngineStep(Protocol):
+    """One call into an engine."""
+
+    @property
+    def items(self) -> Sequence[StepPart]:
+        """The parts of the sessions that are in it."""
+
+
+Step = TypeVar("Step", bound=EngineStep)
+
+
+@dataclass(kw_only=True)
+class SessionBook(ABC, Generic[Session, Step]):
+    """What schedulers keep of their sessions. One step runs at a time."""
+
+    context_length: int
+    max_draft_tokens: int
+    """That a session may ask for."""
+    room: Room
+    pacer: PrefillPacer
+    sessions: dict[SessionKey, Session] = field(default_factory=dict)
+    """Those that are open, in the order in which they were opened."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Messages that had no effect, by reason."""
+    prefix_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of opened sessions ("queried") and how many of them did not have to be read ("reused")."""
+    closed_early: ClosedEarly = field(default_factory=ClosedEarly)
+    _ready: list[Session] = field(default_factory=list)
+    """Sessions that wait for a step."""
+
+    @abstractmethod
+    def next_step(self) -> Step | None:
+        """Returns the next step, or None when there is nothing to do. Call the scheduler's `complete` with it after."""
+
+    def is_open(self, session: Session) -> bool:
+        """Whether a session is open, and not closed, even if another one was opened under its key since."""
+        return self.sessions.get(session.key) is session
+
+    def of_lease(self, lease_id: int) -> list[Session]:
+        """Returns the sessions that were opened under a lease."""
+        return [session for session in self.sessions.values() if session.lease_id == lease_id]
+
+    def close(self, session_id: int, epoch: int) -> Session | None:
+        """Forgets a session and what waits for it; returns it if there was one."""
+        session = self.sessions.pop((session_id, epoch), None)
+        if session is None:
+            self.closed_early.add((session_id, epoch))
+        else:
+            self.room.release(session.key)
+            if session in self._ready:
+                self._ready.remove(session)
+        return session
+
+    def _check_new(self, spec: AnySpec) -> None:
+        """Makes sure that a session can be opened under its key.
+
+        Raises:
+            InvalidRequestError: it is open.
+            ProtocolViolationError: it was closed before it was opened.
+        """
+        key = (spec.session_id, spec.epoch)
+        if key in self.sessions:
+            raise InvalidRequestError("session is open already")
+        self.closed_early.refuse(key)
+
+    def _check_prompt_len(self, spec: AnySpec) -> None:
+        if not 1 <= spec.prompt_len <= len(spec.token_ids):
+            raise InvalidRequestError(f"prompt_len {spec.prompt_len} is not within the {len(spec.token_ids)} ids")
+
+    def _check_max_len(self, spec: AnySpec) -> None:
+        if not len(spec.token_ids) < spec.max_len <= self.context_length:
+            raise InvalidRequestError(
+                f"max_len {spec.max_len} is not in {len(spec.token_ids) + 1}..{self.context_length}, from one token "
+                "beyond the ids to the context"
+            )
+
+    def _admit(self, session: Session) -> None:
+        """Opens a session whose spec was checked.
+
+        Raises:
+            NoRoomError: too many sessions are open, or the KV cache has no room for this one.
+        """
+        self.room.reserve(session.key, session.spec.max_len)
+        self.sessions[session.key] = session
+
+    def _take_ready(self) -> list[tuple[Session, int | None]]:
+        """Returns who takes part in the next step, each with how many tokens it reads at most; None is no limit.
+
+        Those whose prompts are read share what the pacer allows. Who gets nothing of it waits for another step.
+        """
+        ready = {session.key for session in self._ready}
+        reading = [session for session in self.sessions.values() if session.reads_much and session.key in ready]
+        sessions_run = any(not session.is_reading for session in self.sessions.values())
+        budget = self.pacer.budget(sessions_run, is_alone=len(reading) == len(self._ready))
+        wanted, most = [each.num_unread for each in reading], [each.num_readable for each in reading]
+        limits = dict(zip((each.key for each in reading), share(budget, wanted, most), strict=True))
+        taken = [(session, limits.get(session.key)) for session in self._ready if limits.get(session.key, 1)]
+        self._ready = [session for session in reading if not limits[session.key]]
+        return taken
+
+    def _learn(self, parts: Sequence[StepPart], num_reused: Sequence[int], num_read: int, seconds: float) -> None:
+        """Notes what a step did not have to read and what reading cost. Comes before its sessions change.
+
+        Args:
+            parts: of the step.
+            num_reused: of each, what its session had not to read when it was first seen.
+            num_read: tokens that the step read in all.
+            seconds: how long that took.
+        """
+        num_prompt_tokens = 0
+        for part, reused in zip(parts, num_reused, strict=True):
+            session = part.session
+            if session.num_reused is None:
+                session.num_reused = reused
+                session.num_unread -= reused
+                self.prefix_tokens.update(queried=len(session.spec.token_ids), reused=reused)
+            if part.max_read is not None and session.reads_much:
+                num_prompt_tokens += min(session.num_unread, part.max_read)
+        self.pacer.learn(num_prompt_tokens, num_read - num_prompt_tokens, seconds)
