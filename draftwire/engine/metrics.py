@@ -1,13 +1,13 @@
 """What the metrics of drafter and verifier have in common."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from draftwire.engine.admission import Room
+from draftwire.engine.session_book import SessionBook
 from draftwire.errors import NoRoomError
 from draftwire.runtime.metrics import PREFIX, ServiceMetrics
 
@@ -15,38 +15,6 @@ DROPPED = ("stale", "unknown_session", "other_lease")
 """Reasons why messages have no effect; a verifier knows more. There from the start: growth is seen from 0 on."""
 COUNTS = tuple(float(2**power) for power in range(11))
 """Buckets of small numbers, 1 to 1,024."""
-
-
-class Session(Protocol):
-    """What a scheduler knows of a session."""
-
-    @property
-    def committed(self) -> Any:
-        """Its tokens."""
-
-    @property
-    def num_unread(self) -> int:
-        """How many of them the model has not read."""
-
-
-class Scheduled(Protocol):
-    """What a scheduler counts itself."""
-
-    @property
-    def sessions(self) -> Mapping[Any, Session]:
-        """The open ones."""
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        """Messages that had no effect, by reason."""
-
-    @property
-    def prefix_tokens(self) -> Mapping[str, int]:
-        """Tokens "queried" and "reused"."""
-
-    @property
-    def room(self) -> Room:
-        """What is reserved."""
 
 
 class EngineMetrics(ServiceMetrics):
@@ -78,7 +46,7 @@ class EngineMetrics(ServiceMetrics):
         self._step_s.observe(seconds)
         self._step_sessions.observe(num_sessions)
 
-    def watch(self, scheduler: Scheduled, model_name: str) -> None:
+    def watch(self, scheduler: SessionBook[Any, Any], model_name: str) -> None:
         """Exports the numbers that a scheduler keeps itself.
 
         Args:
@@ -93,7 +61,7 @@ class EngineMetrics(ServiceMetrics):
 class _Watcher(Collector):
     """Reads a scheduler's own numbers whenever `/metrics` is read."""
 
-    def __init__(self, scheduler: Scheduled) -> None:
+    def __init__(self, scheduler: SessionBook[Any, Any]) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterable[Metric]:
@@ -122,7 +90,7 @@ class _Watcher(Collector):
 class _CacheWatcher(Collector):
     """Reads those of a scheduler's numbers that vLLM has names for."""
 
-    def __init__(self, scheduler: Scheduled) -> None:
+    def __init__(self, scheduler: SessionBook[Any, Any]) -> None:
         self._scheduler = scheduler
 
     def collect(self) -> Iterable[Metric]:

@@ -1,8 +1,11 @@
 """The sessions of a service whose spans are recorded, and how far each has come with its prompt."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 from draftwire.engine.leases import SessionKey
+from draftwire.engine.session_book import AnySpec
 from draftwire.requests.trace_context import TraceContext
 from draftwire.runtime.tracing import PREFIX, Attributes, Tracer, sampled
 
@@ -22,30 +25,34 @@ class TracedSession:
     has_read: bool = False
 
 
-class TracedSessions:
-    """All of them, by key. Others are not in it."""
+class TracedSessions(ABC):
+    """All of them, by key. Others are not in it. A service adds what else it records. Used on the event loop only."""
 
     def __init__(self, tracer: Tracer) -> None:
         """Takes what makes the spans."""
         self.tracer = tracer
         self._sessions: dict[SessionKey, TracedSession] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._sessions)
+    @abstractmethod
+    def add(self, step: Any, completed: Any, started_at: float, ended_at: float) -> None:
+        """Records what a step did, once it is over.
 
-    def open(self, key: SessionKey, traceparent: str, num_tokens: int) -> None:
+        Args:
+            step: which sessions had part in it.
+            completed: what came of it.
+            started_at: when it began, by `time.perf_counter`.
+            ended_at: when it was over.
+        """
+
+    def open(self, spec: AnySpec) -> None:
         """Notes a session that was opened, if it is traced."""
-        parent = sampled(traceparent)
+        parent = sampled(spec.traceparent)
         if parent is not None:
-            self._sessions[key] = TracedSession(parent, num_tokens)
+            self._sessions[spec.session_id, spec.epoch] = TracedSession(parent, len(spec.token_ids))
 
     def close(self, key: SessionKey) -> None:
         """Forgets a session."""
         self._sessions.pop(key, None)
-
-    def get(self, key: SessionKey) -> TracedSession | None:
-        """Returns a session, if it is traced."""
-        return self._sessions.get(key)
 
     def note_step(self, key: SessionKey, started_at: float) -> None:
         """Notes that a session had part in a step."""

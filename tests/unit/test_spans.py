@@ -109,8 +109,8 @@ def verdict_of(session_id: int, number: int, num_draft_tokens: int = 0, num_acce
     )
 
 
-def verifier_step(started_at: float, *sessions: Any) -> Step:
-    return Step([StepItem(session, None, 1) for session in sessions], started_at)
+def verifier_step(*sessions: Any) -> Step:
+    return Step([StepItem(session, None, 1) for session in sessions], started_at=0.0)
 
 
 # Verifier
@@ -120,17 +120,17 @@ def test_prompt_is_one_span_however_many_steps_read_it() -> None:
     tracer = FakeTracer()
     spans, session, other = VerifierSpans(tracer), session_of(1), session_of(2)
     spans.open(spec_of(1))
-    spans.add(verifier_step(10.0, other), [(other, verdict_of(2, 0))], 10.5)
-    spans.add(verifier_step(11.0, session, other), [], 11.5)
-    spans.add(verifier_step(12.0, session), [], 12.5)
+    spans.add(verifier_step(other), [(other, verdict_of(2, 0))], 10.0, 10.5)
+    spans.add(verifier_step(session, other), [], 11.0, 11.5)
+    spans.add(verifier_step(session), [], 12.0, 12.5)
     assert tracer.spans == []
-    spans.add(verifier_step(13.0, session, other), [(session, verdict_of(1, 0))], 13.5)
+    spans.add(verifier_step(session, other), [(session, verdict_of(1, 0))], 13.0, 13.5)
     read, verify = tracer.take()
     assert read.where == ("read prompt", PARENT, 11.0, 13.5)
     assert read.says(num_prompt_tokens=3, num_reused_tokens=2, num_steps=3)
     assert verify.where == ("verify", PARENT, 13.0, 13.5)
     assert verify.says(round=0, num_sessions=2, extra_token="plain", queue_us=30, verify_us=700)
-    spans.add(verifier_step(14.0, session), [(session, verdict_of(1, 1, 4, 2))], 14.5)
+    spans.add(verifier_step(session), [(session, verdict_of(1, 1, 4, 2))], 14.0, 14.5)
     (verify,) = tracer.take()
     assert verify.says(round=1, num_draft_tokens=4, num_accepted_tokens=2)
 
@@ -150,7 +150,7 @@ def test_nothing_is_recorded_of_a_session_that_is_not_traced(traceparent: str) -
     for spans in (verifier, drafter):
         spans.open(spec_of(1, traceparent))
         spans.open(spec_of(2))
-    verifier.add(verifier_step(1.0, session), [(session, verdict_of(1, 0))], 2.0)
+    verifier.add(verifier_step(session), [(session, verdict_of(1, 0))], 1.0, 2.0)
     drafter.add(drafter_step(session), completed(session), 1.0, 2.0)
     assert tracer.spans == []
 

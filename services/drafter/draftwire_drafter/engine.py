@@ -3,6 +3,7 @@
 import time
 
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
+from draftwire.engine.engine_service import Engine
 from draftwire.engine.leases import SessionKey
 from draftwire.errors import DraftwireError
 from draftwire.method.keys import KEY_BYTES
@@ -16,7 +17,7 @@ WARM_UP_TOKENS = (2, 64)
 """Sizes of the prompts that are tried before the first session."""
 
 
-class DraftEngine:
+class DraftEngine(Engine[Step, StepResult]):
     """A drafting strategy with one sequence per session."""
 
     def __init__(self, strategy: DraftingStrategy) -> None:

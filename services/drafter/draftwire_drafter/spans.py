@@ -2,48 +2,28 @@
 
 from collections.abc import Sequence
 
-from draftwire.engine.leases import SessionKey
 from draftwire.engine.traced_sessions import TracedSession, TracedSessions
-from draftwire.method.rounds import DraftBlock, DraftSessionSpec
-from draftwire.runtime.tracing import PREFIX, Tracer
+from draftwire.method.rounds import DraftBlock
+from draftwire.runtime.tracing import PREFIX
 from draftwire_drafter.scheduler import Completed, Step, StepItem
 
 
-class DrafterSpans:
-    """Makes the spans when a step is over. Used on the event loop only."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        """Takes what makes spans."""
-        self._sessions = TracedSessions(tracer)
-
-    def open(self, spec: DraftSessionSpec) -> None:
-        """Notes a session that was opened."""
-        self._sessions.open((spec.session_id, spec.epoch), spec.traceparent, len(spec.token_ids))
-
-    def close(self, key: SessionKey) -> None:
-        """Forgets a session."""
-        self._sessions.close(key)
+class DrafterSpans(TracedSessions):
+    """Makes the spans when a step is over."""
 
     def add(self, step: Step, completed: Sequence[Completed], started_at: float, ended_at: float) -> None:
-        """Records what a step did.
-
-        Args:
-            step: which sessions had part in it.
-            completed: what came of it.
-            started_at: when it began, by `time.perf_counter`.
-            ended_at: when it was over.
-        """
+        """Records the prompts that were read to the end and the blocks that were drafted."""
         if not self._sessions:
             return
         items = {item.session.key: item for item in step.items}
         for key in items:
-            self._sessions.note_step(key, started_at)
+            self.note_step(key, started_at)
         for each in completed:
             traced = self._sessions.get(each.session.key)
             if traced is None:
                 continue
             if each.is_opened:
-                self._sessions.end_reading(traced, ended_at, each.session.num_reused or 0)
+                self.end_reading(traced, ended_at, each.session.num_reused or 0)
             if isinstance(each.outcome, DraftBlock):
                 self._add_block(traced, each.outcome, items[each.session.key], len(items), started_at)
 
@@ -60,5 +40,5 @@ class DrafterSpans:
         drafted_at = calibrated_at + block.timings.draft_us / 1e6
         read = {**common, PREFIX + "num_tokens": len(item.token_ids)}
         drawn = {**common, PREFIX + "num_draft_tokens": len(block.token_ids)}
-        self._sessions.tracer.record("calibrate", traced.parent, started_at, calibrated_at, read)
-        self._sessions.tracer.record("draft", traced.parent, calibrated_at, drafted_at, drawn)
+        self.tracer.record("calibrate", traced.parent, started_at, calibrated_at, read)
+        self.tracer.record("draft", traced.parent, calibrated_at, drafted_at, drawn)

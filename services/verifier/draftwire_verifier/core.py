@@ -1,7 +1,5 @@
-"""The verifier without its edge: leases, sessions, and the loop that runs steps."""
+"""The verifier without its edge: sessions, drafters, and what comes of its steps."""
 
-import asyncio
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -9,36 +7,30 @@ import structlog
 
 from draftwire.audit import AuditSums, FirstUses
 from draftwire.engine.admission import Room
-from draftwire.engine.leases import Leases, SessionFailed, SessionKey
+from draftwire.engine.engine_service import EngineService
+from draftwire.engine.leases import SessionFailed
 from draftwire.engine.model_loading import Target, limited, load_target
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.ranks.followers import Followers
-from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.place import Place
 from draftwire.engine.ranks.rank_config import RankConfig
-from draftwire.engine.torch_thread import TorchThread
 from draftwire.errors import (
     BlockViolationError,
     DraftwireError,
-    GroupLostError,
     InvalidRequestError,
     ProtocolViolationError,
-    UnavailableError,
     Violation,
 )
 from draftwire.method.rounds import FenceVerdict, PlainRun, PromptRead, ReceivedBlock, TargetSessionSpec, Verdict
 from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.models.loading import ModelCard
 from draftwire.requests.automaton import Automaton
-from draftwire.runtime.forms import Forms
-from draftwire.runtime.outbox import Outbox
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.drafters import Drafter, Drafters
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.progress import LoadProgress
-from draftwire_verifier.scheduler import Scheduler, Step, StepResult, TargetSession
-from draftwire_verifier.spans import VerifierSpans
+from draftwire_verifier.scheduler import Completed, Scheduler, Step, StepResult, TargetSession
 
 log = structlog.get_logger()
 
@@ -63,8 +55,13 @@ class BlockRefused:
 TargetEvent = Verdict | PromptRead | BlockRefused | SessionFailed
 
 
-class VerifierCore:
+class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     """Owns the target model. All methods run on the event loop; tensors are touched on the torch thread only."""
+
+    failure = "the target failed"
+    config: VerifierConfig
+    metrics: VerifierMetrics
+    _scheduler: Scheduler
 
     def __init__(self, config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> None:
         """Prepares; `start` loads the model.
@@ -74,61 +71,17 @@ class VerifierCore:
             place: as `GroupGuard`.
             followers: as `GroupGuard`.
         """
-        self.config = config
         self.drafters = Drafters()
+        super().__init__(config, VerifierMetrics(self.drafters), place, followers)
         self._first_uses = FirstUses()
-        self.metrics = VerifierMetrics(self.drafters)
-        self.spans: VerifierSpans | None = None
-        """Records the traced sessions; None records none. Set before the first session."""
-        self.card: ModelCard
-        self._scheduler: Scheduler
-        self._engine: TargetEngine
-        self._forms: Forms
-        self._torch = TorchThread()
-        self.group = GroupGuard(config.wanted_group, self._torch, place, followers)
-        self._leases = Leases[TargetEvent]()
-        self._work = asyncio.Event()
-
-    @property
-    def description(self) -> ModelDescription:
-        """The loaded model."""
-        return self.card.description
-
-    @property
-    def instance_id(self) -> int:
-        """Names this process."""
-        return self._leases.instance_id
-
-    @property
-    def num_sessions(self) -> int:
-        """Sessions that are open."""
-        return len(self._scheduler.sessions)
-
-    async def start(self) -> None:
-        """Loads and warms the model.
-
-        Raises:
-            GroupLostError: another rank ended.
-        """
-        await self.group.start(self._load())
 
     async def _load(self) -> None:
-        settings = self.config.engine
-        target = await self._torch.run(self._load_target)
-        self.card = target.card
-        self._engine = TargetEngine(target.model, target.card.description.context_length)
-        self._forms = Forms(await asyncio.to_thread(self.card.form_compiler))
-        self._scheduler = Scheduler(
-            context_length=self.description.context_length,
-            vocab_size=self.description.vocab_size,
-            max_draft_tokens=settings.max_draft_tokens,
-            room=Room(settings.max_sessions, settings.kv_cache_tokens),
-            pacer=PrefillPacer(settings.max_added_latency_ms / 1e3),
-        )
-        for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
-            self._scheduler.pacer.learn(num_tokens, 0, seconds)
-        self.metrics.watch(self._scheduler, self.description.name)
+        await super()._load()
         self.metrics.watch_waits(self._scheduler)
+
+    def _load_engine(self) -> tuple[ModelCard, TargetEngine]:
+        target = self._load_target()
+        return target.card, TargetEngine(target.model, target.card.description.context_length)
 
     def _load_target(self) -> Target:
         if self.group.place.size == 1:
@@ -145,31 +98,14 @@ class VerifierCore:
         self.group.take(model)
         return Target(limited(rank.card, self.config.engine), model)
 
-    def busy_s(self) -> float:
-        """Returns for how many seconds the model's current call has run; 0 where none runs."""
-        return self._torch.busy_s()
-
-    def stop(self) -> None:
-        """Stops the torch thread after the running step."""
-        self._torch.stop()
-
-    def open_lease(self) -> tuple[int, Outbox[TargetEvent]]:
-        """Returns a new lease and the outbox that its sessions' events go to."""
-        return self._leases.open()
-
-    def end_lease(self, lease_id: int) -> None:
-        """Ends a lease and all sessions under it."""
-        self._leases.end(lease_id)
-        for session in self._scheduler.of_lease(lease_id):
-            self.close_session(*session.key)
-
-    def is_for(self, lease_id: int, key: SessionKey) -> bool:
-        """Whether a command of a stream is carried out: not if it is for an open session of another stream."""
-        session = self._scheduler.sessions.get(key)
-        if session is None or session.lease_id == lease_id:
-            return True
-        self._scheduler.dropped["other_lease"] += 1
-        return False
+    def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
+        return Scheduler(
+            context_length=self.description.context_length,
+            vocab_size=self.description.vocab_size,
+            max_draft_tokens=self.config.engine.max_draft_tokens,
+            room=room,
+            pacer=pacer,
+        )
 
     async def automaton_of(self, spec: TargetSessionSpec) -> Automaton | None:
         """Returns what follows the form of a session's text, from where the text is; None if it has no form.
@@ -202,14 +138,6 @@ class VerifierCore:
         if self.spans is not None:
             self.spans.open(spec)
         self._work.set()
-
-    def close_session(self, session_id: int, epoch: int) -> None:
-        """Ends a session, if it is open, and frees its cache."""
-        session = self._scheduler.close(session_id, epoch)
-        if session is not None:
-            self._torch.post(self._engine.forget, session.key)
-            if self.spans is not None:
-                self.spans.close(session.key)
 
     def run_plain(self, run: PlainRun) -> None:
         """Starts a plain run; a message out of place ends the session."""
@@ -296,37 +224,7 @@ class VerifierCore:
         for session in sessions:
             self._end_speculation(session, reason, drafter.id)
 
-    async def run(self) -> None:
-        """Runs steps until it is cancelled, and then lets the other ranks go.
-
-        Raises:
-            GroupLostError: another rank ended, hangs, or is out of step with this one. All sessions have been told.
-        """
-        await self.group.run(self.run_steps(), self.config.engine.watchdog_s, self._fail_all)
-
-    async def run_steps(self) -> None:
-        """Runs steps for ever."""
-        while True:
-            step = self._scheduler.next_step()
-            if step is None:
-                self._work.clear()
-                await self.group.wait(self._work)
-                continue
-            await self._run_step(step)
-
-    async def _run_step(self, step: Step) -> None:
-        try:
-            result = await self._torch.run(self._engine.step, step)
-        except GroupLostError:
-            raise
-        except Exception as error:
-            log.exception("verifier.step_failed", num_sessions=len(step.items))
-            failure = error if isinstance(error, DraftwireError) else UnavailableError("the target failed")
-            for item in step.items:
-                if self._scheduler.sessions.get(item.session.key) is item.session:  # not closed meanwhile
-                    self._fail(item.session.key, failure)
-            return
-        ended_at = time.perf_counter()
+    def _complete(self, step: Step, result: StepResult) -> list[Completed]:
         self.metrics.count_step(len(step.items), result.verify_us / 1e6)
         told = self._scheduler.complete(step, result)
         for session, event in told:
@@ -336,22 +234,8 @@ class VerifierCore:
             self._leases.send(session.lease_id, event)
             if isinstance(event, Verdict):
                 self.metrics.count(event, is_first=event.fence.round == session.spec.first_round)
-        if self.spans is not None:  # after the verdicts have left and the next step has begun
-            asyncio.get_running_loop().call_soon(self.spans.add, step, told, ended_at)
         self._audit(step, result)
-
-    def _fail_all(self, error: GroupLostError) -> int:
-        """Tells all sessions, so that their gateways move them, and returns how many there were."""
-        keys = list(self._scheduler.sessions)
-        for key in keys:
-            self._fail(key, error)
-        return len(keys)
-
-    def _fail(self, key: SessionKey, error: Exception) -> None:
-        session = self._scheduler.sessions.get(key)
-        if session is not None:
-            self.close_session(*key)
-            self._leases.send(session.lease_id, SessionFailed(*key, error))
+        return told
 
 
 def _quarantine_message(drafter: Drafter) -> str:

@@ -3,6 +3,7 @@
 import time
 
 from draftwire.audit import AuditSums, audit_sums
+from draftwire.engine.engine_service import Engine
 from draftwire.engine.leases import SessionKey
 from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import rows_of
@@ -19,7 +20,7 @@ WARM_UP_TOKENS = (2, 64)
 """Sizes of the steps that are tried before the first session."""
 
 
-class TargetEngine:
+class TargetEngine(Engine[Step, StepResult]):
     """The target model with one cached sequence per session."""
 
     def __init__(self, model: SequenceModel, context_length: int) -> None:

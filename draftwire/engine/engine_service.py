@@ -1,0 +1,217 @@
+"""What drafter and verifier are alike: sessions under leases, an engine on its own thread, the loop that runs steps."""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic, TypeVar
+
+import structlog
+
+from draftwire.engine.admission import Room
+from draftwire.engine.leases import Leases, SessionFailed, SessionKey
+from draftwire.engine.metrics import EngineMetrics
+from draftwire.engine.prefill import PrefillPacer
+from draftwire.engine.ranks.followers import Followers
+from draftwire.engine.ranks.guard import GroupGuard
+from draftwire.engine.ranks.place import Place
+from draftwire.engine.ranks.rank_config import ServiceConfig
+from draftwire.engine.session_book import SessionBook, Step
+from draftwire.engine.torch_thread import TorchThread
+from draftwire.engine.traced_sessions import TracedSessions
+from draftwire.errors import DraftwireError, GroupLostError, UnavailableError
+from draftwire.models.description import ModelDescription
+from draftwire.models.loading import ModelCard
+from draftwire.runtime.forms import Forms
+from draftwire.runtime.outbox import Outbox
+
+log = structlog.get_logger()
+
+Result = TypeVar("Result")
+Event = TypeVar("Event")
+
+
+class Engine(ABC, Generic[Step, Result]):
+    """Carries steps out with a model. Everything here runs on the torch thread."""
+
+    @abstractmethod
+    def warm_up(self) -> list[tuple[int, float]]:
+        """Does a little of everything, so that no user pays for lazy initialisation.
+
+        Returns:
+            Sizes of prompts and how long they took to read, tokens and seconds.
+        """
+
+    @abstractmethod
+    def step(self, step: Step) -> Result:
+        """Carries out a step.
+
+        Raises:
+            GroupLostError: another rank ended.
+        """
+
+    @abstractmethod
+    def forget(self, key: SessionKey) -> None:
+        """Frees what a session holds, if it holds anything."""
+
+
+class EngineService(ABC, Generic[Step, Result, Event]):
+    """Owns an engine. All methods run on the event loop; tensors are touched on the torch thread only.
+
+    A service adds how its sessions are opened, which messages they get, and what comes of a step.
+    """
+
+    failure: ClassVar[str]
+    """What sessions are told when a step fails unexpectedly, whose own words might quote a prompt."""
+
+    def __init__(
+        self, config: ServiceConfig, metrics: EngineMetrics, place: Place | None, followers: Followers | None
+    ) -> None:
+        """Prepares; `start` loads the model.
+
+        Args:
+            config: what can be set.
+            metrics: what the service counts.
+            place: as `GroupGuard`.
+            followers: as `GroupGuard`.
+        """
+        self.config = config
+        self.metrics = metrics
+        self.spans: TracedSessions | None = None
+        """Records the traced sessions; None records none. Set before the first session."""
+        self.card: ModelCard
+        self._scheduler: SessionBook[Any, Step]
+        self._engine: Engine[Step, Result]
+        self._forms: Forms
+        self._torch = TorchThread()
+        self.group = GroupGuard(config.wanted_group, self._torch, place, followers)
+        self._leases = Leases[Event | SessionFailed]()
+        self._work = asyncio.Event()
+
+    @abstractmethod
+    def _load_engine(self) -> tuple[ModelCard, Engine[Step, Result]]:
+        """Loads the model, on the torch thread. A group's is handed to `group` as well."""
+
+    @abstractmethod
+    def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> SessionBook[Any, Step]:
+        """Makes the scheduler, once the model is loaded."""
+
+    @abstractmethod
+    def _complete(self, step: Step, result: Result) -> Any:
+        """Commits what a step did, tells whom it concerns, and returns what `spans` is to record."""
+
+    @property
+    def description(self) -> ModelDescription:
+        """The loaded model."""
+        return self.card.description
+
+    @property
+    def instance_id(self) -> int:
+        """Names this process."""
+        return self._leases.instance_id
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are open."""
+        return len(self._scheduler.sessions)
+
+    async def start(self) -> None:
+        """Loads and warms the model.
+
+        Raises:
+            GroupLostError: another rank ended.
+        """
+        await self.group.start(self._load())
+
+    async def _load(self) -> None:
+        settings = self.config.engine
+        self.card, self._engine = await self._torch.run(self._load_engine)
+        self._forms = Forms(await asyncio.to_thread(self.card.form_compiler))
+        pacer = PrefillPacer(settings.max_added_latency_ms / 1e3)
+        self._scheduler = self._make_scheduler(Room(settings.max_sessions, settings.kv_cache_tokens), pacer)
+        for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
+            pacer.learn(num_tokens, 0, seconds)
+        self.metrics.watch(self._scheduler, self.description.name)
+
+    def busy_s(self) -> float:
+        """Returns for how many seconds the model's current call has run; 0 where none runs."""
+        return self._torch.busy_s()
+
+    def stop(self) -> None:
+        """Stops the torch thread after the running step."""
+        self._torch.stop()
+
+    def open_lease(self) -> tuple[int, Outbox[Event | SessionFailed]]:
+        """Returns a new lease and the outbox that its sessions' events go to."""
+        return self._leases.open()
+
+    def end_lease(self, lease_id: int) -> None:
+        """Ends a lease and all sessions under it."""
+        self._leases.end(lease_id)
+        for session in self._scheduler.of_lease(lease_id):
+            self.close_session(*session.key)
+
+    def is_for(self, lease_id: int, key: SessionKey) -> bool:
+        """Whether a command of a stream is carried out: not if it is for an open session of another stream."""
+        session = self._scheduler.sessions.get(key)
+        if session is None or session.lease_id == lease_id:
+            return True
+        self._scheduler.dropped["other_lease"] += 1
+        return False
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        """Ends a session, if it is open, and frees what it holds."""
+        session = self._scheduler.close(session_id, epoch)
+        if session is not None:
+            self._torch.post(self._engine.forget, session.key)
+            if self.spans is not None:
+                self.spans.close(session.key)
+
+    async def run(self) -> None:
+        """Runs steps until it is cancelled, and then lets the other ranks go.
+
+        Raises:
+            GroupLostError: another rank ended, hangs, or is out of step with this one. All sessions have been told.
+        """
+        await self.group.run(self.run_steps(), self.config.engine.watchdog_s, self._fail_all)
+
+    async def run_steps(self) -> None:
+        """Runs steps for ever."""
+        while True:
+            step = self._scheduler.next_step()
+            if step is None:
+                self._work.clear()
+                await self.group.wait(self._work)
+                continue
+            await self._run_step(step)
+
+    async def _run_step(self, step: Step) -> None:
+        started_at = time.perf_counter()
+        try:
+            result = await self._torch.run(self._engine.step, step)
+        except GroupLostError:
+            raise
+        except Exception as error:
+            log.exception(f"{self.config.wanted_group.service}.step_failed", num_sessions=len(step.items))
+            failure = error if isinstance(error, DraftwireError) else UnavailableError(self.failure)
+            for item in step.items:
+                if self._scheduler.is_open(item.session):  # not closed meanwhile
+                    self._fail(item.session.key, failure)
+            return
+        ended_at = time.perf_counter()
+        completed = self._complete(step, result)
+        if self.spans is not None:  # after all has left and the next step has begun
+            asyncio.get_running_loop().call_soon(self.spans.add, step, completed, started_at, ended_at)
+
+    def _fail_all(self, error: GroupLostError) -> int:
+        """Tells all sessions, so that their gateways go on without them, and returns how many there were."""
+        keys = list(self._scheduler.sessions)
+        for key in keys:
+            self._fail(key, error)
+        return len(keys)
+
+    def _fail(self, key: SessionKey, error: Exception) -> None:
+        """Ends a session, if it is open, and tells its gateway why."""
+        session = self._scheduler.sessions.get(key)
+        if session is not None:
+            self.close_session(*key)
+            self._leases.send(session.lease_id, SessionFailed(*key, error))
