@@ -4,8 +4,9 @@ Little is imported here, so that all ranks import torch at the same time; and ne
 there, whose threads do not go well with that.
 """
 
+import asyncio
+import importlib
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
@@ -13,24 +14,38 @@ from draftwire.engine.ranks.follower import run_follower
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place, end_process, find_place
 from draftwire.engine.ranks.rank_config import RankConfig, ServiceConfig
-
-Serve = Callable[[Place, Followers], int]
-"""Imports the server and runs it, as rank 0 or alone, until a signal ends it; returns the exit status."""
+from draftwire.runtime.logging import configure_logging
 
 
-def launch(config: ServiceConfig, serve: Serve) -> int:
+def launch(config: ServiceConfig, server: str) -> int:
     """Runs a service and returns the process's exit status.
 
     One of several ranks does not return: it ends the process.
+
+    Args:
+        config: of the service.
+        server: the module whose `make_service` makes it, which is imported by rank 0 alone, or where there is but one.
     """
     place = find_place(config.wanted_group, os.environ)
     if place.size > 1:
         place.device(config.loading.device)  # refused before anything is started
-        _run_rank(config, place, serve)
-    return serve(place, Followers())
+        _run_rank(config, place, server)
+    return _serve(config, server, place, Followers())
 
 
-def _run_rank(config: ServiceConfig, place: Place, serve: Serve) -> NoReturn:
+def _serve(config: ServiceConfig, server: str, place: Place, followers: Followers) -> int:
+    """Runs rank 0, or the only one, until a signal ends it; returns the exit status."""
+    make_service = importlib.import_module(server).make_service
+    from draftwire.runtime.process import run_service
+
+    async def run() -> int:
+        return await run_service(make_service(config, place, followers))
+
+    configure_logging(config.server.log_format, config.wanted_group.service)
+    return asyncio.run(run())
+
+
+def _run_rank(config: ServiceConfig, place: Place, server: str) -> NoReturn:
     if place.rank:
         end_process(run_follower(RankConfig.of(config, place)))
     if place.starts_others:  # what the ranks of one machine say is nobody else's business
@@ -41,7 +56,7 @@ def _run_rank(config: ServiceConfig, place: Place, serve: Serve) -> NoReturn:
     status = 1
     try:
         place.check_devices(config.loading.device)
-        status = serve(place, followers)
+        status = _serve(config, server, place, followers)
     finally:
         status = followers.stop(status)
     end_process(status)

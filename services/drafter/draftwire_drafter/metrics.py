@@ -1,28 +1,7 @@
 """Prometheus metrics of a drafter."""
 
-from typing import Protocol
-
 from draftwire.engine.metrics import EngineMetrics
-
-
-class DraftTimes(Protocol):
-    """What a step of a drafter took."""
-
-    @property
-    def num_read(self) -> int:
-        """Tokens that were read before drafting."""
-
-    @property
-    def calibration_s(self) -> float:
-        """How long that took, seconds."""
-
-    @property
-    def draft_s(self) -> float:
-        """How long drafting took, seconds."""
-
-    @property
-    def num_passes(self) -> int:
-        """Forward passes that it took."""
+from draftwire_drafter.scheduler import StepResult
 
 
 class DrafterMetrics(EngineMetrics):
@@ -46,7 +25,7 @@ class DrafterMetrics(EngineMetrics):
             "token, and once the first draw and the encoding of blocks. On a GPU also what is left of calibration.",
         )
 
-    def time(self, result: DraftTimes, reads_prompts: bool) -> None:
+    def time(self, result: StepResult, reads_prompts: bool) -> None:
         """Notes how long the parts of a step took."""
         if result.num_read and not reads_prompts:
             self.calibration_s.observe(result.calibration_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
@@ -15,10 +14,8 @@ from draftwire.errors import ProtocolViolationError
 from draftwire.models.loading import ModelCard
 from draftwire.runtime import messages
 from draftwire.runtime.channels import check_prompt_fits, in_messages
-from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import Outbox
-from draftwire.runtime.process import run_service
 from draftwire.runtime.service import Service
 from draftwire.runtime.streams import exchange
 from draftwire.runtime.tls import Dialler, server_credentials, watch_tls
@@ -97,22 +94,6 @@ def _failures_to_proto(failures: Sequence[SessionFailed]) -> drafter_pb2.RunDraf
         for failed in failures
     ]
     return drafter_pb2.RunDraftSessionsResponse(events=events)
-
-
-def serve(config: DrafterConfig, place: Place, followers: Followers) -> int:
-    """Runs a drafter until a signal ends it, and returns the process's exit status.
-
-    Args:
-        config: what can be set.
-        place: as `GroupGuard`.
-        followers: as `GroupGuard`.
-    """
-    configure_logging(config.server.log_format, "drafter")
-    return asyncio.run(_serve(config, place, followers))
-
-
-async def _serve(config: DrafterConfig, place: Place, followers: Followers) -> int:
-    return await run_service(make_service(config, place, followers))
 
 
 def make_service(config: DrafterConfig, place: Place | None = None, followers: Followers | None = None) -> Service:

@@ -1,17 +1,9 @@
 """Starts a verifier: one process, or several. Little is imported here: see `draftwire.engine.ranks.launch`."""
 
-from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.launch import launch
-from draftwire.engine.ranks.place import Place
 from draftwire_verifier.config import VerifierConfig
 
 
 def serve(config: VerifierConfig) -> int:
-    """Runs a verifier until a signal ends it, and returns the process's exit status; see `launch`."""
-
-    def serve_here(place: Place, followers: Followers) -> int:
-        from draftwire_verifier.server import serve
-
-        return serve(config, place, followers)
-
-    return launch(config, serve_here)
+    """Runs a verifier until a signal ends it, and returns the process's exit status."""
+    return launch(config, "draftwire_verifier.server")

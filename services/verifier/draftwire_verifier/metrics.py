@@ -1,57 +1,25 @@
 """Prometheus metrics of a verifier."""
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Iterable
 
 from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from draftwire.audit import AuditSums, DrafterAudit
+from draftwire.audit import AuditSums
 from draftwire.engine.metrics import EngineMetrics
 from draftwire.errors import Violation
 from draftwire.method.rounds import Verdict
 from draftwire.runtime.metrics import PREFIX
-from draftwire_verifier.idle import IdleWatch
-
-
-class Drafted(Protocol):
-    """What the scheduler of a verifier counts itself."""
-
-    @property
-    def draft_wait_s(self) -> float:
-        """From verdicts to the blocks that followed them, summed over all sessions, seconds."""
-
-    @property
-    def idle(self) -> IdleWatch:
-        """For how long the engine did nothing because all waited."""
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        """By which it does so, seconds."""
-
-
-class Audited(Protocol):
-    """What is known of one drafter."""
-
-    @property
-    def id(self) -> int:
-        """Names its process."""
-
-    @property
-    def model_name(self) -> str:
-        """Its model."""
-
-    @property
-    def audit(self) -> DrafterAudit:
-        """How honest it is."""
+from draftwire_verifier.drafters import Drafter
+from draftwire_verifier.scheduler import Scheduler
 
 
 class VerifierMetrics(EngineMetrics):
     """What a verifier counts."""
 
-    def __init__(self, drafters: Iterable[Audited] = ()) -> None:
+    def __init__(self, drafters: Iterable[Drafter] = ()) -> None:
         super().__init__()
         self._num_draft_bytes = self._num_tokens = 0
         self.blocks_received = self.counter("blocks_received", "Draft blocks that drafters sent to this verifier.")
@@ -95,7 +63,7 @@ class VerifierMetrics(EngineMetrics):
         self._per_position: list[tuple[Counter, Counter]] = []
         """Judged and accepted; found once for each position, and not in each round."""
 
-    def watch_waits(self, scheduler: Drafted) -> None:
+    def watch_waits(self, scheduler: Scheduler) -> None:
         """Exports how long sessions wait for drafts."""
         self.registry.register(_WaitWatcher(scheduler))
 
@@ -128,7 +96,7 @@ class VerifierMetrics(EngineMetrics):
 class _WaitWatcher(Collector):
     """Reads how long sessions waited for drafts whenever `/metrics` is read."""
 
-    def __init__(self, scheduler: Drafted) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._lock = threading.Lock()
         self._told_s = 0.0
@@ -155,7 +123,7 @@ class _WaitWatcher(Collector):
 class _AuditWatcher(Collector):
     """Reads the audit's own numbers whenever `/metrics` is read."""
 
-    def __init__(self, drafters: Iterable[Audited]) -> None:
+    def __init__(self, drafters: Iterable[Drafter]) -> None:
         self._drafters = drafters
 
     def collect(self) -> Iterable[Metric]:

@@ -14,10 +14,8 @@ from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import PromptRead, Verdict
 from draftwire.runtime import messages
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
-from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import Outbox
-from draftwire.runtime.process import run_service
 from draftwire.runtime.service import Service
 from draftwire.runtime.streams import exchange
 from draftwire.runtime.tls import server_credentials, watch_tls
@@ -151,22 +149,6 @@ def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
         )
         return verifier_pb2.TargetEvent(refusal=refusal)
     return verifier_pb2.TargetEvent(failure=messages.failure_to_proto(event.session_id, event.epoch, event.error))
-
-
-def serve(config: VerifierConfig, place: Place, followers: Followers) -> int:
-    """Runs a verifier until a signal ends it, and returns the process's exit status.
-
-    Args:
-        config: what can be set.
-        place: as `GroupGuard`.
-        followers: as `GroupGuard`.
-    """
-    configure_logging(config.server.log_format, "verifier")
-    return asyncio.run(_serve(config, place, followers))
-
-
-async def _serve(config: VerifierConfig, place: Place, followers: Followers) -> int:
-    return await run_service(make_service(config, place, followers))
 
 
 def make_service(config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> Service:
