@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from unittest.mock import AsyncMock
 
 import pytest
+from engine_service_contract import EngineServiceContract, Served, join_group, until
+from group_fakes import FakeFollowers, FakeParallelModel
 
 from draftwire.engine.leases import SessionFailed
-from draftwire.engine.ranks.guard import GroupGuard
-from draftwire.engine.ranks.place import Place, WantedGroup
 from draftwire.errors import GroupLostError, UnavailableError
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import (
@@ -26,7 +27,6 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import ModelSettings
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.core import BlockLink, DrafterCore
-from tests.unit.test_ranks import FakeFollowers, FakeParallelModel, guarded
 
 PROMPT = [1, 2, 3, 4]
 PERMIT = Permit(2, bytes(KEY_BYTES))
@@ -49,6 +49,53 @@ class FakeLink:
     def break_off(self) -> None:
         self.broken = True
         self.lose()
+
+
+def make_spec(
+    session_id: int, address: str = "a:1", prompt: list[int] = PROMPT, sampling: SamplingParams = PLAIN
+) -> DraftSessionSpec:
+    return DraftSessionSpec(
+        session_id=session_id,
+        epoch=0,
+        choice=0,
+        token_ids=prompt,
+        prompt_len=len(prompt),
+        sampling=sampling,
+        rule="block",
+        drafting_key=bytes(KEY_BYTES),
+        stop_token_ids=frozenset(),
+        verifier_address=address,
+        target_vocab_size=320,
+        max_draft_tokens=8,
+        max_len=len(prompt) + 100,
+        permit=PERMIT,
+    )
+
+
+def make_calibration(session_id: int, round_number: int = 0, num_draft_tokens: int = 4) -> Calibration:
+    """Asks for a block behind the prompt."""
+    fence = Fence(session_id, 0, round_number, len(PROMPT), CommittedTokens(PROMPT).hash)
+    return Calibration(fence, len(PROMPT), [], num_draft_tokens)
+
+
+class TestDrafterService(EngineServiceContract):
+    """Sessions are asked for a block."""
+
+    def make_core(self) -> DrafterCore:
+        self.link = FakeLink(lambda: None)
+        return DrafterCore(DrafterConfig(ModelSettings("scripted:")), AsyncMock(return_value=self.link))
+
+    async def open(self, core: DrafterCore, session_id: int, lease_id: int) -> None:
+        await core.open_session(make_spec(session_id), lease_id)
+
+    def ask(self, core: DrafterCore, session_id: int) -> None:
+        core.calibrate(make_calibration(session_id))
+
+    def done(self, served: Served) -> list[int]:
+        return [block.fence.session_id for block in self.link.blocks]
+
+    def say_nothing(self, core: DrafterCore) -> None:
+        core.calibrate(make_calibration(99))
 
 
 @dataclass
@@ -82,27 +129,11 @@ class Rig:
         prompt: list[int] = PROMPT,
         sampling: SamplingParams = PLAIN,
     ) -> None:
-        spec = DraftSessionSpec(
-            session_id=session_id,
-            epoch=0,
-            choice=0,
-            token_ids=prompt,
-            prompt_len=len(prompt),
-            sampling=sampling,
-            rule="block",
-            drafting_key=bytes(KEY_BYTES),
-            stop_token_ids=frozenset(),
-            verifier_address=address,
-            target_vocab_size=320,
-            max_draft_tokens=8,
-            max_len=len(prompt) + 100,
-            permit=PERMIT,
-        )
+        spec = make_spec(session_id, address, prompt, sampling)
         await asyncio.wait_for(self.core.open_session(spec, self.lease_id), 10.0)
 
     def calibrate(self, session_id: int, round_number: int = 0, num_draft_tokens: int = 4) -> None:
-        fence = Fence(session_id, 0, round_number, len(PROMPT), CommittedTokens(PROMPT).hash)
-        self.core.calibrate(Calibration(fence, len(PROMPT), [], num_draft_tokens))
+        self.core.calibrate(make_calibration(session_id, round_number, num_draft_tokens))
 
 
 @pytest.fixture
@@ -120,12 +151,6 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
     lease_id, outbox = core.open_lease()
     async with Rig.running_of(core, links, lease_id, outbox._items) as rig:
         yield rig
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10.0):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_sessions_of_a_lost_verifier_fail_at_once_and_no_others(rig: Rig) -> None:
@@ -200,56 +225,19 @@ async def test_block_under_way_is_sent_when_it_is_asked_for(rig: Rig) -> None:
 # Several processes
 
 
-def share(rig: Rig, fake: FakeParallelModel, followers: FakeFollowers) -> None:
-    """Makes the drafter rank 0 of two, without another one."""
-    rig.running.cancel()
-    wanted = WantedGroup("drafter", "layer_parallel_ranks", 2, 0.2)
-    rig.core.group = GroupGuard(wanted, rig.core._torch, Place(0, 2), followers)
-    rig.core.group.take(guarded(fake, "drafter"))
-    rig.running = asyncio.create_task(rig.core.run())
-
-
-@pytest.mark.parametrize("how", ["ended", "silent", "in a step"])
 @pytest.mark.parametrize("rig", ["scripted:calibration_ms=100"], indirect=True)
-async def test_lost_rank_fails_every_session_even_one_that_opens_and_ends_the_run(
-    rig: Rig, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake, followers = FakeParallelModel(), FakeFollowers()
+async def test_lost_rank_fails_a_session_that_opens(rig: Rig) -> None:
+    followers = FakeFollowers()
     await rig.open(1)
-    share(rig, fake, followers)
+    rig.running = join_group(rig.core, rig.running, FakeParallelModel(), followers)
     opening = asyncio.create_task(rig.open(2, prompt=[5] * 50))
     await asyncio.sleep(0.02)
     assert rig.core.num_sessions == 2
-    match how:
-        case "ended":
-            followers.end = "rank 1 ended with status -9"
-        case "silent":
-            fake.error = UnavailableError("rank 1 is silent")
-        case "in a step":
-
-            def step(_step: object) -> None:
-                raise GroupLostError("rank 1 is gone")
-
-            monkeypatch.setattr(rig.core._engine, "step", step)
-            rig.calibrate(1)
-    with pytest.raises(GroupLostError, match="rank 1"):
-        await asyncio.wait_for(rig.running, 5.0)
-    if how == "ended":  # else the step under way has opened it
+    followers.end = "rank 1 ended with status -9"
+    for task in (rig.running, opening):
         with pytest.raises(GroupLostError, match="rank 1"):
-            await opening
+            await asyncio.wait_for(task, 5.0)
     assert rig.core.group.is_lost
     assert rig.core.num_sessions == 0
     assert {failed.session_id for failed in rig.failures} == {1, 2}
     assert all(isinstance(failed.error, GroupLostError) for failed in rig.failures)
-    await asyncio.gather(opening, return_exceptions=True)
-
-
-async def test_idle_drafter_is_heard_by_its_other_ranks_which_it_lets_go_when_it_stops(rig: Rig) -> None:
-    fake = FakeParallelModel()
-    share(rig, fake, FakeFollowers())
-    await asyncio.sleep(0.35)
-    assert fake.calls.count("heartbeat") >= 3
-    rig.running.cancel()
-    await asyncio.gather(rig.running, return_exceptions=True)
-    assert fake.calls[-1] == "stop"
-    assert not rig.core.group.is_lost

@@ -5,29 +5,25 @@ import math
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from group_fakes import FakeFollowers, FakeParallelModel, guarded
 
-from draftwire.engine.leases import SessionFailed
 from draftwire.engine.ranks import followers as followers_module
 from draftwire.engine.ranks.follower import GOODBYE
 from draftwire.engine.ranks.followers import Followers
-from draftwire.engine.ranks.group_model import GroupModel, join_group
+from draftwire.engine.ranks.group_model import join_group
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.place import Place, WantedGroup, find_place
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.engine.torch_thread import TorchThread
 from draftwire.errors import GroupLostError, InvalidRequestError, NoRoomError, UnavailableError
-from draftwire.models.kv_cache import KvCache
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire.runtime.status import status_of
 from draftwire_drafter.config import DrafterConfig
 from draftwire_verifier.config import TensorParallelSettings, VerifierConfig
-from draftwire_verifier.core import VerifierCore
-from tests.unit.test_verifier_core import events_of, open_session
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 ALONE = WantedGroup("verifier", "tensor_parallel_size", 1, 0.2)
@@ -123,38 +119,6 @@ def test_scripts_cannot_be_shared(config: VerifierConfig | DrafterConfig, settin
 # What ends a group
 
 
-class FakeParallelModel:
-    """Fails as it is told."""
-
-    vocab_size = 3
-    device = torch.device("cpu")
-    extends_exactly = False
-
-    def __init__(self) -> None:
-        self.cache = KvCache(64)
-        self.error: BaseException | None = None
-        self.calls: list[str] = []
-
-    def _call(self, name: str) -> None:
-        self.calls.append(name)
-        if self.error is not None:
-            raise self.error
-
-    def read(self, readings: Any, fuzzily: bool = False) -> tuple[Any, bool]:
-        self._call("read")
-        return readings, fuzzily
-
-    def extend(self, sequences: Any, token_ids: Any) -> tuple[Any, Any]:
-        self._call("extend")
-        return sequences, token_ids
-
-    def heartbeat(self) -> None:
-        self._call("heartbeat")
-
-    def stop(self) -> None:
-        self._call("stop")
-
-
 @pytest.fixture
 def fake() -> FakeParallelModel:
     return FakeParallelModel()
@@ -162,11 +126,6 @@ def fake() -> FakeParallelModel:
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {"heartbeat": (), "stop": (), "read": ([],), "extend": ([], [])}
 """Of the methods of a `GroupModel`."""
-
-
-def guarded(fake: Any, service: str = "verifier") -> GroupModel:
-    rank: Any = SimpleNamespace(model=fake, group=SimpleNamespace(leave=lambda: None))
-    return GroupModel(rank, service)
 
 
 @pytest.mark.parametrize("error", [UnavailableError("rank 1 is lost"), MemoryError(), ValueError("t1 t2")])
@@ -202,45 +161,6 @@ def test_model_of_a_group_reads_and_extends_as_what_it_guards(fake: FakeParallel
     assert not model.extends_exactly
 
 
-class FakeFollowers(Followers):
-    """Processes that end when a test says so."""
-
-    end = ""
-
-    @property
-    def fault(self) -> str:
-        return self.end
-
-
-async def core_of(fake: FakeParallelModel, followers: Followers) -> VerifierCore:
-    """Returns rank 0 of two with a scripted model, and a fake for what keeps the ranks together."""
-    config = VerifierConfig(ModelSettings("scripted:verify_ms=1"), parallel=TensorParallelSettings(2, 0.2))
-    core = VerifierCore(config)
-    await core.start()
-    core.group = GroupGuard(TWO, core._torch, Place(0, 2), followers)
-    core.group.take(guarded(fake))
-    return core
-
-
-@pytest.mark.parametrize("has_messages", [False, True])
-async def test_group_without_steps_hears_of_rank_0_more_often_than_it_times_out(
-    fake: FakeParallelModel, has_messages: bool
-) -> None:
-    """While it is idle, and while messages come that make no step."""
-    core = await core_of(fake, FakeFollowers())
-    running = asyncio.ensure_future(core.run())
-    for _ in range(70):
-        if has_messages:
-            core.push_blocks([])
-        await asyncio.sleep(0.005)
-    assert fake.calls.count("heartbeat") >= 3
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    assert fake.calls[-1] == "stop", "the others are let go"
-    assert not core.group.is_lost
-    core.stop()
-
-
 async def test_heartbeat_that_is_due_is_not_put_off_by_work(fake: FakeParallelModel) -> None:
     thread, work = TorchThread(), asyncio.Event()
     guard = GroupGuard(TWO, thread)
@@ -249,38 +169,6 @@ async def test_heartbeat_that_is_due_is_not_put_off_by_work(fake: FakeParallelMo
     await guard.wait(work)
     assert fake.calls == ["heartbeat"]
     thread.stop()
-
-
-@pytest.mark.parametrize("how", ["ended", "silent"])
-async def test_lost_rank_is_told_to_every_session_and_ends_the_run(fake: FakeParallelModel, how: str) -> None:
-    followers = FakeFollowers()
-    core = await core_of(fake, followers)
-    lease, outbox = core.open_lease()
-    open_session(core, 1, lease)
-    open_session(core, 2, lease)
-    running = asyncio.ensure_future(core.run())
-    await asyncio.sleep(0)
-    if how == "ended":
-        followers.end = "rank 1 ended with status -9"
-    else:
-        fake.error = UnavailableError("rank 1 is silent")
-    with pytest.raises(GroupLostError, match=r"rank 1"):
-        await asyncio.wait_for(running, 5.0)
-    assert core.group.is_lost
-    assert core.num_sessions == 0
-    failures = [event for event in events_of(outbox) if isinstance(event, SessionFailed)]
-    assert [failure.session_id for failure in failures] == [1, 2]
-    assert all(isinstance(failure.error, UnavailableError) for failure in failures)
-    core.stop()
-
-
-async def test_group_that_is_stuck_in_a_step_ends(fake: FakeParallelModel) -> None:
-    core = await core_of(fake, FakeFollowers())
-    core.config = VerifierConfig(ModelSettings("scripted:"), engine=EngineSettings(watchdog_s=0.1))
-    core._torch.post(time.sleep, 1.0)
-    with pytest.raises(GroupLostError, match=r"a step takes longer than 0\.1 s"):
-        await asyncio.wait_for(core.run(), 5.0)
-    core.stop()
 
 
 async def test_own_reason_is_better_than_that_another_rank_ended() -> None:

@@ -1,16 +1,14 @@
-"""The verifier's core: who is told of a refused block, a drafter in quarantine and a failed step, and who is not."""
+"""The verifier's core: who is told of a refused block and a drafter in quarantine, and who is not."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import DEFAULT, Mock
 
 import pytest
+from engine_service_contract import EngineServiceContract, Served
 
 from draftwire.audit import AuditSums
-from draftwire.engine.leases import SessionFailed
-from draftwire.errors import UnavailableError, Violation
+from draftwire.errors import Violation
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
@@ -94,6 +92,25 @@ def convict(core: VerifierCore, session_id: int, drafter_id: int = DRAFTER) -> N
     session = core._scheduler.sessions[session_id, 0]
     step = Step([StepItem(session, make_block(session_id, [97], drafter_id), 1)], 0.0)
     core._audit(step, StepResult([], [], [], 0, 0, audits=[DISHONEST]))
+
+
+class TestVerifierService(EngineServiceContract):
+    """Sessions are asked for a plain round."""
+
+    def make_core(self) -> VerifierCore:
+        return VerifierCore(VerifierConfig(ModelSettings("scripted:verify_ms=1")))
+
+    async def open(self, core: VerifierCore, session_id: int, lease_id: int) -> None:
+        open_session(core, session_id, lease_id, None)
+
+    def ask(self, core: VerifierCore, session_id: int) -> None:
+        core.run_plain(PlainRun(core._scheduler.sessions[session_id, 0].fence, 1))
+
+    def done(self, served: Served) -> list[int]:
+        return [event.fence.session_id for event in events_of(served.outbox) if isinstance(event, Verdict)]
+
+    def say_nothing(self, core: VerifierCore) -> None:
+        core.push_blocks([])
 
 
 @pytest.mark.parametrize(
@@ -239,30 +256,3 @@ async def test_session_of_a_seed_that_was_used_before_is_no_evidence(core: Verif
     open_session(core, 3, lease_id, seed=43)
     convict(core, 3)
     assert core.drafters.get(DRAFTER).is_quarantined
-
-
-async def test_error_of_a_library_fails_the_steps_sessions_without_a_quote_and_the_next_session_runs(
-    core: VerifierCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lease_id, outbox = core.open_lease()
-    running = asyncio.create_task(core.run_steps())
-    monkeypatch.setattr(
-        core._engine, "step", Mock(side_effect=[RuntimeError("words of a prompt"), DEFAULT], wraps=core._engine.step)
-    )
-    events = []
-    try:
-        for session_id in (1, 2):
-            open_session(core, session_id, lease_id, None)
-            core.run_plain(PlainRun(core._scheduler.sessions[session_id, 0].fence, 1))
-            async with asyncio.timeout(10):
-                events += await outbox.take_all()
-            assert core.num_sessions == session_id - 1
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-    failed, verdict = events
-    assert isinstance(failed, SessionFailed)
-    assert isinstance(failed.error, UnavailableError)
-    assert "words" not in str(failed.error)
-    assert isinstance(verdict, Verdict)
-    assert verdict.fence.session_id == 2
