@@ -56,19 +56,19 @@ def watch_gateway() -> None:
     from draftwire.method.rounds import Verdict
     from draftwire.runtime import messages
     from draftwire_gateway.peers.wire import DrafterLink, VerifierLink
-    from draftwire_gateway.session.loop import GenerationLoop
+    from draftwire_gateway.session.committed_text import CommittedText
 
-    def judged(_loop: GenerationLoop, verdict: Verdict) -> list[int]:
+    def judged(_text: CommittedText, verdict: Verdict) -> list[int]:
         timings = verdict.timings
         reported_us = timings.calibration_us + timings.draft_us + verdict.verify_us
         return [verdict.num_draft_tokens, len(verdict.token_ids), reported_us]
 
     watch(VerifierLink, "_receive", "verdict received")
     watch(messages, "verdict_from_proto", "verdict decoded")
-    watch(GenerationLoop, "_commit", "verdict committed", judged)
+    watch(CommittedText, "commit", "verdict committed", judged)
     watch(DrafterLink, "calibrate", "calibration encoded")
     watch(DrafterLink, "_request", "calibration sent")
-    watch(GenerationLoop, "_show", "text made")
+    watch(CommittedText, "show", "text made")
 
 
 def watch_drafter() -> None:

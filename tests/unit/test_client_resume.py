@@ -34,7 +34,7 @@ from draftwire.requests.logprobs import PromptPart, TokenLogprob
 from draftwire.v1 import gateway_pb2
 from draftwire_gateway.server import _event_to_proto
 from draftwire_gateway.session.choices import ChoiceEvent
-from draftwire_gateway.session.loop import Delta
+from draftwire_gateway.session.committed_text import Delta
 from tests.twins import Driven
 
 RESUME_S = 30.0

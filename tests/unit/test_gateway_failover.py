@@ -43,16 +43,12 @@ from draftwire.errors import (
 )
 from draftwire.method.rounds import Calibration, SendDrafted, TargetSessionSpec
 from draftwire_gateway.config import LoopSettings
-from draftwire_gateway.session.loop import (
-    FIRST_WAIT_SECONDS,
-    LONGEST_PAUSE_S,
-    MAX_FUTILE_MOVES,
-    FinishReason,
-    GenerationLoop,
-)
+from draftwire_gateway.session.committed_text import FinishReason
+from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.pace import LEAST_PATIENCE_S
 from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, DrafterReady, TargetLost
 from draftwire_gateway.session.statistics import Statistics
+from draftwire_gateway.session.verifier_seat import FIRST_WAIT_SECONDS, LONGEST_PAUSE_S, MAX_FUTILE_MOVES
 
 LIMITS = LoopSettings(
     plain_run_rounds=4, block_timeout_s=5.0, verdict_timeout_s=20.0, prompt_timeout_s=30.0, failover_timeout_s=10.0

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from draftwire.errors import CompletionInterruptedError
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
-from draftwire_gateway.session.loop import FinishReason
+from draftwire_gateway.session.committed_text import FinishReason
 
 WANTED = LogprobsRequest(2, 3, LogprobsMode.PROCESSED)
 

@@ -41,7 +41,7 @@ from draftwire.method.rounds import (
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.config import LoopSettings
-from draftwire_gateway.session.loop import Delta, FinishReason
+from draftwire_gateway.session.committed_text import Delta, FinishReason
 from draftwire_gateway.session.ports import DrafterLost
 
 TEST_SECONDS = 10.0  # a loop that hangs fails, long before pytest's own limit

@@ -14,7 +14,8 @@ from test_verifier_scheduler import complete, first_fence, make_block, make_sche
 from draftwire.method.encoding import DenseProbs, Supports, log_probs
 from draftwire.method.quantization import Encoding
 from draftwire.method.token_source import TokenSource
-from draftwire_gateway.session.loop import Delta, GenerationLoop
+from draftwire_gateway.session.committed_text import Delta
+from draftwire_gateway.session.loop import GenerationLoop
 
 ACCEPTED, RECOVERED, BONUS, PLAIN = TokenSource
 

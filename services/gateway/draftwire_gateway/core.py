@@ -16,8 +16,9 @@ from draftwire.runtime.forms import Forms
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho, SideBySide
+from draftwire_gateway.session.committed_text import Delta, Finish
 from draftwire_gateway.session.latencies import Latencies
-from draftwire_gateway.session.loop import Delta, Finish, GenerationLoop
+from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.ports import Peers
 from draftwire_gateway.session.request import (
     Generation,

@@ -16,7 +16,7 @@ from draftwire_gateway.http.choice_deltas import ChoiceDelta, DeltaMaker
 from draftwire_gateway.http.model_list import ListDrafters
 from draftwire_gateway.http.openai_types import END, ResponseWriter
 from draftwire_gateway.http.routes import Route, in_names_of, model_fault
-from draftwire_gateway.session.loop import Delta
+from draftwire_gateway.session.committed_text import Delta
 from draftwire_gateway.session.request import Generation, check_num_choices
 
 PART_BYTES = 2**16

@@ -43,6 +43,11 @@ class Statistics:
         """Accepted draft tokens over draft tokens; 0 where none were drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
+    def count_time(self, seconds: float) -> None:
+        """Counts the time until the tokens of a round, since the request came."""
+        self.duration_us = int(seconds * 1e6)
+        self.time_to_first_token_us = self.time_to_first_token_us or self.duration_us
+
     def count(self, verdict: Verdict) -> None:
         """Counts one round."""
         self.num_rounds += 1

@@ -1,0 +1,122 @@
+"""What of the committed tokens is shown: their text, where it ends, and why."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from draftwire.method.rounds import Verdict
+from draftwire.method.token_source import TokenSource
+from draftwire.requests.logprobs import TokenLogprob
+from draftwire_gateway.session.session_state import SessionState
+from draftwire_gateway.session.statistics import Statistics
+from draftwire_gateway.text.text import TextStream
+
+
+class FinishReason(Enum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens and text of a round that became final."""
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """One for each of the tokens, if they are asked for."""
+    sources: list[TokenSource] = field(default_factory=list)
+    """Where each of the tokens came from."""
+    num_draft_tokens: int = 0
+    """Draft tokens that the round judged."""
+    draft_logprobs: list[float] = field(default_factory=list)
+    """What the drafter gave each of the tokens, if it is asked for; see `Verdict.draft_logprobs`."""
+    text_lengths: list[int] = field(default_factory=list)
+    """Characters of the text that became certain with each of the tokens, if they are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a completion."""
+
+    reason: FinishReason
+    statistics: Statistics
+    drafter_error: str
+    """Why the last drafter that was given up was; empty if none was."""
+
+
+class CommittedText:
+    """Makes the completion of a session's rounds: commits them, cuts them at a stop, and shows what is left."""
+
+    def __init__(self, session: SessionState, text: TextStream) -> None:
+        """Takes the session, and a text that has taken what was generated before."""
+        self._session = session
+        self._text = text
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether text may end the completion: then a round is shown before the next one is asked for."""
+        return self._text.may_stop
+
+    def reason_before(self) -> FinishReason | None:
+        """Returns why what was generated before is complete already, if it is. All of its text was shown, then."""
+        generation = self._session.generation
+        stops = bool(generation.generated_ids) and generation.generated_ids[-1] in generation.stop_token_ids
+        if not self._session.num_left:
+            self._text.finish()  # may complete a stop string
+        if stops or self._text.stopped:
+            return FinishReason.STOP
+        if self._session.prompt.is_missing:  # a verifier tells it along with a token, also where none is to be shown
+            return None
+        return None if self._session.num_left else FinishReason.LENGTH
+
+    def commit(self, verdict: Verdict) -> tuple[list[int], FinishReason | None]:
+        """Commits a round and returns its tokens up to a stop token or the limit, and whether one of these ends it."""
+        self._session.commit(verdict)
+        shown = verdict.token_ids[: self._session.num_left]
+        stops = [index for index, token in enumerate(shown) if token in self._session.generation.stop_token_ids]
+        if stops:
+            shown = shown[: stops[0] + 1]
+        self._session.count(len(shown))
+        if stops:
+            return shown, FinishReason.STOP
+        return shown, None if self._session.num_left else FinishReason.LENGTH
+
+    def show(
+        self, verdict: Verdict, token_ids: list[int], reason: FinishReason | None
+    ) -> tuple[Delta, FinishReason | None]:
+        """Returns what a committed round adds to the completion, and why all ends, if so.
+
+        Args:
+            verdict: the round.
+            token_ids: those of its tokens that `commit` returned. Any after one that completes a stop string are cut.
+            reason: the reason that `commit` returned.
+        """
+        visible = token_ids[:-1] if reason is FinishReason.STOP else token_ids  # a stop token has no text
+        text, num_used, lengths = self._text.push(visible)
+        if self._text.stopped:
+            self._session.count(num_used - len(token_ids))
+            token_ids = token_ids[:num_used]
+            reason = FinishReason.STOP
+        if reason is not None:
+            text += self._text.finish()
+            if self._text.stopped:  # the held-back rest completed a stop string
+                reason = FinishReason.STOP
+        return self._delta(verdict, token_ids, text, lengths), reason
+
+    def _delta(self, verdict: Verdict, token_ids: list[int], text: str, lengths: list[int]) -> Delta:
+        """Returns what is told of a round, of whose tokens the first may be part of the completion alone."""
+        num_tokens = len(token_ids)
+        lengths = lengths + [0] * (num_tokens - len(lengths)) if self._session.generation.token_details else []
+        if lengths:  # what was held back until the end became certain with the last token
+            lengths[-1] += len(text) - sum(lengths)
+        return Delta(
+            token_ids,
+            text,
+            verdict.logprobs[:num_tokens],
+            verdict.sources[:num_tokens],
+            verdict.num_draft_tokens,
+            verdict.draft_logprobs[:num_tokens],
+            lengths,
+        )

@@ -1,0 +1,198 @@
+"""Who drafts for a session: one drafter after the other, each with a permit of its own, or none. Knows no text."""
+
+import asyncio
+
+import structlog
+
+from draftwire.errors import DraftwireError
+from draftwire.method.keys import Role
+from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit, SendDrafted
+from draftwire.models.description import ModelDescription
+from draftwire_gateway.session.inbox import Said, TaggedInbox
+from draftwire_gateway.session.ports import DrafterLost, DrafterPort, DrafterReady, Peers, TargetPort
+from draftwire_gateway.session.session_state import SessionState
+
+log = structlog.get_logger()
+
+
+class DrafterSeat:
+    """Holds the drafter that is asked for blocks, and seeks it beside everything else."""
+
+    def __init__(self, session: SessionState, peers: Peers, queue: asyncio.Queue[Said]) -> None:
+        """Seeks nobody yet.
+
+        Args:
+            session: what drafters are told of.
+            peers: who may be asked.
+            queue: where what drafters say arrives.
+        """
+        self._session = session
+        self._peers = peers
+        self._queue = queue
+        self._drafter: DrafterPort | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._tried: set[int] = set()
+        self._known_len = 0
+        self._asked_at = 0.0
+        self.permit_number = -1
+        """Of the latest drafter; each has a higher one."""
+        self.is_ready = False
+        """Whether a drafter is there that has read the prompt."""
+        self.is_awaited = False
+        """Whether it was asked for a block of the open round."""
+        self.is_hurried = False
+        """Whether it was asked for what it has drawn of that block."""
+        self.error = ""
+        """Why the last drafter that was given up was; empty if none was."""
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether a drafter still reads the prompt."""
+        return self._drafter is not None and not self.is_ready
+
+    @property
+    def room(self) -> int:
+        """How many more tokens fit into the context of the drafter; 0 where none is ready."""
+        if self._drafter is None or not self.is_ready:
+            return 0
+        return self._drafter.description.context_length - len(self._session.committed)
+
+    def restart(self, target: TargetPort) -> bool:
+        """Makes all drafters new to the session, which is about to go to a verifier.
+
+        Returns:
+            Whether there is one that could draft for that verifier.
+        """
+        self._tried = set()
+        return self._next(target) is not None
+
+    def seek(self, target: TargetPort) -> None:
+        """Opens the session on the next drafter, unless there is one already; the queue learns how it went.
+
+        Args:
+            target: the verifier that its blocks go to.
+        """
+        drafter = None if self._drafter is not None else self._next(target)
+        if drafter is None:
+            return
+        self._tried.add(drafter.instance_id)
+        self._drafter, self.is_ready = drafter, False
+        self._known_len = len(self._session.committed)
+        self.permit_number += 1
+        inbox = TaggedInbox(self._queue, self._session.epoch, self.permit_number)
+        self._opening = asyncio.create_task(_open(drafter, self._spec(drafter.description, target), inbox))
+
+    def take_ready(self) -> None:
+        """Notes that the drafter has read the prompt."""
+        self.is_ready = True
+        self._session.note("drafter ready", epoch=self._session.epoch)
+
+    def patience_s(self, most: float) -> float:
+        """Returns how long its next block may take before it is hurried, at most `most`."""
+        return self._asked.pace.patience_s(most)
+
+    def ask_for_block(self, num_draft_tokens: int) -> None:
+        """Asks for a block of the open round, and tells what was committed since the last one.
+
+        Raises:
+            DraftwireError: the drafter cannot be asked.
+        """
+        base_len = self._known_len
+        self._known_len = len(self._session.committed)
+        self.is_awaited, self.is_hurried = True, False
+        self._asked_at = asyncio.get_running_loop().time()
+        news = self._session.committed.ids[base_len:]
+        self._asked.calibrate(Calibration(self._session.fence, base_len, news, num_draft_tokens))
+
+    def hurry(self) -> None:
+        """Asks for what is drawn of the block.
+
+        Raises:
+            DraftwireError: the drafter cannot be asked.
+        """
+        self.is_hurried = True
+        self._asked.send_drafted(SendDrafted(self._session.session_id, self._session.epoch, self._session.round))
+
+    def end_round(self) -> None:
+        """Notes that the open round was decided: if by a block, its time is one of the drafter's."""
+        if self.is_awaited and self._drafter is not None:
+            self._drafter.pace.learn(asyncio.get_running_loop().time() - self._asked_at)
+        self.is_awaited = False
+
+    def give_up(self, error: Exception) -> bool:
+        """Goes on without this drafter, if it has not gone already: a loss is told in several ways.
+
+        Returns:
+            Whether a block of it was awaited, so that the open round is to be asked for in another way.
+        """
+        if self._drafter is None:
+            return False
+        # What is not one of our own errors may quote the prompt.
+        reason = str(error) if isinstance(error, DraftwireError) else f"internal error: {type(error).__name__}"
+        log.warning("gateway.drafter_lost", session_id=self._session.session_id, reason=reason)
+        self._session.note("drafter lost", epoch=self._session.epoch, reason=reason)
+        self.error = reason
+        self._session.statistics.num_drafters_lost += 1
+        was_awaited = self.is_awaited
+        self.drop()
+        return was_awaited
+
+    def drop(self) -> None:
+        """Ends the session on the drafter, if there is one, or its opening. To be done before the epoch ends."""
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+        if self._drafter is not None:
+            self._session.close_at(self._drafter)
+        self._drafter, self.is_ready, self.is_awaited = None, False, False
+
+    @property
+    def _asked(self) -> DrafterPort:
+        assert self._drafter is not None, "only a drafter that is ready is asked"
+        return self._drafter
+
+    def _next(self, target: TargetPort) -> DrafterPort | None:
+        """Returns the drafter to ask next, if there is one that was not asked yet and could draft something."""
+        unwanted = set(self._tried)
+        longest = 0
+        while self._session.generation.num_speculative_tokens:
+            drafter = self._peers.drafter_for(target, unwanted)
+            if drafter is None:
+                break
+            if len(self._session.committed) < drafter.description.context_length:
+                return drafter
+            longest = max(longest, drafter.description.context_length)
+            unwanted.add(drafter.instance_id)
+        if longest and self.permit_number < 0:  # else one has drafted as far as it could
+            self.error = f"the text is longer than the drafter's context of {longest}"
+        return None
+
+    def _spec(self, drafter: ModelDescription, target: TargetPort) -> DraftSessionSpec:
+        session, generation = self._session, self._session.generation
+        return DraftSessionSpec(
+            session_id=session.session_id,
+            epoch=session.epoch,
+            choice=generation.choice,
+            token_ids=list(session.committed.ids),
+            prompt_len=len(generation.prompt_ids),
+            sampling=generation.sampling,
+            rule=generation.rule,
+            drafting_key=session.key(Role.DRAFTING),
+            stop_token_ids=generation.stop_token_ids,
+            verifier_address=target.address,
+            target_vocab_size=target.description.vocab_size,
+            max_draft_tokens=generation.num_speculative_tokens,
+            max_len=min(generation.max_len, drafter.context_length),
+            permit=Permit.make(session.permit_key, self.permit_number),
+            cache_salt=generation.cache_salt,
+            traceparent=session.traceparent,
+        )
+
+
+async def _open(drafter: DrafterPort, spec: DraftSessionSpec, inbox: TaggedInbox) -> None:
+    try:
+        await drafter.open(spec, inbox)
+    except Exception as error:
+        inbox.put_nowait(DrafterLost(error))
+    else:
+        inbox.put_nowait(DrafterReady())
