@@ -1,0 +1,215 @@
+"""The drafter's seat alone: who has it, what it is asked, and how it is lost. No text and no verdicts."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from gateway_fakes import GONE, PROMPT, STORY, FakeDrafter, FakePeers, FakeTarget, in_virtual_time, make_generation
+
+from draftwire.errors import NoRoomError
+from draftwire.method.rounds import Permit, SendDrafted, Verdict
+from draftwire.method.token_source import TokenSource
+from draftwire_gateway.session.drafter_seat import DrafterSeat
+from draftwire_gateway.session.inbox import Said
+from draftwire_gateway.session.pace import LEAST_PATIENCE_S
+from draftwire_gateway.session.ports import DrafterLost, DrafterReady, SessionEvent
+from draftwire_gateway.session.session_state import SessionState
+
+
+@dataclass
+class Seating:
+    """A seat, and the drafters that may have it. The session is on a verifier already."""
+
+    seat: DrafterSeat
+    session: SessionState
+    queue: asyncio.Queue[Said]
+    target: FakeTarget
+    drafters: list[FakeDrafter]
+
+    def restart(self) -> bool:
+        self.session.epoch += 1
+        return self.seat.restart(self.target)
+
+    def seek(self) -> None:
+        self.seat.seek(self.target)
+
+    async def hear(self) -> SessionEvent:
+        """Returns what the drafter of the seat says next; those that were given up may have spoken before."""
+        while True:
+            said = await self.queue.get()
+            if (said.epoch, said.permit_number) == (self.session.epoch, self.seat.permit_number):
+                return said.event
+
+    async def seek_until_ready(self) -> FakeDrafter:
+        """Returns the drafter that took the seat."""
+        self.seek()
+        assert isinstance(await self.hear(), DrafterReady)
+        self.seat.take_ready()
+        number = self.seat.permit_number
+        return next(each for each in self.drafters if each.sessions and each.spec.permit.number == number)
+
+    def end_round(self, tokens: list[int]) -> None:
+        """A verdict of the open round came."""
+        self.session.commit(Verdict(self.session.fence, tokens, 0, 0, TokenSource.PLAIN, plain_rounds_left=0))
+        self.seat.end_round()
+
+
+def seating(num_drafters: int = 1, context_lengths: tuple[int, ...] = (), **changes: Any) -> Seating:
+    target = FakeTarget()
+    lengths = context_lengths or (10_000,) * num_drafters
+    drafters = [FakeDrafter(target, context_length=length, instance_id=number) for number, length in enumerate(lengths)]
+    for drafter in drafters:
+        drafter.on_calibration = lambda calibration: None  # no verifier takes blocks here
+    session, queue = SessionState(make_generation(**changes)), asyncio.Queue[Said]()
+    seat = DrafterSeat(session, FakePeers([target], drafters), queue)
+    session.epoch = 0
+    return Seating(seat, session, queue, target, drafters)
+
+
+@in_virtual_time
+async def test_block_that_is_asked_for_carries_what_was_committed_since_the_last_one() -> None:
+    one = seating()
+    drafter = await one.seek_until_ready()
+    for number in range(3):
+        one.end_round(STORY[2 * number : 2 * number + 2])
+        one.seat.ask_for_block(4 - number)
+    assert drafter.violations == []
+    asked = [(each.base_len, each.token_ids, each.num_draft_tokens) for each in drafter.calibrations]
+    prompt_len = len(PROMPT)
+    assert asked == [(prompt_len, STORY[:2], 4), (prompt_len + 2, STORY[2:4], 3), (prompt_len + 4, STORY[4:6], 2)]
+    assert drafter.calibrations[-1].fence == one.session.fence
+
+
+@in_virtual_time
+async def test_drafter_that_takes_over_is_told_all_and_shows_a_higher_permit() -> None:
+    one = seating(num_drafters=2)
+    first = await one.seek_until_ready()
+    one.end_round(STORY[:3])
+    one.seat.ask_for_block(4)
+    assert one.seat.give_up(GONE)
+    second = await one.seek_until_ready()
+    assert second is not first
+    assert second.spec.token_ids == [*PROMPT, *STORY[:3]]
+    permits = [drafter.spec.permit for drafter in (first, second)]
+    assert permits == [Permit.make(one.session.permit_key, number) for number in (0, 1)]
+    one.seat.ask_for_block(4)
+    assert (second.calibrations[0].token_ids, second.violations) == ([], [])
+
+
+@in_virtual_time
+async def test_loss_is_counted_once_and_says_whether_a_block_was_awaited() -> None:
+    for is_asked, is_decided in ((False, False), (True, False), (True, True)):
+        one = seating()
+        drafter = await one.seek_until_ready()
+        if is_asked:
+            one.seat.ask_for_block(4)
+        if is_decided:
+            one.end_round(STORY[:1])
+        assert one.seat.give_up(GONE) == (is_asked and not is_decided)
+        assert not one.seat.give_up(NoRoomError("told again")), "it is gone"
+        assert (one.session.statistics.num_drafters_lost, one.seat.error) == (1, "gone")
+        assert drafter.closed == [(one.session.session_id, 0)]
+        assert (one.seat.is_ready, one.seat.is_awaited, one.seat.room) == (False, False, 0)
+
+
+@in_virtual_time
+async def test_reason_of_a_loss_is_told_if_it_is_meant_to_be_read() -> None:
+    """Anything else may quote the prompt."""
+    one = seating(num_drafters=2)
+    for error, told in ((GONE, "gone"), (RuntimeError("the prompt is: secret"), "internal error: RuntimeError")):
+        one.drafters[one.seat.permit_number + 1].open_error = error
+        one.seek()
+        lost = await one.hear()
+        assert isinstance(lost, DrafterLost)
+        one.seat.give_up(lost.error)
+        assert one.seat.error == told
+
+
+@in_virtual_time
+async def test_seat_that_is_taken_is_not_offered_and_nobody_is_asked_twice_at_one_verifier() -> None:
+    one = seating(num_drafters=2)
+    first, second = one.drafters
+    await one.seek_until_ready()
+    one.seek()
+    assert (first.opened, second.opened) == (1, 0)
+    for _ in range(3):
+        one.seat.give_up(GONE)
+        one.seek()
+        await asyncio.sleep(0)
+    assert (first.opened, second.opened) == (1, 1)
+    assert one.restart()
+    await one.seek_until_ready()
+    assert (first.opened, second.opened, first.spec.epoch, one.seat.permit_number) == (2, 1, 1, 2)
+
+
+@in_virtual_time
+async def test_room_is_what_the_drafters_context_leaves_once_it_is_ready() -> None:
+    one = seating(context_lengths=(len(PROMPT) + 5,))
+    assert (one.seat.room, one.seat.is_warming_up) == (0, False)
+    one.seek()
+    assert (one.seat.room, one.seat.is_warming_up) == (0, True)
+    await one.hear()
+    one.seat.take_ready()
+    assert (one.seat.room, one.seat.is_warming_up) == (5, False)
+    one.end_round(STORY[:3])
+    assert one.seat.room == 2
+
+
+@in_virtual_time
+async def test_drafters_whose_context_is_too_short_are_passed_over_and_named_if_there_is_no_other() -> None:
+    short = len(PROMPT)
+    one = seating(context_lengths=(short - 1, short, 10_000))
+    assert one.restart()
+    assert await one.seek_until_ready() is one.drafters[2]
+    assert one.seat.error == ""
+    other = seating(context_lengths=(short - 1, short))
+    assert not other.restart()
+    assert other.seat.error == f"the text is longer than the drafter's context of {short}"
+    unwanted = seating(num_speculative_tokens=0)
+    assert not unwanted.restart()
+    unwanted.seek()
+    assert (unwanted.seat.is_warming_up, unwanted.seat.error) == (False, "")
+
+
+@in_virtual_time
+async def test_time_of_blocks_is_learned_and_that_of_plain_rounds_is_not() -> None:
+    one = seating()
+    await one.seek_until_ready()
+    for seconds in (0.0, 4.0):
+        await asyncio.sleep(seconds)
+        one.end_round(STORY[:1])
+    assert one.seat.patience_s(5.0) == 5.0, "nothing is known"
+    one.seat.ask_for_block(4)
+    one.end_round(STORY[:1])
+    await asyncio.sleep(4.0)
+    one.end_round(STORY[:1])
+    assert one.seat.patience_s(5.0) == LEAST_PATIENCE_S
+
+
+@in_virtual_time
+async def test_hurry_names_the_round_and_the_next_block_is_not_hurried() -> None:
+    one = seating()
+    drafter = await one.seek_until_ready()
+    one.seat.ask_for_block(4)
+    assert not one.seat.is_hurried
+    one.seat.hurry()
+    assert (one.seat.is_hurried, drafter.hurried) == (True, [SendDrafted(one.session.session_id, 0, 0)])
+    one.end_round(STORY[:1])
+    one.seat.ask_for_block(4)
+    assert (one.seat.is_hurried, drafter.violations) == (False, [])
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+@in_virtual_time
+async def test_seat_that_is_dropped_leaves_nothing_open_and_asks_nobody(is_ready: bool) -> None:
+    one = seating()
+    (drafter,) = one.drafters
+    drafter.ready_after = 0 if is_ready else 10_000
+    one.seek()
+    await asyncio.sleep(0)
+    one.seat.drop()
+    one.seat.drop()
+    await asyncio.sleep(0)
+    assert (drafter.closed, drafter.open_cancelled) == ([(one.session.session_id, 0)], not is_ready)
+    assert (one.session.statistics.num_drafters_lost, one.seat.error) == (0, "")
