@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -28,11 +28,22 @@ class Seating:
     session: SessionState
     queue: asyncio.Queue[Said]
     targets: list[FakeTarget]
-    asked: list[tuple[str, float]]
+    plain_rounds: Callable[[TargetPort], int]
+    asked: list[tuple[str, float]] = field(default_factory=list)
 
     @property
     def order(self) -> list[str]:
         return [address for address, _ in self.asked]
+
+    def prepare(self, target: TargetPort) -> int:
+        self.asked.append((target.address, now()))
+        return self.plain_rounds(target)
+
+    async def open(self, *, waits_for_room: bool) -> None:
+        await self.seat.open(self.prepare, waits_for_room=waits_for_room)
+
+    async def move(self, error: Exception) -> None:
+        await self.seat.move(error, self.prepare)
 
     async def commit_round(self) -> None:
         """Takes the verdict that the verifier of the seat sends next."""
@@ -46,27 +57,20 @@ class Seating:
 
 def seating(count: int, *, plain_rounds: Callable[[TargetPort], int] = lambda _: 1, **changes: Any) -> Seating:
     """Returns a seat among so many verifiers, which none of them has yet."""
-    asked: list[tuple[str, float]] = []
-
-    def prepare(target: TargetPort) -> int:
-        asked.append((target.address, now()))
-        return plain_rounds(target)
-
     session, queue = SessionState(make_generation(**changes)), asyncio.Queue[Said]()
     targets = [FakeTarget(address=f"target:{number}") for number in range(1, count + 1)]
-    seat = VerifierSeat(session, FakePeers(targets), queue, LIMITS, prepare)
-    return Seating(seat, session, queue, targets, asked)
+    return Seating(VerifierSeat(session, FakePeers(targets), queue, LIMITS), session, queue, targets, plain_rounds)
 
 
 @in_virtual_time
 async def test_session_moves_with_all_that_was_committed_and_words_of_the_lost_one_are_of_an_old_epoch() -> None:
     one = seating(2)
-    await one.seat.open(waits_for_room=False)
+    await one.open(waits_for_room=False)
     for _ in range(3):
         await one.commit_round()
         one.seat.run_plain(1)
     first, second = one.targets
-    await one.seat.move(GONE)
+    await one.move(GONE)
     spec = second.spec
     assert (spec.epoch, spec.first_round, spec.token_ids) == (1, 3, [*PROMPT, *STORY[:3]])
     assert (one.seat.address, one.session.statistics.num_verifiers_lost) == (second.address, 1)
@@ -83,7 +87,7 @@ async def test_first_plain_run_is_as_long_as_wanted_within_what_is_left_and_neve
     asked: int, max_tokens: int, sent: int
 ) -> None:
     one = seating(1, plain_rounds=lambda _: asked, max_tokens=max_tokens, num_speculative_tokens=0)
-    await one.seat.open(waits_for_room=False)
+    await one.open(waits_for_room=False)
     assert one.targets[0].spec.plain_rounds == sent
 
 
@@ -93,7 +97,7 @@ async def test_each_attempt_is_prepared_under_an_epoch_of_its_own() -> None:
     one = seating(3, plain_rounds=lambda _: epochs.append(one.session.epoch) or 1)
     targets = one.targets
     targets[0].open_error = targets[1].open_error = GONE
-    await one.seat.open(waits_for_room=False)
+    await one.open(waits_for_room=False)
     assert epochs == [0, 1, 2]
     assert [target.attempts[0].epoch for target in targets] == epochs
     assert [[epoch for _, epoch in target.closed] for target in targets] == [[0], [1], []]
@@ -103,25 +107,25 @@ async def test_each_attempt_is_prepared_under_an_epoch_of_its_own() -> None:
 async def test_preferred_verifier_is_tried_first_and_after_a_loss_those_that_lost_the_session_least() -> None:
     one = seating(3)
     one.seat.preferred_address = "target:3"
-    await one.seat.open(waits_for_room=False)
+    await one.open(waits_for_room=False)
     for _ in range(4):
         await one.commit_round()
-        await one.seat.move(GONE)
+        await one.move(GONE)
     assert one.order == ["target:3", "target:1", "target:2", "target:3", "target:1"]
 
 
 @in_virtual_time
 async def test_session_that_moves_in_vain_is_given_up_and_one_that_gets_on_is_not() -> None:
     one = seating(2)
-    await one.seat.open(waits_for_room=False)
+    await one.open(waits_for_room=False)
     for _ in range(2):
         for _ in range(MAX_FUTILE_MOVES):
-            await one.seat.move(GONE)
+            await one.move(GONE)
         await one.commit_round()
     for _ in range(MAX_FUTILE_MOVES):
-        await one.seat.move(GONE)
+        await one.move(GONE)
     with pytest.raises(CompletionInterruptedError, match="gone") as interrupted:
-        await one.seat.move(GONE)
+        await one.move(GONE)
     assert interrupted.value.num_generated_tokens == 2
     assert len(one.asked) == 1 + 3 * MAX_FUTILE_MOVES
     assert one.seat.address == ""
@@ -133,7 +137,7 @@ async def test_verifiers_are_tried_again_after_pauses_that_double_up_to_a_longes
     one = seating(1)
     one.targets[0].open_error = UnavailableError("draining")
     with pytest.raises(UnavailableError, match="draining"):
-        await one.seat.open(waits_for_room=True)
+        await one.open(waits_for_room=True)
     pauses = [after - before for (_, before), (_, after) in pairwise(one.asked)]
     longest = [min(FIRST_PAUSE_S * 2.0**place, LONGEST_PAUSE_S) for place in range(len(pauses))]
     assert all(pause <= most for pause, most in zip(pauses, longest, strict=True))
@@ -147,7 +151,7 @@ async def test_full_verifier_is_not_tried_again_before_half_of_the_time_that_it_
     one = seating(1)
     one.targets[0].open_error = NoRoomError("full", retry_after_s=6.0)
     with pytest.raises(NoRoomError, match="full"):
-        await one.seat.open(waits_for_room=True)
+        await one.open(waits_for_room=True)
     pauses = [after - before for (_, before), (_, after) in pairwise(one.asked)]
     assert all(3.0 <= pause <= 6.0 for pause in pauses[:-1])
     assert 5 <= len(pauses) <= 10
@@ -156,9 +160,9 @@ async def test_full_verifier_is_not_tried_again_before_half_of_the_time_that_it_
 @in_virtual_time
 async def test_loss_that_is_not_the_verifiers_fault_moves_nothing() -> None:
     one = seating(2)
-    await one.seat.open(waits_for_room=False)
+    await one.open(waits_for_room=False)
     with pytest.raises(InvalidRequestError, match="too long"):
-        await one.seat.move(InvalidRequestError("too long"))
+        await one.move(InvalidRequestError("too long"))
     assert (one.seat.address, one.order, one.session.statistics.num_verifiers_lost) == ("target:1", ["target:1"], 0)
 
 
@@ -173,5 +177,5 @@ async def test_opening_that_is_cancelled_is_closed() -> None:
 
     target.open = open_for_ever  # type: ignore[method-assign]
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(one.seat.open(waits_for_room=False), 1.0)
+        await asyncio.wait_for(one.open(waits_for_room=False), 1.0)
     assert (target.closed, one.seat.address) == ([(one.session.session_id, 0)], "")

@@ -61,7 +61,7 @@ class GenerationLoop:
         self._queue: asyncio.Queue[Said] = asyncio.Queue()
         self._session = SessionState(generation, spans)
         self._text = CommittedText(self._session, text)
-        self._verifier = VerifierSeat(self._session, peers, self._queue, settings, self._prepare)
+        self._verifier = VerifierSeat(self._session, peers, self._queue, settings)
         self._drafter = DrafterSeat(self._session, peers, self._queue)
         self._watch = RoundWatch(observer)
         self._due = 0.0
@@ -99,7 +99,7 @@ class GenerationLoop:
         reason = self._text.reason_before()
         try:
             if reason is None:
-                await self._verifier.open(waits_for_room=waits_for_room)
+                await self._verifier.open(self._prepare, waits_for_room=waits_for_room)
                 self._begin()
                 on_open()
             while reason is None:
@@ -225,7 +225,7 @@ class GenerationLoop:
         return WhyPlain.WARMING_UP if has_drafter else WhyPlain.NO_DRAFTER
 
     def _prepare(self, target: TargetPort) -> int:
-        """Makes ready for a verifier that is asked to take the session; see `VerifierSeat`."""
+        """Makes ready for a verifier that is to be asked to take the session; a `Prepare`."""
         has_drafter = self._drafter.restart(target)
         self._watch.ask(self._why_no_block(has_drafter), opens=True)
         return 1 if has_drafter else self._settings.plain_run_rounds
@@ -238,7 +238,7 @@ class GenerationLoop:
     async def _move(self, error: Exception) -> None:
         """Opens the session elsewhere; see `VerifierSeat.move`. The drafter's blocks went to the one that is lost."""
         self._drafter.drop()
-        await self._verifier.move(error)
+        await self._verifier.move(error, self._prepare)
         self._begin()
 
     def _give_up_drafter(self, error: Exception) -> None:

@@ -34,18 +34,15 @@ MAX_FUTILE_MOVES = 3
 """A session that was lost so often without committing a token in between is given up: it may be what its verifiers die
 of."""
 
+Prepare = Callable[[TargetPort], int]
+"""Called before each attempt to open the session, under its epoch. Returns how many rounds the verifier is to decode by
+itself at first."""
+
 
 class VerifierSeat:
     """Holds the verifier that a session is open on, and opens it on another one when that is lost."""
 
-    def __init__(
-        self,
-        session: SessionState,
-        peers: Peers,
-        queue: asyncio.Queue[Said],
-        settings: LoopSettings,
-        prepare: Callable[[TargetPort], int],
-    ) -> None:
+    def __init__(self, session: SessionState, peers: Peers, queue: asyncio.Queue[Said], settings: LoopSettings) -> None:
         """Opens nothing yet.
 
         Args:
@@ -53,14 +50,11 @@ class VerifierSeat:
             peers: who may be asked.
             queue: where what verifiers say arrives.
             settings: how long to wait.
-            prepare: called before each attempt, under its epoch; returns how many rounds the verifier, if it takes the
-                session, is to decode by itself at first.
         """
         self._session = session
         self._peers = peers
         self._queue = queue
         self._settings = settings
-        self._prepare = prepare
         self._target: TargetPort | None = None
         self._lost_by: list[str] = []
         self._futile_moves = 0
@@ -78,10 +72,11 @@ class VerifierSeat:
         """Where the session is open; empty if it is not."""
         return "" if self._target is None else self._target.address
 
-    async def open(self, *, waits_for_room: bool) -> None:
+    async def open(self, prepare: Prepare, *, waits_for_room: bool) -> None:
         """Opens the session on the best verifier that takes it.
 
         Args:
+            prepare: what is to be done before each attempt.
             waits_for_room: whether verifiers that are full are tried again, all of them for `failover_timeout_s`.
 
         Raises:
@@ -94,8 +89,9 @@ class VerifierSeat:
             refusals: list[DraftwireError] = []
             # Those that lost the session come last: one that hangs has few sessions, and so would be chosen again.
             for target in sorted(self._peers.targets(), key=self._rank):
+                self._session.epoch += 1  # also after a refusal, which may have come too late to be one
                 try:
-                    await self._open_at(target)
+                    await self._open_at(target, prepare(target))
                 except ProtocolViolationError as error:
                     # It does not know its lease, say, because it was restarted a moment ago.
                     refusals.append(UnavailableError(f"{target.address}: {error}"))
@@ -112,11 +108,12 @@ class VerifierSeat:
             await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), max(0.0, deadline - clock())))
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
 
-    async def move(self, error: Exception) -> None:
+    async def move(self, error: Exception, prepare: Prepare) -> None:
         """Opens the session elsewhere, since its verifier is lost. Whatever that one still says is of an old epoch.
 
         Args:
             error: how it was lost.
+            prepare: what is to be done before each attempt.
 
         Raises:
             DraftwireError: it was not the verifier's fault, or no verifier is left.
@@ -135,7 +132,7 @@ class VerifierSeat:
         try:
             if self._futile_moves > MAX_FUTILE_MOVES:
                 raise error
-            await self.open(waits_for_room=True)
+            await self.open(prepare, waits_for_room=True)
         except (UnavailableError, NoRoomError) as refusal:
             raise CompletionInterruptedError(str(refusal), self._session.num_generated) from error
 
@@ -158,10 +155,8 @@ class VerifierSeat:
         """Returns how well a verifier suits, the least the best."""
         return self._lost_by.count(target.address), target.address != self.preferred_address
 
-    async def _open_at(self, target: TargetPort) -> None:
+    async def _open_at(self, target: TargetPort, plain_rounds: int) -> None:
         """Opens the session on a verifier, or raises why not, and then it is closed there."""
-        self._session.epoch += 1  # also after a refusal, which may have come too late to be one
-        plain_rounds = self._prepare(target)
         try:
             await target.open(self._spec(plain_rounds), TaggedInbox(self._queue, self._session.epoch))
         except BaseException:
