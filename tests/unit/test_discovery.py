@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import trustme
+from kubernetes.aio.client import V1EndpointSlice
 from kubernetes_api import PORT, Asked, KubernetesApi, endpoint_slice, pod
 from structlog.testing import capture_logs
 
@@ -203,6 +204,11 @@ def verifiers(*items: Any, name: str = "x", **changes: Any) -> Any:
     return endpoint_slice(name, "verifier", items) | changes
 
 
+def told_by(slices: Sequence[Any]) -> frozenset[Endpoint]:
+    """Returns the endpoints of slices, which come as JSON."""
+    return endpoints_of(V1EndpointSlice.from_dict(slice_) for slice_ in slices)
+
+
 @pytest.mark.parametrize(
     ("conditions", "expected"),
     [
@@ -218,7 +224,7 @@ def test_conditions_that_are_not_known_count_as_ready(
     conditions: dict[str, bool | None], expected: tuple[bool, bool, bool]
 ) -> None:
     for item in ({**pod(A), "conditions": conditions}, {**pod(A), "conditions": conditions, "zone": None}):
-        assert endpoints_of([verifiers(item)]) == {Endpoint(A + V, None, *expected)}
+        assert told_by([verifiers(item)]) == {Endpoint(A + V, None, *expected)}
 
 
 TERMINATING = Endpoint(A + V, is_terminating=True)
@@ -271,7 +277,7 @@ SLICES = {
 @pytest.mark.parametrize(("slices", "expected"), SLICES.values(), ids=list(SLICES))
 def test_slices_list_each_pod_once_whatever_their_order(slices: list[Any], expected: list[Endpoint]) -> None:
     """With the port named grpc, else the first; a pod that terminates in one slice terminates."""
-    assert endpoints_of(slices) == endpoints_of(slices[::-1]) == set(expected)
+    assert told_by(slices) == told_by(slices[::-1]) == set(expected)
 
 
 # Kubernetes
@@ -521,14 +527,16 @@ async def test_server_that_ends_every_watch_at_once_is_not_asked_in_a_tight_loop
     [
         {"addressType": None, "endpoints": [{"addresses": []}]},
         {"endpoints": [{"conditions": {}}]},
+        {"endpoints": [{"addresses": []}]},
         {"endpoints": ["x"]},
         {"ports": [{"name": "grpc", "port": "http"}]},
         {"endpoints": 7},
     ],
 )
 async def test_slices_that_are_none_are_failures_and_change_nothing(api: KubernetesApi, broken: dict[str, Any]) -> None:
+    """A watch that said so is given up: the next one is another."""
     api.put(verifiers(pod(A)))
-    async with watching() as followed:
+    async with watching(WatchTimes(watch_s=60, answer_s=0.5)) as followed:
         await followed.until(A)
         await until(lambda: api.watches)
         api.put(verifiers(pod(B), name="y") | broken)
@@ -538,6 +546,7 @@ async def test_slices_that_are_none_are_failures_and_change_nothing(api: Kuberne
         api.delete("y")
         api.put(verifiers(pod(C), name="z"))
         await followed.until(A, C)
+        await until(lambda: len(api.watches) == 2)
 
 
 async def test_age_is_that_of_the_last_answer(api: KubernetesApi) -> None:

@@ -13,6 +13,8 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +22,15 @@ from draftwire.errors import InvalidRequestError
 from draftwire_gateway.peers.discovery import Endpoint, SourceStatus, host_and_port
 
 if TYPE_CHECKING:
-    from kubernetes.aio.client import Configuration, DiscoveryV1Api
+    from aiohttp import ClientResponse
+    from kubernetes.aio.client import Configuration, DiscoveryV1Api, V1Endpoint, V1EndpointSlice
+    from kubernetes.aio.watch import Watch
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 PORT_NAME = "grpc"
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Between attempts while the API cannot be asked; doubled from one to the next."""
-
-Slices = dict[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +42,6 @@ class WatchTimes:
     answer_s: float = 10.0
     """How long an answer may take to begin, and a watch may go on after it should have ended: a connection that was cut
     without being closed is noticed by that."""
-
-
-class ApiError(Exception):
-    """The API did not give what was asked for. Stays within this module."""
-
-    def __init__(self, reason: str, status: int = 0) -> None:
-        super().__init__(reason)
-        self.status = status
-        """Of HTTP; 0 where there was none."""
-
-    @property
-    def is_expired(self) -> bool:
-        """Whether the watch was too far behind: normal, and mended by listing again."""
-        return self.status == 410
-
-    @property
-    def is_refusal(self) -> bool:
-        """Whether somebody has to give us rights."""
-        return self.status in (401, 403)
 
 
 async def read_configuration() -> Configuration:
@@ -97,7 +80,11 @@ def own_namespace() -> str:
 
 
 class EndpointSliceSource:
-    """Follows the EndpointSlices of one service."""
+    """Follows the EndpointSlices of one service.
+
+    With the library's `Watch`, not its `SharedInformer`: that one lives on a thread, and waits for ever on a connection
+    that is dead.
+    """
 
     def __init__(
         self, configuration: Configuration, namespace: str, service: str, times: WatchTimes | None = None
@@ -107,136 +94,128 @@ class EndpointSliceSource:
         self.status = SourceStatus()
         self._configuration = configuration
         self._namespace = namespace
-        self._service = service
+        self._selector = f"kubernetes.io/service-name={service}"
         self._times = times or WatchTimes()
-        self._slices: Slices = {}
+        self._slices: dict[str, V1EndpointSlice] = {}
         self._version = ""
         """Of what is known; empty where it has to be listed again."""
 
     async def endpoints(self) -> AsyncGenerator[frozenset[Endpoint]]:
-        """See `Source.endpoints`."""
-        from kubernetes.aio import client
+        """Lists the slices, then watches them; lists them again where changes may have been missed."""
+        from kubernetes.aio import client, watch
 
-        async with (
-            client.ApiClient(self._configuration) as connection,
-            aclosing(self._follow(client.DiscoveryV1Api(connection))) as changes,
-        ):
-            async for endpoints in changes:
-                yield endpoints
-
-    async def _follow(self, api: DiscoveryV1Api) -> AsyncGenerator[frozenset[Endpoint]]:
-        pause_s = FIRST_PAUSE_S
-        while True:
-            try:
-                if not self._version:
-                    await self._list(api)
-                    yield endpoints_of(self._slices.values())
-                async with aclosing(self._watch(api)) as changes:
-                    async for changed in changes:
-                        if changed:
-                            yield endpoints_of(self._slices.values())
-                        pause_s = FIRST_PAUSE_S
-            except ApiError as failure:
-                self._version = ""  # who knows what was missed
-                if not failure.is_expired:
-                    self.status.note_failure(self.name, str(failure), is_lasting=failure.is_refusal)
-                # All gateways lose the same server at once: they must not all come back at once.
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-                pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
+        watcher, pause_s = watch.Watch("V1EndpointSlice"), FIRST_PAUSE_S
+        async with client.ApiClient(self._configuration) as connection:
+            api = client.DiscoveryV1Api(connection)
+            while True:
+                try:
+                    if not self._version:
+                        await self._list(api)
+                        yield endpoints_of(self._slices.values())
+                    async with aclosing(self._watch(api, watcher)) as changes:
+                        async for changed in changes:
+                            if changed:
+                                yield endpoints_of(self._slices.values())
+                            pause_s = FIRST_PAUSE_S
+                except Exception as error:  # of the network, of the HTTP library, of the client library, of its models
+                    self._version = ""  # who knows what was missed
+                    self._note_failure(error)
+                    # All gateways lose the same server at once: they must not all come back at once.
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                    pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
 
     async def _list(self, api: DiscoveryV1Api) -> None:
         """Learns all slices, as they are now."""
-        async with aclosing(self._lines(api, self._times.answer_s)) as lines:
-            body = b"".join([line async for line in lines])
-        answer = _parsed(body)
-        try:
-            slices = {str(item["metadata"]["name"]): item for item in answer["items"] or ()}
-            endpoints_of(slices.values())
-            self._slices, self._version = slices, str(answer["metadata"]["resourceVersion"])
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise ApiError(f"not a list of EndpointSlices: {error!r}") from error
+        async with asyncio.timeout(self._times.answer_s):
+            answer = await api.list_namespaced_endpoint_slice(self._namespace, label_selector=self._selector)
+        slices = {slice_.metadata.name: slice_ for slice_ in answer.items}
+        endpoints_of(slices.values())
+        self._slices, self._version = slices, answer.metadata.resource_version
         self.status.synced_at = time.monotonic()  # all is well only when they can be watched too
 
-    async def _watch(self, api: DiscoveryV1Api) -> AsyncGenerator[bool]:
+    async def _watch(self, api: DiscoveryV1Api, watcher: Watch) -> AsyncGenerator[bool]:
         """Takes changes as they come, until the server ends the watch, and yields whether slices changed."""
         started, num_events = time.monotonic(), 0
-        watch = {"watch": True, "resource_version": self._version, "allow_watch_bookmarks": True}
-        limits = {"timeout_seconds": self._times.watch_s}
-        async with aclosing(self._lines(api, self._times.watch_s + self._times.answer_s, **watch, **limits)) as lines:
-            async for line in lines:
-                if line:
-                    num_events += 1
-                    yield self._take(_parsed(line))
+        changes = watcher.stream(
+            partial(self._begin_watch, api),
+            resource_version=self._version,
+            allow_watch_bookmarks=True,
+            timeout_seconds=self._times.watch_s,
+            _request_timeout=self._times.watch_s + self._times.answer_s,
+        )
+        async with watcher:
+            async for event in changes:
+                num_events += 1
+                yield self._take(event, watcher.resource_version)
                 self.status.note_success(self.name)
         if time.monotonic() - started < min(1.0, self._times.watch_s / 2):
             if not num_events:
-                raise ApiError("the server ended a watch at once")
+                raise ConnectionError("the server ended a watch at once")
             await asyncio.sleep(FIRST_PAUSE_S)
         self.status.note_success(self.name)
         yield False
 
-    def _take(self, event: Mapping[str, Any]) -> bool:
+    async def _begin_watch(self, api: DiscoveryV1Api, _preload_content: bool, **parameters: object) -> ClientResponse:
+        """Returns an answer whose lines the library reads, with what it asks for.
+
+        By itself it would notice an answer that does not begin only when the watch should have ended, and that one has
+        begun only when something happens.
+        """
+        from kubernetes.aio.client import ApiException
+
+        async with asyncio.timeout(self._times.answer_s):
+            response: ClientResponse = await api.list_namespaced_endpoint_slice_without_preload_content(
+                self._namespace, label_selector=self._selector, **parameters
+            )
+            if response.status != HTTPStatus.OK:
+                raise ApiException(response.status, response.reason, body=await response.text())
+        self.status.note_success(self.name)
+        return response
+
+    def _take(self, event: Mapping[str, Any], version: str) -> bool:
         """Takes one change; returns whether slices changed, and not the version alone."""
-        try:
-            kind, item = event["type"], event["object"]
-            if kind == "ERROR":
-                raise ApiError(str(item.get("message", "")), int(item.get("code", 0)))
-            name, version = str(item["metadata"].get("name", "")), str(item["metadata"]["resourceVersion"])
-            slices = dict(self._slices)
-            if kind in ("ADDED", "MODIFIED"):
-                slices[name] = item
-            elif kind == "DELETED":
-                slices.pop(name, None)
-            elif kind != "BOOKMARK":
-                raise ApiError(f"a watch event of an unknown type: {kind}")
-            endpoints_of(slices.values())
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise ApiError(f"not a change of an EndpointSlice: {error!r}") from error
+        kind, item, slices = event["type"], event["object"], dict(self._slices)
+        match kind:
+            case "ADDED" | "MODIFIED":
+                slices[item.metadata.name] = item
+            case "DELETED":
+                slices.pop(item.metadata.name, None)
+            case "BOOKMARK":
+                pass
+            case _:
+                raise ValueError(f"a watch event of an unknown type: {kind}")
+        endpoints_of(slices.values())
         self._slices, self._version = slices, version
         return bool(kind != "BOOKMARK")
 
-    async def _lines(self, api: DiscoveryV1Api, most_s: float, **parameters: object) -> AsyncGenerator[bytes]:
-        """Asks for the slices and yields the lines of the answer as they come; an empty one when it begins.
-
-        Args:
-            api: whom to ask.
-            most_s: how long the whole answer may take.
-            parameters: of the call.
-
-        Raises:
-            ApiError: no answer, a bad one, or not in time.
-        """
-        try:
-            async with asyncio.timeout(self._times.answer_s):
-                response = await api.list_namespaced_endpoint_slice_without_preload_content(
-                    self._namespace,
-                    label_selector=f"kubernetes.io/service-name={self._service}",
-                    _request_timeout=most_s,
-                    **parameters,
-                )
-            async with response:
-                if response.status != 200:
-                    raise self._refusal(response.status, await response.read())
-                yield b""
-                async for line in response.content:
-                    yield line
-        except TimeoutError as error:
-            raise ApiError("no answer in time") from error
-        except ApiError:
-            raise
-        except Exception as error:  # of the network, of the HTTP library, of the client library, of the token's file
-            raise ApiError(f"{type(error).__name__}: {error}") from error
-
-    def _refusal(self, status: int, body: bytes) -> ApiError:
-        try:
-            said = str(json.loads(body)["message"])
-        except (ValueError, KeyError, TypeError):
-            said = "no reason given"
+    def _note_failure(self, error: Exception) -> None:
+        """Counts a failure, unless the watch was too far behind: that is normal, and mended by listing again."""
+        status = getattr(error, "status", 0)  # of HTTP
+        if status == HTTPStatus.GONE:
+            return
+        is_refusal = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)  # somebody has to give us rights
         needed = f"; the gateway needs get, list and watch of endpointslices in namespace {self._namespace}"
-        return ApiError(f"HTTP {status}: {said}{needed if status in (401, 403) else ''}", status)
+        self.status.note_failure(self.name, _reason_of(error) + needed * is_refusal, is_lasting=is_refusal)
 
 
-def endpoints_of(slices: Iterable[Mapping[str, Any]]) -> frozenset[Endpoint]:
+def _reason_of(error: Exception) -> str:
+    """Returns in a line why the API did not give what was asked for."""
+    from kubernetes.aio.client import ApiException
+
+    if isinstance(error, ApiException):
+        try:
+            said = json.loads(error.body)["message"]
+        except (ValueError, KeyError, TypeError):
+            said = error.reason
+        return f"HTTP {error.status}: {said}"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, (LookupError, TypeError, AttributeError, ValueError)):
+        return f"not a list or a change of EndpointSlices: {error!r}"
+    return f"{type(error).__name__}: {error}"
+
+
+def endpoints_of(slices: Iterable[V1EndpointSlice]) -> frozenset[Endpoint]:
     """Returns each endpoint of some slices once.
 
     The addresses of one endpoint lead to the same pod, and so do those that a service with two IP families has in
@@ -244,37 +223,36 @@ def endpoints_of(slices: Iterable[Mapping[str, Any]]) -> frozenset[Endpoint]:
     another is in both for a while.
 
     Raises:
-        LookupError, TypeError, AttributeError, ValueError: what was given is not EndpointSlices.
+        LookupError: an endpoint has no address.
     """
     by_pod: dict[str, Endpoint] = {}
-    for slice_ in sorted(slices, key=lambda item: (str(item["addressType"]), str(item["metadata"]["name"]))):
+    for slice_ in sorted(slices, key=lambda item: (item.address_type, item.metadata.name)):
         port = _port_of(slice_)
         if port is None:
             continue
-        for item in slice_["endpoints"] or ():
+        for item in slice_.endpoints or ():
             found = _endpoint(item, port)
-            pod = str((item.get("targetRef") or {}).get("uid") or found.address)
+            pod = getattr(item.target_ref, "uid", None) or found.address
             by_pod[pod] = _both(by_pod[pod], found) if pod in by_pod else found
     return frozenset(by_pod.values())
 
 
-def _port_of(slice_: Mapping[str, Any]) -> int | None:
+def _port_of(slice_: V1EndpointSlice) -> int | None:
     """Returns the port named grpc, else the first one; None if there is none."""
-    ports = [port for port in slice_.get("ports") or () if port.get("port") is not None]
-    named = [port for port in ports if port.get("name") == PORT_NAME]
-    return int((named or ports)[0]["port"]) if ports else None
+    ports = [port for port in slice_.ports or () if port.port is not None]
+    named = [port for port in ports if port.name == PORT_NAME]
+    return int((named or ports)[0].port) if ports else None
 
 
-def _endpoint(item: Mapping[str, Any], port: int) -> Endpoint:
-    conditions = item.get("conditions") or {}
-    ready, serving = conditions.get("ready"), conditions.get("serving")
-    is_ready = ready is None or bool(ready)  # what nobody knows counts as ready
+def _endpoint(item: V1Endpoint, port: int) -> Endpoint:
+    ready, serving, terminating = (getattr(item.conditions, name, None) for name in ("ready", "serving", "terminating"))
+    is_ready = ready is None or ready  # what nobody knows counts as ready
     return Endpoint(
-        address=host_and_port(str(item["addresses"][0]), port),
-        zone=item.get("zone") or None,
+        address=host_and_port(item.addresses[0], port),
+        zone=item.zone or None,
         is_ready=is_ready,
-        is_serving=is_ready if serving is None else bool(serving),
-        is_terminating=bool(conditions.get("terminating")),
+        is_serving=is_ready if serving is None else serving,
+        is_terminating=bool(terminating),
     )
 
 
@@ -287,10 +265,3 @@ def _both(first: Endpoint, second: Endpoint) -> Endpoint:
         is_serving=first.is_serving or second.is_serving,
         is_terminating=first.is_terminating or second.is_terminating,
     )
-
-
-def _parsed(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ApiError("the answer is not JSON") from error
