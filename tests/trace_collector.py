@@ -10,8 +10,14 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service_pb2
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.trace import SpanContext, TraceFlags
 
 Value = str | int | float | bool
+
+
+def span_context(trace_id: int, span_id: int, is_sampled: bool = True) -> SpanContext:
+    """Returns what names a span of another process."""
+    return SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(is_sampled))
 
 
 @dataclass(frozen=True, slots=True)

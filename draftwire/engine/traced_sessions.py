@@ -1,20 +1,24 @@
 """The sessions of a service whose spans are recorded, and how far each has come with its prompt."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.session_book import AnySpec
-from draftwire.requests.trace_context import TraceContext
 from draftwire.runtime.tracing import PREFIX, Attributes, Tracer, sampled
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
 
 
 @dataclass(slots=True)
 class TracedSession:
     """One session. Used on the event loop only."""
 
-    parent: TraceContext
+    parent: SpanContext
     """The span of the gateway that its spans are part of."""
     num_tokens: int
     """Of the prompt and of what was generated before."""

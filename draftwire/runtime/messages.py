@@ -35,9 +35,9 @@ from draftwire.requests.logprobs import (
 )
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, NUMBERS, SamplingParams
 from draftwire.requests.structured_output import MAX_CHOICES, Form, StructuredOutput
-from draftwire.requests.trace_context import TraceContext
 from draftwire.runtime.form_messages import form_to_proto
 from draftwire.runtime.status import status_of
+from draftwire.runtime.traceparent import parse_own_traceparent
 from draftwire.v1 import drafter_pb2, model_pb2, session_pb2, verifier_pb2
 
 _ENCODINGS = {
@@ -491,7 +491,7 @@ def _checked_salt(salt: str) -> str:
 
 
 def _checked_traceparent(header: str) -> str:
-    if header and TraceContext.parse_exactly(header) is None:
+    if header and parse_own_traceparent(header) is None:
         raise InvalidRequestError("traceparent is not one of W3C Trace Context, version 00")
     return header
 

@@ -21,7 +21,6 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from draftwire import __version__
-from draftwire.requests.trace_context import TraceContext
 from draftwire.runtime.tracing import Attributes
 
 log = structlog.get_logger()
@@ -122,8 +121,7 @@ class OtlpSpan:
         """Takes a span that has begun."""
         self._span = span
         self._clock = clock
-        own = span.get_span_context()
-        self.context = TraceContext(own.trace_id, own.span_id, is_local=True)
+        self.context = span.get_span_context()
 
     def add_event(self, name: str, attributes: Attributes) -> None:
         """See `Span.add_event`."""
@@ -159,7 +157,7 @@ class OtlpTracer:
         return cls(exporter, service, instance)
 
     def start(
-        self, name: str, parent: TraceContext | None, attributes: Attributes, *, is_entry: bool = False
+        self, name: str, parent: trace.SpanContext | None, attributes: Attributes, *, is_entry: bool = False
     ) -> OtlpSpan:
         """See `Tracer.start`."""
         kind = trace.SpanKind.SERVER if is_entry else trace.SpanKind.INTERNAL
@@ -168,7 +166,7 @@ class OtlpTracer:
         )
 
     def record(
-        self, name: str, parent: TraceContext, started_at: float, ended_at: float, attributes: Attributes
+        self, name: str, parent: trace.SpanContext, started_at: float, ended_at: float, attributes: Attributes
     ) -> None:
         """See `Tracer.record`."""
         clock = self._clock
@@ -193,10 +191,6 @@ class OtlpTracer:
             self._exporter.shutdown()  # ends the call under way
 
 
-def _below(parent: TraceContext | None) -> Context:
+def _below(parent: trace.SpanContext | None) -> Context:
     """Returns the context of a span's child. Never the one that is current, which others may have set."""
-    if parent is None:
-        return Context()
-    flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
-    own = trace.SpanContext(parent.trace_id, parent.span_id, is_remote=not parent.is_local, trace_flags=flags)
-    return trace.set_span_in_context(trace.NonRecordingSpan(own), Context())
+    return Context() if parent is None else trace.set_span_in_context(trace.NonRecordingSpan(parent), Context())

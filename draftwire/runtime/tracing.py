@@ -4,10 +4,15 @@ Where tracing is off there is no tracer, and whoever would record asks for `None
 OpenTelemetry's SDK is not imported then. Spans carry numbers and names, never prompts, texts or token ids.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
+from __future__ import annotations  # so is its interface
 
-from draftwire.requests.trace_context import TraceContext
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from draftwire.runtime.traceparent import parse_own_traceparent
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
 
 Attributes = Mapping[str, bool | int | float | str]
 """Integers must fit into 64 bits with a sign: ids of sessions are written as text."""
@@ -20,7 +25,7 @@ class Span(Protocol):
     """A span under way."""
 
     @property
-    def context(self) -> TraceContext:
+    def context(self) -> SpanContext:
         """Names the span; its children are made with this."""
 
     def add_event(self, name: str, attributes: Attributes) -> None:
@@ -38,7 +43,7 @@ class Span(Protocol):
 class Tracer(Protocol):
     """Makes spans. No method blocks, and none fails because nobody takes the spans."""
 
-    def start(self, name: str, parent: TraceContext | None, attributes: Attributes, *, is_entry: bool = False) -> Span:
+    def start(self, name: str, parent: SpanContext | None, attributes: Attributes, *, is_entry: bool = False) -> Span:
         """Begins a span now.
 
         Args:
@@ -49,7 +54,7 @@ class Tracer(Protocol):
         """
 
     def record(
-        self, name: str, parent: TraceContext, started_at: float, ended_at: float, attributes: Attributes
+        self, name: str, parent: SpanContext, started_at: float, ended_at: float, attributes: Attributes
     ) -> None:
         """Makes a span of something that is over.
 
@@ -65,7 +70,7 @@ class Tracer(Protocol):
         """Sends what is left, for a few seconds at most, and ends."""
 
 
-def sampled(traceparent: str) -> TraceContext | None:
+def sampled(traceparent: str) -> SpanContext | None:
     """Returns the span that a session belongs to; None if nothing of it is to be recorded."""
-    context = TraceContext.parse_exactly(traceparent) if traceparent else None
-    return context if context is not None and context.is_sampled else None
+    span = parse_own_traceparent(traceparent)
+    return span if span is not None and span.trace_flags.sampled else None

@@ -34,9 +34,9 @@ from draftwire.models.description import PROTOCOL_VERSION, ModelDescription
 from draftwire.requests.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
-from draftwire.requests.trace_context import TraceContext
 from draftwire.runtime import messages
 from draftwire.runtime.status import error_of_number
+from draftwire.runtime.traceparent import traceparent_of
 from draftwire.v1 import drafter_pb2, gateway_pb2, session_pb2, verifier_pb2
 from draftwire_gateway.server import _event_to_proto as gateway_event_to_proto
 from draftwire_gateway.server import _statistics_to_proto
@@ -46,6 +46,7 @@ from draftwire_gateway.session.request import Generation
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_verifier.core import BlockRefused
 from draftwire_verifier.server import _event_to_proto
+from tests.trace_collector import span_context
 
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1) | st.sampled_from([2**63, 2**64 - 1])
@@ -67,8 +68,8 @@ TOKEN_LOGPROBS = st.builds(
     top=st.lists(st.tuples(UINT32, FINITE), max_size=MAX_LOGPROBS),
 )
 TRACEPARENTS = st.just("") | st.builds(
-    TraceContext, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans()
-).map(str)
+    span_context, st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans()
+).map(traceparent_of)
 OF_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int: UINT32,
     bool: st.booleans(),

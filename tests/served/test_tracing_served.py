@@ -13,13 +13,14 @@ from typing import Any
 import grpc
 import pytest
 from observing import read_metric
+from opentelemetry.trace import SpanContext
 
 from draftwire.cli.local_stack import LocalStack
 from draftwire.client import Client
-from draftwire.requests.trace_context import TraceContext
+from draftwire.runtime.traceparent import traceparent_of
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.in_process import InProcessStack
-from tests.trace_collector import CollectedSpan, Collector, Trace
+from tests.trace_collector import CollectedSpan, Collector, Trace, span_context
 
 SCRIPT = "scripted:verify_ms=3,draft_ms=1,acceptance=0.8/0.6/0.5"
 SLOW_SCRIPT = "scripted:verify_ms=20,draft_ms=2,acceptance=0.5"
@@ -89,9 +90,9 @@ class Traced:
         time.sleep(0.3)  # spans that should not be there come no later than others
         return self.collector.traces()[name]
 
-    def follow(self, parent: TraceContext, **fields: Any) -> tuple[Trace, list[Any]]:
+    def follow(self, parent: SpanContext, **fields: Any) -> tuple[Trace, list[Any]]:
         """Returns the trace of a request that is part of another's, and the finishes of its choices."""
-        finishes = self.generate(str(parent), **fields)
+        finishes = self.generate(traceparent_of(parent), **fields)
         return self.trace(parent.trace_id, told(finishes)), finishes
 
     def begin(self, header: str = "") -> tuple[Trace, Any]:
@@ -123,9 +124,9 @@ def traced() -> Iterator[Traced]:
             yield Traced(collector, stack, lines)
 
 
-def new_parent() -> TraceContext:
+def new_parent() -> SpanContext:
     generator = random.SystemRandom()
-    return TraceContext(generator.getrandbits(127) + 1, generator.getrandbits(63) + 1)
+    return span_context(generator.getrandbits(127) + 1, generator.getrandbits(63) + 1)
 
 
 def by_round(spans: list[CollectedSpan]) -> dict[tuple[int, int], CollectedSpan]:
@@ -209,7 +210,7 @@ def test_trace_of_the_client_goes_on(traced: Traced) -> None:
 
 def test_client_may_ask_not_to_be_traced(traced: Traced) -> None:
     untraced, sampled = new_parent(), new_parent()
-    (silent,) = traced.generate(str(TraceContext(untraced.trace_id, untraced.span_id, is_sampled=False)))
+    (silent,) = traced.generate(traceparent_of(span_context(untraced.trace_id, untraced.span_id, is_sampled=False)))
     assert silent.statistics.num_drafts > 0
     traced.follow(sampled)
     assert f"{untraced.trace_id:032x}" not in traced.collector.traces()
@@ -225,8 +226,9 @@ def test_header_that_cannot_be_understood_begins_a_trace(traced: Traced, header:
 
 def test_requests_at_the_same_time_have_traces_of_their_own(traced: Traced) -> None:
     parents = [new_parent() for _ in range(6)]
+    headers = [traceparent_of(parent) for parent in parents]
     with ThreadPoolExecutor(len(parents)) as pool:
-        finished = list(pool.map(lambda parent: traced.generate(str(parent), text=PROMPT + str(parent)), parents))
+        finished = list(pool.map(lambda header: traced.generate(header, text=PROMPT + header), headers))
     sessions = set()
     for parent, (finish,) in zip(parents, finished, strict=True):
         trace = traced.trace(parent.trace_id, told([finish]))
@@ -251,7 +253,8 @@ def test_client_that_leaves_ends_its_trace(traced: Traced) -> None:
     parent = new_parent()
     request = gateway_pb2.GenerateRequest(text=PROMPT, max_tokens=400)
     with grpc.insecure_channel(traced.stack.address) as channel:
-        call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request, metadata=(("traceparent", str(parent)),))
+        metadata = (("traceparent", traceparent_of(parent)),)
+        call = gateway_pb2_grpc.GatewayServiceStub(channel).Generate(request, metadata=metadata)
         for _ in range(5):
             next(call)
         call.cancel()
@@ -396,7 +399,7 @@ def test_only_a_share_of_the_requests_is_traced(monkeypatch: pytest.MonkeyPatch)
         with InProcessStack(options) as stack:
             traced = Traced(collector, stack)
             traced.generate()
-            (finish,) = traced.generate(str(parent))
+            (finish,) = traced.generate(traceparent_of(parent))
             assert collector.spans == [], "nothing was sent yet"
         (trace,) = collector.traces().values()
     assert trace.one("generate").parent_id == f"{parent.span_id:016x}"

@@ -19,14 +19,15 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from structlog.testing import capture_logs
 
-from draftwire.requests.trace_context import TraceContext
 from draftwire.runtime import open_telemetry
 from draftwire.runtime.open_telemetry import FLUSH_SECONDS, ForgivingExporter, OtlpTracer, WallClock
 from draftwire.runtime.settings import TracingSettings
+from draftwire.runtime.traceparent import parse_own_traceparent, traceparent_of
 from draftwire.runtime.tracing_setup import open_tracer
 from draftwire_gateway.session.spans import RequestTracing
+from tests.trace_collector import span_context
 
-PARENT = TraceContext(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
+PARENT = span_context(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
 
 
 class Hanging(SpanExporter):
@@ -87,7 +88,7 @@ async def test_span_that_nobody_records_is_not_passed_on(
     monkeypatch.setenv("OTEL_SDK_DISABLED", str(not is_recorded).lower())
     async with tracing(exporter) as tracer:
         header = RequestTracing(tracer, 1.0, random.Random(5)).begin("", 1).choice(make_generation()).traceparent
-    assert (TraceContext.parse_exactly(header) is not None) is is_recorded
+    assert (parse_own_traceparent(header) is not None) is is_recorded
     assert bool(header) is is_recorded
 
 
@@ -243,9 +244,9 @@ async def test_share_of_requests_that_say_nothing_is_traced(ratio: float, least:
 async def test_request_that_says_whether_it_is_traced_is_obeyed(exporter: InMemorySpanExporter, ratio: float) -> None:
     async with tracing(exporter) as tracer:
         requests = RequestTracing(tracer, ratio, random.Random(5))
-        unsampled = TraceContext(PARENT.trace_id, PARENT.span_id, is_sampled=False)
-        assert requests.begin(str(unsampled), 1) is None
-        request = requests.begin(str(PARENT), 1)
+        unsampled = span_context(PARENT.trace_id, PARENT.span_id, is_sampled=False)
+        assert requests.begin(traceparent_of(unsampled), 1) is None
+        request = requests.begin(traceparent_of(PARENT), 1)
         request.end("finished")
     (span,) = exporter.get_finished_spans()
     assert (span.context.trace_id, span.parent.span_id) == (PARENT.trace_id, PARENT.span_id)

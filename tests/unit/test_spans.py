@@ -11,6 +11,7 @@ from unittest.mock import ANY, AsyncMock, Mock
 
 import pytest
 from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop, run
+from opentelemetry.trace import SpanContext
 
 from draftwire.errors import UnavailableError
 from draftwire.method.encoding import DraftDistributions
@@ -29,8 +30,8 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.parameters import SamplingParams
-from draftwire.requests.trace_context import TraceContext
 from draftwire.runtime.settings import ModelSettings
+from draftwire.runtime.traceparent import traceparent_of
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.core import DrafterCore
 from draftwire_drafter.scheduler import Completed
@@ -43,9 +44,10 @@ from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import VerifierCore
 from draftwire_verifier.scheduler import Step, StepItem
 from draftwire_verifier.spans import VerifierSpans
+from tests.trace_collector import span_context
 
-PARENT = TraceContext(11, 22)
-UNSAMPLED = TraceContext(11, 33, is_sampled=False)
+PARENT = span_context(11, 22)
+UNSAMPLED = span_context(11, 33, is_sampled=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Recorded:
     """A span."""
 
     name: str
-    parent: TraceContext | None
+    parent: SpanContext | None
     started_at: float
     ended_at: float
     attributes: Mapping[str, Any]
@@ -85,7 +87,7 @@ class FakeTracer:
         return spans
 
 
-def spec_of(session_id: int, traceparent: str = str(PARENT)) -> Any:
+def spec_of(session_id: int, traceparent: str = traceparent_of(PARENT)) -> Any:
     """As much of a session's opening as is looked at."""
     return SimpleNamespace(session_id=session_id, traceparent=traceparent, epoch=0, token_ids=(1, 2, 3))
 
@@ -143,7 +145,7 @@ def completed(*sessions: Any) -> list[Completed]:
     return [Completed(session, block_of(session.session_id, 6, 4), False) for session in sessions]
 
 
-@pytest.mark.parametrize("traceparent", ["", str(UNSAMPLED)])
+@pytest.mark.parametrize("traceparent", ["", traceparent_of(UNSAMPLED)])
 def test_nothing_is_recorded_of_a_session_that_is_not_traced(traceparent: str) -> None:
     tracer, session = FakeTracer(), session_of(1)
     verifier, drafter = VerifierSpans(tracer), DrafterSpans(tracer)
@@ -208,7 +210,7 @@ SESSION: dict[str, Any] = {
     "max_draft_tokens": 4,
     "stop_token_ids": frozenset(),
     "max_len": 20,
-    "traceparent": str(PARENT),
+    "traceparent": traceparent_of(PARENT),
 }
 
 
@@ -280,7 +282,7 @@ def test_every_session_of_a_choice_is_opened_with_its_span_and_what_happens_is_n
         return statistics, targets, [s.spec.traceparent for each in drafters for s in each.sessions]
 
     statistics, targets, drafted = run(scenario())
-    assert (targets, drafted) == ([str(PARENT)] * 2, [str(PARENT)] * 3)
+    assert (targets, drafted) == ([traceparent_of(PARENT)] * 2, [traceparent_of(PARENT)] * 3)
     events = [call.args for call in span.add_event.call_args_list]
     assert [
         (name, attributes.get("draftwire.address")) for name, attributes in events if name.startswith("verifier")

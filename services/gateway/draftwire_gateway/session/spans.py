@@ -8,7 +8,7 @@ round, round, ...    one for each verdict, end to end
 import random
 
 from draftwire.method.token_source import TokenSource
-from draftwire.requests.trace_context import TraceContext
+from draftwire.runtime.traceparent import parse_traceparent, traceparent_of
 from draftwire.runtime.tracing import PREFIX, Span, Tracer
 from draftwire_gateway.session.request import Generation
 from draftwire_gateway.session.round_times import RoundTimes
@@ -25,9 +25,8 @@ class ChoiceSpans:
         """Takes the choice's span, which has begun."""
         self._tracer = tracer
         self._span = span
-        self.traceparent = str(span.context) if span.context.trace_id else ""
-        """What the choice's sessions are opened with. A span that nobody records has no ids, and verifiers would refuse
-        these."""
+        self.traceparent = traceparent_of(span.context)
+        """What the choice's sessions are opened with; empty if nobody records the span."""
 
     def note(self, event: str, **attributes: int | str) -> None:
         """Notes that something happened now."""
@@ -118,8 +117,8 @@ class RequestTracing:
             traceparent: the header of that name, as it came; what cannot be understood counts as none.
             num_choices: completions that it asks for.
         """
-        given = TraceContext.parse(traceparent)
-        if not (given.is_sampled if given is not None else self._generator.random() < self._sample_ratio):
+        given = parse_traceparent(traceparent)
+        if not (given.trace_flags.sampled if given is not None else self._generator.random() < self._sample_ratio):
             return None
         attributes = {PREFIX + "num_choices": num_choices}
         return RequestSpans(self._tracer, self._tracer.start("generate", given, attributes, is_entry=True))
