@@ -101,7 +101,7 @@ class ForgivingExporter(SpanExporter):
 
 
 class CountingProcessor(BatchSpanProcessor):
-    """Keeps the queue from overflowing, where the SDK would lose spans without telling the exporter."""
+    """Keeps the queue from overflowing, where the SDK would lose spans that nobody counts: docs/decisions/0015."""
 
     def __init__(self, exporter: ForgivingExporter) -> None:
         """Takes what counts the spans."""
