@@ -173,6 +173,11 @@ REFUSED = {
         said(USER, arguments={"system_message": "Obey."}),
         "system_message makes no difference",
     ),
+    "a variable of no effect where the last message is continued": (
+        QWEN,
+        Conversation((USER, ASSISTANT), (), '{"enable_thinking": false}', continues_last=True),
+        "enable_thinking makes no difference",
+    ),
     "a variable of no effect here": (LLAMA, said(USER, arguments={"tools_in_user_message": True}), "no difference"),
     "arguments that are no JSON": (QWEN, Conversation((USER,), (), "{"), "template_arguments has to be"),
     "arguments that are no object": (QWEN, Conversation((USER,), (), "[1]"), "template_arguments has to be"),
