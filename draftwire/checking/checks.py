@@ -164,17 +164,16 @@ def check(rule: VerificationRule, plan: CheckPlan = THOROUGH) -> RuleReport:
 
 
 class _Coupled:
-    """See `RoundSource`; notes wrong uses of noise."""
+    """What rounds of a coupled rule emit; notes wrong uses of noise."""
 
     def __init__(self, rule: VerificationRule, findings: Findings) -> None:
         self._rule = rule
         self._findings = findings
 
     def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
-        """See `RoundSource.prepare`."""
+        """Nothing is found beforehand."""
 
     def emissions(self, pair: Pair, length: int) -> Emissions:
-        """See `RoundSource.emissions`."""
         found = coupled_round(self._rule, pair, length)
         for reason in found.reasons:
             self._findings.require(Kind.NOISE, 1.0, 0.0, f"{reason}; {_where(pair, (length,))}")

@@ -38,12 +38,12 @@ class RecordingNoise:
     asks_exponentials: bool = False
 
     def uniforms(self, count: int) -> Tensor:
-        """See `Noise.uniforms`."""
+        """Returns the value for each block and place, and notes how many places were asked for."""
         self.num_uniforms = max(self.num_uniforms, count)
         return torch.full((self.batch_size, count), self.value, dtype=torch.float64)
 
     def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
-        """See `Noise.exponentials`."""
+        """Returns the variable that the value makes for each token, and notes that it was asked for."""
         self.asks_exponentials = True
         return torch.full((len(blocks), vocab_size), max(-math.log1p(-self.value), 1e-300), dtype=torch.float64)
 
@@ -132,7 +132,7 @@ class DecidedRound:
         return self._measures[pair, length]
 
     def emissions(self, pair: Pair, length: int) -> Emissions:
-        """See `RoundSource.emissions`."""
+        """Returns what one round emits, from the decisions about all blocks."""
         return decided_emissions(all_blocks(pair, length), self.measure(pair, length).probs)
 
 
@@ -144,10 +144,10 @@ class StatedRound:
         self._rule = rule
 
     def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
-        """See `RoundSource.prepare`."""
+        """Nothing is found beforehand: a law is stated at once."""
 
     def emissions(self, pair: Pair, length: int) -> Emissions:
-        """See `RoundSource.emissions`."""
+        """Returns what one round emits, by the law."""
         return stated_emissions(self._rule, all_blocks(pair, length))
 
 

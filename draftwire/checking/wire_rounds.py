@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftwire.checking.toy_models import Pair
 from draftwire.checking.whole_round import Round
@@ -46,12 +47,12 @@ class WireRound(Round):
 
     quantization = COARSE
 
+    @override
     def drawn(self, rows: Tensor, uniforms: Tensor) -> Tensor:
-        """See `Round.drawn`."""
         return quantize(rows, self.quantization).draw(uniforms)
 
+    @override
     def stated_law(self, rows: Tensor) -> DraftRows:
-        """See `Round.stated_law`."""
         stated = quantize(rows, self.quantization)
         weights = torch.zeros_like(rows).scatter_add_(1, stated.token_ids, stated.weights.to(rows.dtype))
         return through_bytes(weights / TOTAL_WEIGHT)

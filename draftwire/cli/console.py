@@ -12,7 +12,7 @@ class PipeConsole(Console):
     """Leaves it to `main` how the command ends where whoever reads its output has closed it."""
 
     def on_broken_pipe(self) -> NoReturn:
-        """See `Console`, which would end the process with 1."""
+        """Raises what `Console` would end the process for, with 1."""
         raise BrokenPipeError
 
 

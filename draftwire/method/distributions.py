@@ -86,12 +86,12 @@ class SparseRows:
     """Tokens that there are."""
 
     def probs_of(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """See `DenseRows.probs_of`."""
+        """Returns the probability of `tokens` in `rows`, both `[...] int64`; 0 of those outside the support."""
         is_token = self.token_ids[rows] == tokens.unsqueeze(-1)
         return torch.where(is_token, self.probs[rows], 0.0).sum(dim=-1)
 
     def residual_mass(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
-        """See `DenseRows.residual_mass`. Reads only the tokens of the support: outside it all of the target counts."""
+        """Returns the same as `DenseRows`, from the support alone: outside it all of the target counts."""
         draft = self.probs[rows].to(torch.float64)
         target = target_probs[target_rows.unsqueeze(-1), self.token_ids[rows]].to(torch.float64)
         target = torch.where(draft > 0.0, target, 0.0)
@@ -99,18 +99,18 @@ class SparseRows:
         return inside + scales * (1.0 - target.sum(dim=-1)).clamp(min=0.0)
 
     def subtract_(self, weights: Tensor, rows: Tensor, scales: Tensor) -> None:
-        """See `DenseRows.subtract_`. Touches only the weights of the support."""
+        """Changes `weights` as `DenseRows` does, at the tokens of the support alone."""
         taken = self.probs.index_select(0, rows).to(torch.float64) * scales.unsqueeze(1)
         token_ids = self.token_ids.index_select(0, rows)
         weights.scatter_add_(1, token_ids, -taken.to(weights.dtype))
         weights.scatter_reduce_(1, token_ids, torch.zeros_like(taken, dtype=weights.dtype), "amax")
 
     def to(self, device: torch.device) -> "SparseRows":
-        """See `DenseRows.to`."""
+        """Returns the same on another device."""
         return SparseRows(self.token_ids.to(device), self.probs.to(device), self.vocab_size)
 
     def dense(self) -> Tensor:
-        """See `DenseRows.dense`."""
+        """Returns `[rows, vocab]`, a copy."""
         result = self.probs.new_zeros(len(self.probs), self.vocab_size)
         return result.scatter_add_(1, self.token_ids, self.probs)
 

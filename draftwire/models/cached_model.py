@@ -75,7 +75,7 @@ class DraftModel(SequenceModel, Protocol):
         """Whether `extend` leaves in the cache, and says, what `read` would."""
 
     def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
-        """See `SequenceModel.read`.
+        """Reads as every `SequenceModel`, or approximately.
 
         Args:
             readings: as there.
@@ -125,14 +125,14 @@ class CachedModel:
         self._fuzzy = _Runner(drafting, self._storage, is_static) if drafting else self._exact
 
     def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
-        """See `DraftModel.read`."""
+        """Reads in one forward pass of all sequences together, and returns the logits of what is kept."""
         assert all(0 <= reading.keep <= len(reading.token_ids) for reading in readings)
         segments = [reading.segment for reading in readings]
         token_ids = [token for reading in readings for token in reading.token_ids]
         return self._forward(segments, token_ids, _kept(readings), fuzzily)
 
     def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
-        """See `DraftModel.extend`."""
+        """Reads one more token of each in one forward pass, approximately if it has a decoder for that."""
         segments = [Segment(sequence, 1) for sequence in sequences]
         return self._forward(segments, token_ids, range(len(segments)), fuzzily=True)
 

@@ -48,7 +48,7 @@ class TransformersDecoder:
         self.vocab_size = int(self._model.get_output_embeddings().weight.shape[0])
 
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
-        """See `Decoder.logits`."""
+        """Returns the logits of the tokens that are kept, by the model's own layers."""
         output = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),

@@ -169,7 +169,7 @@ class LeanDecoder:
         return len(self._mlps)
 
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
-        """See `Decoder.logits`."""
+        """Returns the logits of the tokens that are kept, layer by layer."""
         hidden, rotation = self.embed(token_ids, step.positions)
         for index in range(self.num_layers):
             hidden += self.attention(index, hidden, rotation, step)

@@ -111,7 +111,7 @@ class ScriptedTarget:
         self._script = script
 
     def read(self, readings: Sequence[Reading]) -> Tensor:
-        """See `SequenceModel.read`. The last kept row stands after the whole block, the others before draft tokens."""
+        """Waits, and returns logits: the last kept row stands after the whole block, the others before draft tokens."""
         with appended(self.cache, [reading.segment for reading in readings]):
             num_tokens = sum(len(reading.token_ids) for reading in readings)
             wait(self._script.verify_ms / 1e3 + self._script.read_us * num_tokens / 1e6)

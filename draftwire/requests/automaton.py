@@ -118,7 +118,7 @@ class Automaton:
     def __init__(
         self, make: Callable[[], LLMatcher], possible: NDArray[np.uint8], stop_token_ids: frozenset[int]
     ) -> None:
-        """See `FormCompiler.compile`.
+        """Starts a text; `FormCompiler.compile` calls it.
 
         Args:
             make: returns a matcher at the start of the text. One that has failed is of no more use.

@@ -57,7 +57,7 @@ class Histogram:
         return tally
 
     def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`."""
+        """Yields the series of all values of the labels, for `/metrics`."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
         for values, tally in list(self._tallies.items()):
             family.add_metric(values, tally.buckets(), tally.sum)

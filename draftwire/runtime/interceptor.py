@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import structlog
 from google.protobuf.message import DecodeError
+from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.runtime.status import hints, is_expected, status_of
@@ -26,12 +27,12 @@ class ServiceGate(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self.refusal = "loading"
 
+    @override
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See `grpc.aio.ServerInterceptor`."""
         handler = await continuation(handler_call_details)
         method: str = handler_call_details.method
         if handler is None or not method.startswith("/draftwire.v1."):

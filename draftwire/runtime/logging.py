@@ -9,6 +9,7 @@ import sys
 import traceback
 
 import structlog
+from typing_extensions import override
 
 from draftwire.errors import DraftwireError
 
@@ -84,8 +85,8 @@ def _format_exception(
 class _Forwarder(logging.Handler):
     """Writes what libraries log as lines of ours."""
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
         error = record.exc_info[1] if record.exc_info else None
         details = {} if error is None else {"exc_info": error}
         log.log(record.levelno, "library.message_logged", logger=record.name, text=record.getMessage(), **details)

@@ -95,7 +95,7 @@ class OfModel:
         """As long as it is None, there are no series."""
 
     def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`."""
+        """Yields the registry's series with the labels, for `/metrics`."""
         for family in self.registry.collect():
             samples, family.samples = family.samples, []
             if self.model_name is not None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import grpc
+from typing_extensions import override
 
 from draftwire.models.loading import ModelCard
 from draftwire.models.tokenizer import tokenizer_files
@@ -21,28 +22,28 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self._card = card
         self._files: dict[str, bytes] | None = None
 
+    @override
     async def GetModel(
         self,
         request: model_pb2.GetModelRequest,
         context: grpc.aio.ServicerContext[model_pb2.GetModelRequest, model_pb2.GetModelResponse],
     ) -> model_pb2.GetModelResponse:
-        """See the proto."""
         return model_pb2.GetModelResponse(model=messages.model_to_proto(self._card().description))
 
+    @override
     async def GetVocabulary(
         self,
         request: model_pb2.GetVocabularyRequest,
         context: grpc.aio.ServicerContext[model_pb2.GetVocabularyRequest, model_pb2.GetVocabularyResponse],
     ) -> model_pb2.GetVocabularyResponse:
-        """See the proto."""
         return model_pb2.GetVocabularyResponse(tokens=self._card().vocabulary)
 
+    @override
     async def GetTokenizer(
         self,
         request: model_pb2.GetTokenizerRequest,
         context: grpc.aio.ServicerContext[model_pb2.GetTokenizerRequest, model_pb2.GetTokenizerResponse],
     ) -> model_pb2.GetTokenizerResponse:
-        """See the proto."""
         if self._files is None:  # written to a folder and read again, which takes a while
             self._files = await asyncio.to_thread(tokenizer_files, self._card().tokenizer)
         files = self._files

@@ -19,6 +19,7 @@ from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVI
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from typing_extensions import override
 
 from draftwire import __version__
 from draftwire.runtime.tracing import Attributes
@@ -76,7 +77,7 @@ class ForgivingExporter(SpanExporter):
             return False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """See `SpanExporter.export`. On the SDK's thread."""
+        """Exports, and counts what is lost. On the SDK's thread."""
         with self._lock:
             self._num_waiting -= len(spans)
         try:
@@ -108,8 +109,8 @@ class CountingProcessor(BatchSpanProcessor):
         super().__init__(exporter, max_queue_size=QUEUE_SPANS)
         self._admit = exporter.admit
 
+    @override
     def on_end(self, span: ReadableSpan) -> None:
-        """See `SpanProcessor.on_end`."""
         if self._admit():
             super().on_end(span)
 
@@ -124,11 +125,11 @@ class OtlpSpan:
         self.context = span.get_span_context()
 
     def add_event(self, name: str, attributes: Attributes) -> None:
-        """See `Span.add_event`."""
+        """Notes that something happened now."""
         self._span.add_event(name, attributes, self._clock.now())
 
     def end(self, attributes: Attributes, error: str = "") -> None:
-        """See `Span.end`."""
+        """Ends the span now, with an error if there is one."""
         self._span.set_attributes(attributes)
         if error:
             self._span.set_status(trace.Status(trace.StatusCode.ERROR, error))
@@ -159,7 +160,7 @@ class OtlpTracer:
     def start(
         self, name: str, parent: trace.SpanContext | None, attributes: Attributes, *, is_entry: bool = False
     ) -> OtlpSpan:
-        """See `Tracer.start`."""
+        """Begins a span now, below its parent."""
         kind = trace.SpanKind.SERVER if is_entry else trace.SpanKind.INTERNAL
         return OtlpSpan(
             self._tracer.start_span(name, _below(parent), kind, attributes, start_time=self._clock.now()), self._clock
@@ -168,13 +169,13 @@ class OtlpTracer:
     def record(
         self, name: str, parent: trace.SpanContext, started_at: float, ended_at: float, attributes: Attributes
     ) -> None:
-        """See `Tracer.record`."""
+        """Makes a span of something that is over, by times of `time.perf_counter`."""
         clock = self._clock
         span = self._tracer.start_span(name, _below(parent), attributes=attributes, start_time=clock.at(started_at))
         span.end(clock.at(ended_at))
 
     async def close(self) -> None:
-        """See `Tracer.close`."""
+        """Sends what is left, for `FLUSH_SECONDS` at most, and ends."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def shut_down() -> None:

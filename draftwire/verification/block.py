@@ -16,6 +16,7 @@ least i tokens are accepted with probability a_i, and no rule that can be chaine
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import LawRule, StopLaw
@@ -26,8 +27,8 @@ class BlockRule(LawRule):
 
     name = "block"
 
+    @override
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
-        """See `LawRule.stop_law`."""
         weights = block_weights(blocks)
         return StopLaw(largest_success(_test_probs(blocks, weights)), weights)
 

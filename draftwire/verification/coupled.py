@@ -35,7 +35,7 @@ class CoupledRule:
     is_coupled = True
 
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
-        """See `VerificationRule.decide`."""
+        """Emits what wins each place's race until one is not the draft token. Reads no distributions of the drafter."""
         shape = (blocks.batch_size, blocks.max_len + 1)
         offsets = torch.arange(shape[1], device=blocks.lengths.device).expand(shape)
         is_row = offsets <= blocks.lengths.unsqueeze(1)

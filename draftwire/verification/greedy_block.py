@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftwire.verification.block import largest_success
 from draftwire.verification.blocks import BlockBatch
@@ -111,8 +112,9 @@ class GreedyBlockRule(LawRule):
         """Starts texts."""
         self.modifications: Modifications | None = None
 
+    @override
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
-        """See `LawRule.stop_law`. Algorithm 4 alone, for blocks whose target is the one in force."""
+        """Returns the law of Algorithm 4 alone, for blocks whose target is the one in force."""
         if blocks.max_len == 0:
             ones = torch.ones(blocks.batch_size, 1, dtype=torch.float64, device=blocks.lengths.device)
             return StopLaw(ones, ones)
@@ -127,8 +129,9 @@ class GreedyBlockRule(LawRule):
         tests = torch.where(at_end, ratios.clamp(max=1.0), tests)
         return StopLaw(largest_success(torch.where(blocks.inside, tests, 0.0)), scales)
 
+    @override
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
-        """See `VerificationRule.decide`. The next call must be for the same texts, with blocks no shorter.
+        """Decides, and keeps the state. The next call must be for the same texts, with blocks no shorter.
 
         Raises:
             ValueError: a block is too short for a modification that is in force.

@@ -57,11 +57,11 @@ class KeyedNoise:
     device: torch.device
 
     def uniforms(self, count: int) -> Tensor:
-        """See `Noise.uniforms`."""
+        """Returns the uniforms of this round, `[batch, count] float64`."""
         return upload(randomness.uniforms(self.keys, count), self.device)
 
     def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
-        """See `Noise.exponentials`."""
+        """Returns the exponential variables of places of the text, `[rows, vocab_size] float64`."""
         words, positions = self._places
         return randomness.exponentials(words[blocks], positions[blocks] + offsets, vocab_size)
 
@@ -81,12 +81,12 @@ class FixedNoise:
     """`[batch, max_len + 1, vocab] float64`."""
 
     def uniforms(self, count: int) -> Tensor:
-        """See `Noise.uniforms`."""
+        """Returns the first of the given ones, `[batch, count] float64`."""
         assert count <= self.given_uniforms.shape[1], "more uniforms are drawn than were given"
         return self.given_uniforms[:, :count]
 
     def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
-        """See `Noise.exponentials`."""
+        """Returns those that are given for the places, `[rows, vocab_size] float64`."""
         assert self.given_exponentials is not None, "exponentials are drawn but none were given"
         return self.given_exponentials[blocks, offsets, :vocab_size]
 
@@ -184,7 +184,7 @@ class LawRule(ABC):
         return blocks.residual(num_accepted, scales)
 
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
-        """See `VerificationRule.decide`."""
+        """Decides about each block by two uniforms: how many tokens are accepted, and which is the extra one."""
         law, uniforms = self.stop_law(blocks), noise.uniforms(2)
         num_accepted = draw(law.accepted_probs, uniforms[:, 0])
         return Outcome(num_accepted, draw(self.extra_weights(blocks, law, num_accepted), uniforms[:, 1]))

@@ -5,6 +5,7 @@ Algorithm 1; Chen et al. 2023 (arXiv 2302.01318).
 """
 
 import torch
+from typing_extensions import override
 
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import LawRule, StopLaw
@@ -15,8 +16,8 @@ class TokenRule(LawRule):
 
     name = "token"
 
+    @override
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
-        """See `LawRule.stop_law`."""
         keep_probs = blocks.ratios().clamp(max=1.0)  # [batch, max_len], 0 in the padding
         ones = keep_probs.new_ones(blocks.batch_size, 1)
         reach_probs = torch.cat([ones, keep_probs.cumprod(dim=1)], dim=1)  # P(accepted >= i)

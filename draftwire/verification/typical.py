@@ -8,6 +8,7 @@ Source: Cai et al. 2024, "Medusa" (arXiv 2401.10774), section 2.3.1, with the co
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import LawRule, StopLaw
@@ -25,8 +26,9 @@ class TypicalRule(LawRule):
         self._epsilon = epsilon
         self._delta = delta
 
+    @override
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
-        """See `LawRule.stop_law`. The law is certain: everything is accepted up to the first unlikely token."""
+        """Returns a law that is certain: everything is accepted up to the first unlikely token."""
         inside = blocks.inside.nonzero(as_tuple=True)
         probs = blocks.target_probs[blocks.target_rows[inside]]
         entropies = torch.special.entr(probs).sum(dim=1).to(torch.float64)
@@ -37,6 +39,7 @@ class TypicalRule(LawRule):
         law = torch.nn.functional.one_hot(num_accepted, blocks.max_len + 1).to(torch.float64)
         return StopLaw(law, torch.ones_like(law))
 
+    @override
     def extra_weights(self, blocks: BlockBatch, law: StopLaw, num_accepted: Tensor) -> Tensor:
-        """See `LawRule.extra_weights`: the target's own distribution, wherever the block ended."""
+        """Returns the target's own distribution, wherever the block ended."""
         return blocks.target_row_after(num_accepted)

@@ -67,7 +67,7 @@ class LayerParallelDecoder:
         return [group.layers for group in own if isinstance(group, _Fused)]
 
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
-        """See `Decoder.logits`."""
+        """Returns the logits of the tokens that are kept; none on ranks other than 0."""
         base = self._base
         hidden, rotation = base.embed(token_ids, step.positions)
         for group in self._groups:
@@ -87,7 +87,6 @@ class _OneByOne:
         self._base = base
 
     def outputs(self, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Sequence[Tensor]:
-        """See `_Group.outputs`."""
         return [self._base.attention(index, hidden, rotation, step) for index in self.layers]
 
 
@@ -107,7 +106,6 @@ class _Fused:
         self._outputs = [part.output for part in parts]
 
     def outputs(self, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Sequence[Tensor]:
-        """See `_Group.outputs`."""
         base = self._base
         normalized = rms_norm(hidden, hidden.shape[-1:], None, self._epsilon)
         heads = self._projection(normalized).view(len(hidden), len(self.layers), -1, base.head_dim)
@@ -185,7 +183,6 @@ class _Sent:
         self._group = group
 
     def outputs(self, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Sequence[Tensor]:
-        """See `_Group.outputs`."""
         (index,) = self.layers
         is_own = self._holder == self._group.rank
         output = self._base.attention(index, hidden, rotation, step) if is_own else torch.empty_like(hidden)
@@ -204,7 +201,6 @@ class _Gathered:
         self._most = -(-len(layers) // group.size)
 
     def outputs(self, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Sequence[Tensor]:
-        """See `_Group.outputs`."""
         part = hidden.new_zeros(self._most, *hidden.shape)
         for place, output in zip(part, self.own.outputs(hidden, rotation, step), strict=False):
             place.copy_(output)

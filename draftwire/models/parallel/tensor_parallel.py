@@ -51,7 +51,9 @@ def _divides(heads: int, kv_heads: int, inner: int, size: int) -> bool:
 
 
 class ParallelModel(CachedModel):
-    """See `CachedModel`. Its reading methods are for rank 0; a method that raises `UnavailableError` does so for good.
+    """One rank's part of a `CachedModel`.
+
+    Its reading methods are for rank 0; a method that raises `UnavailableError` does so for good.
 
     What fails on rank 0 in the middle of a step ends the group: the others are in the same step, at another place.
     """
