@@ -7,6 +7,7 @@ from typing import Protocol
 from prometheus_client import Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from draftwire.runtime.metrics import LONG_SECONDS, PREFIX, ServiceMetrics
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
@@ -142,8 +143,8 @@ class _PeerWatcher(Collector):
     def __init__(self, peers: Sequence[PeersOfOneRole]) -> None:
         self._peers = peers
 
+    @override
     def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`."""
         known = GaugeMetricFamily(
             PREFIX + "num_peers", "Verifiers and drafters that this gateway knows, by state.", labels=["role", "state"]
         )

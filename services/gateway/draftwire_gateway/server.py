@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.token_source import TokenSource
@@ -76,12 +77,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._pool = pool
         self._access = access
 
+    @override
     async def Generate(
         self,
         request: gateway_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[gateway_pb2.GenerateRequest, gateway_pb2.GenerateResponse],
     ) -> None:
-        """See the proto."""
         caller = self._access.authenticate(_metadata(context, "authorization"))
         self._check_sizes(request)
         refuse_unknown_fields(request)
@@ -96,12 +97,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     caller.charge(len(response.delta.token_ids))
                     await context.write(response)
 
+    @override
     async def GetServer(
         self,
         request: gateway_pb2.GetServerRequest,
         context: grpc.aio.ServicerContext[gateway_pb2.GetServerRequest, gateway_pb2.GetServerResponse],
     ) -> gateway_pb2.GetServerResponse:
-        """See the proto."""
         self._access.authenticate(_metadata(context, "authorization"))
         refuse_unknown_fields(request)
         core = self._core

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
+from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 60.0
@@ -21,26 +22,26 @@ class HttpConnection(H11Protocol):
     """A connection whose peer cannot hold it, or what it asked for, for ever by doing nothing."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """See `H11Protocol`."""
         super().__init__(*args, **options)
         self._head_deadline: asyncio.TimerHandle | None = None
         self._send_deadline: asyncio.TimerHandle | None = None
 
+    @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
         self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         _end(self._head_deadline)
         _end(self._send_deadline)
         super().connection_lost(exc)
 
+    @override
     def handle_events(self) -> None:
-        """See `H11Protocol`: called after anything has come."""
+        """Called after anything has come."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             _end(self._head_deadline)
@@ -50,20 +51,21 @@ class HttpConnection(H11Protocol):
         if is_ahead and len(self.conn.trailing_data[0]) <= MAX_BYTES_AHEAD:
             self.flow.resume_reading()
 
+    @override
     def on_response_complete(self) -> None:
-        """See `H11Protocol`: called when all of an answer was handed to the transport, which may still hold some."""
+        """Called when all of an answer was handed to the transport, which may still hold some."""
         self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
         if self.transport.get_write_buffer_size() and not self.flow.write_paused:
             self._send_deadline = self._renewed(self._send_deadline, SEND_SECONDS, self._cut_unread)
         super().on_response_complete()
 
+    @override
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         super().pause_writing()
         self._send_deadline = self._renewed(self._send_deadline, SEND_SECONDS, self._cut_unread)
 
+    @override
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
         _end(self._send_deadline)
         super().resume_writing()
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
+from typing_extensions import override
 
 from draftwire.errors import UnavailableError
 from draftwire.runtime.settings import ConnectionSettings
@@ -23,14 +24,14 @@ STOP_SECONDS = 1
 class _Server(uvicorn.Server):
     """A server that leaves signals to the process."""
 
+    @override
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """See `uvicorn.Server`."""
         yield
 
 
 class HttpListener:
-    """See `draftwire.runtime.service.Listener`."""
+    """Serves HTTP beside gRPC: a `Listener` of the service."""
 
     name = "http"
 
@@ -89,7 +90,11 @@ class HttpListener:
         return int(listening.getsockname()[1])
 
     async def run(self) -> None:
-        """See `draftwire.runtime.service.Listener`."""
+        """Waits until it has ended.
+
+        Raises:
+            Exception: what ended it before its time.
+        """
         assert self._running is not None, "it was started"
         await asyncio.wait({self._running})
         self._running.result()

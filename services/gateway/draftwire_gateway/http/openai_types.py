@@ -60,15 +60,15 @@ class CompletionFormatter:
     id_prefix = "cmpl-"
 
     def of_whole(self, delta: ChoiceDelta) -> Object:
-        """See `ResponseFormatter`."""
+        """Returns the text of a choice that has ended."""
         return {"text": delta.text}
 
     def of_chunk(self, delta: ChoiceDelta, *, is_first: bool) -> Object:
-        """See `ResponseFormatter`."""
+        """Returns more of the text of a choice."""
         return {"text": delta.text}
 
     def logprobs(self, tokens: Sequence[ReportedToken]) -> Object:
-        """See `ResponseFormatter`."""
+        """Returns a list for each thing that is reported, with an entry for each token."""
         return {
             "tokens": LazyList(tokens, lambda token: token.text),
             "token_logprobs": LazyList(tokens, lambda token: token.logprob),
@@ -84,18 +84,18 @@ class ChatFormatter:
     id_prefix = "chatcmpl-"
 
     def of_whole(self, delta: ChoiceDelta) -> Object:
-        """See `ResponseFormatter`."""
+        """Returns the message of a choice that has ended."""
         return {"message": {"role": "assistant", "content": delta.text}}
 
     def of_chunk(self, delta: ChoiceDelta, *, is_first: bool) -> Object:
-        """See `ResponseFormatter`."""
+        """Returns more of the message of a choice; the first says whose it is, the last may have no text."""
         said: Object = {"role": "assistant"} if is_first else {}
         if delta.reason is None or delta.text or is_first:
             said["content"] = delta.text
         return {"delta": said}
 
     def logprobs(self, tokens: Sequence[ReportedToken]) -> Object:
-        """See `ResponseFormatter`."""
+        """Returns one list, with all that is reported of each token."""
         return {"content": LazyList(tokens, _chat_entry), "refusal": None}
 
 

@@ -62,19 +62,19 @@ class Completions:
     formatter: ResponseFormatter = field(default_factory=CompletionFormatter)
 
     def num_prompts(self, body: CompletionBody) -> int:
-        """See `Route`."""
+        """Returns how many prompts there are."""
         return len(body.prompt)
 
     def options(self, body: CompletionBody) -> ResponseOptions:
-        """See `Route`."""
+        """Returns what is to be reported beside the text."""
         return ResponseOptions(body.n, body.logprobs, body.prompt_logprobs, body.token_details)
 
     def names(self, body: CompletionBody) -> Mapping[str, str]:
-        """See `Route`."""
+        """Returns what HTTP calls otherwise than the core."""
         return HTTP_NAMES
 
     async def requested(self, body: CompletionBody, core: GatewayCore) -> RequestedGeneration:
-        """See `Route`."""
+        """Tokenises the prompts that are text, and returns all that is asked for."""
         prompts = [await core.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         # Text and log-probabilities of an echo go together, so those of the prompt are needed too.
         tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
@@ -98,20 +98,20 @@ class Chat:
     formatter: ResponseFormatter = field(default_factory=ChatFormatter)
 
     def num_prompts(self, body: ChatBody) -> int:
-        """See `Route`."""
+        """Returns 1: a request holds one conversation."""
         return 1
 
     def options(self, body: ChatBody) -> ResponseOptions:
-        """See `Route`."""
+        """Returns what is to be reported beside the text."""
         return ResponseOptions(body.n, _num_top(body), body.prompt_logprobs, body.token_details)
 
     def names(self, body: ChatBody) -> Mapping[str, str]:
-        """See `Route`."""
+        """Returns what HTTP calls otherwise than the core; a prompt is `messages` here."""
         length = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         return {**HTTP_NAMES, **length, "the prompt": "messages"}
 
     async def requested(self, body: ChatBody, core: GatewayCore) -> RequestedGeneration:
-        """See `Route`."""
+        """Renders the conversation, and returns all that is asked for."""
         return RequestedGeneration(
             prompts=[await core.render_chat(_conversation(body))],
             sampling=_sampling(body, _chat_form(body)),

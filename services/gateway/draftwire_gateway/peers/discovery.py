@@ -101,11 +101,11 @@ class StaticSource:
 
     @property
     def name(self) -> str:
-        """See `Source.name`."""
+        """The addresses."""
         return ", ".join(self.addresses)
 
     async def endpoints(self) -> AsyncGenerator[frozenset[Endpoint]]:
-        """See `Source.endpoints`."""
+        """Yields the addresses, once."""
         yield frozenset(Endpoint(address) for address in self.addresses)
 
 
@@ -121,11 +121,11 @@ class DnsSource:
 
     @property
     def name(self) -> str:
-        """See `Source.name`."""
+        """The names."""
         return ", ".join(self.names)
 
     async def endpoints(self) -> AsyncGenerator[frozenset[Endpoint]]:
-        """See `Source.endpoints`. A name without an address counts as one that cannot be looked up."""
+        """Yields the addresses of all names after each look-up. A name without one counts as a failed look-up."""
         known: dict[str, frozenset[Endpoint]] = {}
         while True:
             faults = []

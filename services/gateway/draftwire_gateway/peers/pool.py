@@ -51,11 +51,14 @@ class Pool:
         return self.drafters.connected
 
     def targets(self) -> Sequence[TargetPort]:
-        """See `Peers.targets`."""
+        """Returns the connected verifiers, those with the fewest sessions first, and those that rest last."""
         return sorted(self.verifiers.connected, key=lambda verifier: (verifier.is_resting, verifier.num_sessions))
 
     def drafter_for(self, target: TargetPort, but: Collection[int]) -> DrafterLink | None:
-        """See `Peers.drafter_for`. One in another zone than the verifier counts as if it had some sessions more."""
+        """Returns the drafter with the fewest sessions, one that rests last.
+
+        One in another zone than the verifier counts as if it had some sessions more.
+        """
         usable = [
             drafter
             for drafter in self.drafters.connected

@@ -215,23 +215,22 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
     """A `TargetPort` over gRPC."""
 
     def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
-        """See `SessionLink`."""
         super().__init__(address, dialler, timeout_s)
         self._quarantined: set[int] = set()
 
     def takes_blocks_of(self, drafter_id: int) -> bool:
-        """See `TargetPort.takes_blocks_of`."""
+        """Whether the verifier has not said that a drafter is in quarantine."""
         return drafter_id not in self._quarantined
 
     async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
-        """See `TargetPort.open`."""
+        """Opens a session by a call of its own, whose verdicts then come on the stream."""
         lease_id = self._leased(spec.session_id, spec.epoch, inbox)
         stub = verifier_pb2_grpc.VerifierServiceStub(self._bulk.get())
         request = messages.target_spec_to_proto(spec, lease_id)
         await self._open_session(stub.OpenTargetSession(request, timeout=min(OPEN_SECONDS, self._timeout_s)))
 
     def run_plain(self, run: PlainRun) -> None:
-        """See `TargetPort.run_plain`."""
+        """Asks for plain rounds, without waiting."""
         self._outbox.put(verifier_pb2.TargetCommand(plain_run=messages.plain_run_to_proto(run)))
 
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]:
@@ -270,23 +269,22 @@ class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent])
     """A `DrafterPort` over gRPC."""
 
     def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
-        """See `SessionLink`."""
         super().__init__(address, dialler, timeout_s)
         self.pace = DrafterPace()
 
     async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
-        """See `DrafterPort.open`."""
+        """Opens a session by a call of its own, and returns when the drafter has read the prompt."""
         lease_id = self._leased(spec.session_id, spec.epoch, inbox)
         stub = drafter_pb2_grpc.DrafterServiceStub(self._bulk.get())
         request = messages.draft_spec_to_proto(spec, lease_id)
         await self._open_session(stub.OpenDraftSession(request, timeout=self._timeout_s))
 
     def calibrate(self, calibration: Calibration) -> None:
-        """See `DrafterPort.calibrate`."""
+        """Asks for a block, without waiting."""
         self._outbox.put(drafter_pb2.DraftCommand(calibration=messages.calibration_to_proto(calibration)))
 
     def send_drafted(self, command: SendDrafted) -> None:
-        """See `DrafterPort.send_drafted`."""
+        """Asks for a block under way as far as it is drawn, without waiting."""
         self._outbox.put(drafter_pb2.DraftCommand(send_drafted=messages.send_drafted_to_proto(command)))
 
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]:

@@ -20,6 +20,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
 from draftwire.runtime.allowance import Allowance
@@ -305,8 +306,8 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - as in the base class
 
+    @override
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """See `Extension`."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
