@@ -16,6 +16,7 @@ from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.place import Place
 from draftwire.engine.ranks.rank_config import ServiceConfig
 from draftwire.engine.session_book import SessionBook, Step
+from draftwire.engine.step_engine import Result, StepEngine
 from draftwire.engine.torch_thread import TorchThread
 from draftwire.engine.traced_sessions import TracedSessions
 from draftwire.errors import DraftwireError, GroupLostError, UnavailableError
@@ -26,32 +27,7 @@ from draftwire.runtime.outbox import Outbox
 
 log = structlog.get_logger()
 
-Result = TypeVar("Result")
 Event = TypeVar("Event")
-
-
-class Engine(ABC, Generic[Step, Result]):
-    """Carries steps out with a model. Everything here runs on the torch thread."""
-
-    @abstractmethod
-    def warm_up(self) -> list[tuple[int, float]]:
-        """Does a little of everything, so that no user pays for lazy initialisation.
-
-        Returns:
-            Sizes of prompts and how long they took to read, tokens and seconds.
-        """
-
-    @abstractmethod
-    def step(self, step: Step) -> Result:
-        """Carries out a step.
-
-        Raises:
-            GroupLostError: another rank ended.
-        """
-
-    @abstractmethod
-    def forget(self, key: SessionKey) -> None:
-        """Frees what a session holds, if it holds anything."""
 
 
 class EngineService(ABC, Generic[Step, Result, Event]):
@@ -80,7 +56,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         """Records the traced sessions; None records none. Set before the first session."""
         self.card: ModelCard
         self._scheduler: SessionBook[Any, Step]
-        self._engine: Engine[Step, Result]
+        self._engine: StepEngine[Step, Result]
         self._forms: Forms
         self._torch = TorchThread()
         self.group = GroupGuard(config.wanted_group, self._torch, place, followers)
@@ -88,7 +64,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         self._work = asyncio.Event()
 
     @abstractmethod
-    def _load_engine(self) -> tuple[ModelCard, Engine[Step, Result]]:
+    def _load_engine(self) -> tuple[ModelCard, StepEngine[Step, Result]]:
         """Loads the model, on the torch thread. A group's is handed to `group` as well."""
 
     @abstractmethod

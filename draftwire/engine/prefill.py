@@ -91,7 +91,7 @@ def _faded(old: float | None, new: float) -> float:
     return new if old is None else MEMORY * old + (1.0 - MEMORY) * new
 
 
-def share(budget: int, wanted: Sequence[int], most: Sequence[int] | None = None) -> list[int]:
+def share(budget: int, wanted: Sequence[int], most: Sequence[int]) -> list[int]:
     """Divides a budget: half of it to the first, so that it gets on, the rest to those who need least, one by one.
 
     So short prompts pass long ones, prompts that came together are done one by one instead of all at the end, and no
@@ -100,14 +100,13 @@ def share(budget: int, wanted: Sequence[int], most: Sequence[int] | None = None)
     Args:
         budget: tokens.
         wanted: tokens that each could use, in the order in which they came.
-        most: tokens that each may have at most; None is what it could use.
+        most: tokens that each may have at most.
     """
-    limits = wanted if most is None else most
     shares = [0] * len(wanted)
     first = [(0, -(-budget // 2))] if wanted else []
     shortest = sorted(range(len(wanted)), key=lambda index: wanted[index])
     for index, part in [*first, *((index, budget) for index in shortest)]:
-        given = min(limits[index] - shares[index], part, budget)
+        given = min(most[index] - shares[index], part, budget)
         shares[index] += given
         budget -= given
     return shares

@@ -110,7 +110,7 @@ def test_budget_stays_within_its_bounds_and_uses_up_its_part_of_the_latency(
 
 @given(st.integers(0, 600), st.lists(st.integers(0, 400), max_size=40))
 def test_first_gets_half_and_the_shortest_the_rest(budget: int, wanted: list[int]) -> None:
-    shares = share(budget, wanted)
+    shares = share(budget, wanted, wanted)
     assert len(shares) == len(wanted)
     assert all(0 <= got <= most for got, most in zip(shares, wanted, strict=True))
     assert sum(shares) == min(budget, sum(wanted))
@@ -136,7 +136,7 @@ def test_first_gets_half_and_the_shortest_the_rest(budget: int, wanted: list[int
     ],
 )
 def test_what_one_does_not_need_goes_to_the_others(budget: int, wanted: list[int], shares: list[int | None]) -> None:
-    for got, expected in zip(share(budget, wanted), shares, strict=True):
+    for got, expected in zip(share(budget, wanted, wanted), shares, strict=True):
         assert expected is None or got == expected
 
 
@@ -175,7 +175,7 @@ class Simulation:
         """Reads a prompt and returns what each step took longer for it, seconds without noise."""
         added = []
         while prompt_len:
-            (chunk,) = share(self.pacer.budget(sessions_run=True), [prompt_len])
+            (chunk,) = share(self.pacer.budget(sessions_run=True), [prompt_len], [prompt_len])
             prompt_len -= chunk
             self._step(chunk, self.num_running)
             added.append(self.per_token_s * chunk)

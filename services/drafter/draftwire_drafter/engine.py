@@ -3,8 +3,8 @@
 import time
 
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
-from draftwire.engine.engine_service import Engine
 from draftwire.engine.leases import SessionKey
+from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import DraftwireError
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.randomness import DrawKey
@@ -13,11 +13,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import rule_named
 from draftwire_drafter.scheduler import Outcome, Step, StepItem, StepResult
 
-WARM_UP_TOKENS = (2, 64)
-"""Sizes of the prompts that are tried before the first session."""
 
-
-class DraftEngine(Engine[Step, StepResult]):
+class DraftEngine(StepEngine[Step, StepResult]):
     """A drafting strategy with one sequence per session."""
 
     def __init__(self, strategy: DraftingStrategy) -> None:
@@ -25,20 +22,12 @@ class DraftEngine(Engine[Step, StepResult]):
         self.strategy = strategy
         self._sequences: dict[SessionKey, DraftSequence] = {}
 
-    def warm_up(self) -> list[tuple[int, float]]:
-        """Drafts a little, so that no user pays for lazy initialisation.
-
-        Returns:
-            Sizes of prompts and how long they took to read, tokens and seconds.
-        """
+    def _try(self, num_tokens: int) -> tuple[int, float]:
         request = DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), vocab_size=2**31)
-        costs = []
-        for num_tokens in (WARM_UP_TOKENS[0], *WARM_UP_TOKENS):  # the first one is not typical
-            sequence = self.strategy.open([0] * min(num_tokens, self.strategy.context_length - 2))
-            done = self.strategy.step([Drafting(sequence, request)])
-            sequence.close()
-            costs.append((done.num_read, done.calibration_s))
-        return costs[1:]
+        sequence = self.strategy.open([0] * min(num_tokens, self.strategy.context_length - 2))
+        done = self.strategy.step([Drafting(sequence, request)])
+        sequence.close()
+        return done.num_read, done.calibration_s
 
     def step(self, step: Step) -> StepResult:
         """Carries out a step: reads prompts, brings sequences to their committed tokens, drafts blocks."""

@@ -15,7 +15,6 @@ from draftwire.models.loading import ModelCard
 from draftwire.runtime import messages
 from draftwire.runtime.channels import check_prompt_fits, in_messages
 from draftwire.runtime.model_service import ModelServicer
-from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.service import Service
 from draftwire.runtime.streams import exchange
 from draftwire.runtime.tls import Dialler, server_credentials, watch_tls
@@ -43,9 +42,15 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         """See the proto."""
         lease_id, outbox = self._core.open_lease()
         lease = drafter_pb2.DraftEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
+
+        async def write_failures() -> None:
+            while failures := await outbox.take_all():
+                for message in in_messages(_failures_to_proto, failures):
+                    await context.write(message)
+
         try:
             await context.write(drafter_pb2.RunDraftSessionsResponse(events=[lease]))
-            await exchange(self._read_commands(request_iterator, lease_id), self._write_events(outbox, context))
+            await exchange(self._read_commands(request_iterator, lease_id), write_failures())
         finally:
             self._core.end_lease(lease_id)
 
@@ -77,15 +82,6 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                             core.close_session(*key)
                     case _:
                         raise ProtocolViolationError("a command without content")
-
-    async def _write_events(
-        self,
-        outbox: Outbox[SessionFailed],
-        context: grpc.aio.ServicerContext[drafter_pb2.RunDraftSessionsRequest, drafter_pb2.RunDraftSessionsResponse],
-    ) -> None:
-        while failures := await outbox.take_all():
-            for message in in_messages(_failures_to_proto, failures):
-                await context.write(message)
 
 
 def _failures_to_proto(failures: Sequence[SessionFailed]) -> drafter_pb2.RunDraftSessionsResponse:

@@ -3,8 +3,8 @@
 import time
 
 from draftwire.audit import AuditSums, audit_sums
-from draftwire.engine.engine_service import Engine
 from draftwire.engine.leases import SessionKey
+from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import rows_of
 from draftwire.method.keys import KEY_BYTES
@@ -16,11 +16,8 @@ from draftwire.verification import rule_named
 from draftwire.verification.target import Judgement, Judging, StepOutcome, judge
 from draftwire_verifier.scheduler import Step, StepItem, StepResult
 
-WARM_UP_TOKENS = (2, 64)
-"""Sizes of the steps that are tried before the first session."""
 
-
-class TargetEngine(Engine[Step, StepResult]):
+class TargetEngine(StepEngine[Step, StepResult]):
     """The target model with one cached sequence per session."""
 
     def __init__(self, model: SequenceModel, context_length: int) -> None:
@@ -29,22 +26,14 @@ class TargetEngine(Engine[Step, StepResult]):
         self._context_length = context_length
         self._sequences: dict[SessionKey, CachedSequence] = {}
 
-    def warm_up(self) -> list[tuple[int, float]]:
-        """Decodes a few tokens, so that no user pays for lazy initialisation.
-
-        Returns:
-            Sizes of steps and how long they took, tokens and seconds.
-        """
+    def _try(self, num_tokens: int) -> tuple[int, float]:
         rule, key = rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
-        costs = []
-        for num_tokens in (WARM_UP_TOKENS[0], *WARM_UP_TOKENS):  # the first one is not typical
-            started = time.perf_counter()
-            sequence = self.model.cache.open()
-            num_tokens = min(num_tokens, self._context_length - 1)
-            judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
-            self.model.cache.close(sequence)
-            costs.append((num_tokens, time.perf_counter() - started))
-        return costs[1:]
+        started = time.perf_counter()
+        sequence = self.model.cache.open()
+        num_tokens = min(num_tokens, self._context_length - 1)
+        judge(self.model, [Judging(sequence, [0] * num_tokens, [], None, SamplingParams(), rule, key)])
+        self.model.cache.close(sequence)
+        return num_tokens, time.perf_counter() - started
 
     def step(self, step: Step) -> StepResult:
         """Carries out a step: judges blocks, decodes tokens, reads prompts."""

@@ -15,7 +15,6 @@ from draftwire.method.rounds import PromptRead, Verdict
 from draftwire.runtime import messages
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
 from draftwire.runtime.model_service import ModelServicer
-from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.service import Service
 from draftwire.runtime.streams import exchange
 from draftwire.runtime.tls import server_credentials, watch_tls
@@ -48,9 +47,15 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         """See the proto."""
         lease_id, outbox = self._core.open_lease()
         lease = verifier_pb2.TargetEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
+
+        async def write_events() -> None:
+            while events := await outbox.take_all():
+                for message in in_messages(_events_to_proto, events):
+                    await context.write(message)
+
         try:
             await context.write(verifier_pb2.RunTargetSessionsResponse(events=[lease]))
-            await exchange(self._read_commands(request_iterator, lease_id), self._write_events(outbox, context))
+            await exchange(self._read_commands(request_iterator, lease_id), write_events())
         finally:
             self._core.end_lease(lease_id)
 
@@ -116,17 +121,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                             core.close_session(*key)
                     case _:
                         raise ProtocolViolationError("a command without content")
-
-    async def _write_events(
-        self,
-        outbox: Outbox[TargetEvent],
-        context: grpc.aio.ServicerContext[
-            verifier_pb2.RunTargetSessionsRequest, verifier_pb2.RunTargetSessionsResponse
-        ],
-    ) -> None:
-        while events := await outbox.take_all():
-            for message in in_messages(_events_to_proto, events):
-                await context.write(message)
 
 
 def _events_to_proto(events: Sequence[TargetEvent]) -> verifier_pb2.RunTargetSessionsResponse:
