@@ -157,6 +157,21 @@ class SchedulerContract:
         assert scheduler.room.usage == 0.0
         scheduler.open(self.side.make_spec(2, epoch=1), lease_id=0)
 
+    def test_refusal_says_what_is_wrong_alike_on_both_sides(self) -> None:
+        beyond = "from one token beyond the ids to the context"
+        for changes, message in (
+            ({}, "session is open already"),
+            ({"session_id": 2, "prompt_len": 0}, "prompt_len 0 is not within the 4 ids"),
+            ({"session_id": 2, "prompt_len": 5}, "prompt_len 5 is not within the 4 ids"),
+            ({"session_id": 2, "max_len": 4}, f"max_len 4 is not in 5..12, {beyond}"),
+            ({"session_id": 2, "max_len": 13}, f"max_len 13 is not in 5..12, {beyond}"),
+            ({"session_id": 2, "prompt_len": 0, "max_len": 4}, "prompt_len 0 is not within the 4 ids"),
+        ):
+            scheduler, _ = self.opened(1)
+            with pytest.raises(InvalidRequestError) as raised:
+                scheduler.open(self.side.make_spec(**{"session_id": 1, **changes}), lease_id=0)
+            assert str(raised.value) == message
+
     def test_sessions_are_found_by_their_lease(self) -> None:
         scheduler, opened = self.opened(1, 2, 3)
         assert scheduler.of_lease(1) == [opened[0], opened[2]]
@@ -181,6 +196,22 @@ class SchedulerContract:
         for session in sessions[::2]:
             self.side.ask(scheduler, session)
         assert ids_of(next_step(scheduler)) == [1, 3]
+
+    def test_session_that_is_closed_takes_no_part_in_a_step_and_what_a_step_did_for_it_is_not_told(self) -> None:
+        """Not even where another session was opened under its key, which has a step of its own."""
+        scheduler, (closed, _) = self.opened(1, 2)
+        engine, step = self.side.engine(), next_step(scheduler)
+        scheduler.close(*closed.key)
+        again = scheduler.open(self.side.make_spec(1), lease_id=0)
+        assert not scheduler.is_open(closed)
+        assert scheduler.is_open(again)
+        waiting = scheduler.open(self.side.make_spec(3), lease_id=0)
+        scheduler.close(*waiting.key)
+        assert self.side.done(scheduler.complete(step, engine.run(step))) == [2]
+        assert (again.committed.ids, again.num_unread, again.num_reused) == (PROMPT, len(PROMPT), None)
+        step = next_step(scheduler)
+        assert [item.session for item in step.items] == [again]
+        assert self.side.done(scheduler.complete(step, engine.run(step))) == [1]
 
     # Prompts
 
