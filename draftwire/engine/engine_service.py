@@ -37,7 +37,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
     """
 
     failure: ClassVar[str]
-    """What sessions are told when a step fails unexpectedly, whose own words might quote a prompt."""
+    """The reason that sessions get when a step fails unexpectedly: a library's own words might quote a prompt."""
 
     def __init__(
         self, config: ServiceConfig, metrics: EngineMetrics, place: Place | None, followers: Followers | None
@@ -73,7 +73,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
 
     @abstractmethod
     def _complete(self, step: Step, result: Result) -> Any:
-        """Commits what a step did, tells whom it concerns, and returns what `spans` is to record."""
+        """Commits what a step did, reports it to whom it concerns, and returns what `spans` is to record."""
 
     @property
     def description(self) -> ModelDescription:
