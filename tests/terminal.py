@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -19,10 +18,14 @@ LAST_SHOWN = 2000
 """Characters of what was shown that a failure quotes."""
 
 
-def _take_terminal() -> None:
-    """Makes a typed Ctrl-C a signal, also where the tests run in the background of a shell that ignores it there."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+START = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Makes a typed Ctrl-C a signal, also where the tests run in the background of a shell that ignores it there. In a process
+of its own: what runs between fork and exec beside gRPC's threads, which the tests have, may hang or crash."""
 
 
 class Terminal:
@@ -34,13 +37,12 @@ class Terminal:
         self._own, terminal = pty.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "draftwire.cli", *arguments],
+            [sys.executable, "-ISc", START, sys.executable, "-m", "draftwire.cli", *arguments],
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,
             env={**inherited, "TERM": "xterm-256color", **environment},
             start_new_session=True,
-            preexec_fn=_take_terminal,
         )
         os.close(terminal)
         self.shown = ""
