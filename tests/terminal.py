@@ -24,7 +24,7 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-"""Makes a typed Ctrl-C a signal, also where the tests run in the background of a shell that ignores it there. In a process
+"""Makes a typed Ctrl-C a signal, also where the tests run in the background of a shell that ignores it there. A program
 of its own: what runs between fork and exec beside gRPC's threads, which the tests have, may hang or crash."""
 
 
