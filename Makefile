@@ -2,7 +2,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PROTOS := $(wildcard protos/draftwire/v1/*.proto)
-SOURCES := draftwire services tests benchmarks
+SOURCES := draftwire services examples tests benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo up test test-fast test-slow evidence check-rules fuzz chaos mutants chart images pictures lint format types protos protos-check install clean

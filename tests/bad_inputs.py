@@ -365,15 +365,22 @@ def target_fields(own_lease_id: int, **changes: Any) -> dict[str, Any]:
         "lease_id": own_lease_id,
         "session_id": secrets.randbits(64),
         "token_ids": PROMPT,
-        "prompt_len": len(PROMPT),
-        "rejection_sample_method": "block",
         "verifying_key": secrets.token_bytes(KEY_BYTES),
         "permit_key": secrets.token_bytes(KEY_BYTES),
-        "max_draft_tokens": SESSION_DRAFT_TOKENS,
         "plain_rounds": 1,
         "max_len": MAX_LEN,
-        **changes,
+        **_with_parameters(changes),
     }
+
+
+def _with_parameters(changes: dict[str, Any]) -> dict[str, Any]:
+    """Puts what both services are told in a message of its own; a rule is said by its name."""
+    names = session_pb2.SessionParameters.DESCRIPTOR.fields_by_name
+    shared = {"prompt_len": len(PROMPT), "max_draft_tokens": SESSION_DRAFT_TOKENS, "rule": "block"}
+    shared |= {name: value for name, value in changes.items() if name in names}
+    shared["rule"] = session_pb2.VerificationRule(name=shared["rule"], is_lossless=True, needs_draft_probs=True)
+    others = {name: value for name, value in changes.items() if name not in names}
+    return {**others, "parameters": session_pb2.SessionParameters(**shared)}
 
 
 def draft_fields(address: str, own_lease_id: int, target: TargetSide | None = None, **changes: Any) -> dict[str, Any]:
@@ -383,15 +390,12 @@ def draft_fields(address: str, own_lease_id: int, target: TargetSide | None = No
         "lease_id": own_lease_id,
         "session_id": target.session_id if target is not None else secrets.randbits(64),
         "token_ids": PROMPT,
-        "prompt_len": len(PROMPT),
-        "rejection_sample_method": "block",
         "drafting_key": secrets.token_bytes(KEY_BYTES),
         "verifier_address": address,
         "target_vocab_size": VOCAB_SIZE,
-        "max_draft_tokens": SESSION_DRAFT_TOKENS,
         "max_len": MAX_LEN,
         "permit": permit_to_proto(Permit.make(permit_key, 0)),
-        **changes,
+        **_with_parameters(changes),
     }
 
 
@@ -1018,7 +1022,8 @@ def _number(value: float) -> str:
 
 def _open_target_rows() -> list[Row]:
     away = {"min_tokens": 2, "stop_token_ids": [1], "allowed_token_ids": [1]}
-    opening = verifier_pb2.OpenTargetSessionRequest(rejection_sample_method="zz").SerializeToString()
+    salted = session_pb2.SessionParameters(cache_salt="zz")
+    opening = verifier_pb2.OpenTargetSessionRequest(parameters=salted).SerializeToString()
     return [
         ("an unknown lease", FAILED, open_target(lease_id=1), "lease"),
         ("no lease", FAILED, open_target(lease_id=0), "lease"),
@@ -1040,7 +1045,7 @@ def _open_target_rows() -> list[Row]:
         ("no `verifying_key`", INVALID, open_target(verifying_key=b""), "key"),
         ("a `verifying_key` of 17 bytes", INVALID, open_target(verifying_key=bytes(17)), "key"),
         ("a `permit_key` of 15 bytes", INVALID, open_target(permit_key=bytes(15)), "key"),
-        ("an unknown rule", INVALID, open_target(rejection_sample_method="magic"), "block, token"),
+        ("an unknown rule", INVALID, open_target(rule="magic"), "block, token"),
         ("a `cache_salt` of 257 characters", INVALID, open_target(cache_salt="s" * 257), "cache_salt"),
         ("a `traceparent` that names no span", INVALID, open_target(traceparent=NO_SPAN), "traceparent"),
         ("a `temperature` of NaN", INVALID, open_target(temperature=NAN), "temperature"),
@@ -1174,7 +1179,8 @@ def _open_draft_rows() -> list[Row]:
         ("a `drafting_key` of 15 bytes", INVALID, open_draft(drafting_key=bytes(15)), "key"),
         ("no permit", INVALID, open_draft(permit=None), "permit"),
         ("a permit of 1 byte", INVALID, open_draft(permit=session_pb2.DraftPermit(token=b"\0")), "permit"),
-        ("an unknown rule", INVALID, open_draft(rejection_sample_method="magic"), "block, token"),
+        ("a rule of another server", OK, open_draft(rule="magic")),
+        ("a rule without a name", INVALID, open_draft(rule=""), "rejection_sample_method"),
         ("a `cache_salt` of 257 characters", INVALID, open_draft(cache_salt="s" * 257), "cache_salt"),
         ("a `traceparent` that names no span", INVALID, open_draft(traceparent=NO_SPAN), "traceparent"),
         ("a `top_p` of NaN", INVALID, open_draft(top_p=NAN), "top_p"),

@@ -5,8 +5,8 @@
 
 from draftwire.checking.checks import check
 from draftwire.checking.report import Failure, Kind, RuleReport
-from draftwire.checking.rule_loading import known_rules, load_rule
 from draftwire.checking.whole_round import Round, RoundReport, check_round
+from draftwire.verification.rule_loading import known_rules, load_rule
 
 __all__ = [
     "Failure",

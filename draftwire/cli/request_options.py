@@ -9,7 +9,6 @@ import typer
 from draftwire.cli.options import field_docstrings
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.parameters import NUMBERS, SamplingParams
-from draftwire.requests.rules import RULE_FACTS
 
 if TYPE_CHECKING:
     from draftwire.requests.structured_output import StructuredOutput
@@ -19,9 +18,13 @@ MAX_TOKENS = 128
 """Of a completion, where the user does not say."""
 
 
+RULE_NAMES = ("block", "token", "coupled", "typical")
+"""Suggested on the command line; a server may offer others too."""
+
+
 def rule_names(incomplete: str) -> list[str]:
     """Completes the name of a verification rule."""
-    return [name for name in RULE_FACTS if name.startswith(incomplete)]
+    return [name for name in RULE_NAMES if name.startswith(incomplete)]
 
 
 if TYPE_CHECKING:

@@ -142,8 +142,9 @@ class SessionBook(ABC, Generic[Session, Step]):
         self.closed_early.refuse(key)
 
     def _check_prompt_len(self, spec: AnySpec) -> None:
-        if not 1 <= spec.prompt_len <= len(spec.token_ids):
-            raise InvalidRequestError(f"prompt_len {spec.prompt_len} is not within the {len(spec.token_ids)} ids")
+        prompt_len = spec.parameters.prompt_len
+        if not 1 <= prompt_len <= len(spec.token_ids):
+            raise InvalidRequestError(f"prompt_len {prompt_len} is not within the {len(spec.token_ids)} ids")
 
     def _check_max_len(self, spec: AnySpec) -> None:
         if not len(spec.token_ids) < spec.max_len <= self.context_length:

@@ -50,7 +50,7 @@ class TracedSessions(ABC):
 
     def open(self, spec: AnySpec) -> None:
         """Notes a session that was opened, if it is traced."""
-        parent = sampled(spec.traceparent)
+        parent = sampled(spec.parameters.traceparent)
         if parent is not None:
             self._sessions[spec.session_id, spec.epoch] = TracedSession(parent, len(spec.token_ids))
 

@@ -12,10 +12,7 @@ from draftwire.method.encoding import Decoded, DraftDistributions
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsRequest, PromptPart, TokenLogprob
-from draftwire.requests.parameters import SamplingParams
-
-MAX_SALT_LENGTH = 256
-"""Characters of a `cache_salt`, at most."""
+from draftwire.requests.session_parameters import SessionParameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,27 +204,20 @@ class TargetSessionSpec:
     session_id: int
     epoch: int
     first_round: int
-    choice: int
     token_ids: list[int]
-    prompt_len: int
-    sampling: SamplingParams
-    rule: str
+    """All that is committed: the prompt and what was generated before."""
+    parameters: SessionParameters
     verifying_key: bytes
     """Of the role COUPLING under a coupled rule, where the drafter has the same; else of VERIFYING."""
-    max_draft_tokens: int
     plain_rounds: int
-    stop_token_ids: frozenset[int]
     max_len: int
     """Most tokens that will ever be committed, prompt included."""
-    cache_salt: str = ""
     permit_key: bytes = b""
     """Makes the permits of the drafters whose blocks the session takes; empty takes none."""
     logprobs: LogprobsRequest = NO_LOGPROBS
     """What the verifier reports of tokens."""
     reports_draft_logprobs: bool = False
     """Whether it also reports what the drafter gave them."""
-    traceparent: str = ""
-    """The span of the request, in the form of W3C Trace Context; empty if nothing is traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,21 +226,13 @@ class DraftSessionSpec:
 
     session_id: int
     epoch: int
-    choice: int
     token_ids: list[int]
-    prompt_len: int
-    sampling: SamplingParams
-    rule: str
-    """How the blocks will be judged: says what has to be drafted and sent."""
+    """All that is committed."""
+    parameters: SessionParameters
     drafting_key: bytes
     """Of the role COUPLING under a coupled rule; else of DRAFTING."""
-    stop_token_ids: frozenset[int]
     verifier_address: str
     target_vocab_size: int
-    max_draft_tokens: int
     max_len: int
     """Most tokens that committed and drafted ones will ever be together."""
     permit: Permit
-    cache_salt: str = ""
-    traceparent: str = ""
-    """As in `TargetSessionSpec`."""

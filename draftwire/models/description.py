@@ -6,9 +6,15 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from draftwire.errors import ModelMismatchError
+from draftwire.requests.rules import RuleFacts, unknown_rule
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Meaning of the messages in `protos/draftwire/v1`. Raised with every change that an older peer would misread."""
+OLDEST_PROTOCOL_VERSION = 10
+"""The oldest that this release still speaks."""
+
+PARTIAL_BLOCKS = "partial_blocks"
+"""Capability of a drafter that can end a block under way and send what it has drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,22 @@ class ModelDescription:
     protocol_version: int = PROTOCOL_VERSION
     weights_fingerprint: bytes = b""
     """Equal for equal weights; see `draftwire.models.loading.weights_fingerprint`."""
+    oldest_protocol_version: int = OLDEST_PROTOCOL_VERSION
+    capabilities: frozenset[str] = frozenset()
+    """What not every peer of these versions can do, by name."""
+    rules: tuple[RuleFacts, ...] = ()
+    """Of a verifier: the rules that it offers."""
+
+    def rule_named(self, name: str) -> RuleFacts:
+        """Returns a rule that a verifier offers.
+
+        Raises:
+            InvalidRequestError: it offers none of that name.
+        """
+        for rule in self.rules:
+            if rule.name == name:
+                return rule
+        raise unknown_rule(rule.name for rule in self.rules)
 
 
 def fingerprint(tokens: Sequence[str]) -> bytes:
@@ -45,21 +67,27 @@ def fingerprint(tokens: Sequence[str]) -> bytes:
 
 
 def can_take_over(first: ModelDescription, second: ModelDescription) -> bool:
-    """Whether a session on one model can go on on the other: the same weights, numerics, vocabulary and context."""
+    """Whether a session on one model can go on on the other: the same weights, numerics, vocabulary and context, and no
+    rule less.
+    """
     same = ("weights_fingerprint", "dtype", "vocabulary_fingerprint", "vocab_size", "context_length", "stop_token_ids")
-    return all(getattr(first, name) == getattr(second, name) for name in same)
+    return set(first.rules) <= set(second.rules) and all(getattr(first, name) == getattr(second, name) for name in same)
 
 
 def check_protocol(peer: ModelDescription) -> None:
-    """Makes sure that a peer speaks this version of the protocol.
+    """Makes sure that there is a version of the protocol that a peer speaks as well.
 
     Raises:
-        ModelMismatchError: it does not.
+        ModelMismatchError: there is none.
     """
-    if peer.protocol_version != PROTOCOL_VERSION:
-        raise ModelMismatchError(
-            f"{peer.name} speaks protocol version {peer.protocol_version}, this server speaks {PROTOCOL_VERSION}"
-        )
+    if peer.oldest_protocol_version > PROTOCOL_VERSION or peer.protocol_version < OLDEST_PROTOCOL_VERSION:
+        theirs = _versions(peer.oldest_protocol_version, peer.protocol_version)
+        ours = _versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
+        raise ModelMismatchError(f"{peer.name} speaks protocol {theirs}, this server speaks {ours}")
+
+
+def _versions(oldest: int, latest: int) -> str:
+    return f"version {latest}" if oldest == latest else f"versions {oldest} to {latest}"
 
 
 def vocabulary_mismatch(

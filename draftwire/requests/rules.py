@@ -1,13 +1,21 @@
-"""What there is to know of the verification rules that servers offer, without computing any: no torch here."""
+"""What there is to know of a verification rule without computing it: no torch here. Verifiers say which they offer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from draftwire.errors import InvalidRequestError
 
+MAX_NAME_LENGTH = 64
+"""Characters of a rule's name, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class RuleFacts:
-    """One rule, as it says itself; see `draftwire.verification.rule.VerificationRule`."""
+    """One rule, as it says itself; see `draftwire.verification.rule.VerificationRule`.
+
+    Raises:
+        InvalidRequestError: the name is empty or too long.
+    """
 
     name: str
     is_lossless: bool = True
@@ -17,25 +25,15 @@ class RuleFacts:
     is_coupled: bool = False
     """Whether drafter and target draw with the same noise."""
 
-
-RULE_FACTS = {
-    facts.name: facts
-    for facts in (
-        RuleFacts("block"),
-        RuleFacts("token"),
-        RuleFacts("coupled", needs_draft_probs=False, is_coupled=True),
-        RuleFacts("typical", is_lossless=False, needs_draft_probs=False),
-    )
-}
-"""All rules that a server offers, the default first."""
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.name) <= MAX_NAME_LENGTH:
+            raise InvalidRequestError(f"rejection_sample_method has 1 to {MAX_NAME_LENGTH} characters")
 
 
-def facts_of(name: str) -> RuleFacts:
-    """Returns what there is to know of a rule.
+def unknown_rule(known: Iterable[str]) -> InvalidRequestError:
+    """Returns the error for a rule that nobody offers.
 
-    Raises:
-        InvalidRequestError: there is none of that name.
+    Args:
+        known: names of those that are offered.
     """
-    if name not in RULE_FACTS:
-        raise InvalidRequestError(f"unknown rejection_sample_method; known: {', '.join(RULE_FACTS)}")
-    return RULE_FACTS[name]
+    return InvalidRequestError(f"unknown rejection_sample_method; known: {', '.join(known)}")

@@ -7,7 +7,6 @@ from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import (
-    MAX_SALT_LENGTH,
     Calibration,
     DraftBlock,
     DraftSessionSpec,
@@ -34,6 +33,8 @@ from draftwire.requests.logprobs import (
     unpack_top,
 )
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, NUMBERS, SamplingParams
+from draftwire.requests.rules import RuleFacts
+from draftwire.requests.session_parameters import SessionParameters
 from draftwire.requests.structured_output import MAX_CHOICES, Form, StructuredOutput
 from draftwire.runtime.form_messages import form_to_proto
 from draftwire.runtime.status import status_of
@@ -322,6 +323,57 @@ def calibration_from_proto(message: drafter_pb2.Calibration) -> Calibration:
     )
 
 
+def rule_to_proto(rule: RuleFacts) -> session_pb2.VerificationRule:
+    """Encodes what a rule says of itself."""
+    return session_pb2.VerificationRule(
+        name=rule.name,
+        is_lossless=rule.is_lossless,
+        needs_draft_probs=rule.needs_draft_probs,
+        is_coupled=rule.is_coupled,
+    )
+
+
+def rule_from_proto(message: session_pb2.VerificationRule) -> RuleFacts:
+    """Decodes what a rule says of itself.
+
+    Raises:
+        InvalidRequestError: the name is none.
+    """
+    return RuleFacts(message.name, message.is_lossless, message.needs_draft_probs, message.is_coupled)
+
+
+def parameters_to_proto(parameters: SessionParameters) -> session_pb2.SessionParameters:
+    """Encodes what both services have to know of a request."""
+    return session_pb2.SessionParameters(
+        choice=parameters.choice,
+        prompt_len=parameters.prompt_len,
+        sampling=sampling_to_proto(parameters.sampling),
+        rule=rule_to_proto(parameters.rule),
+        max_draft_tokens=parameters.max_draft_tokens,
+        stop_token_ids=sorted(parameters.stop_token_ids),
+        cache_salt=parameters.cache_salt,
+        traceparent=parameters.traceparent,
+    )
+
+
+def parameters_from_proto(message: session_pb2.SessionParameters) -> SessionParameters:
+    """Decodes what both services have to know of a request.
+
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    return SessionParameters(
+        choice=message.choice,
+        prompt_len=message.prompt_len,
+        sampling=sampling_from_proto(message.sampling),
+        rule=rule_from_proto(message.rule),
+        max_draft_tokens=message.max_draft_tokens,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        cache_salt=message.cache_salt,
+        traceparent=_checked_traceparent(message.traceparent),
+    )
+
+
 def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2.OpenTargetSessionRequest:
     """Encodes the opening of a session on a verifier."""
     return verifier_pb2.OpenTargetSessionRequest(
@@ -329,23 +381,16 @@ def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2
         session_id=spec.session_id,
         epoch=spec.epoch,
         first_round=spec.first_round,
-        choice=spec.choice,
         token_ids=spec.token_ids,
-        prompt_len=spec.prompt_len,
-        sampling=sampling_to_proto(spec.sampling),
-        rejection_sample_method=spec.rule,
+        parameters=parameters_to_proto(spec.parameters),
         verifying_key=spec.verifying_key,
-        max_draft_tokens=spec.max_draft_tokens,
         plain_rounds=spec.plain_rounds,
-        stop_token_ids=sorted(spec.stop_token_ids),
         max_len=spec.max_len,
-        cache_salt=spec.cache_salt,
         permit_key=spec.permit_key,
         logprobs=spec.logprobs.logprobs,
         prompt_logprobs=spec.logprobs.prompt_logprobs,
         logprobs_mode=spec.logprobs.mode.value if spec.logprobs != NO_LOGPROBS else "",
         draft_logprobs=spec.reports_draft_logprobs,
-        traceparent=spec.traceparent,
     )
 
 
@@ -359,17 +404,11 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
         session_id=message.session_id,
         epoch=message.epoch,
         first_round=message.first_round,
-        choice=message.choice,
         token_ids=list(message.token_ids),
-        prompt_len=message.prompt_len,
-        sampling=sampling_from_proto(message.sampling),
-        rule=message.rejection_sample_method,
+        parameters=parameters_from_proto(message.parameters),
         verifying_key=_checked_key(message.verifying_key),
-        max_draft_tokens=message.max_draft_tokens,
         plain_rounds=message.plain_rounds,
-        stop_token_ids=frozenset(message.stop_token_ids),
         max_len=message.max_len,
-        cache_salt=_checked_salt(message.cache_salt),
         permit_key=_checked_key(message.permit_key) if message.permit_key else b"",
         logprobs=LogprobsRequest(
             logprobs=message.logprobs if message.HasField("logprobs") else None,
@@ -377,7 +416,6 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
             mode=LogprobsMode.named(message.logprobs_mode) if message.logprobs_mode else LogprobsMode.RAW,
         ),
         reports_draft_logprobs=message.draft_logprobs,
-        traceparent=_checked_traceparent(message.traceparent),
     )
 
 
@@ -387,20 +425,13 @@ def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.Op
         lease_id=lease_id,
         session_id=spec.session_id,
         epoch=spec.epoch,
-        choice=spec.choice,
         token_ids=spec.token_ids,
-        prompt_len=spec.prompt_len,
-        sampling=sampling_to_proto(spec.sampling),
-        rejection_sample_method=spec.rule,
+        parameters=parameters_to_proto(spec.parameters),
         drafting_key=spec.drafting_key,
-        stop_token_ids=sorted(spec.stop_token_ids),
         verifier_address=spec.verifier_address,
         target_vocab_size=spec.target_vocab_size,
-        max_draft_tokens=spec.max_draft_tokens,
         max_len=spec.max_len,
-        cache_salt=spec.cache_salt,
         permit=permit_to_proto(spec.permit),
-        traceparent=spec.traceparent,
     )
 
 
@@ -413,20 +444,13 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
     return DraftSessionSpec(
         session_id=message.session_id,
         epoch=message.epoch,
-        choice=message.choice,
         token_ids=list(message.token_ids),
-        prompt_len=message.prompt_len,
-        sampling=sampling_from_proto(message.sampling),
-        rule=message.rejection_sample_method,
+        parameters=parameters_from_proto(message.parameters),
         drafting_key=_checked_key(message.drafting_key),
-        stop_token_ids=frozenset(message.stop_token_ids),
         verifier_address=message.verifier_address,
         target_vocab_size=message.target_vocab_size,
-        max_draft_tokens=message.max_draft_tokens,
         max_len=message.max_len,
-        cache_salt=_checked_salt(message.cache_salt),
         permit=_checked_permit(permit_from_proto(message.permit)),
-        traceparent=_checked_traceparent(message.traceparent),
     )
 
 
@@ -454,11 +478,18 @@ def model_to_proto(model: ModelDescription) -> model_pb2.ModelDescription:
         context_length=model.context_length,
         stop_token_ids=model.stop_token_ids,
         weights_fingerprint=model.weights_fingerprint,
+        oldest_protocol_version=model.oldest_protocol_version,
+        capabilities=sorted(model.capabilities),
+        rules=[rule_to_proto(rule) for rule in model.rules],
     )
 
 
 def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
-    """Decodes a model's description."""
+    """Decodes a model's description.
+
+    Raises:
+        InvalidRequestError: a rule has no name.
+    """
     return ModelDescription(
         name=message.name,
         revision=message.revision,
@@ -469,6 +500,9 @@ def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
         stop_token_ids=tuple(message.stop_token_ids),
         weights_fingerprint=message.weights_fingerprint,
         protocol_version=message.protocol_version,
+        oldest_protocol_version=message.oldest_protocol_version or message.protocol_version,
+        capabilities=frozenset(message.capabilities),
+        rules=tuple(rule_from_proto(rule) for rule in message.rules),
     )
 
 
@@ -482,12 +516,6 @@ def _checked_permit(permit: Permit) -> Permit:
     if len(permit.token) != KEY_BYTES:
         raise InvalidRequestError(f"a permit's token has {KEY_BYTES} bytes, not {len(permit.token)}")
     return permit
-
-
-def _checked_salt(salt: str) -> str:
-    if len(salt) > MAX_SALT_LENGTH:
-        raise InvalidRequestError(f"cache_salt has at most {MAX_SALT_LENGTH} characters")
-    return salt
 
 
 def _checked_traceparent(header: str) -> str:

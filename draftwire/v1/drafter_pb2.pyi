@@ -28,30 +28,19 @@ class OpenDraftSessionRequest(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
-    CHOICE_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    PROMPT_LEN_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
     DRAFTING_KEY_FIELD_NUMBER: _builtins.int
     VERIFIER_ADDRESS_FIELD_NUMBER: _builtins.int
     TARGET_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
-    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LEN_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PERMIT_FIELD_NUMBER: _builtins.int
-    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
     """The session, under the same id as at the verifier."""
     epoch: _builtins.int
     """0, and higher when the session is opened again."""
-    choice: _builtins.int
-    """Index of the choice that this session generates, part of the key of its random numbers."""
-    prompt_len: _builtins.int
-    """How many of `token_ids` are the prompt."""
     drafting_key: _builtins.bytes
     """16 bytes that key the drafter's random numbers, independent of the verifier's but under "coupled", where they are
     the same.
@@ -60,33 +49,21 @@ class OpenDraftSessionRequest(_message.Message):
     """Where the blocks go: host:port of the verifier."""
     target_vocab_size: _builtins.int
     """Rows of the target's vocabulary; the drafter never proposes an id beyond it."""
-    max_draft_tokens: _builtins.int
-    """Most tokens in a block of this session."""
     max_len: _builtins.int
     """Most tokens that committed and drafted ones will ever be together: more than `token_ids` and at most the drafter's
     context. Room for them is reserved.
     """
-    cache_salt: _builtins.str
-    """What was computed is shared only between sessions of the same salt. At most 256 characters."""
-    rejection_sample_method: _builtins.str
-    """How the verifier will judge the blocks. Under "coupled" and "typical" token ids are sent without distributions."""
-    traceparent: _builtins.str
-    """As in OpenTargetSessionRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All ids that are committed now."""
 
     @_builtins.property
-    def sampling(self) -> _session_pb2.SamplingParameters:
-        """What the target does to its logits. The drafter does the same, to be accepted more often."""
-
-    @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that min_tokens keeps away."""
-
-    @_builtins.property
     def permit(self) -> _session_pb2.DraftPermit:
         """Lets this drafter push the session's blocks."""
+
+    @_builtins.property
+    def parameters(self) -> _session_pb2.SessionParameters:
+        """What the verifier is told of the request too."""
 
     def __init__(
         self,
@@ -94,24 +71,17 @@ class OpenDraftSessionRequest(_message.Message):
         lease_id: _builtins.int = ...,
         session_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
-        choice: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        prompt_len: _builtins.int = ...,
-        sampling: _session_pb2.SamplingParameters | None = ...,
         drafting_key: _builtins.bytes = ...,
         verifier_address: _builtins.str = ...,
         target_vocab_size: _builtins.int = ...,
-        max_draft_tokens: _builtins.int = ...,
         max_len: _builtins.int = ...,
-        cache_salt: _builtins.str = ...,
-        rejection_sample_method: _builtins.str = ...,
-        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         permit: _session_pb2.DraftPermit | None = ...,
-        traceparent: _builtins.str = ...,
+        parameters: _session_pb2.SessionParameters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["permit", b"permit", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "permit", b"permit", "prompt_len", b"prompt_len", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "traceparent", b"traceparent", "verifier_address", b"verifier_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting_key", b"drafting_key", "epoch", b"epoch", "lease_id", b"lease_id", "max_len", b"max_len", "parameters", b"parameters", "permit", b"permit", "session_id", b"session_id", "target_vocab_size", b"target_vocab_size", "token_ids", b"token_ids", "verifier_address", b"verifier_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ isort:skip_file
 Who a model server is, so that its peers can tell whether they fit together."""
 
 from collections import abc as _abc
+from draftwire.v1 import session_pb2 as _session_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -33,8 +34,13 @@ class ModelDescription(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of these protos' meaning. Peers with another version are refused with FAILED_PRECONDITION."""
+    """Latest version of these protos' meaning that the peer speaks. Two peers use the latest that both do; where there is
+    none, they refuse each other with FAILED_PRECONDITION.
+    """
     name: _builtins.str
     """Folder name or hub name. At most 256 characters."""
     revision: _builtins.str
@@ -49,9 +55,21 @@ class ModelDescription(_message.Message):
     """Positions that the model can attend to."""
     weights_fingerprint: _builtins.bytes
     """SHA-256 over samples of all weights: sessions move only between verifiers where it is the same."""
+    oldest_protocol_version: _builtins.int
+    """Oldest version that the peer speaks. 0: protocol_version."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a generation."""
+
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the peer can do that not every peer of these versions can, by name. Nobody is asked for what is not here.
+        "partial_blocks": a drafter can end a block under way and send what it has drawn (SendDrafted).
+        """
+
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.VerificationRule]:
+        """Of a verifier: the rules that it offers, the default first."""
 
     def __init__(
         self,
@@ -65,10 +83,13 @@ class ModelDescription(_message.Message):
         context_length: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         weights_fingerprint: _builtins.bytes = ...,
+        oldest_protocol_version: _builtins.int = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        rules: _abc.Iterable[_session_pb2.VerificationRule] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_length", b"context_length", "dtype", b"dtype", "name", b"name", "protocol_version", b"protocol_version", "revision", b"revision", "stop_token_ids", b"stop_token_ids", "vocab_size", b"vocab_size", "vocabulary_fingerprint", b"vocabulary_fingerprint", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "dtype", b"dtype", "name", b"name", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version", "revision", b"revision", "rules", b"rules", "stop_token_ids", b"stop_token_ids", "vocab_size", b"vocab_size", "vocabulary_fingerprint", b"vocabulary_fingerprint", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -367,6 +367,98 @@ class DraftDistributions(_message.Message):
 Global___DraftDistributions: _TypeAlias = DraftDistributions  # noqa: Y015
 
 @_typing.final
+class VerificationRule(_message.Message):
+    """A verification rule, as it says itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    IS_LOSSLESS_FIELD_NUMBER: _builtins.int
+    NEEDS_DRAFT_PROBS_FIELD_NUMBER: _builtins.int
+    IS_COUPLED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What requests call it, 1 to 64 characters."""
+    is_lossless: _builtins.bool
+    """Whether the text is distributed as the target's."""
+    needs_draft_probs: _builtins.bool
+    """Whether it reads the distributions that draft tokens were drawn from. If not, token ids travel alone."""
+    is_coupled: _builtins.bool
+    """Whether drafter and target draw with the same noise."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        is_lossless: _builtins.bool = ...,
+        needs_draft_probs: _builtins.bool = ...,
+        is_coupled: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_coupled", b"is_coupled", "is_lossless", b"is_lossless", "name", b"name", "needs_draft_probs", b"needs_draft_probs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerificationRule: _TypeAlias = VerificationRule  # noqa: Y015
+
+@_typing.final
+class SessionParameters(_message.Message):
+    """What both services of a session have to know of its request. The same in both openings."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    PROMPT_LEN_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    RULE_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    """Index of the choice that the session generates, part of the key of its random numbers."""
+    prompt_len: _builtins.int
+    """How many of the ids that the session is opened with are the prompt; the others were generated before."""
+    max_draft_tokens: _builtins.int
+    """Most draft tokens in a block of this session."""
+    cache_salt: _builtins.str
+    """What is computed for the prompt is shared only between sessions of the same salt. At most 256 characters."""
+    traceparent: _builtins.str
+    """The span of the request, as the header of that name in W3C Trace Context, version 00. Empty: nothing is traced."""
+    @_builtins.property
+    def sampling(self) -> Global___SamplingParameters:
+        """They define the target's distribution. The drafter does the same to its own, to be accepted more often."""
+
+    @_builtins.property
+    def rule(self) -> Global___VerificationRule:
+        """How blocks are judged. A verifier goes by the name alone, and refuses one that it does not offer; a drafter by what it
+        says of itself.
+        """
+
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens after which a plain run ends early, and that min_tokens keeps away."""
+
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        prompt_len: _builtins.int = ...,
+        sampling: Global___SamplingParameters | None = ...,
+        rule: Global___VerificationRule | None = ...,
+        max_draft_tokens: _builtins.int = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rule", b"rule", "sampling", b"sampling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "max_draft_tokens", b"max_draft_tokens", "prompt_len", b"prompt_len", "rule", b"rule", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionParameters: _TypeAlias = SessionParameters  # noqa: Y015
+
+@_typing.final
 class DraftPermit(_message.Message):
     """Lets a drafter push blocks for one session. The gateway makes it for one drafter and hands it over when it opens the
     session there, so that drafters that share their certificates cannot push blocks for each other's sessions.

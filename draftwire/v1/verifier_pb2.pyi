@@ -30,23 +30,16 @@ class OpenTargetSessionRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     FIRST_ROUND_FIELD_NUMBER: _builtins.int
-    CHOICE_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    PROMPT_LEN_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     VERIFYING_KEY_FIELD_NUMBER: _builtins.int
-    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     PLAIN_ROUNDS_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_LEN_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
     PERMIT_KEY_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
     DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -55,26 +48,16 @@ class OpenTargetSessionRequest(_message.Message):
     """0, and higher when the session is opened again."""
     first_round: _builtins.int
     """The round that comes next: 0 in a new session."""
-    choice: _builtins.int
-    """Index of the choice that this session generates, part of the key of its random numbers."""
-    prompt_len: _builtins.int
-    """How many of `token_ids` are the prompt."""
-    rejection_sample_method: _builtins.str
-    """Verification rule: "block", "token", "coupled" or "typical"."""
     verifying_key: _builtins.bytes
     """16 bytes that key the verifier's random numbers. No drafter ever sees them, but under "coupled", where both sides
     draw with the same noise.
     """
-    max_draft_tokens: _builtins.int
-    """Most draft tokens in a block of this session."""
     plain_rounds: _builtins.int
     """Plain rounds to decode at once, without waiting for a block or a command."""
     max_len: _builtins.int
     """Most tokens that will ever be committed, prompt included: more than `token_ids` and at most the context. Room for
     them is reserved, so that an open session never runs out of it.
     """
-    cache_salt: _builtins.str
-    """Keys and values are shared only between sessions of the same salt. At most 256 characters."""
     permit_key: _builtins.bytes
     """16 bytes, known to the gateway and the verifier alone. The session takes blocks of the drafter that shows a permit
     made from it (see DraftPermit). Empty: it takes none.
@@ -89,19 +72,13 @@ class OpenTargetSessionRequest(_message.Message):
     """The distribution that is reported, "raw" or "processed"; see GenerateRequest. Empty: raw."""
     draft_logprobs: _builtins.bool
     """Reports what the drafter gave the tokens of each verdict."""
-    traceparent: _builtins.str
-    """The span of the request, as the header of that name in W3C Trace Context, version 00. Empty: nothing is traced."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed ids: the prompt and, in a session that is moved, what was generated before."""
 
     @_builtins.property
-    def sampling(self) -> _session_pb2.SamplingParameters:
-        """The target's distribution is defined by these."""
-
-    @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens after which a plain run ends early, and that min_tokens keeps away."""
+    def parameters(self) -> _session_pb2.SessionParameters:
+        """What the drafter is told of the request too."""
 
     def __init__(
         self,
@@ -110,27 +87,20 @@ class OpenTargetSessionRequest(_message.Message):
         session_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         first_round: _builtins.int = ...,
-        choice: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        prompt_len: _builtins.int = ...,
-        sampling: _session_pb2.SamplingParameters | None = ...,
-        rejection_sample_method: _builtins.str = ...,
         verifying_key: _builtins.bytes = ...,
-        max_draft_tokens: _builtins.int = ...,
         plain_rounds: _builtins.int = ...,
-        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_len: _builtins.int = ...,
-        cache_salt: _builtins.str = ...,
         permit_key: _builtins.bytes = ...,
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         logprobs_mode: _builtins.str = ...,
         draft_logprobs: _builtins.bool = ...,
-        traceparent: _builtins.str = ...,
+        parameters: _session_pb2.SessionParameters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "parameters", b"parameters", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "choice", b"choice", "draft_logprobs", b"draft_logprobs", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_draft_tokens", b"max_draft_tokens", "max_len", b"max_len", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_len", b"prompt_len", "prompt_logprobs", b"prompt_logprobs", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "traceparent", b"traceparent", "verifying_key", b"verifying_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "draft_logprobs", b"draft_logprobs", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_len", b"max_len", "parameters", b"parameters", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_logprobs", b"prompt_logprobs", "session_id", b"session_id", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

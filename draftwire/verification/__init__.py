@@ -1,6 +1,6 @@
 """Verification rules, by the names that requests use."""
 
-from draftwire.requests.rules import facts_of
+from draftwire.requests.rules import unknown_rule
 from draftwire.verification.block import BlockRule
 from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.coupled import CoupledRule
@@ -30,7 +30,9 @@ def rule_named(name: str) -> VerificationRule:
     Raises:
         InvalidRequestError: there is none of that name.
     """
-    return RULES[facts_of(name).name]
+    if name not in RULES:
+        raise unknown_rule(RULES)
+    return RULES[name]
 
 
 def new_rule(name: str) -> VerificationRule:

@@ -20,6 +20,7 @@ from draftwire.method import randomness
 from draftwire.method.devices import upload
 from draftwire.method.distributions import draw
 from draftwire.method.randomness import DrawKey
+from draftwire.requests.rules import RuleFacts
 from draftwire.verification.blocks import BlockBatch, cut_impossible
 
 
@@ -140,6 +141,11 @@ class VerificationRule(Protocol):
             blocks: with positive draft probability for each draft token, if the rule needs them.
             noise: numbers to decide with.
         """
+
+
+def facts_of(rule: VerificationRule) -> RuleFacts:
+    """Returns what a rule says of itself, for those that do not compute it."""
+    return RuleFacts(rule.name, rule.is_lossless, rule.needs_draft_probs, rule.is_coupled)
 
 
 def verify(rule: VerificationRule, blocks: BlockBatch, noise: Noise) -> Outcome:

@@ -30,9 +30,11 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.method.token_source import TokenSource
-from draftwire.models.description import PROTOCOL_VERSION, ModelDescription
+from draftwire.models.description import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ModelDescription
 from draftwire.requests.logprobs import MAX_LOGPROBS, LogprobsMode, LogprobsRequest, PromptPart, TokenLogprob
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, PARAMETERS, SamplingParams
+from draftwire.requests.rules import RuleFacts
+from draftwire.requests.session_parameters import SessionParameters
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime import messages
 from draftwire.runtime.status import error_of_number
@@ -47,6 +49,8 @@ from draftwire_gateway.session.statistics import Statistics
 from draftwire_verifier.core import BlockRefused
 from draftwire_verifier.server import _event_to_proto
 from tests.trace_collector import span_context
+from tests.unit.session_specs import changed as with_changes
+from tests.unit.session_specs import draft_spec, target_spec
 
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1) | st.sampled_from([2**63, 2**64 - 1])
@@ -78,6 +82,7 @@ OF_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     list[int]: IDS,
     tuple[int, ...]: IDS.map(tuple),
     frozenset[int]: st.frozensets(UINT32, max_size=6),
+    frozenset[str]: st.frozensets(st.text(max_size=8), max_size=3),
     frozenset[int] | None: st.none() | st.frozensets(UINT32, min_size=1, max_size=4),
     tuple[tuple[int, float], ...]: st.dictionaries(UINT32, st.floats(-100.0, 100.0), max_size=4).map(
         lambda bias: tuple(sorted(bias.items()))
@@ -125,6 +130,9 @@ OF_TYPE[SamplingParams] = made(
     presence_penalty=st.floats(-2.0, 2.0),
     frequency_penalty=st.floats(-2.0, 2.0),
 ) | st.builds(SamplingParams, structured_output=st.sampled_from(FORMS))
+RULE = made(RuleFacts, name=st.text(min_size=1, max_size=64))
+OF_TYPE[tuple[RuleFacts, ...]] = st.lists(RULE, max_size=3).map(tuple)
+made(SessionParameters, traceparent=TRACEPARENTS)
 made(DraftDistributions, data=st.binary(max_size=40))  # any: they are checked after the wire
 
 FENCE = Fence(session_id=0x1122334455667788, epoch=1, round=300, prefix_len=5, prefix_hash=0xF1F2F3F4F5F6F7F8)
@@ -225,7 +233,7 @@ GOLDEN_TOP = bytes.fromhex(  # 38 bytes
 )
 REPORTED = [TokenLogprob(300, -1.0, [(7, -0.5), (300, -1.0)]), TokenLogprob(300, 0.0, [(300, 0.0)])]
 """Two places: two possible tokens in the first, one in the second."""
-TARGET_SPEC = TargetSessionSpec(
+TARGET_SPEC = target_spec(
     session_id=1,
     epoch=2,
     first_round=3,
@@ -247,25 +255,28 @@ GOLDEN_SAMPLING = (  # 58 bytes
     "21 0000000000000000 29 000000000000f03f"  # 4: min_p 0.0, 5: repetition_penalty 1.0
     "31 0000000000000000 39 0000000000000000 50 00"  # 6, 7: presence and frequency penalty 0.0, 10: min_tokens 0
 )
+GOLDEN_PARAMETERS = (  # 89 bytes
+    "08 04"  # 1: choice
+    "10 01"  # 2: prompt_len
+    f"1a 3a {GOLDEN_SAMPLING}"  # 3: sampling
+    "22 0b 0a 05 626c6f636b 10 01 18 01"  # 4: rule, its name, is_lossless, needs_draft_probs
+    "28 05"  # 5: max_draft_tokens
+    "32 02 0809"  # 6: stop_token_ids, packed, ascending
+    "3a 04 73616c74"  # 7: cache_salt
+)
 GOLDEN_TARGET_SPEC = bytes.fromhex(
     "09 0a00000000000000"  # 1: lease_id, fixed64 little-endian
     "11 0100000000000000"  # 2: session_id, fixed64 little-endian
     "18 02"  # 3: epoch
     "20 03"  # 4: first_round
-    "28 04"  # 5: choice
     "32 03 07ac02"  # 6: token_ids, packed
-    "38 01"  # 7: prompt_len
-    f"42 3a {GOLDEN_SAMPLING}"  # 8: sampling
-    "4a 05 626c6f636b"  # 9: rejection_sample_method
     "52 10 000102030405060708090a0b0c0d0e0f"  # 10: verifying_key
-    "58 05"  # 11: max_draft_tokens
     "60 06"  # 12: plain_rounds
-    "6a 02 0809"  # 13: stop_token_ids, packed, ascending
     "70 9003"  # 14: max_len
-    "7a 04 73616c74"  # 15: cache_salt
     "8a01 10 101112131415161718191a1b1c1d1e1f"  # 17: permit_key
 )
-DRAFT_SPEC = DraftSessionSpec(
+"""Without the parameters, which come last."""
+DRAFT_SPEC = draft_spec(
     session_id=1,
     epoch=2,
     choice=4,
@@ -286,20 +297,14 @@ GOLDEN_DRAFT_SPEC = bytes.fromhex(
     "09 0a00000000000000"  # 1: lease_id, fixed64 little-endian
     "11 0100000000000000"  # 2: session_id, fixed64 little-endian
     "18 02"  # 3: epoch
-    "20 04"  # 4: choice
     "2a 03 07ac02"  # 5: token_ids, packed
-    "30 01"  # 6: prompt_len
-    f"3a 3a {GOLDEN_SAMPLING}"  # 7: sampling
     "42 10 000102030405060708090a0b0c0d0e0f"  # 8: drafting_key
     "4a 03 763a31"  # 9: verifier_address
     "50 c002"  # 10: target_vocab_size
-    "58 05"  # 11: max_draft_tokens
     "60 9003"  # 12: max_len
-    "6a 04 73616c74"  # 13: cache_salt
-    "72 05 626c6f636b"  # 14: rejection_sample_method
-    "7a 02 0809"  # 15: stop_token_ids, packed, ascending
     f"8201 15 {GOLDEN_PERMIT.hex()}"  # 16: permit, 21 bytes
 )
+"""Without the parameters, which come last."""
 GOLDEN_SEND_DRAFTED = bytes.fromhex(
     "09 8877665544332211"  # 1: session_id, fixed64 little-endian
     "10 01"  # 2: epoch
@@ -315,10 +320,12 @@ MODEL = ModelDescription(
     context_length=400,
     stop_token_ids=(8, 9),
     weights_fingerprint=b"\x03\x04",
+    capabilities=frozenset({"b", "a"}),
+    rules=(RuleFacts("typical", is_lossless=False, needs_draft_probs=False),),
 )
-SECOND_CHOICE = Generation([1], SamplingParams(), 4, (), frozenset(), 5, 4, "token", choice=1)
+SECOND_CHOICE = Generation([1], SamplingParams(), 4, (), frozenset(), 5, 4, RuleFacts("token"), choice=1)
 GOLDEN_MODEL = bytes.fromhex(
-    "08 09"  # 1: protocol_version
+    "08 0a"  # 1: protocol_version
     "12 01 6d"  # 2: name
     "1a 01 72"  # 3: revision
     "22 07 666c6f61743332"  # 4: dtype
@@ -327,6 +334,9 @@ GOLDEN_MODEL = bytes.fromhex(
     "38 9003"  # 7: context_length
     "42 02 0809"  # 8: stop_token_ids, packed
     "4a 02 0304"  # 9: weights_fingerprint
+    "50 0a"  # 10: oldest_protocol_version
+    "5a 01 61 5a 01 62"  # 11: capabilities, ascending
+    "62 09 0a 07 7479706963616c"  # 12: rules
 )
 
 
@@ -371,14 +381,18 @@ WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callabl
         messages.send_drafted_to_proto,
         messages.send_drafted_from_proto,
     ),
-    ModelDescription: (made(ModelDescription), messages.model_to_proto, messages.model_from_proto),
+    ModelDescription: (
+        made(ModelDescription, oldest_protocol_version=st.integers(1, 2**32 - 1)),
+        messages.model_to_proto,
+        messages.model_from_proto,
+    ),
     TargetSessionSpec: (
-        made(TargetSessionSpec, session_id=UINT64, permit_key=st.just(b"") | KEYS, traceparent=TRACEPARENTS),
+        made(TargetSessionSpec, session_id=UINT64, permit_key=st.just(b"") | KEYS),
         lambda spec: messages.target_spec_to_proto(spec, LEASE),
         messages.target_spec_from_proto,
     ),
     DraftSessionSpec: (
-        made(DraftSessionSpec, session_id=UINT64, traceparent=TRACEPARENTS),
+        made(DraftSessionSpec, session_id=UINT64),
         lambda spec: messages.draft_spec_to_proto(spec, LEASE),
         messages.draft_spec_from_proto,
     ),
@@ -467,19 +481,22 @@ GENERATED = gateway_pb2.GeneratedChoice(choice=3, token_ids=[7, 300], is_finishe
 DENSE_BLOCK = DraftBlock(
     FENCE, [1, 0], encode_dense(Encoding.DENSE_FLOAT32, np.array([[0.25, 0.75], [1.0, 0.0]], dtype=np.float32))
 )
+PARAMETERS_OF_TARGET, PARAMETERS_OF_DRAFT = f"ba01 59 {GOLDEN_PARAMETERS}", f"9201 59 {GOLDEN_PARAMETERS}"  # 23, 18
+TRACED_OF_TARGET = f"ba01 9201 {GOLDEN_PARAMETERS} 42 37 {SPAN}"  # 146 bytes; 8: traceparent
+TRACED_OF_DRAFT = f"9201 9201 {GOLDEN_PARAMETERS} 42 37 {SPAN}"
 SPECS = {
-    "opening of a target session": (TARGET_SPEC, GOLDEN_TARGET_SPEC.hex()),
-    "its span": (replace(TARGET_SPEC, traceparent=TRACEPARENT), GOLDEN_TARGET_SPEC.hex() + "b201 37" + SPAN),
-    "its wish for details": (
-        replace(TARGET_SPEC, reports_draft_logprobs=True, traceparent=TRACEPARENT),
-        GOLDEN_TARGET_SPEC.hex() + "a80101 b20137" + SPAN,  # 21: draft_logprobs, 22: traceparent
+    "opening of a target session": (TARGET_SPEC, GOLDEN_TARGET_SPEC.hex() + PARAMETERS_OF_TARGET),
+    "its span": (with_changes(TARGET_SPEC, traceparent=TRACEPARENT), GOLDEN_TARGET_SPEC.hex() + TRACED_OF_TARGET),
+    "its wish for details": (  # 21: draft_logprobs
+        replace(TARGET_SPEC, reports_draft_logprobs=True),
+        GOLDEN_TARGET_SPEC.hex() + "a80101" + PARAMETERS_OF_TARGET,
     ),
     "its wish for log-probabilities": (  # 18: logprobs, 19: prompt_logprobs, 20: logprobs_mode
         replace(TARGET_SPEC, logprobs=REPORTING),
-        GOLDEN_TARGET_SPEC.hex() + "900100 980114 a20109" + b"processed".hex(),
+        GOLDEN_TARGET_SPEC.hex() + "900100 980114 a20109" + b"processed".hex() + PARAMETERS_OF_TARGET,
     ),
-    "opening of a draft session": (DRAFT_SPEC, GOLDEN_DRAFT_SPEC.hex()),
-    "its span, too": (replace(DRAFT_SPEC, traceparent=TRACEPARENT), GOLDEN_DRAFT_SPEC.hex() + "8a01 37" + SPAN),
+    "opening of a draft session": (DRAFT_SPEC, GOLDEN_DRAFT_SPEC.hex() + PARAMETERS_OF_DRAFT),
+    "its span, too": (with_changes(DRAFT_SPEC, traceparent=TRACEPARENT), GOLDEN_DRAFT_SPEC.hex() + TRACED_OF_DRAFT),
 }
 SENT: dict[str, tuple[Any, str]] = {
     "fence": (FENCE, GOLDEN_FENCE.hex()),
@@ -602,9 +619,9 @@ def test_failures_and_refusals_carry_what_their_receiver_needs() -> None:
         assert refused.quarantined_drafter_id == (drafter_id or 0)
 
 
-def test_protocol_version_is_that_of_structured_outputs() -> None:
-    """A verifier of version 7 would leave their form out of account."""
-    assert PROTOCOL_VERSION == 9
+def test_protocol_version_is_that_of_these_golden_bytes() -> None:
+    """Older peers would find no parameters in an opening."""
+    assert OLDEST_PROTOCOL_VERSION == PROTOCOL_VERSION == 10
 
 
 # What is refused
@@ -681,7 +698,11 @@ REFUSED: list[tuple[type, Message, str]] = [
     (TargetSessionSpec, changed(TARGET, prompt_logprobs=2**32 - 1), "prompt_logprobs must be in 0..20"),
     (TargetSessionSpec, changed(TARGET, logprobs_mode="Raw"), "logprobs_mode must be raw or processed"),
     *(
-        (kind, changed(message, traceparent=header), r"^traceparent is not one of W3C Trace Context, version 00$")
+        (
+            kind,
+            changed(message, parameters=changed(message.parameters, traceparent=header)),
+            r"^traceparent is not one of W3C Trace Context, version 00$",
+        )
         for kind, message in ((TargetSessionSpec, TARGET), (DraftSessionSpec, DRAFT))
         for header in NO_SPAN
     ),

@@ -10,6 +10,8 @@ from enum import Enum
 from functools import wraps
 from typing import Any, TypeVar
 
+from session_specs import FACTS
+
 from draftwire.errors import UnavailableError
 from draftwire.method.rounds import (
     Calibration,
@@ -27,7 +29,7 @@ from draftwire.method.rounds import (
     judge_fence,
 )
 from draftwire.method.token_source import TokenSource
-from draftwire.models.description import ModelDescription
+from draftwire.models.description import PARTIAL_BLOCKS, ModelDescription
 from draftwire.requests.logprobs import PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.config import LoopSettings
@@ -250,7 +252,7 @@ class FakeTarget:
         if session.drafter_id != drafter_id and not is_stale:
             self.violations.append((drafter_id, fence))
         if self._takes(session, fence):
-            if not 1 <= num_draft_tokens <= session.spec.max_draft_tokens:
+            if not 1 <= num_draft_tokens <= session.spec.parameters.max_draft_tokens:
                 self.violations.append(num_draft_tokens)
             self._begin(session, num_draft_tokens)
 
@@ -268,7 +270,8 @@ class FakeTarget:
         if num_top is None:
             return
         every = [
-            PromptPart(place, [said_of(place, ids[place], num_top)]) for place in range(1, session.spec.prompt_len)
+            PromptPart(place, [said_of(place, ids[place], num_top)])
+            for place in range(1, session.spec.parameters.prompt_len)
         ]
         for part in every if self.prompt_parts is None else self.prompt_parts:
             session.inbox.put_nowait(PromptRead(*session.key, part))
@@ -315,7 +318,7 @@ class FakeTarget:
         extra = TokenSource.BONUS if accepted == num_draft_tokens else TokenSource.RECOVERED
         if num_draft_tokens == 0:
             extra = TokenSource.PLAIN
-            stops = tokens[-1] in session.spec.stop_token_ids
+            stops = tokens[-1] in session.spec.parameters.stop_token_ids
             session.plain_rounds_left = 0 if stops else session.plain_rounds_left - 1
         count = len(self.verdicts) + 1
         num_top, length = session.spec.logprobs.logprobs, len(session.committed)
@@ -356,7 +359,9 @@ class FakeTarget:
 
 
 def describe(name: str, context_length: int = 10_000) -> ModelDescription:
-    return ModelDescription(name, "", "float32", b"", STOP_TOKEN + 1, context_length, (STOP_TOKEN,))
+    """Returns a model that can do whatever a verifier's or a drafter's can."""
+    described = ModelDescription(name, "", "float32", b"", STOP_TOKEN + 1, context_length, (STOP_TOKEN,))
+    return replace(described, capabilities=frozenset({PARTIAL_BLOCKS}), rules=tuple(FACTS.values()))
 
 
 # Drafters
@@ -561,8 +566,10 @@ def make_generation(**changes: Any) -> Generation:
         stop_token_ids=frozenset({STOP_TOKEN}),
         seed=5,
         num_speculative_tokens=4,
-        rule="block",
+        rule=FACTS["block"],
     )
+    if isinstance(rule := changes.get("rule"), str):
+        changes["rule"] = FACTS[rule]
     return replace(generation, **changes)
 
 

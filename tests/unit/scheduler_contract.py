@@ -26,7 +26,6 @@ BOTH_OUT_OF_RANGE: list[dict[str, Any]] = [
     {"prompt_len": 0},
     {"prompt_len": len(PROMPT) + 1},
     {"max_draft_tokens": 6},
-    {"rule": "tipical"},
     {"max_len": CONTEXT_LENGTH + 1},
     {"max_len": len(PROMPT)},
     {"max_len": 0},
@@ -48,9 +47,11 @@ class FixedPacer(PrefillPacer):
     max_added_latency_s: float = 1.0
     tokens: int = 1000
     asked: list[bool] = field(default_factory=list)
+    alone_asked: list[bool] = field(default_factory=list)
 
     def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
         self.asked.append(sessions_run)
+        self.alone_asked.append(is_alone)
         return self.tokens
 
 
@@ -232,6 +233,18 @@ class SchedulerContract:
                 scheduler.close(2, 0)
         assert scheduler.pacer.asked == [False, False, True, False]
 
+    def test_pacer_knows_whether_a_step_does_nothing_but_read_prompts(self) -> None:
+        scheduler, _ = self.opened(context_length=100, budget=10)
+        running, engine = scheduler.open(self.side.make_spec(1, max_len=100), lease_id=0), self.side.engine()
+        self.side.run_steps(scheduler, engine=engine)
+        scheduler.open(self.side.long_spec(2, 40), lease_id=0)
+        scheduler.pacer.alone_asked.clear()
+        for asks in (False, True, False):
+            if asks:
+                self.side.ask(scheduler, running)
+            self.side.run_steps(scheduler, 1, engine)
+        assert scheduler.pacer.alone_asked == [True, False, True]
+
     def test_reading_prompts_divide_the_budget_while_running_sessions_always_get_in(self) -> None:
         scheduler, _ = self.opened(max_sessions=9, context_length=1000, budget=30)
         running, engine = scheduler.open(self.side.make_spec(1, max_len=100), lease_id=0), self.side.engine()
@@ -362,7 +375,8 @@ class AnyOrder(RuleBasedStateMachine):
         running = [
             session
             for session in queued
-            if not session.is_reading and session.num_unread <= session.spec.max_draft_tokens + 1  # as a round commits
+            if not session.is_reading
+            and session.num_unread <= session.spec.parameters.max_draft_tokens + 1  # as a round commits
         ]
         self.step = self.scheduler.next_step()
         assert (self.step is not None) == bool(queued)

@@ -196,14 +196,16 @@ def test_what_the_check_allows_for_is_enough_for_the_largest_request() -> None:
     )
     request = verifier_pb2.OpenTargetSessionRequest(
         **dict.fromkeys(("lease_id", "session_id"), largest),
-        **dict.fromkeys(("epoch", "first_round", "choice", "prompt_len"), largest_id),
-        **dict.fromkeys(("max_draft_tokens", "plain_rounds", "max_len"), largest_id),
+        **dict.fromkeys(("epoch", "first_round", "plain_rounds", "max_len"), largest_id),
         token_ids=[largest_id] * MODEL.context_length,
-        stop_token_ids=[largest_id] * MODEL.vocab_size,
-        sampling=sampling,
-        rejection_sample_method="block",
         verifying_key=bytes(16),
-        cache_salt="\N{GRINNING FACE}" * 256,
+        parameters=session_pb2.SessionParameters(
+            **dict.fromkeys(("choice", "prompt_len", "max_draft_tokens"), largest_id),
+            stop_token_ids=[largest_id] * MODEL.vocab_size,
+            sampling=sampling,
+            rule=session_pb2.VerificationRule(name="\N{GRINNING FACE}" * 64, is_lossless=True, is_coupled=True),
+            cache_salt="\N{GRINNING FACE}" * 256,
+        ),
     )
     assert request.ByteSize() <= PROMPT_BYTES
 

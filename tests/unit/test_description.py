@@ -2,23 +2,29 @@
 
 import hashlib
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from draftwire.errors import ModelMismatchError
+from draftwire.errors import InvalidRequestError, ModelMismatchError
 from draftwire.models.description import (
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     ModelDescription,
+    can_take_over,
     check_protocol,
     fingerprint,
     vocabulary_mismatch,
 )
+from draftwire.requests.rules import RuleFacts
 
 
-def described(name: str = "big", protocol_version: int = PROTOCOL_VERSION) -> ModelDescription:
-    return ModelDescription(name, "", "float32", b"", 4, 64, (), protocol_version)
+def described(
+    name: str = "big", oldest: int = OLDEST_PROTOCOL_VERSION, latest: int = PROTOCOL_VERSION
+) -> ModelDescription:
+    return ModelDescription(name, "", "float32", b"", 4, 64, (), latest, oldest_protocol_version=oldest)
 
 
 @given(st.lists(st.text(st.sampled_from("ab\x00\x01\u00e9e\u0301\u20ac\ud800"))))
@@ -51,8 +57,32 @@ def test_mismatch_names_both_models_their_sizes_and_the_first_differing_token(
         assert part in str(error)
 
 
-@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, 2**32 - 1])
-def test_peer_of_another_protocol_version_is_refused_by_name(version: int) -> None:
+def test_peer_with_which_there_is_a_common_version_is_taken() -> None:
+    for oldest, latest in ((0, 2**32 - 1), (PROTOCOL_VERSION, PROTOCOL_VERSION + 1), (0, OLDEST_PROTOCOL_VERSION)):
+        check_protocol(described("peer", oldest, latest))
     check_protocol(described())
-    with pytest.raises(ModelMismatchError, match=f"old-peer speaks protocol version {version}"):
-        check_protocol(described("old-peer", version))
+
+
+@pytest.mark.parametrize(
+    ("oldest", "latest", "said"),
+    [
+        (0, 0, "version 0"),
+        (9, 9, "version 9"),
+        (1, OLDEST_PROTOCOL_VERSION - 1, f"versions 1 to {OLDEST_PROTOCOL_VERSION - 1}"),
+        (PROTOCOL_VERSION + 1, 2**32 - 1, f"versions {PROTOCOL_VERSION + 1} to {2**32 - 1}"),
+    ],
+)
+def test_peer_with_which_there_is_none_is_refused_by_name(oldest: int, latest: int, said: str) -> None:
+    with pytest.raises(ModelMismatchError, match=f"^old-peer speaks protocol {said}, this server speaks version 10$"):
+        check_protocol(described("old-peer", oldest, latest))
+
+
+def test_session_goes_on_where_no_rule_is_missing() -> None:
+    block, own = RuleFacts("block"), RuleFacts("own")
+    few, many = replace(described(), rules=(block,)), replace(described(), rules=(own, block))
+    assert can_take_over(few, many)
+    assert not can_take_over(many, few)
+    assert not can_take_over(few, replace(few, rules=(RuleFacts("block", is_lossless=False),)))
+    assert many.rule_named("own") is own
+    with pytest.raises(InvalidRequestError, match=r"known: block$"):
+        few.rule_named("own")

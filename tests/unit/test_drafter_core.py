@@ -9,6 +9,7 @@ from unittest.mock import AsyncMock
 import pytest
 from engine_service_contract import EngineServiceContract, Served, join_group, until
 from group_fakes import FakeFollowers, FakeParallelModel
+from session_specs import draft_spec
 
 from draftwire.engine.leases import SessionFailed
 from draftwire.errors import GroupLostError, UnavailableError
@@ -54,7 +55,7 @@ class FakeLink:
 def make_spec(
     session_id: int, address: str = "a:1", prompt: list[int] = PROMPT, sampling: SamplingParams = PLAIN
 ) -> DraftSessionSpec:
-    return DraftSessionSpec(
+    return draft_spec(
         session_id=session_id,
         epoch=0,
         choice=0,

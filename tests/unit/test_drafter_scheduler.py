@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import strategies as st
@@ -15,7 +16,9 @@ from scheduler_contract import (
     SchedulerContract,
     Side,
     fail,
+    next_step,
 )
+from session_specs import changed, draft_spec
 
 from draftwire.engine.admission import Room
 from draftwire.errors import ProtocolViolationError, UnavailableError
@@ -48,7 +51,7 @@ def make_scheduler(
 
 
 def make_spec(session_id: int = 1, **changes: Any) -> DraftSessionSpec:
-    spec = DraftSessionSpec(
+    spec = draft_spec(
         session_id=session_id,
         epoch=0,
         choice=0,
@@ -64,7 +67,7 @@ def make_spec(session_id: int = 1, **changes: Any) -> DraftSessionSpec:
         max_len=CONTEXT_LENGTH,
         permit=PERMIT,
     )
-    return replace(spec, **changes)
+    return changed(spec, **changes)
 
 
 def long_spec(session_id: int, prompt_len: int, **changes: Any) -> DraftSessionSpec:
@@ -193,6 +196,22 @@ def test_calibration_that_comes_before_the_prompt_is_read_teaches_the_pacer_no_n
     while DRAFTER.run_steps(scheduler, 1, engine):
         assert scheduler.pacer.alone.seconds_per_token is not None
         assert scheduler.pacer.alone.seconds_per_token > 0.0
+
+
+def test_tokens_that_are_committed_during_a_step_without_a_limit_were_not_read_in_it() -> None:
+    """More than a round commits, so that the next step reads them in parts."""
+    scheduler, engine = make_scheduler(context_length=100, budget=4), Engine()
+    session = scheduler.open(make_spec(max_len=60), lease_id=0)
+    DRAFTER.run_steps(scheduler, engine=engine)
+    ask(scheduler, session)
+    step = next_step(scheduler)
+    assert [item.max_read for item in step.items] == [None]
+    scheduler.calibrate(make_calibration(session.committed.ids, [10] * 9, round_number=5))
+    result = engine.run(step)
+    with patch.object(FixedPacer, "learn") as learn:
+        scheduler.complete(step, result)
+    learn.assert_called_once_with(0, result.num_read, result.calibration_s)
+    assert [item.max_read for item in next_step(scheduler).items] == [4]
 
 
 # All of it in any order

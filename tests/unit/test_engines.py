@@ -8,6 +8,7 @@ import torch
 from cases import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from session_specs import draft_spec, target_spec
 from tiny_models import ExtendsByReading
 from torch import Tensor
 
@@ -25,13 +26,11 @@ from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
     DraftBlock,
-    DraftSessionSpec,
     Fence,
     Permit,
     PlainRun,
     ReceivedBlock,
     SendDrafted,
-    TargetSessionSpec,
     Verdict,
 )
 from draftwire.models import scripted as scripted_models
@@ -68,7 +67,7 @@ class Verifier:
     def open(self, session_id: int = 1, token_ids: list[int] | None = None, **changes: Any) -> verifying.TargetSession:
         ids = PROMPT if token_ids is None else token_ids
         given = {"plain_rounds": 1, "max_len": len(ids) + 100, "rule": "block"} | changes
-        spec = TargetSessionSpec(
+        spec = target_spec(
             session_id=session_id,
             epoch=0,
             first_round=0,
@@ -261,7 +260,7 @@ class DraftSide:
 
     def open(self, session_id: int = 1, token_ids: list[int] | None = None, cache_salt: str = "") -> None:
         ids = PROMPT if token_ids is None else token_ids
-        spec = DraftSessionSpec(
+        spec = draft_spec(
             session_id=session_id,
             epoch=0,
             choice=0,

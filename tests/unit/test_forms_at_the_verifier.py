@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from session_specs import target_spec
 from test_automaton import ids_of
 from tiny_models import save_spelling_model
 
@@ -30,7 +31,7 @@ async def core(tmp_path: Path) -> AsyncIterator[VerifierCore]:
 
 
 def spec_of(expression: str, generated_ids: list[int], choice: int = 0) -> TargetSessionSpec:
-    return TargetSessionSpec(
+    return target_spec(
         session_id=1 + choice,
         epoch=0,
         first_round=0,

@@ -135,7 +135,9 @@ def test_every_choice_is_generated_whole_as_a_session_of_its_own(count: int) -> 
     ends = [(came.end.reason, came.end.statistics.num_generated_tokens) for came in found.values()]
     assert ends == [(FinishReason.LENGTH, 20)] * count
     for of_peer in (target.attempts, [session.spec for session in drafter.sessions]):
-        assert sorted(spec.choice for spec in of_peer) == list(range(count)), "random numbers are keyed by it"
+        assert sorted(spec.parameters.choice for spec in of_peer) == list(range(count)), (
+            "random numbers are keyed by it"
+        )
     assert len({spec.verifying_key for spec in target.attempts}) == 1
     assert len({spec.session_id for spec in target.attempts}) == count
     assert target.violations == drafter.violations == []
@@ -146,7 +148,7 @@ def test_every_choice_is_generated_whole_as_a_session_of_its_own(count: int) -> 
 def openings(target: FakeTarget) -> list[tuple[int, int]]:
     """Notes, for each opening, its choice and how many verdicts came before."""
     noted: list[tuple[int, int]] = []
-    target.on_opening = lambda spec: noted.append((spec.choice, len(target.verdicts)))  # type: ignore[func-returns-value]
+    target.on_opening = lambda spec: noted.append((spec.parameters.choice, len(target.verdicts)))  # type: ignore[func-returns-value]
     return noted
 
 
@@ -202,7 +204,7 @@ def test_resumed_choices_go_on_each_behind_its_own_tokens() -> None:
     ]
     found = asyncio.run(collect(make_core(target).generate(generations)))  # texts are skipped on a thread
     assert [found[choice].ids for choice in range(3)] == [STORY[3:20], STORY[:20], []]
-    assert {spec.choice: spec.first_round for spec in target.attempts} == {0: 3, 1: 0}
+    assert {spec.parameters.choice: spec.first_round for spec in target.attempts} == {0: 3, 1: 0}
 
 
 def test_time_of_every_choice_counts_from_the_arrival_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +264,7 @@ def test_prompt_is_reported_also_where_no_token_is_asked_for() -> None:
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_when_one_fails_all_end_and_its_own_error_is_raised(failing: int) -> None:
     target = slow_target(1.0)
-    target.on_opening = lambda spec: InvalidRequestError("no") if spec.choice == failing else None
+    target.on_opening = lambda spec: InvalidRequestError("no") if spec.parameters.choice == failing else None
     core = make_core(target)
     with pytest.raises(InvalidRequestError, match="no"):
         generated(core, make_choices(3, max_tokens=100))
@@ -303,7 +305,7 @@ def test_interruption_says_how_many_tokens_the_choice_had_that_failed_and_what_c
 
 def test_what_waits_to_be_read_is_told_before_a_failure() -> None:
     target = FakeTarget()
-    target.on_opening = lambda spec: InvalidRequestError("no") if spec.choice == 1 else None
+    target.on_opening = lambda spec: InvalidRequestError("no") if spec.parameters.choice == 1 else None
     found: dict[int, Came] = {}
     with pytest.raises(InvalidRequestError):
         run(collect(make_core(target).generate(make_choices(2, max_tokens=100)), found, pause_s=10.0))
@@ -379,7 +381,7 @@ def test_choices_wait_for_the_room_that_others_of_the_request_have(count: int, r
 def test_room_that_comes_just_after_it_was_asked_for_is_asked_for_again() -> None:
     """A verifier hears a little later that a session has ended."""
     target = slow_target(2.0)
-    target.on_opening = lambda spec: NoRoomError("full") if spec.choice and now() < 38.5 else None
+    target.on_opening = lambda spec: NoRoomError("full") if spec.parameters.choice and now() < 38.5 else None
     settings = replace(PLAIN, failover_timeout_s=0.0)
 
     async def refuse_late(spec: TargetSessionSpec, inbox: Inbox) -> None:
@@ -421,7 +423,7 @@ async def test_first_choice_is_refused_at_once_where_there_is_no_room() -> None:
 @in_virtual_time
 async def test_room_that_does_not_come_is_given_up_when_nothing_of_the_request_runs(failover_timeout_s: float) -> None:
     target = slow_target(2.0)
-    target.on_opening = lambda spec: NoRoomError("full") if spec.choice else None
+    target.on_opening = lambda spec: NoRoomError("full") if spec.parameters.choice else None
     with pytest.raises(NoRoomError):
         await collect(
             make_core(target, loop=LoopSettings(failover_timeout_s=failover_timeout_s)).generate(make_choices(2))
@@ -436,7 +438,7 @@ def test_verifier_that_is_lost_before_others_start_is_waited_for() -> None:
 
     def refusal(spec: TargetSessionSpec) -> Exception | None:
         opened_at.append(now())
-        return UnavailableError("not now") if spec.choice and now() < 12.0 else None
+        return UnavailableError("not now") if spec.parameters.choice and now() < 12.0 else None
 
     target.on_opening = refusal
     found = generated(make_core(target), make_choices(2))
@@ -458,7 +460,7 @@ async def test_every_choice_counts_and_nothing_starts_where_they_do_not_fit() ->
     assert core.num_requests == 3
     with pytest.raises(NoRoomError):
         await admitted(core, make_choices(2))
-    assert ({spec.choice for spec in target.attempts}, len(target.attempts)) == ({0, 1, 2}, 3)
+    assert ({spec.parameters.choice for spec in target.attempts}, len(target.attempts)) == ({0, 1, 2}, 3)
     assert len(await admitted(core, make_choices(1))) == 1
     await running
     assert core.num_requests == 0

@@ -40,6 +40,8 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.rules import RuleFacts
+from draftwire.requests.session_parameters import SessionParameters
 from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import Delta, FinishReason
 from draftwire_gateway.session.ports import DrafterLost
@@ -177,9 +179,10 @@ def test_specs_say_what_the_request_asks_for(salt: str) -> None:
     verifying, drafting = target.spec, drafter.spec
     for spec in (verifying, drafting):
         assert spec.token_ids[: len(PROMPT)] == PROMPT
-        assert (spec.prompt_len, spec.sampling, spec.max_draft_tokens) == (len(PROMPT), sampling, 2)
-        assert (spec.session_id, spec.epoch, spec.cache_salt) == (verifying.session_id, verifying.epoch, salt)
-    assert (verifying.rule, verifying.stop_token_ids) == ("token", {STOP_TOKEN})
+        assert (spec.session_id, spec.epoch) == (verifying.session_id, verifying.epoch)
+        assert spec.parameters == SessionParameters(
+            len(PROMPT), sampling, RuleFacts("token"), 2, frozenset({STOP_TOKEN}), cache_salt=salt
+        )
     assert verifying.verifying_key == derive_key(11, Role.VERIFYING)
     assert drafting.drafting_key == derive_key(11, Role.DRAFTING)
     assert (drafting.verifier_address, drafting.target_vocab_size) == ("target:1", target.description.vocab_size)

@@ -130,7 +130,7 @@ def test_resumed_session_says_what_is_prompt_and_what_was_generated(num_generate
     result = run(collect(make_loop(target, drafter, generated_ids=tuple(STORY[:num_generated]))))
     for spec in (target.spec, drafter.spec):
         before = spec.token_ids[: len(PROMPT) + num_generated]
-        assert (before, spec.prompt_len) == ([*PROMPT, *STORY[:num_generated]], len(PROMPT))
+        assert (before, spec.parameters.prompt_len) == ([*PROMPT, *STORY[:num_generated]], len(PROMPT))
     opened, numbers = target.spec, result.statistics
     assert (opened.max_len, opened.first_round, opened.plain_rounds) == (len(PROMPT) + 20, num_generated, 1)
     result.assert_whole(start=num_generated)

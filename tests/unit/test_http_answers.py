@@ -12,6 +12,7 @@ from http_fakes import STREAM_START, Gate, Sent, app_of
 
 from draftwire.errors import UnavailableError
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.rules import RuleFacts
 from draftwire_gateway.http.body import CompletionBody
 from draftwire_gateway.http.choice_deltas import ChoiceDelta, Ending, ReportedToken, ResponseOptions
 from draftwire_gateway.http.openai_types import (
@@ -26,7 +27,7 @@ from draftwire_gateway.http.streaming import PART_BYTES, _stream, _while_connect
 from draftwire_gateway.session.request import Generation
 from draftwire_gateway.session.statistics import Statistics
 
-GENERATION = Generation([1], SamplingParams(), 5, (), frozenset(), 3, 4, "token")
+GENERATION = Generation([1], SamplingParams(), 5, (), frozenset(), 3, 4, RuleFacts("token"))
 ENDINGS = [Ending(GENERATION, "stop", Statistics(num_generated_tokens=2), "")]
 
 

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from draftwire import errors
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.rules import RuleFacts
 from draftwire.runtime.settings import ServerSettings, TlsSettings
 from draftwire.v1 import gateway_pb2, session_pb2
 from draftwire_gateway.auth.access import Access
@@ -367,7 +368,7 @@ async def test_requests_are_refused_while_the_service_is_not_ready() -> None:
 
 def ending(choice: int, prompt: int, **counts: Any) -> Ending:
     generation = Generation(
-        [1], SamplingParams(), 5, (), frozenset(), 3, 4, "token", choice=choice, prompt_index=prompt
+        [1], SamplingParams(), 5, (), frozenset(), 3, 4, RuleFacts("token"), choice=choice, prompt_index=prompt
     )
     return Ending(generation, "stop", Statistics(**counts), "")
 

@@ -13,6 +13,7 @@ from cases import every
 from definitions import defined_law
 from hypothesis import given
 from hypothesis import strategies as st
+from session_specs import changed, target_spec
 from test_target import KEY, REFERENCE, VOCAB_SIZE, WatchedModel, certain, fresh_model, random_ids
 from torch import Tensor
 
@@ -260,7 +261,7 @@ def test_bad_logits_in_a_prompt_fail_its_session_alone(max_read: int | None, num
 
 
 def make_spec(session_id: int, prompt: list[int], **changes: object) -> TargetSessionSpec:
-    spec = TargetSessionSpec(
+    spec = target_spec(
         session_id=session_id,
         epoch=0,
         first_round=0,
@@ -276,7 +277,7 @@ def make_spec(session_id: int, prompt: list[int], **changes: object) -> TargetSe
         max_len=len(prompt) + 10,
         permit_key=KEY,
     )
-    return replace(spec, **changes)
+    return changed(spec, **changes)
 
 
 def make_scheduler() -> Scheduler:

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from session_specs import draft_spec, target_spec
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -32,14 +33,12 @@ from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
     DraftBlock,
-    DraftSessionSpec,
     Fence,
     FenceVerdict,
     Permit,
     PlainRun,
     ReceivedBlock,
     SendDrafted,
-    TargetSessionSpec,
     Verdict,
 )
 from draftwire.method.sampling import SMALLEST, Span, probabilities_of_spans
@@ -312,7 +311,7 @@ class Stack:
 
     def _open_target(self, client: Client, plain_rounds: int) -> None:
         plan = client.plan
-        spec = TargetSessionSpec(
+        spec = target_spec(
             session_id=client.session_id,
             epoch=client.epoch,
             first_round=len(client.rounds),
@@ -334,7 +333,7 @@ class Stack:
     def _open_drafter(self, client: Client) -> None:
         """Opens a session on a drafter, which knows what is committed; without one if there is no room."""
         plan = client.plan
-        spec = DraftSessionSpec(
+        spec = draft_spec(
             session_id=client.session_id,
             epoch=client.epoch,
             choice=plan.choice,

@@ -7,6 +7,7 @@ from dataclasses import MISSING
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import typer
@@ -366,8 +367,15 @@ def test_host_is_found_in_whatever_way_an_address_is_written(address: str, host:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Configurations that the services were started with; they do nothing but note them."""
     configs: list[Any] = []
+
+    def note(config: Any, *_ranks: object) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("draftwire.engine.ranks.launch.configure_logging", lambda *_: None)
+    monkeypatch.setattr("draftwire.runtime.process.run_service", AsyncMock(return_value=0))
     for service in SERVICES:
-        module = SimpleNamespace(serve=lambda config, *_ranks: configs.append(config) or 0)
+        module = SimpleNamespace(serve=note, make_service=note)
         monkeypatch.setitem(sys.modules, f"draftwire_{service}.server", module)
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         monkeypatch.delenv(name)

@@ -5,16 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from session_specs import FACTS
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.keys import MAX_SEED
 from draftwire.models.description import ModelDescription
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.session_parameters import MAX_SALT_LENGTH
 from draftwire.requests.structured_output import Form, StructuredOutput
 from draftwire_gateway.session.request import (
     MAX_CHOICES,
-    MAX_SALT_LENGTH,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
     GeneratedChoice,
@@ -32,6 +33,7 @@ TARGET = ModelDescription(
     vocab_size=50,
     context_length=10,
     stop_token_ids=(0, 7),
+    rules=tuple(FACTS.values()),
 )
 DEFAULTS = SpeculationDefaults(num_speculative_tokens=3, max_speculative_tokens=8, rule="token")
 MINIMAL = RequestedGeneration(prompts=[[1, 2, 3]], sampling=SamplingParams())
@@ -131,13 +133,15 @@ def test_value_out_of_range_is_refused_by_name(changes: dict[str, Any], named: s
         {"num_speculative_tokens": 8},
         {"cache_salt": ""},
         {"cache_salt": "x" * MAX_SALT_LENGTH},
-        {"rule": "block"},
-        {"rule": "token"},
     ],
 )
 def test_value_at_the_edge_of_its_range_is_kept(changes: dict[str, Any]) -> None:
     generation = only(**changes)
     assert {name: getattr(generation, name) for name in changes} == changes
+
+
+def test_rule_is_one_that_the_target_offers() -> None:
+    assert [only(rule=name).rule for name in FACTS] == list(FACTS.values())
 
 
 def test_ids_at_the_edge_of_their_range_are_kept() -> None:
@@ -156,7 +160,7 @@ def test_defaults_are_filled_in() -> None:
         stop_token_ids=frozenset({0, 7}),
         seed=11,
         num_speculative_tokens=3,
-        rule="token",
+        rule=FACTS["token"],
     )
     assert only(sampling=sampling, seed=11) == expected
 

@@ -12,6 +12,7 @@ from unittest.mock import ANY, AsyncMock, Mock
 import pytest
 from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop, run
 from opentelemetry.trace import SpanContext
+from session_specs import draft_spec, target_spec
 
 from draftwire.errors import UnavailableError
 from draftwire.method.encoding import DraftDistributions
@@ -21,11 +22,9 @@ from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
     DraftBlock,
-    DraftSessionSpec,
     DraftTimings,
     Fence,
     Permit,
-    TargetSessionSpec,
     Verdict,
 )
 from draftwire.method.token_source import TokenSource
@@ -89,7 +88,8 @@ class FakeTracer:
 
 def spec_of(session_id: int, traceparent: str = traceparent_of(PARENT)) -> Any:
     """As much of a session's opening as is looked at."""
-    return SimpleNamespace(session_id=session_id, traceparent=traceparent, epoch=0, token_ids=(1, 2, 3))
+    told = SimpleNamespace(traceparent=traceparent)
+    return SimpleNamespace(session_id=session_id, parameters=told, epoch=0, token_ids=(1, 2, 3))
 
 
 def session_of(session_id: int) -> Any:
@@ -246,7 +246,7 @@ async def test_verifier_records_until_a_session_is_closed_and_nothing_is_left_of
     expected = (("read prompt", None), ("verify", 5), ("verify", 6))
     verifying = {"first_round": 5, "verifying_key": bytes(KEY_BYTES), "plain_rounds": 2}
     async with running(core, VerifierSpans(tracer), tracer, *expected) as lease_id:
-        core.open_session(TargetSessionSpec(**SESSION, **verifying), lease_id)
+        core.open_session(target_spec(**SESSION, **verifying), lease_id)
 
 
 async def test_drafter_records_until_a_session_is_closed_and_nothing_is_left_of_it() -> None:
@@ -255,7 +255,7 @@ async def test_drafter_records_until_a_session_is_closed_and_nothing_is_left_of_
     expected = (("read prompt", None), ("calibrate", 7), ("draft", 7))
     drafting = {"drafting_key": bytes(KEY_BYTES), "verifier_address": "a:1", "target_vocab_size": 320}
     async with running(core, DrafterSpans(tracer), tracer, *expected) as lease_id:
-        await core.open_session(DraftSessionSpec(**SESSION, **drafting, permit=Permit(0, bytes(KEY_BYTES))), lease_id)
+        await core.open_session(draft_spec(**SESSION, **drafting, permit=Permit(0, bytes(KEY_BYTES))), lease_id)
         core.calibrate(Calibration(Fence(1, 0, 7, 3, CommittedTokens([1, 2, 3]).hash), 3, [], 4))
 
 
@@ -278,8 +278,8 @@ def test_every_session_of_a_choice_is_opened_with_its_span_and_what_happens_is_n
         spans = ChoiceSpans(tracer, span)
         loop = make_loop([first, second], drafters, observer=spans.add_round, spans=spans, max_tokens=30)
         statistics = (await collect(loop)).finish.statistics
-        targets = [spec.traceparent for spec in (*first.attempts, *second.attempts)]
-        return statistics, targets, [s.spec.traceparent for each in drafters for s in each.sessions]
+        targets = [spec.parameters.traceparent for spec in (*first.attempts, *second.attempts)]
+        return statistics, targets, [s.spec.parameters.traceparent for each in drafters for s in each.sessions]
 
     statistics, targets, drafted = run(scenario())
     assert (targets, drafted) == ([traceparent_of(PARENT)] * 2, [traceparent_of(PARENT)] * 3)
@@ -313,4 +313,4 @@ def test_choice_that_fails_says_so() -> None:
 def test_session_that_is_not_traced_is_opened_without_a_span() -> None:
     target = FakeTarget()
     run(collect(make_loop(target, None)))
-    assert [spec.traceparent for spec in target.attempts] == [""]
+    assert [spec.parameters.traceparent for spec in target.attempts] == [""]

@@ -17,7 +17,7 @@ from draftwire.method.distributions import DenseRows, DraftRows, SparseRows
 from draftwire.method.randomness import DrawKey
 from draftwire.method.sampling import probabilities
 from draftwire.requests.parameters import SamplingParams
-from draftwire.requests.rules import RULE_FACTS, RuleFacts
+from draftwire.requests.rules import RuleFacts
 from draftwire.verification import (
     RULES,
     BlockBatch,
@@ -32,6 +32,8 @@ from draftwire.verification import (
 )
 from draftwire.verification.block import block_weights
 from draftwire.verification.blocks import cut_impossible
+from draftwire.verification.rule import facts_of
+from draftwire.verification.rule_loading import served_rules
 
 torch.set_num_threads(1)
 
@@ -127,11 +129,10 @@ def packed(targets: list[Tensor], drafts: list[Tensor], tokens: list[list[int]],
     return BlockBatch.packed(torch.cat(parts), [rows_in(layout, draft) for draft in drafts], tokens, starts[::-1])
 
 
-def test_served_rules_are_these_as_is_known_without_torch_too_and_greedy_block_is_not_among_them() -> None:
+def test_served_rules_are_these_and_greedy_block_is_not_among_them() -> None:
     facts = [("block", True, True, False), ("token", True, True, False), ("coupled", True, False, True)]
     facts = [RuleFacts(*each) for each in (*facts, ("typical", False, False, False))]
-    said = [RuleFacts(rule.name, rule.is_lossless, rule.needs_draft_probs, rule.is_coupled) for rule in RULES.values()]
-    assert said == list(RULE_FACTS.values()) == facts
+    assert list(map(facts_of, RULES.values())) == facts
     assert list(RULES) == [each.name for each in facts]
 
 
@@ -491,3 +492,14 @@ def test_tests_from_float32_rows_over_50000_tokens_are_those_from_float64_to_1e_
             assert (h_of(single) - h_of(double))[is_made].abs().max() < 1e-5
             num_compared += int(is_made.sum())
     assert num_compared > 10
+
+
+def test_own_rules_are_served_under_names_that_no_other_has() -> None:
+    own = "examples.rules.exact_match.ExactMatchRule"
+    assert list(served_rules([])) == list(RULES)
+    assert list(served_rules([own])) == [*RULES, "exact_match"]
+    for paths in ([own, own], ["draftwire.verification.TokenRule"], ["draftwire.verification.GreedyBlockRule"]):
+        with pytest.raises(InvalidRequestError, match="as another rule does"):
+            served_rules(paths)
+    with pytest.raises(InvalidRequestError, match="cannot import"):
+        served_rules(["nothing.of.this.Name"])

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 from engine_service_contract import EngineServiceContract, Served
+from session_specs import target_spec
 
 from draftwire.audit import AuditSums
 from draftwire.errors import Violation
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
-from draftwire.method.rounds import CommittedTokens, Fence, Permit, PlainRun, ReceivedBlock, TargetSessionSpec, Verdict
+from draftwire.method.rounds import CommittedTokens, Fence, Permit, PlainRun, ReceivedBlock, Verdict
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.metrics import PREFIX
 from draftwire.runtime.outbox import Outbox
@@ -42,7 +43,7 @@ def open_session(
     core: VerifierCore, session_id: int, lease_id: int, drafter_id: int | None = DRAFTER, seed: int | None = None
 ) -> None:
     """Opens a session whose first permit a drafter shows with a block that comes too late."""
-    spec = TargetSessionSpec(
+    spec = target_spec(
         session_id=session_id,
         epoch=0,
         first_round=0,

@@ -18,6 +18,7 @@ from scheduler_contract import (
     Side,
     next_step,
 )
+from session_specs import changed, target_spec
 
 from draftwire.engine.admission import Room
 from draftwire.errors import (
@@ -72,7 +73,7 @@ def make_scheduler(
 
 
 def make_spec(session_id: int = 1, **changes: Any) -> TargetSessionSpec:
-    spec = TargetSessionSpec(
+    spec = target_spec(
         session_id=session_id,
         epoch=0,
         first_round=0,
@@ -88,7 +89,7 @@ def make_spec(session_id: int = 1, **changes: Any) -> TargetSessionSpec:
         max_len=CONTEXT_LENGTH,
         permit_key=PERMIT_KEY,
     )
-    return replace(spec, **changes)
+    return changed(spec, **changes)
 
 
 def long_spec(session_id: int, prompt_len: int, **changes: Any) -> TargetSessionSpec:
@@ -218,6 +219,7 @@ VERIFIER = Side(
     done=lambda told: [session.spec.session_id for session, _ in told],
     timed=lambda result, seconds: replace(result, verify_us=int(seconds * 1e6)),
     out_of_range=[
+        {"rule": "tipical"},
         {"token_ids": [1, 2, 3, VOCAB_SIZE]},
         {"token_ids": [*PROMPT, 30, 31], "max_len": len(PROMPT) + 2},  # moved, with no room beyond what was generated
         {"token_ids": [*PROMPT, 30, 31], "max_len": len(PROMPT)},

@@ -5,10 +5,10 @@ there, whose threads do not go well with that.
 """
 
 import asyncio
-import importlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from draftwire.engine.ranks.follower import run_follower
 from draftwire.engine.ranks.followers import Followers
@@ -16,26 +16,33 @@ from draftwire.engine.ranks.place import Place, end_process, find_place
 from draftwire.engine.ranks.rank_config import RankConfig, ServiceConfig
 from draftwire.runtime.logging import configure_logging
 
+if TYPE_CHECKING:
+    from draftwire.runtime.service import Service
 
-def launch(config: ServiceConfig, server: str) -> int:
+
+MakeService = Callable[..., "Service"]
+"""Makes a service of its configuration, this process's place and the other ranks; see `make_service` of a server."""
+
+
+def launch(config: ServiceConfig, import_server: Callable[[], MakeService]) -> int:
     """Runs a service and returns the process's exit status.
 
     One of several ranks does not return: it ends the process.
 
     Args:
         config: of the service.
-        server: the module whose `make_service` makes it, which is imported by rank 0 alone, or where there is but one.
+        import_server: imports what makes it; called by rank 0 alone, or where there is but one.
     """
     place = find_place(config.wanted_group, os.environ)
     if place.size > 1:
         place.device(config.loading.device)  # refused before anything is started
-        _run_rank(config, place, server)
-    return _serve(config, server, place, Followers())
+        _run_rank(config, place, import_server)
+    return _serve(config, import_server, place, Followers())
 
 
-def _serve(config: ServiceConfig, server: str, place: Place, followers: Followers) -> int:
+def _serve(config: ServiceConfig, import_server: Callable[[], MakeService], place: Place, followers: Followers) -> int:
     """Runs rank 0, or the only one, until a signal ends it; returns the exit status."""
-    make_service = importlib.import_module(server).make_service
+    make_service = import_server()
     from draftwire.runtime.process import run_service
 
     async def run() -> int:
@@ -45,7 +52,7 @@ def _serve(config: ServiceConfig, server: str, place: Place, followers: Follower
     return asyncio.run(run())
 
 
-def _run_rank(config: ServiceConfig, place: Place, server: str) -> NoReturn:
+def _run_rank(config: ServiceConfig, place: Place, import_server: Callable[[], MakeService]) -> NoReturn:
     if place.rank:
         end_process(run_follower(RankConfig.of(config, place)))
     if place.starts_others:  # what the ranks of one machine say is nobody else's business
@@ -56,7 +63,7 @@ def _run_rank(config: ServiceConfig, place: Place, server: str) -> NoReturn:
     status = 1
     try:
         place.check_devices(config.loading.device)
-        status = _serve(config, server, place, followers)
+        status = _serve(config, import_server, place, followers)
     finally:
         status = followers.stop(status)
     end_process(status)

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -23,6 +24,7 @@ from draftwire.errors import (
     UnavailableError,
 )
 from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, SendDrafted
+from draftwire.models.description import PARTIAL_BLOCKS
 from draftwire.models.loading import ModelCard
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.config import DrafterConfig
@@ -82,7 +84,8 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
         drafter = self._load_drafter()
-        return drafter.card, DraftEngine(drafter.strategy)
+        able = replace(drafter.card.description, capabilities=frozenset({PARTIAL_BLOCKS}))
+        return replace(drafter.card, description=able), DraftEngine(drafter.strategy)
 
     def _load_drafter(self) -> Drafter:
         config, quantization = self.config, self.config.drafts.quantization
@@ -143,10 +146,10 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
 
         None also if this model cannot follow it: then drafts break it here and there, and are rejected.
         """
-        if spec.sampling.structured_output is None:
+        if spec.parameters.sampling.structured_output is None:
             return None
         try:
-            return await self._forms.compile(spec.sampling.structured_output)
+            return await self._forms.compile(spec.parameters.sampling.structured_output)
         except InvalidRequestError as error:
             log.warning("drafter.form_refused", session_id=spec.session_id, reason=str(error))
             return None

@@ -10,7 +10,6 @@ from draftwire.method.keys import KEY_BYTES
 from draftwire.method.randomness import DrawKey
 from draftwire.method.rounds import DraftBlock, DraftTimings
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import rule_named
 from draftwire_drafter.scheduler import Outcome, Step, StepItem, StepResult
 
 
@@ -56,24 +55,23 @@ class DraftEngine(StepEngine[Step, StepResult]):
         session, calibration = item.session, item.calibration
         sequence = self._sequences.get(session.key)
         if sequence is None:
-            sequence = self.strategy.open(session.spec.token_ids, session.spec.cache_salt)
+            sequence = self.strategy.open(session.spec.token_ids, session.spec.parameters.cache_salt)
             self._sequences[session.key] = sequence
         if item.token_ids or calibration is not None:
             sequence.calibrate(item.base_len, item.token_ids)
         if calibration is None:
             return Drafting(sequence, None, item.max_read)
-        spec = session.spec
-        key = DrawKey(spec.drafting_key, spec.choice, calibration.fence.round, calibration.attempt)
-        rule = rule_named(spec.rule)
+        spec, parameters = session.spec, session.spec.parameters
+        key = DrawKey(spec.drafting_key, parameters.choice, calibration.fence.round, calibration.attempt)
         request = DraftRequest(
             calibration.num_draft_tokens,
-            spec.sampling,
+            parameters.sampling,
             key,
             spec.target_vocab_size,
-            is_coupled=rule.is_coupled,
-            needs_probs=rule.needs_draft_probs,
-            prompt_len=spec.prompt_len,
-            stop_token_ids=spec.stop_token_ids,
+            is_coupled=parameters.rule.is_coupled,
+            needs_probs=parameters.rule.needs_draft_probs,
+            prompt_len=parameters.prompt_len,
+            stop_token_ids=parameters.stop_token_ids,
             automaton=session.automaton,
             is_cut=lambda: session.cut_at == (calibration.fence.round, calibration.attempt),
         )

@@ -1,9 +1,15 @@
 """Starts a drafter: one process, or several. Little is imported here: see `draftwire.engine.ranks.launch`."""
 
-from draftwire.engine.ranks.launch import launch
+from draftwire.engine.ranks.launch import MakeService, launch
 from draftwire_drafter.config import DrafterConfig
 
 
 def serve(config: DrafterConfig) -> int:
     """Runs a drafter until a signal ends it, and returns the process's exit status."""
-    return launch(config, "draftwire_drafter.server")
+    return launch(config, _import_server)
+
+
+def _import_server() -> MakeService:
+    from draftwire_drafter.server import make_service
+
+    return make_service

@@ -7,7 +7,6 @@ from draftwire.engine.session_book import EngineSession, SessionBook
 from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
 from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Fence, SendDrafted
 from draftwire.requests.automaton import Automaton
-from draftwire.verification import rule_named
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -33,7 +32,7 @@ class DraftSession(EngineSession[DraftSessionSpec]):
     @property
     def reads_much(self) -> bool:
         """Whether more is to be read than a round commits: a prompt, or what was committed while that was read."""
-        return self.is_reading or self.num_unread > self.spec.max_draft_tokens + 1
+        return self.is_reading or self.num_unread > self.spec.parameters.max_draft_tokens + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +113,11 @@ class Scheduler(SessionBook[DraftSession, Step]):
         self._check_new(spec)
         if spec.target_vocab_size < 1:
             raise InvalidRequestError("target_vocab_size must be at least 1")
-        if not 1 <= spec.max_draft_tokens <= self.max_draft_tokens:
+        wanted = spec.parameters.max_draft_tokens
+        if not 1 <= wanted <= self.max_draft_tokens:
             raise InvalidRequestError(
-                f"num_speculative_tokens {spec.max_draft_tokens} is not in 1..{self.max_draft_tokens}, "
-                "the drafter's limit"
+                f"num_speculative_tokens {wanted} is not in 1..{self.max_draft_tokens}, the drafter's limit"
             )
-        rule_named(spec.rule)
         if not spec.token_ids:
             raise InvalidRequestError("the prompt is empty")
         self._check_prompt_len(spec)
@@ -144,10 +142,9 @@ class Scheduler(SessionBook[DraftSession, Step]):
             raise ProtocolViolationError(
                 f"calibration from {calibration.base_len} tokens, but {len(session.committed)} are known"
             )
-        if not 1 <= calibration.num_draft_tokens <= session.spec.max_draft_tokens:
-            raise ProtocolViolationError(
-                f"{calibration.num_draft_tokens} draft tokens wanted, the limit is {session.spec.max_draft_tokens}"
-            )
+        limit = session.spec.parameters.max_draft_tokens
+        if not 1 <= calibration.num_draft_tokens <= limit:
+            raise ProtocolViolationError(f"{calibration.num_draft_tokens} draft tokens wanted, the limit is {limit}")
         session.committed.append(calibration.token_ids)
         if fence != Fence(*session.key, fence.round, len(session.committed), session.committed.hash):
             raise ProtocolViolationError("calibration for another prefix than the session's")

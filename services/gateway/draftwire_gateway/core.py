@@ -11,7 +11,6 @@ from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
 from draftwire.requests.automaton import FormCompiler
-from draftwire.requests.rules import facts_of
 from draftwire.runtime.forms import Forms
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
@@ -43,14 +42,7 @@ class GatewayCore:
     """Runs requests on the verifiers and drafters that there are. All methods run on the event loop."""
 
     def __init__(self, config: GatewayConfig, peers: Peers) -> None:
-        """Takes the peers; `serve_model` comes before the first request.
-
-        Raises:
-            InvalidRequestError: the default rule is unknown or lossy.
-        """
-        name = config.rejection_sample_method
-        if not facts_of(name).is_lossless:
-            raise InvalidRequestError(f"{name} is lossy: requests may ask for it, but it cannot be the default")
+        """Takes the peers; `serve_model` comes before the first request."""
         self.config = config
         self._peers = peers
         self.metrics = GatewayMetrics()
@@ -75,7 +67,14 @@ class GatewayCore:
         )
 
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
-        """Takes the target model and its tokenizer."""
+        """Takes the target model and its tokenizer.
+
+        Raises:
+            InvalidRequestError: the default rule is not offered, or lossy.
+        """
+        name = self.config.rejection_sample_method
+        if not description.rule_named(name).is_lossless:
+            raise InvalidRequestError(f"{name} is lossy: requests may ask for it, but it cannot be the default")
         self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
         self._chat_template = ChatTemplate(self._tokenizer, description.name)
         self.metrics.of_model.model_name = description.name
@@ -221,7 +220,7 @@ class GatewayCore:
             self.metrics.verifiers_lost.inc(sum(loop.statistics.num_verifiers_lost for loop in loops))
             for generation in generations:
                 if generation.is_lossy:
-                    self.metrics.lossy_requests.labels(generation.rule).inc()
+                    self.metrics.lossy_requests.labels(generation.rule.name).inc()
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))

@@ -15,7 +15,6 @@ from typing_extensions import override
 from draftwire.errors import InvalidRequestError
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.logprobs import PromptPart
-from draftwire.requests.rules import RULE_FACTS
 from draftwire.runtime import messages
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
@@ -107,14 +106,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         refuse_unknown_fields(request)
         core = self._core
         drafters = {drafter.description.name: drafter.description for drafter in self._pool.connected_drafters}
-        default = core.defaults.rule
+        default, rules = core.defaults.rule, core.description.rules
         return gateway_pb2.GetServerResponse(
             target=messages.model_to_proto(core.description),
             drafters=[messages.model_to_proto(description) for _, description in sorted(drafters.items())],
             num_speculative_tokens=core.defaults.num_speculative_tokens,
             max_speculative_tokens=core.defaults.max_speculative_tokens,
-            rejection_sample_methods=[default, *(name for name in RULE_FACTS if name != default)],
-            lossy_rejection_sample_methods=[name for name, rule in RULE_FACTS.items() if not rule.is_lossless],
+            rejection_sample_methods=[default, *(rule.name for rule in rules if rule.name != default)],
+            lossy_rejection_sample_methods=[rule.name for rule in rules if not rule.is_lossless],
         )
 
     def _check_sizes(self, request: gateway_pb2.GenerateRequest) -> None:
@@ -273,7 +272,7 @@ def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.Gene
         reason=_REASONS[finish.reason],
         statistics=_statistics_to_proto(finish.statistics),
         seed=generation.seed,
-        rejection_sample_method=generation.rule,
+        rejection_sample_method=generation.rule.name,
         drafter_error=finish.drafter_error,
         is_lossy=generation.is_lossy,
     )

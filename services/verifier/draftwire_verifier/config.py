@@ -41,10 +41,18 @@ class VerifierConfig:
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)
+    rules: str | None = None
+    """Verification rules of your own that requests may ask for too, by where they can be imported from, separated by
+    commas: package.module.Attribute. Prove them with draftwire check-rule first."""
 
     def __post_init__(self) -> None:
         self.tls.check_listening(self.server.host)
         require(self.tls.tls_target_name is None, "tls_target_name sets nothing here: a verifier calls nobody")
+
+    @property
+    def own_rules(self) -> tuple[str, ...]:
+        """Where each of `rules` can be imported from."""
+        return tuple(filter(None, map(str.strip, (self.rules or "").split(","))))
 
     @property
     def wanted_group(self) -> WantedGroup:

@@ -1,7 +1,7 @@
 """The verifier without its edge: sessions, drafters, and what comes of its steps."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -25,6 +25,8 @@ from draftwire.method.rounds import FenceVerdict, PlainRun, PromptRead, Received
 from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.models.loading import ModelCard
 from draftwire.requests.automaton import Automaton
+from draftwire.verification.rule import VerificationRule, facts_of
+from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.drafters import Drafter, Drafters
 from draftwire_verifier.engine import TargetEngine
@@ -62,6 +64,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     config: VerifierConfig
     metrics: VerifierMetrics
     _scheduler: Scheduler
+    _rules: dict[str, VerificationRule]
 
     def __init__(self, config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> None:
         """Prepares; `start` loads the model.
@@ -80,8 +83,10 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self.metrics.watch_waits(self._scheduler)
 
     def _load_engine(self) -> tuple[ModelCard, TargetEngine]:
+        self._rules = served_rules(self.config.own_rules)
         target = self._load_target()
-        return target.card, TargetEngine(target.model, target.card.description.context_length)
+        offered = replace(target.card.description, rules=tuple(map(facts_of, self._rules.values())))
+        return replace(target.card, description=offered), TargetEngine(target.model, offered.context_length)
 
     def _load_target(self) -> Target:
         if self.group.place.size == 1:
@@ -102,6 +107,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         return Scheduler(
             context_length=self.description.context_length,
             vocab_size=self.description.vocab_size,
+            rules=self._rules,
             max_draft_tokens=self.config.engine.max_draft_tokens,
             room=room,
             pacer=pacer,
@@ -114,9 +120,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             InvalidRequestError: the form cannot be followed, or the text does not have it.
             NoRoomError: too many forms are read.
         """
-        if spec.sampling.structured_output is None:
-            return None
-        return await self._forms.compile(spec.sampling.structured_output, spec.token_ids[spec.prompt_len :])
+        form, prompt_len = spec.parameters.sampling.structured_output, spec.parameters.prompt_len
+        return None if form is None else await self._forms.compile(form, spec.token_ids[prompt_len:])
 
     def open_session(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> None:
         """Opens a session; its verdicts go to the lease's outbox.
@@ -134,7 +139,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self._leases.require(lease_id)
         with self.metrics.counting_refusals():
             session = self._scheduler.open(spec, lease_id, automaton)
-        session.is_audited = self._first_uses.claim(spec.verifying_key, spec.choice)
+        session.is_audited = self._first_uses.claim(spec.verifying_key, spec.parameters.choice)
         if self.spans is not None:
             self.spans.open(spec)
         self._work.set()

@@ -61,22 +61,23 @@ class TargetEngine(StepEngine[Step, StepResult]):
 
     def _judging(self, item: StepItem) -> Judging:
         session, spec, block = item.session, item.session.spec, item.block
+        parameters = spec.parameters
         sequence = self._sequences.get(session.key)
         if sequence is None:
             # A prompt that is to be reported is read whole: what is taken over gives no logits.
             is_reported = spec.logprobs.prompt_logprobs is not None
-            sequence = self.model.cache.open(() if is_reported else session.committed.ids, spec.cache_salt)
+            sequence = self.model.cache.open(() if is_reported else session.committed.ids, parameters.cache_salt)
             self._sequences[session.key] = sequence
         return Judging(
             sequence=sequence,
             committed=session.committed.ids,
             draft_tokens=block.token_ids if block else [],
             draft=rows_of(block.draft) if block and not isinstance(block.draft, BlockViolationError) else None,
-            sampling=spec.sampling,
-            rule=rule_named(spec.rule),
-            key=DrawKey(spec.verifying_key, spec.choice, session.round, block.attempt if block else 0),
-            prompt_len=spec.prompt_len,
-            stop_token_ids=spec.stop_token_ids,
+            sampling=parameters.sampling,
+            rule=session.rule,
+            key=DrawKey(spec.verifying_key, parameters.choice, session.round, block.attempt if block else 0),
+            prompt_len=parameters.prompt_len,
+            stop_token_ids=parameters.stop_token_ids,
             max_read=item.max_read,
             logprobs=spec.logprobs,
             automaton=session.automaton,

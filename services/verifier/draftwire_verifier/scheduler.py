@@ -6,7 +6,7 @@ running sessions can bear.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from draftwire.audit import AuditSums
@@ -25,7 +25,8 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.automaton import Automaton
-from draftwire.verification import rule_named
+from draftwire.requests.rules import unknown_rule
+from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.target import Judgement, Outcome, StillReading
 from draftwire_verifier.idle import IdleWatch
 
@@ -42,6 +43,8 @@ MAX_FIRST_ROUND = 2**31
 class TargetSession(EngineSession[TargetSessionSpec]):
     """The verifier's side of one session. Changed by the scheduler only."""
 
+    rule: VerificationRule
+    """Decides its rounds."""
     round: int
     """The round that is decided next."""
     plain_rounds_left: int
@@ -125,6 +128,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
     """Takes work as it comes and puts it into steps. One step runs at a time."""
 
     vocab_size: int
+    rules: Mapping[str, VerificationRule] = field(default_factory=lambda: RULES)
+    """Those that sessions may ask for, by name."""
     clock: Callable[[], float] = time.perf_counter
     draft_wait_s: float = 0.0
     """From verdicts to the blocks that followed them, summed over all sessions. Rounds that nobody drafted for are left
@@ -145,11 +150,15 @@ class Scheduler(SessionBook[TargetSession, Step]):
             ProtocolViolationError: the session was closed before it was opened.
             NoRoomError: too many sessions are open, or the KV cache has no room for this one.
         """
+        rule = self.rules.get(spec.parameters.rule.name)
+        if rule is None:
+            raise unknown_rule(self.rules)
         self._check(spec)
-        assert (automaton is None) is (spec.sampling.structured_output is None), "a form is followed"
+        assert (automaton is None) is (spec.parameters.sampling.structured_output is None), "a form is followed"
         self._check_new(spec)
         session = TargetSession(
             spec=spec,
+            rule=rule,
             lease_id=lease_id,
             automaton=automaton,
             round=spec.first_round,
@@ -212,16 +221,17 @@ class Scheduler(SessionBook[TargetSession, Step]):
             return
         if isinstance(block.draft, BlockViolationError):
             raise block.draft
-        if len(block.token_ids) > session.spec.max_draft_tokens:
+        limit = session.spec.parameters.max_draft_tokens
+        if len(block.token_ids) > limit:
             raise BlockViolationError(
                 Violation.LENGTH,
-                f"block of {len(block.token_ids)} draft tokens, the session's limit is {session.spec.max_draft_tokens}",
+                f"block of {len(block.token_ids)} draft tokens, the session's limit is {limit}",
             )
         if len(session.committed) + len(block.token_ids) >= session.spec.max_len:
             raise BlockViolationError(Violation.LENGTH, "block reaches beyond the session's max_len")
-        if rule_named(session.spec.rule).needs_draft_probs and not block.has_distributions:
+        if session.rule.needs_draft_probs and not block.has_distributions:
             raise BlockViolationError(
-                Violation.NO_DISTRIBUTIONS, f"rule {session.spec.rule} needs the distributions that were drawn from"
+                Violation.NO_DISTRIBUTIONS, f"rule {session.rule.name} needs the distributions that were drawn from"
             )
         session.block = block
         if session.waits_since is not None:
@@ -287,7 +297,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         session.block, session.queued = None, False
         queue_us = min(int(max(0.0, started_at - session.queued_at) * 1e6), MAX_UINT32)
         if block is None:
-            stopped = judgement.token_ids[-1] in session.spec.stop_token_ids
+            stopped = judgement.token_ids[-1] in session.spec.parameters.stop_token_ids
             full = len(session.committed) >= session.spec.max_len
             session.plain_rounds_left = 0 if stopped or full else session.plain_rounds_left - 1
         if session.plain_rounds_left:
@@ -337,11 +347,11 @@ class Scheduler(SessionBook[TargetSession, Step]):
         return session, verdict
 
     def _check(self, spec: TargetSessionSpec) -> None:
-        rule_named(spec.rule)
-        spec.sampling.check_vocabulary(self.vocab_size)
-        allowed = spec.sampling.allowed_token_ids
+        sampling, wanted = spec.parameters.sampling, spec.parameters.max_draft_tokens
+        sampling.check_vocabulary(self.vocab_size)
+        allowed = sampling.allowed_token_ids
         possible = range(self.vocab_size) if allowed is None else allowed
-        if spec.sampling.min_tokens and spec.stop_token_ids.issuperset(possible):
+        if sampling.min_tokens and spec.parameters.stop_token_ids.issuperset(possible):
             raise InvalidRequestError("all tokens that are possible are stop tokens, which min_tokens keeps away")
         if not 1 <= len(spec.token_ids) < self.context_length:
             raise InvalidRequestError(
@@ -353,9 +363,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if max(spec.token_ids) >= self.vocab_size:
             raise InvalidRequestError(f"token id {max(spec.token_ids)} is beyond the vocabulary of {self.vocab_size}")
         self._check_max_len(spec)
-        if spec.max_draft_tokens > self.max_draft_tokens:
+        if wanted > self.max_draft_tokens:
             raise InvalidRequestError(
-                f"num_speculative_tokens {spec.max_draft_tokens} is above the verifier's limit {self.max_draft_tokens}"
+                f"num_speculative_tokens {wanted} is above the verifier's limit {self.max_draft_tokens}"
             )
 
 

@@ -61,7 +61,7 @@ def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
         "num_accepted_tokens_per_pos": total.num_accepted_tokens_per_pos,
         "num_rounds": total.num_rounds,
         "block_efficiency": total.num_emitted_tokens / max(total.num_rounds, 1),
-        "rejection_sample_method": generation.rule,
+        "rejection_sample_method": generation.rule.name,
         "is_lossy": generation.is_lossy,
         "drafter_error": next((one.drafter_error for one in endings if one.drafter_error), ""),
         "seed": generation.seed,

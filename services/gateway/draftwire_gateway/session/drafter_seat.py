@@ -7,7 +7,7 @@ import structlog
 from draftwire.errors import DraftwireError
 from draftwire.method.keys import Role
 from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit, SendDrafted
-from draftwire.models.description import ModelDescription
+from draftwire.models.description import PARTIAL_BLOCKS, ModelDescription
 from draftwire_gateway.session.inbox import Said, TaggedInbox
 from draftwire_gateway.session.ports import DrafterLost, DrafterPort, DrafterReady, Peers, TargetPort
 from draftwire_gateway.session.session_state import SessionState
@@ -83,9 +83,10 @@ class DrafterSeat:
         self._opening = asyncio.create_task(_open(drafter, self._spec(drafter.description, target), inbox))
 
     def take_ready(self) -> None:
-        """Notes that the drafter has read the prompt."""
-        self.is_ready = True
-        self._session.note("drafter ready", epoch=self._session.epoch)
+        """Notes that the drafter has read the prompt, unless it was lost meanwhile."""
+        if self._drafter is not None:
+            self.is_ready = True
+            self._session.note("drafter ready", epoch=self._session.epoch)
 
     def patience_s(self, most: float) -> float:
         """Returns how long its next block may take before it is hurried, at most `most`."""
@@ -103,6 +104,11 @@ class DrafterSeat:
         self._asked_at = asyncio.get_running_loop().time()
         news = self._session.committed.ids[base_len:]
         self._asked.calibrate(Calibration(self._session.fence, base_len, news, num_draft_tokens))
+
+    @property
+    def can_hurry(self) -> bool:
+        """Whether it may be asked for what it has drawn of the block, which it was not yet."""
+        return not self.is_hurried and PARTIAL_BLOCKS in self._asked.description.capabilities
 
     def hurry(self) -> None:
         """Asks for what is drawn of the block.
@@ -168,24 +174,17 @@ class DrafterSeat:
         return None
 
     def _spec(self, drafter: ModelDescription, target: TargetPort) -> DraftSessionSpec:
-        session, generation = self._session, self._session.generation
+        session = self._session
         return DraftSessionSpec(
             session_id=session.session_id,
             epoch=session.epoch,
-            choice=generation.choice,
             token_ids=list(session.committed.ids),
-            prompt_len=len(generation.prompt_ids),
-            sampling=generation.sampling,
-            rule=generation.rule,
+            parameters=session.parameters,
             drafting_key=session.key(Role.DRAFTING),
-            stop_token_ids=generation.stop_token_ids,
             verifier_address=target.address,
             target_vocab_size=target.description.vocab_size,
-            max_draft_tokens=generation.num_speculative_tokens,
-            max_len=min(generation.max_len, drafter.context_length),
+            max_len=min(session.generation.max_len, drafter.context_length),
             permit=Permit.make(session.permit_key, self.permit_number),
-            cache_salt=generation.cache_salt,
-            traceparent=session.traceparent,
         )
 
 

@@ -176,7 +176,7 @@ class GenerationLoop:
         """Does what is to be done when the current round takes too long."""
         if not self._drafter.is_awaited:
             await self._move(UnavailableError("the verifier was silent for too long"))
-        elif self._drafter.is_hurried:
+        elif not self._drafter.can_hurry:
             self._give_up_drafter(UnavailableError("no block in time, not even a part of one"))
         else:
             self._expect(self._settings.block_timeout_s)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.keys import MAX_SEED, new_seed
-from draftwire.method.rounds import MAX_SALT_LENGTH
 from draftwire.models.description import ModelDescription
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
-from draftwire.requests.rules import facts_of
+from draftwire.requests.rules import RuleFacts
+from draftwire.requests.session_parameters import SessionParameters, check_salt
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -79,7 +79,7 @@ class Generation:
     seed: int
     """The same for all choices of a request: their random numbers are told apart by `choice`."""
     num_speculative_tokens: int
-    rule: str
+    rule: RuleFacts
     cache_salt: str = ""
     generated_ids: tuple[int, ...] = ()
     """What was generated before; counts in `max_tokens`."""
@@ -97,7 +97,24 @@ class Generation:
     @property
     def is_lossy(self) -> bool:
         """Whether the rule changes the distribution of the text."""
-        return not facts_of(self.rule).is_lossless
+        return not self.rule.is_lossless
+
+    def session_parameters(self, traceparent: str = "") -> SessionParameters:
+        """Returns what both services have to know of it.
+
+        Args:
+            traceparent: the span that the services' spans are below; empty if nothing is traced.
+        """
+        return SessionParameters(
+            prompt_len=len(self.prompt_ids),
+            sampling=self.sampling,
+            rule=self.rule,
+            max_draft_tokens=self.num_speculative_tokens,
+            stop_token_ids=self.stop_token_ids,
+            choice=self.choice,
+            cache_salt=self.cache_salt,
+            traceparent=traceparent,
+        )
 
     @property
     def max_len(self) -> int:
@@ -122,8 +139,7 @@ def complete_request(
     seed = new_seed() if request.seed is None else request.seed
     if not 0 <= seed <= MAX_SEED:
         raise InvalidRequestError(f"seed must be in 0..{MAX_SEED}")
-    if len(request.cache_salt) > MAX_SALT_LENGTH:
-        raise InvalidRequestError(f"cache_salt has at most {MAX_SALT_LENGTH} characters")
+    check_salt(request.cache_salt)
     template = Generation(
         prompt_ids=[],
         sampling=request.sampling,
@@ -132,7 +148,7 @@ def complete_request(
         stop_token_ids=stop_token_ids,
         seed=seed,
         num_speculative_tokens=_num_speculative_tokens(request, defaults),
-        rule=facts_of(request.rule if request.rule is not None else defaults.rule).name,
+        rule=target.rule_named(request.rule if request.rule is not None else defaults.rule),
         cache_salt=request.cache_salt,
         logprobs=_wanted_logprobs(request),
         token_details=request.token_details,

@@ -6,7 +6,7 @@ from contextlib import suppress
 from draftwire.errors import DraftwireError
 from draftwire.method.keys import KEY_BYTES, Role, derive_key
 from draftwire.method.rounds import CommittedTokens, Fence, Verdict
-from draftwire.requests.rules import facts_of
+from draftwire.requests.session_parameters import SessionParameters
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
 from draftwire_gateway.session.request import Generation
 from draftwire_gateway.session.spans import ChoiceSpans
@@ -70,8 +70,7 @@ class SessionState:
 
     def key(self, role: Role) -> bytes:
         """Returns the key of a role; under a coupled rule both sides draw with the same."""
-        is_coupled = facts_of(self.generation.rule).is_coupled
-        return derive_key(self.generation.seed, Role.COUPLING if is_coupled else role)
+        return derive_key(self.generation.seed, Role.COUPLING if self.generation.rule.is_coupled else role)
 
     def close_at(self, peer: TargetPort | DrafterPort) -> None:
         """Ends the session at a peer of the current epoch."""
@@ -79,9 +78,9 @@ class SessionState:
             peer.close(self.session_id, self.epoch)
 
     @property
-    def traceparent(self) -> str:
-        """What the peers' spans are below; empty if nothing is traced."""
-        return "" if self._spans is None else self._spans.traceparent
+    def parameters(self) -> SessionParameters:
+        """What both peers have to know of the request."""
+        return self.generation.session_parameters("" if self._spans is None else self._spans.traceparent)
 
     def note(self, event: str, **attributes: int | str) -> None:
         """Records that something happened now."""

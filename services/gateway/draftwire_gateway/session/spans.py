@@ -85,7 +85,7 @@ class RequestSpans:
         """Begins a choice, or begins it once more if there was no room for it."""
         attributes: dict[str, int | str] = {
             PREFIX + "choice": generation.choice,
-            PREFIX + "rejection_sample_method": generation.rule,
+            PREFIX + "rejection_sample_method": generation.rule.name,
             PREFIX + "num_speculative_tokens": generation.num_speculative_tokens,
             PREFIX + "num_resumed_tokens": len(generation.generated_ids),
         }

@@ -171,21 +171,14 @@ class VerifierSeat:
             session_id=session.session_id,
             epoch=session.epoch,
             first_round=session.round,
-            choice=generation.choice,
             token_ids=list(session.committed.ids),
-            prompt_len=len(generation.prompt_ids),
-            sampling=generation.sampling,
-            rule=generation.rule,
+            parameters=session.parameters,
             verifying_key=session.key(Role.VERIFYING),
-            max_draft_tokens=generation.num_speculative_tokens,
             plain_rounds=max(1, min(plain_rounds, session.num_left)),
-            stop_token_ids=generation.stop_token_ids,
             max_len=generation.max_len,
-            cache_salt=generation.cache_salt,
             permit_key=session.permit_key if generation.num_speculative_tokens else b"",
             logprobs=generation.logprobs
             if session.prompt.is_missing
             else replace(generation.logprobs, prompt_logprobs=None),
             reports_draft_logprobs=generation.token_details,
-            traceparent=session.traceparent,
         )

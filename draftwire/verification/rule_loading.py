@@ -3,11 +3,12 @@
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import cast
 
 from draftwire.errors import InvalidRequestError
 from draftwire.verification import RULES, GreedyBlockRule, new_rule
-from draftwire.verification.rule import VerificationRule
+from draftwire.verification.rule import VerificationRule, facts_of
 
 ATTRIBUTES = {"name": str, "is_lossless": bool, "needs_draft_probs": bool, "is_coupled": bool}
 """What a rule has to say about itself."""
@@ -44,6 +45,25 @@ def load_rule(name: str) -> VerificationRule:
     except Exception as error:  # whatever a module raises while it is imported
         raise InvalidRequestError(f"cannot import {name!r}: {_one_line(error)}") from error
     return _as_rule(name, found)
+
+
+def served_rules(own: Sequence[str]) -> dict[str, VerificationRule]:
+    """Returns the rules that a server offers, by the names that requests use: the product's, and then others.
+
+    Args:
+        own: where the others can be imported from; see `load_rule`.
+
+    Raises:
+        InvalidRequestError: one cannot be loaded, or is called as another one is.
+    """
+    rules = dict(RULES)
+    for path in own:
+        rule = load_rule(path)
+        if rule.name in rules or rule.name == GreedyBlockRule.name:
+            raise InvalidRequestError(f"rules: {path} calls itself {rule.name!r}, as another rule does")
+        facts_of(rule)  # checks the name
+        rules[rule.name] = rule
+    return rules
 
 
 def _as_rule(name: str, found: object) -> VerificationRule:
