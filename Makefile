@@ -69,7 +69,8 @@ protos: $(INSTALLED)  ## regenerate draftwire/v1
 	  --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
 	  --python_out=. --grpc_python_out=. --mypy_out=quiet:. --mypy_grpc_out=quiet:. $(PROTOS)
 
-protos-check: protos  ## fail when the committed code is not what the protos give
+protos-check: protos  ## fail when the committed code is not what the protos give, or peers of version 10 could not follow
+	$(BIN)/buf breaking protos --against protos/version10.binpb
 	git diff --exit-code -- draftwire/v1
 	test -z "$$(git ls-files --others --exclude-standard draftwire/v1)"
 
