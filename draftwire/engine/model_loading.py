@@ -5,11 +5,7 @@ from dataclasses import dataclass, replace
 import structlog
 import torch
 
-from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.scripted_drafter import ScriptedDrafter
-from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.errors import InvalidRequestError
-from draftwire.method.quantization import Quantization
 from draftwire.models.cached_model import CachedModel, DraftModel, SequenceModel
 from draftwire.models.decoder import Decoder, check_decoder, decoder_of
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
@@ -30,57 +26,41 @@ class Target:
     model: SequenceModel
 
 
-@dataclass(frozen=True, slots=True)
-class Drafter:
-    """What a drafter runs."""
-
-    card: ModelCard
-    strategy: DraftingStrategy
-
-
 def load_target(settings: ModelSettings, engine: EngineSettings) -> Target:
     """Loads a verifier's model; see `load_model`."""
     if is_scripted(settings.model):
-        script = _script(settings)
+        refuse_settings_of_weights(settings, "a scripted model")
+        script = Script.parse(settings.model)
         return Target(limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
     loaded = _load(settings)
     return Target(limited(loaded.card, engine), _cached(loaded, settings, engine))
 
 
-def load_drafter(
-    settings: ModelSettings, engine: EngineSettings, quantization: Quantization, layers: LayerParallelSettings
-) -> Drafter:
+def load_draft_model(
+    settings: ModelSettings, engine: EngineSettings, layers: LayerParallelSettings
+) -> tuple[ModelCard, DraftModel]:
     """Loads a drafter's model; see `load_model`.
 
     Raises:
         InvalidRequestError: its layers cannot run at the same time as wanted.
     """
-    if is_scripted(settings.model):
-        require(not layers.is_parallel, "a scripted model has no layers that could run at the same time")
-        script = _script(settings)
-        return Drafter(limited(script.card(), engine), ScriptedDrafter(script))
     loaded = _load(settings)
-    model = _cached(loaded, settings, engine, layers)
-    return drafter_of(loaded.card, model, engine, quantization, layers.bonus_calibration)
+    return loaded.card, _cached(loaded, settings, engine, layers)
 
 
-def drafter_of(
-    card: ModelCard, model: DraftModel, engine: EngineSettings, quantization: Quantization, calibrates: bool
-) -> Drafter:
-    """Makes a drafter of a model that is ready."""
-    card = limited(card, engine)
-    described = card.description
-    substitute = described.stop_token_ids[0] if described.stop_token_ids else 0
-    strategy = LanguageModelDrafter(model, described.context_length, substitute, quantization, calibrates)
-    return Drafter(card, strategy)
+def refuse_settings_of_weights(settings: ModelSettings, what: str) -> None:
+    """Refuses settings that would have no effect without weights, and takes the others.
 
+    Args:
+        settings: of the model.
+        what: has none, for the message.
 
-def _script(settings: ModelSettings) -> Script:
-    """Reads a script; settings that would have no effect are refused."""
+    Raises:
+        InvalidRequestError: there is one.
+    """
     plain = ModelSettings(settings.model, threads=settings.threads)
-    require(settings == plain, "a scripted model has no revision, dtype, device or decoder")
+    require(settings == plain, f"{what} has no revision, dtype, device or decoder")
     torch.set_num_threads(settings.threads)  # the rules are computed
-    return Script.parse(settings.model)
 
 
 def _load(settings: ModelSettings) -> LoadedModel:

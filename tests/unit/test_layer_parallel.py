@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from strategy_loading import load_drafter
 from tiny_models import FAMILY_SHAPE, FAMILY_WINDOW, LLAMA3, family_network, ragged_reads, save_tiny_model, tiny_network
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
-from draftwire.engine.model_loading import load_drafter
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import rows_of as decoded_rows
 from draftwire.method.encoding import Claim, decode_one
@@ -34,6 +34,7 @@ from draftwire.models.parallel.layer_groups import (
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
+from draftwire_drafter.config import DraftSettings
 
 torch.set_num_threads(1)
 
@@ -395,8 +396,8 @@ def test_qwen2_5_checkpoint_is_loaded_by_path_and_drafts(tmp_path: Path, layers:
     shape = SHAPE | {"num_hidden_layers": 24, "num_attention_heads": 14, "hidden_size": 14 * 8}
     model: Any = family_network("qwen2", 2, **shape, tie_word_embeddings=True)
     model.to(torch.bfloat16).save_pretrained(folder)
-    quantization = Quantization(Encoding.DENSE_FLOAT32)
-    loaded = load_drafter(ModelSettings(str(folder)), EngineSettings(kv_cache_tokens=1024), quantization, layers)
+    drafts = DraftSettings(draft_encoding=Encoding.DENSE_FLOAT32)
+    loaded = load_drafter(ModelSettings(str(folder)), EngineSettings(kv_cache_tokens=1024), drafts, layers)
     sequence = loaded.strategy.open(PROMPT)
     (proposed,) = loaded.strategy.step([Drafting(sequence, request(5, 0))]).drafts
     assert isinstance(proposed, Draft)
@@ -409,4 +410,4 @@ def test_models_that_the_lean_decoder_does_not_run_are_refused(tmp_path: Path) -
     folder = save_tiny_model(tmp_path, VOCAB_SIZE)
     tiny_network("gpt2", VOCAB_SIZE).save_pretrained(folder)
     with pytest.raises(InvalidRequestError, match="lean decoder alone, not here: models of type gpt2"):
-        load_drafter(ModelSettings(str(folder)), EngineSettings(), Quantization(), LayerParallelSettings(4))
+        load_drafter(ModelSettings(str(folder)), layers=LayerParallelSettings(4))

@@ -4,21 +4,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from cases import every
 from scipy.stats import binomtest
+from strategy_loading import load_drafter
 
 from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import Drafting, DraftRequest
-from draftwire.engine.model_loading import load_drafter, load_target
+from draftwire.engine.model_loading import load_target
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, LoopRound, speculate
 from draftwire.method.distributions import rows_of
 from draftwire.method.encoding import Claim, decode_one
-from draftwire.method.quantization import Quantization
 from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.scripted import PREFIX, Script, ScriptedTarget, expected_tokens, is_scripted
@@ -268,7 +267,7 @@ def test_logits_stand_before_the_draft_tokens_and_after_the_block() -> None:
     "load",
     [
         load_target,
-        partial(load_drafter, quantization=Quantization(), layers=LayerParallelSettings()),
+        load_drafter,
     ],
 )
 def test_setting_that_a_script_would_ignore_is_refused(load: Callable[..., object], setting: dict[str, str]) -> None:
@@ -279,4 +278,16 @@ def test_setting_that_a_script_would_ignore_is_refused(load: Callable[..., objec
 
 def test_layers_that_a_script_does_not_have_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no layers"):
-        load_drafter(ModelSettings("scripted:"), EngineSettings(), Quantization(), LayerParallelSettings(4))
+        load_drafter(ModelSettings("scripted:"), layers=LayerParallelSettings(4))
+
+
+def test_strategy_is_found_by_its_name_or_by_what_the_model_is() -> None:
+    for strategy in ("auto", "scripted"):
+        assert isinstance(load_drafter(ModelSettings("scripted:"), strategy=strategy).strategy, ScriptedDrafter)
+    for strategy, model, said in (
+        ("scripted", "models/drafter", "takes a script as its model, not 'models/drafter'"),
+        ("model", "scripted:", "scripted:"),
+        ("suffix", "scripted:", "unknown strategy 'suffix'; known: auto, scripted, model"),
+    ):
+        with pytest.raises((InvalidRequestError, OSError), match=said):
+            load_drafter(ModelSettings(model), strategy=strategy)

@@ -9,14 +9,13 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from draftwire.drafting.strategies import load_strategy
 from draftwire.engine.admission import Room
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionFailed, SessionKey
-from draftwire.engine.model_loading import Drafter, drafter_of, load_drafter
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place
-from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import (
     DraftwireError,
     InvalidRequestError,
@@ -31,6 +30,7 @@ from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.engine import DraftEngine
 from draftwire_drafter.metrics import DrafterMetrics
 from draftwire_drafter.scheduler import Completed, DraftSession, Scheduler, Step, StepResult
+from draftwire_drafter.strategy_context import ConfiguredContext
 
 log = structlog.get_logger()
 
@@ -83,21 +83,9 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
         self._opening: dict[SessionKey, asyncio.Future[None]] = {}
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
-        drafter = self._load_drafter()
-        able = replace(drafter.card.description, capabilities=frozenset({PARTIAL_BLOCKS}))
-        return replace(drafter.card, description=able), DraftEngine(drafter.strategy)
-
-    def _load_drafter(self) -> Drafter:
-        config, quantization = self.config, self.config.drafts.quantization
-        if self.group.place.size == 1:
-            return load_drafter(config.loading, config.engine, quantization, config.layers)
-        from draftwire.engine.ranks.draft_rank import load_rank
-        from draftwire.engine.ranks.group_model import GroupModel
-
-        rank = load_rank(RankConfig.of(config, self.group.place))
-        model = GroupModel(rank, "drafter")
-        self.group.take(model)
-        return drafter_of(rank.card, model, config.engine, quantization, config.layers.bonus_calibration)
+        loaded = load_strategy(self.config.drafts.strategy, ConfiguredContext(self.config, self.group))
+        able = replace(loaded.card.description, capabilities=frozenset({PARTIAL_BLOCKS}))
+        return replace(loaded.card, description=able), DraftEngine(loaded.strategy)
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
         return Scheduler(

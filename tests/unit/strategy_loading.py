@@ -1,0 +1,26 @@
+"""Loads drafting strategies as a drafter of one process does."""
+
+from types import SimpleNamespace
+
+from draftwire.drafting.strategies import AUTO, LoadedStrategy, load_strategy
+from draftwire.engine.ranks.place import Place
+from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
+from draftwire_drafter.config import DrafterConfig, DraftSettings
+from draftwire_drafter.strategy_context import ConfiguredContext
+
+
+def load_drafter(
+    loading: ModelSettings,
+    engine: EngineSettings | None = None,
+    drafts: DraftSettings | None = None,
+    layers: LayerParallelSettings | None = None,
+    strategy: str = AUTO,
+) -> LoadedStrategy:
+    """Returns what a drafter with these settings runs."""
+    config = DrafterConfig(
+        loading,
+        engine=engine or EngineSettings(),
+        drafts=drafts or DraftSettings(),
+        layers=layers or LayerParallelSettings(),
+    )
+    return load_strategy(strategy, ConfiguredContext(config, SimpleNamespace(place=Place())))  # type: ignore[arg-type]
