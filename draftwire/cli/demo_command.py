@@ -11,9 +11,9 @@ from draftwire.cli.option_groups import with_options
 from draftwire.cli.up_command import (
     DEMO_PROMPT,
     PAGE,
-    Drafter,
-    Speculative,
-    Target,
+    DrafterOption,
+    SpeculativeOption,
+    TargetOption,
     interrupt_on_signals,
     stack_options,
 )
@@ -24,11 +24,11 @@ from draftwire.cli.writer import Display, TextWriter
 def demo(
     display: Display,
     prompt: Annotated[str, typer.Argument(help="The text to continue.")] = DEMO_PROMPT,
-    target: Target = None,
-    drafter: Drafter = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    num_speculative_tokens: Speculative = 4,
+    num_speculative_tokens: SpeculativeOption = 4,
 ) -> None:
     """Start everything on free ports, stream one completion, print what it took, stop everything."""
     from draftwire.cli.console import make_console

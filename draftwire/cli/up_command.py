@@ -60,9 +60,9 @@ def _model(service: str, what: str) -> Any:
     return _option(service, "model", f"{what} model: folder or hub name.", show_default="the embedded one")
 
 
-Target = Annotated[str | None, _model("verifier", "Target")]
-Drafter = Annotated[str | None, _model("drafter", "Draft")]
-Speculative = Annotated[
+TargetOption = Annotated[str | None, _model("verifier", "TargetOption")]
+DrafterOption = Annotated[str | None, _model("drafter", "Draft")]
+SpeculativeOption = Annotated[
     int,
     _option("gateway", "num_speculative_tokens", "Draft tokens per round where a request does not say.", min=0),
 ]
@@ -79,13 +79,13 @@ HttpPort = Annotated[
 
 
 def up(
-    target: Target = None,
-    drafter: Drafter = None,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
     port: Annotated[int, _port("gateway")] = 50051,
     verifier_port: Annotated[int, _port("verifier")] = 50052,
     drafter_port: Annotated[int, _port("drafter")] = 50053,
     http_port: HttpPort = HTTP_PORT,
-    num_speculative_tokens: Speculative = 4,
+    num_speculative_tokens: SpeculativeOption = 4,
     log: Annotated[bool, typer.Option("--log", help="Lines of the services' logs, on a terminal too.")] = False,
 ) -> None:
     """Start drafter, verifier and gateway, and run them until Ctrl-C.
@@ -196,7 +196,7 @@ def _metrics_port(service: str, port: int) -> object:
 def threads_for(model: str) -> int:
     """Returns how many threads run a model fastest: all cores, unless waking them takes longer than what they save.
 
-    Drafter and verifier work in turn where there is one session, so each may have all cores; see `docs/speed.md`.
+    DrafterOption and verifier work in turn where there is one session, so each may have all cores; see `docs/speed.md`.
     """
     size = sum(file.stat().st_size for file in Path(model).expanduser().glob("*.safetensors"))
     is_small = 0 < size < SMALL_MODEL_BYTES  # one from the hub is not

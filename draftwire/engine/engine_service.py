@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import structlog
 
 from draftwire.engine.admission import Room
+from draftwire.engine.engine_metrics import EngineMetrics
 from draftwire.engine.leases import Leases, SessionFailed, SessionKey
-from draftwire.engine.metrics import EngineMetrics
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.guard import GroupGuard

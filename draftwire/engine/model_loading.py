@@ -19,21 +19,21 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoadedTarget:
     """What a verifier runs."""
 
     card: ModelCard
     model: SequenceModel
 
 
-def load_target(settings: ModelSettings, engine: EngineSettings) -> Target:
+def load_target(settings: ModelSettings, engine: EngineSettings) -> LoadedTarget:
     """Loads a verifier's model; see `load_model`."""
     if is_scripted(settings.model):
         refuse_settings_of_weights(settings, "a scripted model")
         script = Script.parse(settings.model)
-        return Target(limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
+        return LoadedTarget(limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
     loaded = _load(settings)
-    return Target(limited(loaded.card, engine), _cached(loaded, settings, engine))
+    return LoadedTarget(limited(loaded.card, engine), _cached(loaded, settings, engine))
 
 
 def load_draft_model(

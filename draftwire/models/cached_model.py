@@ -20,7 +20,7 @@ from draftwire.models.paged_attention import KvStorage, Segment, pack
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.static_steps import StaticSteps
 
-TokenIds = Sequence[int] | Tensor
+IdRows = Sequence[int] | Tensor
 """Of a step's tokens: known to the host, or `[num_tokens] int64` on the model's device."""
 
 
@@ -142,11 +142,11 @@ class CachedModel:
         self._copy(*self.cache.keep_path(sequence, base_len, path))
 
     @torch.inference_mode()
-    def _forward(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int], fuzzily: bool) -> Tensor:
+    def _forward(self, segments: list[Segment], token_ids: IdRows, kept: Sequence[int], fuzzily: bool) -> Tensor:
         with appended(self.cache, segments):
             return self._run(segments, token_ids, kept, fuzzily)
 
-    def _run(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int], fuzzily: bool) -> Tensor:
+    def _run(self, segments: list[Segment], token_ids: IdRows, kept: Sequence[int], fuzzily: bool) -> Tensor:
         """Reads the tokens of segments that have room for them."""
         ids = token_ids if isinstance(token_ids, Tensor) else upload(token_ids, self.device, torch.int64)
         return (self._fuzzy if fuzzily else self._exact).logits(segments, ids, kept)

@@ -13,7 +13,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription
 from draftwire.runtime.settings import LEAST_KEEPALIVE_S, LEAST_MESSAGE_BYTES, ConnectionSettings
 
-Options = list[tuple[str, int]]
+ChannelArguments = list[tuple[str, int]]
 
 CONTROL_MESSAGE_BYTES = 4 * 2**20
 """Largest message on a connection that carries commands and events alone. Senders stay below `LEAST_MESSAGE_BYTES`."""
@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 Message = TypeVar("Message", bound=ProtoMessage)
 
 
-def client_options(settings: ConnectionSettings, *, bulk: bool) -> Options:
+def client_options(settings: ConnectionSettings, *, bulk: bool) -> ChannelArguments:
     """Returns the arguments of a channel."""
     largest = settings.max_message_bytes
     return [
@@ -53,7 +53,7 @@ def client_options(settings: ConnectionSettings, *, bulk: bool) -> Options:
     ]
 
 
-def server_options(settings: ConnectionSettings) -> Options:
+def server_options(settings: ConnectionSettings) -> ChannelArguments:
     """Returns the arguments of a server."""
     return [
         *_options_of_both(settings, settings.max_message_bytes),
@@ -65,7 +65,7 @@ def server_options(settings: ConnectionSettings) -> Options:
     ]
 
 
-def _options_of_both(settings: ConnectionSettings, message_bytes: int) -> Options:
+def _options_of_both(settings: ConnectionSettings, message_bytes: int) -> ChannelArguments:
     return [
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_send_message_length", message_bytes),

@@ -21,7 +21,7 @@ PREFIX = "draftwire."
 """Of the names of attributes."""
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """A span under way."""
 
     @property
@@ -43,7 +43,9 @@ class Span(Protocol):
 class Tracer(Protocol):
     """Makes spans. No method blocks, and none fails because nobody takes the spans."""
 
-    def start(self, name: str, parent: SpanContext | None, attributes: Attributes, *, is_entry: bool = False) -> Span:
+    def start(
+        self, name: str, parent: SpanContext | None, attributes: Attributes, *, is_entry: bool = False
+    ) -> TraceSpan:
         """Begins a span now.
 
         Args:

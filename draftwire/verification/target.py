@@ -110,7 +110,7 @@ class StillReading:
     """As in `Judgement`."""
 
 
-Outcome = Judgement | StillReading | DraftwireError
+JudgingOutcome = Judgement | StillReading | DraftwireError
 """An error concerns one sequence alone, whose cache has not changed: UnavailableError if the model gave no finite
 logits for it, InvalidRequestError if the form of its text cannot be followed."""
 
@@ -128,7 +128,7 @@ class Decided:
 class StepOutcome:
     """What a step decided."""
 
-    outcomes: list[Outcome]
+    outcomes: list[JudgingOutcome]
     """One for each judging."""
     decided: list[Decided]
     """A batch for each rule in the step, and one more where it had both dense and sparse draft distributions."""
@@ -219,7 +219,7 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
         logits = logits[: len(plan.rows)]
     else:
         logits = logits.index_select(0, upload(plan.rows, logits.device, torch.int64))
-    outcomes: dict[int, Outcome] = {index: StillReading(prompts.get(index)) for index in range(len(judgings))}
+    outcomes: dict[int, JudgingOutcome] = {index: StillReading(prompts.get(index)) for index in range(len(judgings))}
     batches: list[Decided] = []
     if plan.scored:
         near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)

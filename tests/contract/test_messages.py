@@ -44,7 +44,7 @@ from draftwire_gateway.server import _event_to_proto as gateway_event_to_proto
 from draftwire_gateway.server import _statistics_to_proto
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
-from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_verifier.core import BlockRefused
 from draftwire_verifier.server import _event_to_proto

@@ -34,10 +34,10 @@ from draftwire.requests.logprobs import PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.pace import DrafterPace
 from draftwire_gateway.session.ports import DrafterPort, Inbox, SessionEvent, TargetLost, TargetPort
-from draftwire_gateway.session.request import Generation
 from draftwire_gateway.session.round_times import RoundObserver
 from draftwire_gateway.session.spans import ChoiceSpans
 from draftwire_gateway.session.statistics import Statistics

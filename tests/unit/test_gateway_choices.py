@@ -34,8 +34,8 @@ from draftwire_gateway.session import choices as choices_module
 from draftwire_gateway.session import loop as loop_module
 from draftwire_gateway.session.choices import MAX_UNREAD_EVENTS, ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.ports import Inbox, TargetPort
-from draftwire_gateway.session.request import Generation
 from draftwire_gateway.session.round_times import WhyPlain
 
 PLAIN = LoopSettings(plain_run_rounds=4)

@@ -24,7 +24,7 @@ from draftwire_gateway.http.openai_types import (
 )
 from draftwire_gateway.http.request_guard import Guard
 from draftwire_gateway.http.streaming import PART_BYTES, _stream, _while_connected, send_whole
-from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
 
 GENERATION = Generation([1], SamplingParams(), 5, (), frozenset(), 3, 4, RuleFacts("token"))

@@ -27,7 +27,7 @@ from draftwire_gateway.http.pages import HEADERS, read_pages
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.routes import Chat, in_names_of
 from draftwire_gateway.http.usage import metrics_of, usage_of
-from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
 
 SECRET = "Xq7-zebra"

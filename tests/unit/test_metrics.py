@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import Histogram as LibraryHistogram
 
-from draftwire.engine.metrics import COUNTS
+from draftwire.engine.engine_metrics import COUNTS
 from draftwire.errors import NoRoomError
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource

@@ -372,7 +372,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         configs.append(config)
         return 0
 
-    monkeypatch.setattr("draftwire.engine.ranks.launch.configure_logging", lambda *_: None)
+    monkeypatch.setattr("draftwire.engine.ranks.rank_launch.configure_logging", lambda *_: None)
     monkeypatch.setattr("draftwire.runtime.process.run_service", AsyncMock(return_value=0))
     for service in SERVICES:
         module = SimpleNamespace(serve=note, make_service=note)

@@ -1,6 +1,7 @@
 """Which part of the sources may import which: docs/decisions/0014. Read off the sources, so that nothing hides."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
@@ -165,3 +166,45 @@ def test_only_the_edges_import_grpc() -> None:
     users = {name for name, source in sources().items() if grpc_imports(source, name.rpartition(".")[0])}
     assert {"draftwire_drafter.wire", "draftwire_verifier.server", "draftwire_gateway.peers.wire"} <= users
     assert [name for name in users if not any(fnmatchcase(name, edge) for edge in MAY_IMPORT_GRPC)] == []
+
+
+# Names
+
+OF_EACH_SERVICE = frozenset(
+    {"config", "core", "engine", "launch", "metrics", "scheduler", "server", "spans", "wire", "__init__", "__main__"}
+)
+"""Files that services have alike, of the same kind in each."""
+TWINS = frozenset({"Completed", "Scheduler", "Step", "StepItem", "StepResult"})
+"""What both schedulers call theirs."""
+TWIN_CLIENTS = frozenset({"OpenStream", "StartCall"})
+"""What the blocking and the asynchronous client call theirs."""
+
+
+def defined(source: str) -> Iterator[str]:
+    """Yields the classes of a module, and what it gives a name of a class; type variables are nobody's name."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name[0].isupper() and not name.isupper() and "TypeVar" not in ast.unparse(node.value):
+                yield name
+
+
+def repeated(names: Iterable[str]) -> set[str]:
+    return {name for name, count in Counter(names).items() if count > 1 and not name.startswith("_")}
+
+
+def test_each_name_of_a_file_or_class_is_there_once() -> None:
+    """So that whoever looks for one finds the one that is meant."""
+    own = {name: source for name, source in sources().items() if not is_in(name, "draftwire.v1")}
+    packages = {name.rpartition(".")[0] for name in own}
+    files = [name.rpartition(".")[2] for name in own if name not in packages]
+    assert repeated(files) <= OF_EACH_SERVICE
+    assert repeated(name for source in own.values() for name in defined(source)) == TWINS | TWIN_CLIENTS
+
+
+def test_second_class_of_a_name_is_seen() -> None:
+    others = ["Ab = int | str", 'Ab = TypeVar("Ab")', "AB = 3", "class _B: ...", "class _B: ..."]
+    assert repeated(name for source in ["class Ab: ...", *others] for name in defined(source)) == {"Ab"}
+    assert repeated(name for source in others for name in defined(source)) == set()

@@ -44,7 +44,7 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification.target import Judgement, Outcome, StillReading
+from draftwire.verification.target import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.scheduler import Scheduler, Step, StepItem, StepResult, TargetSession
 
 VOCAB_SIZE = 100
@@ -145,7 +145,7 @@ class Engine:
     """A session and its tokens in the cache, for each."""
 
     def run(self, step: Step, decide: Decide = accept_all) -> StepResult:
-        outcomes: list[Outcome] = []
+        outcomes: list[JudgingOutcome] = []
         num_unread: list[int] = []
         num_tokens = 0
         for item in step.items:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.errors import InvalidRequestError
-from draftwire.models.cached_model import CachedModel, TokenIds
+from draftwire.models.cached_model import CachedModel, IdRows
 from draftwire.models.decoder import Decoder
 from draftwire.models.paged_attention import Segment
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
@@ -97,11 +97,11 @@ class ParallelModel(CachedModel):
         """
         self._plans.announce(Stop())
 
-    def _run(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int], fuzzily: bool) -> Tensor:
+    def _run(self, segments: list[Segment], token_ids: IdRows, kept: Sequence[int], fuzzily: bool) -> Tensor:
         self._plans.announce(ReadPlan(segments, host_ids(token_ids), kept, fuzzily))
         return self._together(segments, token_ids, kept, fuzzily)
 
-    def _together(self, segments: list[Segment], token_ids: TokenIds, kept: Sequence[int], fuzzily: bool) -> Tensor:
+    def _together(self, segments: list[Segment], token_ids: IdRows, kept: Sequence[int], fuzzily: bool) -> Tensor:
         """Carries out a step that all ranks know of."""
         try:
             if isinstance(token_ids, Tensor) and token_ids.device.type != "cpu":

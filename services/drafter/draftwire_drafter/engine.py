@@ -10,7 +10,7 @@ from draftwire.method.keys import KEY_BYTES
 from draftwire.method.randomness import DrawKey
 from draftwire.method.rounds import DraftBlock, DraftTimings
 from draftwire.requests.parameters import SamplingParams
-from draftwire_drafter.scheduler import Outcome, Step, StepItem, StepResult
+from draftwire_drafter.scheduler import DraftOutcome, Step, StepItem, StepResult
 
 
 class DraftEngine(StepEngine[Step, StepResult]):
@@ -78,7 +78,7 @@ class DraftEngine(StepEngine[Step, StepResult]):
         return Drafting(sequence, request, item.max_read)
 
 
-def _outcome(item: StepItem, draft: Draft | DraftwireError | None, timings: DraftTimings) -> Outcome:
+def _outcome(item: StepItem, draft: Draft | DraftwireError | None, timings: DraftTimings) -> DraftOutcome:
     if item.calibration is None or not isinstance(draft, Draft):
         return draft if isinstance(draft, DraftwireError) else None
     fence, attempt = item.calibration.fence, item.calibration.attempt

@@ -1,6 +1,6 @@
-"""Starts a drafter: one process, or several. Little is imported here: see `draftwire.engine.ranks.launch`."""
+"""Starts a drafter: one process, or several. Little is imported here: see `draftwire.engine.ranks.rank_launch`."""
 
-from draftwire.engine.ranks.launch import MakeService, launch
+from draftwire.engine.ranks.rank_launch import MakeService, launch
 from draftwire_drafter.config import DrafterConfig
 
 

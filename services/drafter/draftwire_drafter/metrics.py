@@ -1,6 +1,6 @@
 """Prometheus metrics of a drafter."""
 
-from draftwire.engine.metrics import EngineMetrics
+from draftwire.engine.engine_metrics import EngineMetrics
 from draftwire_drafter.scheduler import StepResult
 
 

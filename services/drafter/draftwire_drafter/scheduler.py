@@ -62,7 +62,7 @@ class Step:
         return any(item.max_read is not None for item in self.items)
 
 
-Outcome = DraftBlock | DraftwireError | None
+DraftOutcome = DraftBlock | DraftwireError | None
 """Of a session's part in a step: a block, an error that ends the session, or None where only tokens were read."""
 
 
@@ -70,7 +70,7 @@ Outcome = DraftBlock | DraftwireError | None
 class StepResult:
     """What the engine did in a step. Sequences hold one entry for each item."""
 
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[DraftOutcome]
     num_unread: Sequence[int]
     num_reused: Sequence[int]
     num_read: int
@@ -88,7 +88,7 @@ class Completed:
     """What a step means for one session."""
 
     session: DraftSession
-    outcome: Outcome
+    outcome: DraftOutcome
     """A block is to be sent, an error ends the session."""
     is_opened: bool
     """Whether its prompt was read to the end in this step."""

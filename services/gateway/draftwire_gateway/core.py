@@ -16,15 +16,15 @@ from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho, SideBySide
 from draftwire_gateway.session.committed_text import Delta, Finish
-from draftwire_gateway.session.latencies import Latencies
-from draftwire_gateway.session.loop import GenerationLoop
-from draftwire_gateway.session.ports import Peers
-from draftwire_gateway.session.request import (
+from draftwire_gateway.session.generation import (
     Generation,
     RequestedGeneration,
     SpeculationDefaults,
     complete_request,
 )
+from draftwire_gateway.session.latencies import Latencies
+from draftwire_gateway.session.loop import GenerationLoop
+from draftwire_gateway.session.ports import Peers
 from draftwire_gateway.session.round_times import RoundObserver, RoundTimes
 from draftwire_gateway.session.spans import RequestTracing
 from draftwire_gateway.text.chat import ChatTemplate

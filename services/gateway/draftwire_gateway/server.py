@@ -34,7 +34,7 @@ from draftwire_gateway.peers.sources import sources_of
 from draftwire_gateway.peers.wire import DrafterLink, VerifierLink
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
-from draftwire_gateway.session.request import (
+from draftwire_gateway.session.generation import (
     MAX_CHOICES,
     MAX_STOP_STRINGS,
     GeneratedChoice,

@@ -9,7 +9,7 @@ from draftwire.audit import AuditSums, FirstUses
 from draftwire.engine.admission import Room
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionFailed
-from draftwire.engine.model_loading import Target, limited, load_target
+from draftwire.engine.model_loading import LoadedTarget, limited, load_target
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place
@@ -88,7 +88,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         offered = replace(target.card.description, rules=tuple(map(facts_of, self._rules.values())))
         return replace(target.card, description=offered), TargetEngine(target.model, offered.context_length)
 
-    def _load_target(self) -> Target:
+    def _load_target(self) -> LoadedTarget:
         if self.group.place.size == 1:
             return load_target(self.config.loading, self.config.engine)
         from draftwire.engine.ranks.group_model import GroupModel
@@ -101,7 +101,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             progress.end()
         model = GroupModel(rank, "verifier")
         self.group.take(model)
-        return Target(limited(rank.card, self.config.engine), model)
+        return LoadedTarget(limited(rank.card, self.config.engine), model)
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
         return Scheduler(

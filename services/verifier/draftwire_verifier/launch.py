@@ -1,6 +1,6 @@
-"""Starts a verifier: one process, or several. Little is imported here: see `draftwire.engine.ranks.launch`."""
+"""Starts a verifier: one process, or several. Little is imported here: see `draftwire.engine.ranks.rank_launch`."""
 
-from draftwire.engine.ranks.launch import MakeService, launch
+from draftwire.engine.ranks.rank_launch import MakeService, launch
 from draftwire_verifier.config import VerifierConfig
 
 

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from draftwire.audit import AuditSums
-from draftwire.engine.metrics import EngineMetrics
+from draftwire.engine.engine_metrics import EngineMetrics
 from draftwire.errors import Violation
 from draftwire.method.rounds import Verdict
 from draftwire.runtime.metrics import PREFIX

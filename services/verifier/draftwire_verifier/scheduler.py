@@ -27,7 +27,7 @@ from draftwire.method.token_source import TokenSource
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
-from draftwire.verification.target import Judgement, Outcome, StillReading
+from draftwire.verification.target import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.idle import IdleWatch
 
 MAX_UINT32 = 2**32 - 1
@@ -107,7 +107,7 @@ class Step:
 class StepResult:
     """What the engine did in a step. Sequences hold one entry for each item."""
 
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[JudgingOutcome]
     num_unread: Sequence[int]
     """Committed tokens that are still unread; a round that was decided leaves the last one."""
     num_reused: Sequence[int]

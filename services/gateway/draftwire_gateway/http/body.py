@@ -25,7 +25,7 @@ from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS,
 from draftwire.requests.structured_output import MAX_CHOICES as MAX_FORM_CHOICES
 from draftwire_gateway.http.json_parsing import NAME, parse
 from draftwire_gateway.http.refusal import RefusedError
-from draftwire_gateway.session.request import MAX_CHOICES, MAX_STOP_STRINGS
+from draftwire_gateway.session.generation import MAX_CHOICES, MAX_STOP_STRINGS
 from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
 
 MAX_BODY_ON_LOOP = 64 * 2**10

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from draftwire.requests.logprobs import PromptPart, TokenLogprob
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish
-from draftwire_gateway.session.request import Generation
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
 
 IMPOSSIBLE = -9999.0

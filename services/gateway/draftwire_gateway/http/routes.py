@@ -21,7 +21,7 @@ from draftwire_gateway.http.choice_deltas import ResponseOptions
 from draftwire_gateway.http.error_bodies import HTTP_NAMES, renamed
 from draftwire_gateway.http.openai_types import ChatFormatter, CompletionFormatter, ResponseFormatter
 from draftwire_gateway.http.refusal import RefusedError
-from draftwire_gateway.session.request import RequestedGeneration
+from draftwire_gateway.session.generation import RequestedGeneration
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
 

@@ -17,7 +17,7 @@ from draftwire_gateway.http.model_list import ListDrafters
 from draftwire_gateway.http.openai_types import END, ResponseWriter
 from draftwire_gateway.http.routes import Route, in_names_of, model_fault
 from draftwire_gateway.session.committed_text import Delta
-from draftwire_gateway.session.request import Generation, check_num_choices
+from draftwire_gateway.session.generation import Generation, check_num_choices
 
 PART_BYTES = 2**16
 """How much of a whole answer is sent at once: other requests have their turn between two parts."""

@@ -26,7 +26,7 @@ from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, Inbox, S
 
 log = structlog.get_logger()
 
-Command = TypeVar("Command")
+SessionCommand = TypeVar("SessionCommand")
 Event = TypeVar("Event")
 
 RECONNECT_SECONDS = 0.5
@@ -38,7 +38,7 @@ REST_SECONDS = 1.0
 """A service that was not ready for a session gets no other one for so long, if there is another service."""
 
 
-class SessionLink(ABC, Generic[Command, Event]):
+class SessionLink(ABC, Generic[SessionCommand, Event]):
     """A stream under a lease, kept open for ever, that carries the events of many sessions to their inboxes.
 
     Prompts travel on a connection of their own. When the stream breaks, every session on it is told, and a new stream
@@ -69,7 +69,7 @@ class SessionLink(ABC, Generic[Command, Event]):
         """Why the service cannot be used, though it is there: another model than is wanted."""
         self._lease_id: int | None = None
         self._rests_until = 0.0
-        self._outbox = Outbox[Command]()
+        self._outbox = Outbox[SessionCommand]()
 
     @property
     def connected(self) -> bool:
@@ -172,7 +172,7 @@ class SessionLink(ABC, Generic[Command, Event]):
 
     async def _run_stream(self) -> None:
         """Opens a stream and reads it to its end."""
-        self._outbox = Outbox[Command]()
+        self._outbox = Outbox[SessionCommand]()
         call = self._open_stream(self._requests(self._outbox))
         try:
             async for response in call:
@@ -186,7 +186,7 @@ class SessionLink(ABC, Generic[Command, Event]):
         self._rests_until = 0.0
         log.info("gateway.peer_connected", address=self.address, model=self.description.name)
 
-    async def _requests(self, outbox: Outbox[Command]) -> AsyncIterator[Any]:
+    async def _requests(self, outbox: Outbox[SessionCommand]) -> AsyncIterator[Any]:
         while commands := await outbox.take_all():
             for request in in_messages(self._request, commands):
                 yield request
@@ -195,13 +195,13 @@ class SessionLink(ABC, Generic[Command, Event]):
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]: ...
 
     @abstractmethod
-    def _request(self, commands: Iterable[Command]) -> Any: ...
+    def _request(self, commands: Iterable[SessionCommand]) -> Any: ...
 
     @abstractmethod
     def _receive(self, event: Event) -> None: ...
 
     @abstractmethod
-    def _close_command(self, close: session_pb2.CloseSession) -> Command: ...
+    def _close_command(self, close: session_pb2.CloseSession) -> SessionCommand: ...
 
     @abstractmethod
     def _lost(self, error: Exception) -> SessionEvent: ...

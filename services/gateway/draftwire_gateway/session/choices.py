@@ -19,8 +19,8 @@ from functools import partial
 from draftwire.errors import NoRoomError
 from draftwire.requests.logprobs import PromptPart
 from draftwire_gateway.session.committed_text import Delta, Finish
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
-from draftwire_gateway.session.request import Generation
 from draftwire_gateway.session.verifier_seat import FIRST_PAUSE_S
 
 MAX_UNREAD_EVENTS = 64

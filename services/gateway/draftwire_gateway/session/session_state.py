@@ -7,8 +7,8 @@ from draftwire.errors import DraftwireError
 from draftwire.method.keys import KEY_BYTES, Role, derive_key
 from draftwire.method.rounds import CommittedTokens, Fence, Verdict
 from draftwire.requests.session_parameters import SessionParameters
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
-from draftwire_gateway.session.request import Generation
 from draftwire_gateway.session.spans import ChoiceSpans
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.text.prompt import PromptReport

@@ -9,8 +9,8 @@ import random
 
 from draftwire.method.token_source import TokenSource
 from draftwire.runtime.traceparent import parse_traceparent, traceparent_of
-from draftwire.runtime.tracing import PREFIX, Span, Tracer
-from draftwire_gateway.session.request import Generation
+from draftwire.runtime.tracing import PREFIX, Tracer, TraceSpan
+from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.session.statistics import Statistics
 
@@ -21,7 +21,7 @@ _PARTS = ("lost", "prefill", "calibration", "draft", "queue", "verify", "wire", 
 class ChoiceSpans:
     """Records one choice. Used on the event loop only."""
 
-    def __init__(self, tracer: Tracer, span: Span) -> None:
+    def __init__(self, tracer: Tracer, span: TraceSpan) -> None:
         """Takes the choice's span, which has begun."""
         self._tracer = tracer
         self._span = span
@@ -76,7 +76,7 @@ class ChoiceSpans:
 class RequestSpans:
     """Records one request. Used on the event loop only."""
 
-    def __init__(self, tracer: Tracer, span: Span) -> None:
+    def __init__(self, tracer: Tracer, span: TraceSpan) -> None:
         """Takes the request's span, which has begun."""
         self._tracer = tracer
         self._span = span
