@@ -1115,7 +1115,12 @@ def _push_rows() -> list[Row]:
         ("a request without content", FAILED, push(lambda _: b""), "hello"),
         ("bytes that are no message", INVALID, push(hello(), lambda _: GARBAGE), "message"),
         ("protocol version 0", FAILED, push(hello(protocol_version=0)), "version"),
-        ("protocol version 2^32 - 1", FAILED, push(hello(protocol_version=LARGEST)), "version"),
+        (
+            "protocol versions from 11 on",
+            FAILED,
+            push(hello(protocol_version=LARGEST, oldest_protocol_version=11)),
+            "version",
+        ),
         ("another fingerprint", FAILED, push(hello(vocabulary_fingerprint=bytes(32))), "vocabulary"),
         ("a fingerprint of 1 MB", FAILED, push(hello(vocabulary_fingerprint=bytes(10**6))), "vocabulary"),
         ("a model name of 1 MB", INVALID, push(hello(name="x" * 10**6)), "name"),
