@@ -60,20 +60,20 @@ class Row:
 
     def cells(self) -> list[str]:
         """Returns what the table shows of it; empty where it has no such number."""
-        told = self.history
+        history = self.history
         state = self.state
         if state == "starting":
             state += f" {time.monotonic() - self.since:.0f} s"
         return [
             self.name,
             state,
-            _shown(told.value("num_sessions", "num_requests_running"), "{:.0f}"),
-            _shown(told.value("requests"), "{:.0f}"),
-            _shown(told.rate("generation_tokens"), "{:.1f}"),
-            _shown(told.ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"), "{:.3f}"),
-            _shown(told.ratio("generation_tokens", "target_passes"), "{:.2f}"),
-            _shown(told.rate("blocks_sent"), "{:.1f}"),
-            _shown(told.value("kv_cache_usage_perc"), "{:.1%}"),
+            _shown(history.value("num_sessions", "num_requests_running"), "{:.0f}"),
+            _shown(history.value("requests"), "{:.0f}"),
+            _shown(history.rate("generation_tokens"), "{:.1f}"),
+            _shown(history.ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"), "{:.3f}"),
+            _shown(history.ratio("generation_tokens", "target_passes"), "{:.2f}"),
+            _shown(history.rate("blocks_sent"), "{:.1f}"),
+            _shown(history.value("kv_cache_usage_perc"), "{:.1%}"),
         ]
 
 

@@ -31,7 +31,7 @@ from draftwire.client.client_channels import (
 )
 from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt, Prompts
-from draftwire.client.request_maker import Options, by_prompt, check_is_one, make_patience, make_request
+from draftwire.client.request_maker import Options, by_prompt, check_is_one, make_request, make_retry_policy
 from draftwire.client.request_progress import RequestProgress
 from draftwire.client.security import Security
 from draftwire.errors import DraftwireError, UnavailableError
@@ -116,7 +116,7 @@ class AsyncClient:
         async def prepare() -> None:
             await self._wait_if_asked(options)
 
-        progress = RequestProgress(request, make_patience(options, len(self._addresses)))
+        progress = RequestProgress(request, make_retry_policy(options, len(self._addresses)))
         return AsyncCompletionStream(self._start, progress, prepare)
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:

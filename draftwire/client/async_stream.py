@@ -146,7 +146,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             if is_task_cancelled():
                 raise
         self._check_wanted()
-        self._progress.patience.begin()
+        self._progress.retry_policy.begin()
         self._call_now()
 
     async def _resume(self, interruption: Interruption, cause: grpc.RpcError | None) -> None:
@@ -167,7 +167,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             raise UnavailableError("the completion was cancelled")
 
     def _call_now(self) -> None:
-        self._call = self._start(self._progress.request, self._progress.patience.left_s)
+        self._call = self._start(self._progress.request, self._progress.retry_policy.left_s)
         self._messages: AsyncIterator[gateway_pb2.GenerateResponse] = aiter(self._call)
 
     async def _pause(self, seconds: float) -> None:

@@ -180,7 +180,7 @@ def _set_fields(message: Message, values: Mapping[str, Any]) -> None:
             message.MergeFrom(type(message)(**{name: value}))
 
 
-def make_patience(options: Options, num_gateways: int) -> RetryPolicy:
+def make_retry_policy(options: Options, num_gateways: int) -> RetryPolicy:
     """Returns how long the completions are tried."""
     resume_s = options.get("resume_s")
     return RetryPolicy(num_gateways, RESUME_S if resume_s is None else resume_s, options.get("timeout_s"))

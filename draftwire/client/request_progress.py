@@ -14,13 +14,13 @@ class RequestProgress:
 
     Attributes:
         request: what to send with the next call.
-        patience: when to make it. Its time begins with the first call.
+        retry_policy: when to make it. Its time begins with the first call.
     """
 
-    def __init__(self, request: gateway_pb2.GenerateRequest, patience: RetryPolicy) -> None:
+    def __init__(self, request: gateway_pb2.GenerateRequest, retry_policy: RetryPolicy) -> None:
         """Nothing has come yet."""
         self.request = request
-        self.patience = patience
+        self.retry_policy = retry_policy
         self._num_choices = request.num_choices if request.HasField("num_choices") else 1
         self._prompts: list[CollectedPrompt] = []  # none until something comes: the server may refuse so many
 
@@ -56,14 +56,14 @@ class RequestProgress:
                 pieces = [self._of(response.delta.choice).take(response.delta)]
             case "finish":
                 self._of(response.finish.choice).finish(response.finish)
-                self.patience.renew()
+                self.retry_policy.renew()
             case "prompt_logprobs":
                 piece = self._prompt_of(response.prompt_logprobs.choice).take_logprobs(response.prompt_logprobs)
                 pieces = [piece] if piece is not None else []
             case "prompt_echo":
                 pieces = self._prompt_of(response.prompt_echo.choice).take_echo(response.prompt_echo)
         if pieces:
-            self.patience.renew()
+            self.retry_policy.renew()
         return pieces
 
     def resume(self, interruption: Interruption) -> float | None:
@@ -72,7 +72,7 @@ class RequestProgress:
         Returns:
             After how many seconds to send it; None if that is of no use, or was tried for too long.
         """
-        pause_s = self.patience.pause_after(interruption.error) if interruption.may_pass else None
+        pause_s = self.retry_policy.pause_after(interruption.error) if interruption.may_pass else None
         if pause_s is not None:
             came = [one.resume() for one in self._collected]
             del self.request.generated_choices[:]

@@ -36,7 +36,7 @@ class CompletionStream(Iterator[Piece]):
         self._pieces: deque[Piece] = deque()
         self._is_over = False
         self._cancelled = threading.Event()
-        progress.patience.begin()
+        progress.retry_policy.begin()
         self._call_now()
 
     @property
@@ -142,7 +142,7 @@ class CompletionStream(Iterator[Piece]):
             raise UnavailableError("the completion was cancelled")
 
     def _call_now(self) -> None:
-        self._call = self._start(self._progress.request, self._progress.patience.left_s)
+        self._call = self._start(self._progress.request, self._progress.retry_policy.left_s)
         self._messages: Iterator[gateway_pb2.GenerateResponse] = iter(self._call)
 
     def _pause(self, seconds: float) -> None:

@@ -31,7 +31,7 @@ from draftwire.client.client_channels import (
 )
 from draftwire.client.completion import Completion
 from draftwire.client.prompts import Prompt, Prompts
-from draftwire.client.request_maker import Options, by_prompt, check_is_one, make_patience, make_request
+from draftwire.client.request_maker import Options, by_prompt, check_is_one, make_request, make_retry_policy
 from draftwire.client.request_progress import RequestProgress
 from draftwire.client.security import Security
 from draftwire.client.stream import CompletionStream
@@ -107,7 +107,7 @@ class Client:
         wait_s = options.get("wait_for_server_s")
         if wait_s is not None:
             self.wait_ready(wait_s)
-        return CompletionStream(self._start, RequestProgress(request, make_patience(options, len(self._stubs))))
+        return CompletionStream(self._start, RequestProgress(request, make_retry_policy(options, len(self._stubs))))
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """Returns a whole completion; takes what `stream` takes, but asks for one.

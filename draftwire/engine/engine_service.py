@@ -22,7 +22,7 @@ from draftwire.engine.traced_sessions import TracedSessions
 from draftwire.errors import DraftwireError, GroupLostError, UnavailableError
 from draftwire.models.description import ModelDescription
 from draftwire.models.loading import ModelCard
-from draftwire.runtime.forms import Forms
+from draftwire.runtime.form_compiler_pool import FormCompilerPool
 from draftwire.runtime.outbox import Outbox
 
 log = structlog.get_logger()
@@ -57,7 +57,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         self.card: ModelCard
         self._scheduler: SessionBook[Any, Step]
         self._engine: StepEngine[Step, Result]
-        self._forms: Forms
+        self._forms: FormCompilerPool
         self._torch = TorchThread()
         self.group = GroupGuard(config.wanted_group, self._torch, place, followers)
         self._leases = Leases[Event | SessionFailed]()
@@ -101,7 +101,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
     async def _load(self) -> None:
         settings = self.config.engine
         self.card, self._engine = await self._torch.run(self._load_engine)
-        self._forms = Forms(await asyncio.to_thread(self.card.form_compiler))
+        self._forms = FormCompilerPool(await asyncio.to_thread(self.card.form_compiler))
         pacer = PrefillPacer(settings.max_added_latency_ms / 1e3)
         self._scheduler = self._make_scheduler(Room(settings.max_sessions, settings.kv_cache_tokens), pacer)
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):

@@ -122,5 +122,5 @@ def of_emitted(raw: Tensor | None, target_probs: Tensor, emitted: Sequence[Emitt
     token_ids = [token for index in order for token in emitted[index].token_ids]
     num_top = [emitted[index].num_top for index in order for _ in emitted[index].rows]
     tokens = iter(reported(torch.cat(parts), token_ids, num_top))
-    told = {index: [next(tokens) for _ in emitted[index].rows] for index in order}
-    return [told[index] for index in range(len(emitted))]
+    tokens_of = {index: [next(tokens) for _ in emitted[index].rows] for index in order}
+    return [tokens_of[index] for index in range(len(emitted))]

@@ -305,8 +305,8 @@ def _report(scored: list[_Scored], decided: dict[int, Judgement], raw: _RawRows 
             emitted[one.index] = EmittedRows(range(first, first + len(token_ids)), token_ids, num_top, mode)
     if not emitted:
         return
-    told = of_emitted(raw.log_probs if raw is not None else None, target_probs, list(emitted.values()))
-    for index, tokens in zip(emitted, told, strict=True):
+    reported = of_emitted(raw.log_probs if raw is not None else None, target_probs, list(emitted.values()))
+    for index, tokens in zip(emitted, reported, strict=True):
         decided[index] = replace(decided[index], logprobs=tokens)
 
 

@@ -36,9 +36,9 @@ from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
-from draftwire_gateway.session.pace import DrafterPace
 from draftwire_gateway.session.ports import DrafterPort, Inbox, SessionEvent, TargetLost, TargetPort
 from draftwire_gateway.session.round_times import RoundObserver
+from draftwire_gateway.session.round_trip_estimate import RoundTripEstimate
 from draftwire_gateway.session.spans import ChoiceSpans
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.text.text import TextStream
@@ -393,7 +393,7 @@ class FakeDrafter:
         self.connected = True
         self.description = describe("drafter", context_length)
         self.instance_id = instance_id
-        self.pace = DrafterPace()
+        self.round_trip = RoundTripEstimate()
         self.targets = {target.address: target for target in targets}
         self.ready_after = 0
         """Verdicts that come before the prompt is read."""

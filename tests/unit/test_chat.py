@@ -11,7 +11,7 @@ import pytest
 
 from draftwire.client.chat_messages import chat_to_proto
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.runtime.allowance import Allowance
+from draftwire.runtime.deadline import Deadline
 from draftwire_gateway.text import chat
 from draftwire_gateway.text.chat import ChatTemplate, render
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
@@ -55,7 +55,7 @@ def said(*turns: ChatTurn, tools: tuple[Tool, ...] = (), arguments: dict[str, An
 
 
 def rendered(tokenizer: Any, conversation: Conversation) -> str:
-    render_time = Allowance(chat.RENDER_SECONDS)
+    render_time = Deadline(chat.RENDER_SECONDS)
     render_time.begin()
     return render(tokenizer, "model", conversation, render_time)
 
@@ -328,7 +328,7 @@ async def test_conversation_whose_time_others_used_up_is_told_to_come_back(monke
 
 def test_time_that_others_used_up_is_noticed_between_renderings() -> None:
     before = time.monotonic() - 2 * chat.RENDER_SECONDS
-    late = Allowance(chat.RENDER_SECONDS, before, begun_at=before + chat.RENDER_SECONDS / 2)
+    late = Deadline(chat.RENDER_SECONDS, before, begun_at=before + chat.RENDER_SECONDS / 2)
     with pytest.raises(NoRoomError, match="busy"):
         render(with_template(QWEN), "model", said(USER), late)
 

@@ -12,8 +12,8 @@ from draftwire.client.request_maker import (
     SamplingOptions,
     TextOptions,
     check_seconds,
-    make_patience,
     make_request,
+    make_retry_policy,
 )
 from draftwire.client.retry_policy import LONGEST_SECONDS
 from draftwire.errors import InvalidRequestError
@@ -149,7 +149,7 @@ def test_without_a_seed_every_request_has_its_own() -> None:
 
 def test_seconds_that_are_no_number_are_refused_and_an_endless_time_is_a_long_one() -> None:
     for timeout_s in (1e10, math.inf):
-        patience = make_patience({"timeout_s": timeout_s}, 1)
+        patience = make_retry_policy({"timeout_s": timeout_s}, 1)
         patience.begin()
         assert patience.left_s == LONGEST_SECONDS, "beyond all that gRPC can count"
     wrong: list[tuple[Any, str]] = [("5", "a value is no number"), (math.nan, "a value is no number")]
@@ -160,14 +160,14 @@ def test_seconds_that_are_no_number_are_refused_and_an_endless_time_is_a_long_on
 
 
 def test_calls_are_tried_for_as_long_as_the_options_say() -> None:
-    patience = make_patience({"timeout_s": 5.0, "resume_s": 0.0}, 1)
+    patience = make_retry_policy({"timeout_s": 5.0, "resume_s": 0.0}, 1)
     assert patience.left_s is None, "before it begins"
     patience.begin()
     assert patience.left_s is not None
     assert 4.0 < patience.left_s <= 5.0
     patience.renew()
     assert patience.pause_after(InvalidRequestError("lost")) is None
-    unhurried = make_patience({"timeout_s": None, "resume_s": None}, 1)
+    unhurried = make_retry_policy({"timeout_s": None, "resume_s": None}, 1)
     unhurried.begin()
     unhurried.renew()
     assert unhurried.left_s is None

@@ -47,7 +47,7 @@ class Followed:
     status: SourceStatus
     logs: list[Any]
     endpoints: frozenset[Endpoint] | None = None
-    num_told: int = 0
+    num_known: int = 0
 
     @property
     def events(self) -> list[str]:
@@ -56,7 +56,7 @@ class Followed:
     async def follow(self) -> None:
         async with aclosing(self.source.endpoints()) as changes:
             async for self.endpoints in changes:
-                self.num_told += 1
+                self.num_known += 1
 
     async def until(self, *hosts: str, **conditions: bool) -> None:
         """Waits until it says that there are services at these hosts, all of them in some condition."""
@@ -187,7 +187,7 @@ async def test_resolver_that_hangs_is_given_up_and_asked_again(
     names["verifiers"] = None
     async with following(DnsSource(("verifiers:1",), pause_s=0.01)) as followed:
         await followed.until_failed(2)
-        assert followed.num_told == 0
+        assert followed.num_known == 0
         names["verifiers"] = [A]
         await followed.until(A)
 
@@ -359,7 +359,7 @@ async def test_bookmark_moves_the_version_and_changes_nothing_else(api: Kubernet
         await until(lambda: api.watches)
         api.bookmark()
         await until(lambda: len(api.watches) == 2)
-        assert followed.num_told == 1
+        assert followed.num_known == 1
         await followed.until(A)
     assert [asked.query["resourceVersion"] for asked in api.watches] == ["1001", "1002"]
 
@@ -438,7 +438,7 @@ async def test_server_that_fails_is_asked_again(api: KubernetesApi, status: int)
     api.refusal = status
     async with watching() as followed:
         await followed.until_failed(2)
-        assert followed.num_told == 0
+        assert followed.num_known == 0
         assert f"HTTP {status}" in followed.status.fault
         api.refusal = None
         await followed.until(A)

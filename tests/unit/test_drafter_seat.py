@@ -12,8 +12,8 @@ from draftwire.method.rounds import Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire_gateway.session.drafter_seat import DrafterSeat
 from draftwire_gateway.session.inbox import Said
-from draftwire_gateway.session.pace import LEAST_PATIENCE_S
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, SessionEvent
+from draftwire_gateway.session.round_trip_estimate import LEAST_PATIENCE_S
 from draftwire_gateway.session.session_state import SessionState
 
 
@@ -179,12 +179,12 @@ async def test_time_of_blocks_is_learned_and_that_of_plain_rounds_is_not() -> No
     for seconds in (0.0, 4.0):
         await asyncio.sleep(seconds)
         one.end_round(STORY[:1])
-    assert one.seat.patience_s(5.0) == 5.0, "nothing is known"
+    assert one.seat.timeout_s(5.0) == 5.0, "nothing is known"
     one.seat.ask_for_block(4)
     one.end_round(STORY[:1])
     await asyncio.sleep(4.0)
     one.end_round(STORY[:1])
-    assert one.seat.patience_s(5.0) == LEAST_PATIENCE_S
+    assert one.seat.timeout_s(5.0) == LEAST_PATIENCE_S
 
 
 @in_virtual_time
@@ -192,12 +192,12 @@ async def test_hurry_names_the_round_and_the_next_block_is_not_hurried() -> None
     one = seating()
     drafter = await one.seek_until_ready()
     one.seat.ask_for_block(4)
-    assert not one.seat.is_hurried
-    one.seat.hurry()
-    assert (one.seat.is_hurried, drafter.hurried) == (True, [SendDrafted(one.session.session_id, 0, 0)])
+    assert not one.seat.flush_requested
+    one.seat.request_flush()
+    assert (one.seat.flush_requested, drafter.hurried) == (True, [SendDrafted(one.session.session_id, 0, 0)])
     one.end_round(STORY[:1])
     one.seat.ask_for_block(4)
-    assert (one.seat.is_hurried, drafter.violations) == (False, [])
+    assert (one.seat.flush_requested, drafter.violations) == (False, [])
 
 
 @pytest.mark.parametrize("is_ready", [False, True])

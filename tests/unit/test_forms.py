@@ -10,8 +10,8 @@ import pytest
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.requests.automaton import Automaton, FormCompiler
 from draftwire.requests.structured_output import StructuredOutput
-from draftwire.runtime import forms
-from draftwire.runtime.forms import Forms
+from draftwire.runtime import form_compiler_pool
+from draftwire.runtime.form_compiler_pool import FormCompilerPool
 
 FORM = StructuredOutput.regex("a")
 
@@ -34,8 +34,8 @@ def stuck() -> Iterator[StuckCompiler]:
     compiler.is_free.set()
 
 
-def forms_of(compiler: StuckCompiler) -> Forms:
-    return Forms(cast(FormCompiler, compiler))
+def forms_of(compiler: StuckCompiler) -> FormCompilerPool:
+    return FormCompilerPool(cast(FormCompiler, compiler))
 
 
 async def test_forms_that_take_long_hold_up_nothing_else_that_runs_on_threads(stuck: StuckCompiler) -> None:
@@ -66,19 +66,19 @@ async def test_cancellation_is_never_forgotten_however_late_it_comes(stuck: Stuc
 async def test_forms_that_wait_for_others_are_told_to_come_back(
     stuck: StuckCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(form_compiler_pool, "COMPILE_SECONDS", 0.2)
     reader = forms_of(stuck)
-    waiting = [reader.compile(FORM) for _ in range(forms.COMPILE_THREADS + 2)]
+    waiting = [reader.compile(FORM) for _ in range(form_compiler_pool.COMPILE_THREADS + 2)]
     results = await asyncio.gather(*waiting, return_exceptions=True)
     kinds = [type(result) for result in results]
-    assert kinds == [InvalidRequestError] * forms.COMPILE_THREADS + [NoRoomError] * 2
+    assert kinds == [InvalidRequestError] * form_compiler_pool.COMPILE_THREADS + [NoRoomError] * 2
 
 
 async def test_form_that_was_begun_late_is_told_to_come_back(
     stuck: StuckCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "COMPILE_SECONDS", 1.0)
-    monkeypatch.setattr(forms, "COMPILE_THREADS", 1)
+    monkeypatch.setattr(form_compiler_pool, "COMPILE_SECONDS", 1.0)
+    monkeypatch.setattr(form_compiler_pool, "COMPILE_THREADS", 1)
     reader, first_is_free = forms_of(stuck), threading.Event()
     reader._threads.submit(first_is_free.wait, 20.0)
     late = asyncio.create_task(reader.compile(FORM))
@@ -91,8 +91,8 @@ async def test_form_that_was_begun_late_is_told_to_come_back(
 async def test_too_many_waiting_forms_are_refused_at_once(
     stuck: StuckCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "COMPILE_SECONDS", 0.2)
-    monkeypatch.setattr(forms, "MAX_WAITING", 3)
+    monkeypatch.setattr(form_compiler_pool, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(form_compiler_pool, "MAX_WAITING", 3)
     reader = forms_of(stuck)
     results = await asyncio.gather(*(reader.compile(FORM) for _ in range(4)), return_exceptions=True)
     assert [isinstance(result, NoRoomError) and "limit" in str(result) for result in results] == [False] * 3 + [True]

@@ -45,8 +45,8 @@ from draftwire.method.rounds import Calibration, SendDrafted, TargetSessionSpec
 from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import FinishReason
 from draftwire_gateway.session.loop import GenerationLoop
-from draftwire_gateway.session.pace import LEAST_PATIENCE_S
 from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, DrafterReady, TargetLost
+from draftwire_gateway.session.round_trip_estimate import LEAST_PATIENCE_S
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.session.verifier_seat import FIRST_WAIT_SECONDS, LONGEST_PAUSE_S, MAX_FUTILE_MOVES
 
@@ -620,21 +620,21 @@ def assert_replaced(result: Result, other: FakeDrafter, reason: str) -> None:
     assert other.calibrations
 
 
-@pytest.mark.parametrize(("number", "patience_s"), [(0, LIMITS.block_timeout_s), (3, LEAST_PATIENCE_S)])
-def test_drafter_slower_than_usual_is_asked_once_for_what_it_has_drawn(number: int, patience_s: float) -> None:
+@pytest.mark.parametrize(("number", "timeout_s"), [(0, LIMITS.block_timeout_s), (3, LEAST_PATIENCE_S)])
+def test_drafter_slower_than_usual_is_asked_once_for_what_it_has_drawn(number: int, timeout_s: float) -> None:
     """How long is usual is learned: of the first block nothing is known, later ones took no time."""
     target, drafter, other = two_drafters()
     asked_at: list[float] = []
     hurried_at: list[float] = []
     drafter.answer_block(number, lambda _: asked_at.append(now()))
 
-    def hurry(command: SendDrafted) -> None:
+    def request_flush(command: SendDrafted) -> None:
         hurried_at.append(now())
         drafter.send_block(drafter.calibrations[-1], num_draft_tokens=2)
 
-    drafter.on_hurry = hurry
+    drafter.on_hurry = request_flush
     assert_kept(whole_story(target, [drafter, other], LIMITS, 30), other)
-    assert hurried_at[0] - asked_at[0] == pytest.approx(patience_s)
+    assert hurried_at[0] - asked_at[0] == pytest.approx(timeout_s)
     fence = drafter.calibrations[number].fence
     assert drafter.hurried == [SendDrafted(target.spec.session_id, 0, fence.round)]
     (verdict,) = [verdict for verdict in target.verdicts if verdict.fence == fence]

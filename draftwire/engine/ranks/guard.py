@@ -75,7 +75,7 @@ class GroupGuard:
             GroupLostError: another rank ended.
         """
         self._followers.log_started()
-        await self.while_it_lasts(loading, patience_s=LAST_WORDS_SECONDS)
+        await self.while_it_lasts(loading, grace_s=LAST_WORDS_SECONDS)
 
     async def run(
         self, steps: Coroutine[Any, Any, None], limit_s: float, fail_sessions: Callable[[GroupLostError], int]
@@ -117,13 +117,13 @@ class GroupGuard:
             await self._torch.run(self._model.heartbeat)
 
     async def while_it_lasts(
-        self, work: Coroutine[Any, Any, Result], patience_s: float = 0.0, limit_s: float = math.inf
+        self, work: Coroutine[Any, Any, Result], grace_s: float = 0.0, limit_s: float = math.inf
     ) -> Result:
         """Does some work, and gives it up when another rank has ended or this one is stuck.
 
         Args:
             work: what to do.
-            patience_s: how long the work may go on then; if it fails, its error is the one that is raised.
+            grace_s: how long the work may go on then; if it fails, its error is the one that is raised.
             limit_s: how long one call on the torch thread may take.
 
         Raises:
@@ -135,7 +135,7 @@ class GroupGuard:
         try:
             await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not doing.done():
-                await asyncio.wait({doing}, timeout=patience_s)
+                await asyncio.wait({doing}, timeout=grace_s)
             return doing.result() if doing.done() else watching.result()
         finally:
             for task in (doing, watching):

@@ -13,7 +13,7 @@ from draftwire.requests.automaton import Automaton
 class DraftSession(EngineSession[DraftSessionSpec]):
     """The drafter's side of one session. Changed by the scheduler only."""
 
-    num_told: int
+    num_known: int
     """Committed tokens that the strategy knows of."""
     last_asked: tuple[int, int] = (-1, 0)
     """Round and attempt that were last asked for."""
@@ -122,7 +122,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             raise InvalidRequestError("the prompt is empty")
         self._check_prompt_len(spec)
         self._check_max_len(spec)
-        session = DraftSession(spec=spec, lease_id=lease_id, automaton=automaton, num_told=len(spec.token_ids))
+        session = DraftSession(spec=spec, lease_id=lease_id, automaton=automaton, num_known=len(spec.token_ids))
         self._admit(session)
         self._ready.append(session)
         return session
@@ -178,7 +178,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
         for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
             session = item.session
             # What was committed during the step is unread as well.
-            session.num_unread = num_unread + len(session.committed) - session.num_told
+            session.num_unread = num_unread + len(session.committed) - session.num_known
             if not self.is_open(session):
                 continue
             is_opened = session.is_reading and num_unread == 0
@@ -195,6 +195,6 @@ class Scheduler(SessionBook[DraftSession, Step]):
         return completed
 
     def _item(self, session: DraftSession, max_read: int | None) -> StepItem:
-        base_len, session.num_told = session.num_told, len(session.committed)
+        base_len, session.num_known = session.num_known, len(session.committed)
         calibration = None if session.is_reading else session.calibration
         return StepItem(session, base_len, session.committed.ids[base_len:], calibration, max_read)

@@ -11,7 +11,7 @@ from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
 from draftwire.requests.automaton import FormCompiler
-from draftwire.runtime.forms import Forms
+from draftwire.runtime.form_compiler_pool import FormCompilerPool
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho, SideBySide
@@ -55,7 +55,7 @@ class GatewayCore:
         """The target model."""
         self._tokenizer: PreTrainedTokenizerBase
         self._chat_template: ChatTemplate
-        self._forms: Forms
+        self._forms: FormCompilerPool
         self._token_texts: dict[int, str] = {}
 
     @property
@@ -78,7 +78,9 @@ class GatewayCore:
         self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
         self._chat_template = ChatTemplate(self._tokenizer, description.name)
         self.metrics.of_model.model_name = description.name
-        self._forms = Forms(FormCompiler(self._tokenizer, description.vocab_size, description.stop_token_ids))
+        self._forms = FormCompilerPool(
+            FormCompiler(self._tokenizer, description.vocab_size, description.stop_token_ids)
+        )
 
     @contextmanager
     def admit(self, num_choices: int) -> Iterator[None]:
@@ -136,7 +138,7 @@ class GatewayCore:
 
     async def text_lengths(self, token_ids: list[int]) -> list[int]:
         """Returns how many characters each of these tokens makes certain of the text of all of them."""
-        text = TextStream(self._tokenizer, [], (), tells_tokens_apart=True)
+        text = TextStream(self._tokenizer, [], (), per_token=True)
         return (await asyncio.to_thread(text.push, token_ids)).lengths
 
     async def complete(self, requested: RequestedGeneration) -> list[Generation]:
@@ -149,7 +151,7 @@ class GatewayCore:
         """Refuses a form of the text that cannot be followed, before anything is opened.
 
         Raises:
-            InvalidRequestError: see `Forms.compile`.
+            InvalidRequestError: see `FormCompilerPool.compile`.
             NoRoomError: too many forms are read.
         """
         form = generations[0].sampling.structured_output if generations else None

@@ -231,8 +231,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
 
     def _complete(self, step: Step, result: StepResult) -> list[Completed]:
         self.metrics.count_step(len(step.items), result.verify_us / 1e6)
-        told = self._scheduler.complete(step, result)
-        for session, event in told:
+        deliveries = self._scheduler.complete(step, result)
+        for session, event in deliveries:
             if isinstance(event, DraftwireError):
                 self._fail(session.key, event)
                 continue
@@ -240,7 +240,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             if isinstance(event, Verdict):
                 self.metrics.count(event, is_first=event.fence.round == session.spec.first_round)
         self._audit(step, result)
-        return told
+        return deliveries
 
 
 def _quarantine_message(drafter: Drafter) -> str:

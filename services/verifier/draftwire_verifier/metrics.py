@@ -99,7 +99,7 @@ class _WaitWatcher(Collector):
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._lock = threading.Lock()
-        self._told_s = 0.0
+        self._exported_s = 0.0
         """What was exported last. A stretch may turn out to have ended just before it was looked at, and a counter must
         not fall."""
 
@@ -107,7 +107,7 @@ class _WaitWatcher(Collector):
         """See `prometheus_client.registry.Collector`."""
         scheduler = self._scheduler
         with self._lock:
-            self._told_s = told_s = max(self._told_s, scheduler.idle.waited(scheduler.clock()))
+            self._exported_s = exported_s = max(self._exported_s, scheduler.idle.waited(scheduler.clock()))
         yield CounterMetricFamily(
             PREFIX + "draft_wait_seconds",
             "From verdicts to the blocks that followed them, over all sessions: its rate is how many wait for drafts.",
@@ -116,7 +116,7 @@ class _WaitWatcher(Collector):
         yield CounterMetricFamily(
             PREFIX + "engine_waiting_for_drafts_seconds",
             "Time without a step in which a session waited for its drafter, or for the gateway after a verdict.",
-            told_s,
+            exported_s,
         )
 
 

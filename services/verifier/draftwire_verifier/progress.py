@@ -25,7 +25,7 @@ class LoadProgress:
             clock: seconds.
         """
         self._clock = clock
-        self._told_at = clock()
+        self._reported_at = clock()
         self._bar = _make_bar() if log_format == "console" and sys.stderr.isatty() else None
 
     def __call__(self, num_bytes: int, total_bytes: int) -> None:
@@ -33,8 +33,8 @@ class LoadProgress:
         is_done = num_bytes >= total_bytes
         if self._bar is not None:
             self._draw(self._bar, num_bytes, total_bytes)
-        elif is_done or self._clock() - self._told_at >= LINE_SECONDS:
-            self._told_at = self._clock()
+        elif is_done or self._clock() - self._reported_at >= LINE_SECONDS:
+            self._reported_at = self._clock()
             share = round(num_bytes / max(1, total_bytes), 3)
             log.info("verifier.weights_read", read_bytes=num_bytes, total_bytes=total_bytes, share=share)
         if is_done:

@@ -271,23 +271,23 @@ class Scheduler(SessionBook[TargetSession, Step]):
         return Step(items, now) if items else None
 
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
-        """Commits what a step decided and returns what is to be told, but of sessions that were closed meanwhile."""
+        """Commits what a step decided and returns what is to be sent, but of sessions that were closed meanwhile."""
         self._learn(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
-        told: list[Completed] = []
+        deliveries: list[Completed] = []
         for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
             session = item.session
             session.num_unread = num_unread
             if not self.is_open(session):
                 continue
             if isinstance(outcome, Judgement | StillReading) and outcome.prompt is not None:
-                told.append((session, PromptRead(*session.key, outcome.prompt)))
+                deliveries.append((session, PromptRead(*session.key, outcome.prompt)))
             if isinstance(outcome, Judgement):
-                told.append((session, self._commit(item, outcome, step.started_at, result.verify_us)))
+                deliveries.append((session, self._commit(item, outcome, step.started_at, result.verify_us)))
             elif isinstance(outcome, StillReading):
                 self._ready.append(session)
             else:
-                told.append((session, outcome))
-        return told
+                deliveries.append((session, outcome))
+        return deliveries
 
     def _commit(self, item: StepItem, judgement: Judgement, started_at: float, verify_us: int) -> Verdict:
         session, block = item.session, item.block

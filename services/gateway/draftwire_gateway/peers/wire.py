@@ -21,8 +21,8 @@ from draftwire.runtime.peers import ModelPeer
 from draftwire.runtime.status import error_of, error_of_number
 from draftwire.runtime.tls import Dialler, RenewedChannel
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2, verifier_pb2, verifier_pb2_grpc
-from draftwire_gateway.session.pace import DrafterPace
 from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, Inbox, SessionEvent, TargetLost
+from draftwire_gateway.session.round_trip_estimate import RoundTripEstimate
 
 log = structlog.get_logger()
 
@@ -102,7 +102,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
         Args:
             check: raises why a service with this model cannot be used.
         """
-        told = ""
+        logged = ""
         while True:
             try:
                 await self._get_to_know(check)
@@ -117,9 +117,9 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
                 self._outbox.close()
             if lost_lease is not None:
                 log.warning("gateway.peer_lost", address=self.address, reason=reason)
-            elif self.fault is not None and reason != told:
+            elif self.fault is not None and reason != logged:
                 log.error("gateway.peer_unfit", address=self.address, reason=reason)
-            told = reason
+            logged = reason
             for key in list(self._inboxes):
                 self._deliver(key, self._lost(UnavailableError(f"lost {self.address}: {reason}")))
             await asyncio.sleep(RECONNECT_SECONDS)
@@ -270,7 +270,7 @@ class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent])
 
     def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
         super().__init__(address, dialler, timeout_s)
-        self.pace = DrafterPace()
+        self.round_trip = RoundTripEstimate()
 
     async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
         """Opens a session by a call of its own, and returns when the drafter has read the prompt."""

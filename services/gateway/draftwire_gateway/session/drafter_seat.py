@@ -40,7 +40,7 @@ class DrafterSeat:
         """Whether a drafter is there that has read the prompt."""
         self.is_awaited = False
         """Whether it was asked for a block of the open round."""
-        self.is_hurried = False
+        self.flush_requested = False
         """Whether it was asked for what it has drawn of that block."""
         self.error = ""
         """Why the last drafter that was given up was; empty if none was."""
@@ -88,9 +88,9 @@ class DrafterSeat:
             self.is_ready = True
             self._session.note("drafter ready", epoch=self._session.epoch)
 
-    def patience_s(self, most: float) -> float:
+    def timeout_s(self, most: float) -> float:
         """Returns how long its next block may take before it is hurried, at most `most`."""
-        return self._asked.pace.patience_s(most)
+        return self._asked.round_trip.timeout_s(most)
 
     def ask_for_block(self, num_draft_tokens: int) -> None:
         """Asks for a block of the open round, and tells what was committed since the last one.
@@ -100,29 +100,29 @@ class DrafterSeat:
         """
         base_len = self._known_len
         self._known_len = len(self._session.committed)
-        self.is_awaited, self.is_hurried = True, False
+        self.is_awaited, self.flush_requested = True, False
         self._asked_at = asyncio.get_running_loop().time()
         news = self._session.committed.ids[base_len:]
         self._asked.calibrate(Calibration(self._session.fence, base_len, news, num_draft_tokens))
 
     @property
-    def can_hurry(self) -> bool:
+    def can_flush(self) -> bool:
         """Whether it may be asked for what it has drawn of the block, which it was not yet."""
-        return not self.is_hurried and PARTIAL_BLOCKS in self._asked.description.capabilities
+        return not self.flush_requested and PARTIAL_BLOCKS in self._asked.description.capabilities
 
-    def hurry(self) -> None:
+    def request_flush(self) -> None:
         """Asks for what is drawn of the block.
 
         Raises:
             DraftwireError: the drafter cannot be asked.
         """
-        self.is_hurried = True
+        self.flush_requested = True
         self._asked.send_drafted(SendDrafted(self._session.session_id, self._session.epoch, self._session.round))
 
     def end_round(self) -> None:
         """Notes that the open round was decided: if by a block, its time is one of the drafter's."""
         if self.is_awaited and self._drafter is not None:
-            self._drafter.pace.learn(asyncio.get_running_loop().time() - self._asked_at)
+            self._drafter.round_trip.learn(asyncio.get_running_loop().time() - self._asked_at)
         self.is_awaited = False
 
     def give_up(self, error: Exception) -> bool:

@@ -167,8 +167,8 @@ def complete_request(
             came = before.get(choice, GeneratedChoice(choice))
             _check_came(came, prompt, target)
             if not came.is_finished:
-                tells_prompt = choice == index * num_choices and not came.token_ids
-                generations.append(_choice_of(prompt, came, request, tells_prompt=tells_prompt))
+                reports_prompt = choice == index * num_choices and not came.token_ids
+                generations.append(_choice_of(prompt, came, request, reports_prompt=reports_prompt))
     return generations
 
 
@@ -193,15 +193,15 @@ def check_num_choices(num_prompts: int, num_choices: int | None) -> int:
 
 
 def _choice_of(
-    prompt: Generation, came: GeneratedChoice, request: RequestedGeneration, *, tells_prompt: bool
+    prompt: Generation, came: GeneratedChoice, request: RequestedGeneration, *, reports_prompt: bool
 ) -> Generation:
     """Returns one choice. What is told of a prompt comes before its first choice's first token, and so only once."""
     return replace(
         prompt,
         choice=came.choice,
         generated_ids=came.token_ids,
-        logprobs=prompt.logprobs if tells_prompt else replace(prompt.logprobs, prompt_logprobs=None),
-        echo=request.echo and tells_prompt,
+        logprobs=prompt.logprobs if reports_prompt else replace(prompt.logprobs, prompt_logprobs=None),
+        echo=request.echo and reports_prompt,
     )
 
 

@@ -176,12 +176,12 @@ class GenerationLoop:
         """Does what is to be done when the current round takes too long."""
         if not self._drafter.is_awaited:
             await self._move(UnavailableError("the verifier was silent for too long"))
-        elif not self._drafter.can_hurry:
+        elif not self._drafter.can_flush:
             self._give_up_drafter(UnavailableError("no block in time, not even a part of one"))
         else:
             self._expect(self._settings.block_timeout_s)
             try:
-                self._drafter.hurry()
+                self._drafter.request_flush()
             except DraftwireError as error:
                 self._give_up_drafter(error)
 
@@ -212,7 +212,7 @@ class GenerationLoop:
 
     def _ask_for_block(self, num_draft_tokens: int) -> None:
         self._watch.ask(WhyPlain.EMPTY_BLOCK)
-        self._expect(self._drafter.patience_s(self._settings.block_timeout_s))
+        self._expect(self._drafter.timeout_s(self._settings.block_timeout_s))
         try:
             self._drafter.ask_for_block(num_draft_tokens)
         except DraftwireError as error:

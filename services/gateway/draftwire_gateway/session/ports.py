@@ -14,7 +14,7 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.models.description import ModelDescription
-from draftwire_gateway.session.pace import DrafterPace
+from draftwire_gateway.session.round_trip_estimate import RoundTripEstimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class DrafterPort(Protocol):
         """Names the drafter's process."""
 
     @property
-    def pace(self) -> DrafterPace:
+    def round_trip(self) -> RoundTripEstimate:
         """How long its blocks take, whoever asks."""
 
     async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
-from draftwire.runtime.allowance import Allowance
+from draftwire.runtime.deadline import Deadline
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
 MAX_JSON_DEPTH = 32
@@ -46,7 +46,7 @@ _OWN_ARGUMENTS = (
 _MARK = re.compile("Draftwire([0-9]{6})mark")
 
 
-def _late_error(render_time: Allowance) -> DraftwireError:
+def _late_error(render_time: Deadline) -> DraftwireError:
     """Returns what is to be said when the time is over: whether the conversation or others have used it up."""
     if render_time.has_waited:
         return NoRoomError("other conversations keep the chat template busy")
@@ -78,7 +78,7 @@ class ChatTemplate:
             raise InvalidRequestError(f"{self._model_name} has no chat template; send a text prompt")
         if self._num_waiting >= MAX_WAITING:
             raise NoRoomError(f"{MAX_WAITING} conversations wait for the chat template, which is the limit")
-        render_time = Allowance(RENDER_SECONDS)
+        render_time = Deadline(RENDER_SECONDS)
         job = self._threads.submit(self._render, conversation, render_time)
         self._num_waiting += 1
         try:
@@ -89,13 +89,13 @@ class ChatTemplate:
         finally:
             self._num_waiting -= 1
 
-    def _render(self, conversation: Conversation, render_time: Allowance) -> str:
+    def _render(self, conversation: Conversation, render_time: Deadline) -> str:
         render_time.begin()
         return render(self._tokenizer, self._model_name, conversation, render_time)
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, model_name: str, conversation: Conversation, render_time: Allowance
+    tokenizer: PreTrainedTokenizerBase, model_name: str, conversation: Conversation, render_time: Deadline
 ) -> str:
     """Returns a conversation as text; see `ChatTemplate.render`, which calls it on a thread.
 
@@ -131,7 +131,7 @@ class _Rendering:
         tokenizer: PreTrainedTokenizerBase,
         model_name: str,
         conversation: Conversation,
-        render_time: Allowance,
+        render_time: Deadline,
     ) -> None:
         self._render_time = render_time
         self._tokenizer = tokenizer

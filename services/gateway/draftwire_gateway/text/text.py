@@ -123,7 +123,7 @@ class TextStream:
         tokenizer: PreTrainedTokenizerBase,
         prompt_ids: list[int],
         stops: tuple[str, ...],
-        tells_tokens_apart: bool = False,
+        per_token: bool = False,
     ) -> None:
         """Starts after a prompt.
 
@@ -131,11 +131,11 @@ class TextStream:
             tokenizer: the target's.
             prompt_ids: the prompt.
             stops: what the text ends before.
-            tells_tokens_apart: whether it is told what each token made certain, which takes a decoding of each.
+            per_token: whether it is told what each token made certain, which takes a decoding of each.
         """
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
         self._stops = StopStrings(stops)
-        self._tells_tokens_apart = tells_tokens_apart
+        self._tells_tokens_apart = per_token
 
     @property
     def stopped(self) -> bool:

@@ -4,7 +4,7 @@ LEAST_PATIENCE_S = 0.1
 """A drafter is never hurried sooner: what a busy machine can take away from it at any time."""
 
 
-class DrafterPace:
+class RoundTripEstimate:
     """A running estimate of the time from asking for a block to its verdict, and of its spread.
 
     The verifier's time is part of it, as it is part of the wait that is to be judged. The estimate is the one that TCP
@@ -23,7 +23,7 @@ class DrafterPace:
         self._deviation_s += (abs(seconds - self._mean_s) - self._deviation_s) / 4
         self._mean_s += (seconds - self._mean_s) / 8
 
-    def patience_s(self, most: float) -> float:
+    def timeout_s(self, most: float) -> float:
         """Returns how long a block may take before the drafter is asked to send what it has, at most `most`."""
         if self._mean_s is None:
             return most

@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire_gateway.session.pace import LEAST_PATIENCE_S, DrafterPace
+from draftwire_gateway.session.round_trip_estimate import LEAST_PATIENCE_S, RoundTripEstimate
 
 MOST = 5.0
 
 
-def patience_s(times: list[float], most: float = MOST) -> float:
-    pace = DrafterPace()
+def timeout_s(times: list[float], most: float = MOST) -> float:
+    pace = RoundTripEstimate()
     for seconds in times:
         pace.learn(seconds)
-    return pace.patience_s(most)
+    return pace.timeout_s(most)
 
 
 SPREAD = 0.25 + (abs(1.3 - 0.5) - 0.25) / 4
@@ -32,15 +32,15 @@ KNOWN = [
 
 @pytest.mark.parametrize(("times", "expected"), KNOWN)
 def test_patience_is_two_means_and_four_spreads_within_its_bounds(times: list[float], expected: float) -> None:
-    assert patience_s(times) == pytest.approx(expected)
-    assert patience_s(times, most=0.02) == 0.02, "also where that is below the least"
+    assert timeout_s(times) == pytest.approx(expected)
+    assert timeout_s(times, most=0.02) == 0.02, "also where that is below the least"
 
 
 def test_patience_grows_where_times_vary_or_grow() -> None:
-    assert patience_s([0.1, 0.5] * 50) > 2 * patience_s([0.3] * 100)
-    assert patience_s([0.1] * 50) < 1.0 < patience_s([0.1] * 50 + [1.0] * 20), "it is not hurried for ever"
+    assert timeout_s([0.1, 0.5] * 50) > 2 * timeout_s([0.3] * 100)
+    assert timeout_s([0.1] * 50) < 1.0 < timeout_s([0.1] * 50 + [1.0] * 20), "it is not hurried for ever"
 
 
 @given(times=st.lists(st.floats(0.0, 60.0), max_size=30))
 def test_patience_is_between_the_least_and_the_most(times: list[float]) -> None:
-    assert LEAST_PATIENCE_S <= patience_s(times) <= MOST
+    assert LEAST_PATIENCE_S <= timeout_s(times) <= MOST

@@ -8,7 +8,7 @@ LATE = 0.1
 
 
 @dataclass(slots=True)
-class Allowance:
+class Deadline:
     """So much time from now on, waiting for others included."""
 
     seconds: float
