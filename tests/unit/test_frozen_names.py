@@ -18,7 +18,7 @@ from google.protobuf.descriptor import Descriptor, FileDescriptor
 from typer.main import get_command
 
 from draftwire.cli.__main__ import app
-from draftwire.cli.options import CLIENT_VARIABLES, SERVICES, settings_of, variable
+from draftwire.cli.options import CLIENT_VARIABLES, SERVICES, settings_of, unknown_variables, variable
 from draftwire.v1 import gateway_pb2
 from draftwire_drafter.metrics import DrafterMetrics
 from draftwire_gateway.http.body import ChatBody, CompletionBody
@@ -126,6 +126,11 @@ def test_no_name_that_others_rely_on_is_gone(kind: str) -> None:
     assert len(frozen) > 5
     now = names()[kind]
     assert [name for name in frozen if not any(fnmatchcase(name, pattern) for pattern in now)] == []
+
+
+def test_no_variable_that_was_known_is_refused() -> None:
+    """A configuration of an older release starts: an unknown variable would end the process."""
+    assert unknown_variables(dict.fromkeys(json.loads(FROZEN.read_text())["environment"], "any")) == []
 
 
 if __name__ == "__main__":
