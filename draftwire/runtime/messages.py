@@ -1,6 +1,8 @@
 """Messages between services, to and from the dataclasses of `method.rounds`. Enum zero is refused on receipt."""
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 from draftwire.errors import BlockViolationError, InvalidRequestError, Violation
 from draftwire.method.encoding import Claim, DraftDistributions, decode
@@ -56,6 +58,9 @@ _EXTRAS = {
     session_pb2.EXTRA_TOKEN_KIND_BONUS: TokenSource.BONUS,
 }
 _EXTRA_NUMBERS = {value: key for key, value in _EXTRAS.items()}
+
+PLAIN_PARAMETERS = tuple(field.name for field in fields(SessionParameters) if field.type in (bool, int, float, str))
+"""Those that messages hold as they are, under the same names."""
 
 
 def fence_to_proto(fence: Fence) -> session_pb2.Fence:
@@ -344,15 +349,12 @@ def rule_from_proto(message: session_pb2.VerificationRule) -> RuleFacts:
 
 def parameters_to_proto(parameters: SessionParameters) -> session_pb2.SessionParameters:
     """Encodes what both services have to know of a request."""
+    plain = {name: getattr(parameters, name) for name in PLAIN_PARAMETERS}
     return session_pb2.SessionParameters(
-        choice=parameters.choice,
-        prompt_len=parameters.prompt_len,
+        **plain,
         sampling=sampling_to_proto(parameters.sampling),
         rule=rule_to_proto(parameters.rule),
-        max_draft_tokens=parameters.max_draft_tokens,
         stop_token_ids=sorted(parameters.stop_token_ids),
-        cache_salt=parameters.cache_salt,
-        traceparent=parameters.traceparent,
     )
 
 
@@ -362,15 +364,13 @@ def parameters_from_proto(message: session_pb2.SessionParameters) -> SessionPara
     Raises:
         InvalidRequestError: a value is out of range.
     """
+    _check_traceparent(message.traceparent)
+    plain: dict[str, Any] = {name: getattr(message, name) for name in PLAIN_PARAMETERS}
     return SessionParameters(
-        choice=message.choice,
-        prompt_len=message.prompt_len,
+        **plain,
         sampling=sampling_from_proto(message.sampling),
         rule=rule_from_proto(message.rule),
-        max_draft_tokens=message.max_draft_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
-        cache_salt=message.cache_salt,
-        traceparent=_checked_traceparent(message.traceparent),
     )
 
 
@@ -518,10 +518,9 @@ def _checked_permit(permit: Permit) -> Permit:
     return permit
 
 
-def _checked_traceparent(header: str) -> str:
+def _check_traceparent(header: str) -> None:
     if header and parse_own_traceparent(header) is None:
         raise InvalidRequestError("traceparent is not one of W3C Trace Context, version 00")
-    return header
 
 
 def failure_to_proto(session_id: int, epoch: int, error: Exception) -> session_pb2.SessionFailure:
