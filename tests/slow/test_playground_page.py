@@ -8,7 +8,7 @@ import pytest
 from browser import WatchedPage, chromium, watched_page
 from playwright.sync_api import expect
 
-from draftwire_gateway.http.pages import HEADERS, read_pages
+from draftwire_gateway.http.playground_pages import HEADERS, read_pages
 
 ORIGIN = "http://playground.test"
 MODELS = {

@@ -23,7 +23,7 @@ from draftwire_gateway.http.body import ChatBody, CompletionBody, read
 from draftwire_gateway.http.body_reading import read_body
 from draftwire_gateway.http.choice_deltas import Ending
 from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
-from draftwire_gateway.http.pages import HEADERS, read_pages
+from draftwire_gateway.http.playground_pages import HEADERS, read_pages
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.routes import Chat, in_names_of
 from draftwire_gateway.http.usage import metrics_of, usage_of

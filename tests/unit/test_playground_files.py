@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from draftwire_gateway.http.pages import FOLDER, HEADERS
+from draftwire_gateway.http.playground_pages import FOLDER, HEADERS
 
 SCRIPTS = sorted(FOLDER.glob("*.js"))
 PAGE = (FOLDER / "index.html").read_text()

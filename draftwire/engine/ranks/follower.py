@@ -62,13 +62,11 @@ def run_follower(config: RankConfig) -> int:
 
 
 def _load(config: RankConfig) -> "LoadedRank":
+    from draftwire.engine.ranks.rank_loading import load_draft_rank, load_target_rank
+
     if config.service == "drafter":
-        from draftwire.engine.ranks.draft_rank import load_rank
-
-        return load_rank(config)
-    from draftwire.engine.ranks.target_rank import load_rank
-
-    return load_rank(config)
+        return load_draft_rank(config)
+    return load_target_rank(config)
 
 
 def _end_with_rank_0() -> None:

@@ -42,10 +42,10 @@ class ConfiguredContext:
         config, place = self._config, self._group.place
         if place.size == 1:
             return load_draft_model(config.loading, config.engine, config.layers)
-        from draftwire.engine.ranks.draft_rank import load_rank
         from draftwire.engine.ranks.group_model import GroupModel
+        from draftwire.engine.ranks.rank_loading import load_draft_rank
 
-        rank = load_rank(RankConfig.of(config, place))
+        rank = load_draft_rank(RankConfig.of(config, place))
         model = GroupModel(rank, "drafter")
         self._group.take(model)
         return rank.card, model

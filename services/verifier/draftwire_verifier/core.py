@@ -92,11 +92,11 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         if self.group.place.size == 1:
             return load_target(self.config.loading, self.config.engine)
         from draftwire.engine.ranks.group_model import GroupModel
-        from draftwire.engine.ranks.target_rank import load_rank
+        from draftwire.engine.ranks.rank_loading import load_target_rank
 
         progress = LoadProgress(self.config.server.log_format)
         try:
-            rank = load_rank(RankConfig.of(self.config, self.group.place), progress)
+            rank = load_target_rank(RankConfig.of(self.config, self.group.place), progress)
         finally:
             progress.end()
         model = GroupModel(rank, "verifier")

@@ -16,7 +16,7 @@ from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body_reading import header
 from draftwire_gateway.http.error_bodies import UNAVAILABLE_RETRY_S, body_of
 from draftwire_gateway.http.model_list import ListDrafters, ModelList
-from draftwire_gateway.http.pages import HEADERS, Page, read_pages
+from draftwire_gateway.http.playground_pages import HEADERS, Page, read_pages
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.request_guard import Gate, Guard
 from draftwire_gateway.http.routes import Chat, Completions

@@ -1,16 +1,21 @@
-"""Stands before all routes: answers what they raise, and refuses requests while the service is not ready."""
+"""Stands before all routes: answers what they raise, and refuses requests while the service is not ready, and those of
+pages of other origins to a gateway that believes whoever reaches this machine.
+"""
 
 import asyncio
 from contextlib import suppress
+from ipaddress import ip_address
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwire.errors import UnavailableError
+from draftwire_gateway.http.body_reading import header
 from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
 from draftwire_gateway.http.openai_types import event
-from draftwire_gateway.http.origins import refuse_other_origins
+from draftwire_gateway.http.refusal import RefusedError
 
 log = structlog.get_logger()
 
@@ -107,3 +112,28 @@ def _route_of(scope: Scope) -> str:
     """Returns the path of a route; what else callers may write there is not logged."""
     path = str(scope["path"])
     return path if path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics") else "another"
+
+
+def refuse_other_origins(scope: Scope) -> None:
+    """Refuses what only a page of another origin sends, under a name of its own that leads here perhaps.
+
+    Raises:
+        RefusedError: the request is for another host than this machine, or comes from a page of another one.
+    """
+    host = header(scope, "host")
+    if host is None:  # which no browser leaves out
+        return
+    if not _is_here(host):
+        message = "host: without tokens this gateway answers under localhost and IP addresses alone"
+        raise RefusedError(403, message, code="host_not_allowed")
+    origin = header(scope, "origin")
+    if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        raise RefusedError(403, "origin: pages of other origins are not answered", code="origin_not_allowed")
+
+
+def _is_here(host: str) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ip_address(name))
+    except ValueError:
+        return False

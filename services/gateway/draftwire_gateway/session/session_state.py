@@ -9,9 +9,9 @@ from draftwire.method.rounds import CommittedTokens, Fence, Verdict
 from draftwire.requests.session_parameters import SessionParameters
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
+from draftwire_gateway.session.prompt_report import PromptReport
 from draftwire_gateway.session.spans import ChoiceSpans
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.text.prompt import PromptReport
 
 
 class SessionState:
