@@ -60,7 +60,7 @@ def _model(service: str, what: str) -> Any:
     return _option(service, "model", f"{what} model: folder or hub name.", show_default="the embedded one")
 
 
-TargetOption = Annotated[str | None, _model("verifier", "TargetOption")]
+TargetOption = Annotated[str | None, _model("verifier", "Target")]
 DrafterOption = Annotated[str | None, _model("drafter", "Draft")]
 SpeculativeOption = Annotated[
     int,
@@ -196,7 +196,7 @@ def _metrics_port(service: str, port: int) -> object:
 def threads_for(model: str) -> int:
     """Returns how many threads run a model fastest: all cores, unless waking them takes longer than what they save.
 
-    DrafterOption and verifier work in turn where there is one session, so each may have all cores; see `docs/speed.md`.
+    Drafter and verifier work in turn where there is one session, so each may have all cores; see `docs/speed.md`.
     """
     size = sum(file.stat().st_size for file in Path(model).expanduser().glob("*.safetensors"))
     is_small = 0 < size < SMALL_MODEL_BYTES  # one from the hub is not

@@ -67,23 +67,25 @@ def fingerprint(tokens: Sequence[str]) -> bytes:
 
 
 def can_take_over(first: ModelDescription, second: ModelDescription) -> bool:
-    """Whether a session on one model can go on on the other: the same weights, numerics, vocabulary and context, and no
-    rule less.
-    """
+    """Whether a session on one model can go on on the other: the same weights, numerics, vocabulary and context."""
     same = ("weights_fingerprint", "dtype", "vocabulary_fingerprint", "vocab_size", "context_length", "stop_token_ids")
-    return set(first.rules) <= set(second.rules) and all(getattr(first, name) == getattr(second, name) for name in same)
+    return all(getattr(first, name) == getattr(second, name) for name in same)
 
 
-def check_protocol(peer: ModelDescription) -> None:
+def check_protocol(name: str, oldest: int, latest: int) -> None:
     """Makes sure that there is a version of the protocol that a peer speaks as well.
+
+    Args:
+        name: of its model, for the message.
+        oldest: version that it speaks.
+        latest: version that it speaks.
 
     Raises:
         ModelMismatchError: there is none.
     """
-    if peer.oldest_protocol_version > PROTOCOL_VERSION or peer.protocol_version < OLDEST_PROTOCOL_VERSION:
-        theirs = _versions(peer.oldest_protocol_version, peer.protocol_version)
-        ours = _versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
-        raise ModelMismatchError(f"{peer.name} speaks protocol {theirs}, this server speaks {ours}")
+    if oldest > PROTOCOL_VERSION or latest < OLDEST_PROTOCOL_VERSION:
+        theirs, ours = _versions(oldest, latest), _versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)
+        raise ModelMismatchError(f"{name} speaks protocol {theirs}, this server speaks {ours}")
 
 
 def _versions(oldest: int, latest: int) -> str:

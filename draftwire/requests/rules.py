@@ -1,12 +1,13 @@
 """What there is to know of a verification rule without computing it: no torch here. Verifiers say which they offer."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from draftwire.errors import InvalidRequestError
 
-MAX_NAME_LENGTH = 64
-"""Characters of a rule's name, at most."""
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""What a rule may be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +15,7 @@ class RuleFacts:
     """One rule, as it says itself; see `draftwire.verification.rule.VerificationRule`.
 
     Raises:
-        InvalidRequestError: the name is empty or too long.
+        InvalidRequestError: the name is none.
     """
 
     name: str
@@ -26,8 +27,10 @@ class RuleFacts:
     """Whether drafter and target draw with the same noise."""
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.name) <= MAX_NAME_LENGTH:
-            raise InvalidRequestError(f"rejection_sample_method has 1 to {MAX_NAME_LENGTH} characters")
+        if not NAME.fullmatch(self.name):
+            raise InvalidRequestError(
+                "rejection_sample_method: a rule's name has 1 to 64 letters, digits, '_', '.' and '-'"
+            )
 
 
 def unknown_rule(known: Iterable[str]) -> InvalidRequestError:

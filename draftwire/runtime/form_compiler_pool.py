@@ -14,7 +14,7 @@ COMPILE_THREADS = 2
 COMPILE_SECONDS = 10.0
 """How long a form may wait and be read."""
 MAX_WAITING = 256
-"""FormCompilerPool that are read or are to be."""
+"""Forms that are read or are to be."""
 
 
 class FormCompilerPool:

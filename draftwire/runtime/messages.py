@@ -23,7 +23,7 @@ from draftwire.method.rounds import (
     Verdict,
 )
 from draftwire.method.token_source import TokenSource
-from draftwire.models.description import ModelDescription
+from draftwire.models.description import ModelDescription, check_protocol
 from draftwire.requests.logprobs import (
     NO_LOGPROBS,
     LogprobsMode,
@@ -58,6 +58,11 @@ _EXTRAS = {
     session_pb2.EXTRA_TOKEN_KIND_BONUS: TokenSource.BONUS,
 }
 _EXTRA_NUMBERS = {value: key for key, value in _EXTRAS.items()}
+
+MAX_SAID = 64
+"""Rules and capabilities of a peer, at most."""
+MAX_NAME_LENGTH = 256
+"""Characters of a model's name, at most: names are kept, logged, and stand in every line of the audit's metrics."""
 
 PLAIN_PARAMETERS = tuple(field.name for field in fields(SessionParameters) if field.type in (bool, int, float, str))
 """Those that messages hold as they are, under the same names."""
@@ -488,8 +493,15 @@ def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
     """Decodes a model's description.
 
     Raises:
-        InvalidRequestError: a rule has no name.
+        ModelMismatchError: there is no version of the protocol that both speak.
+        InvalidRequestError: it says too much of itself, or a rule has no name.
     """
+    check_protocol(message.name, message.oldest_protocol_version or message.protocol_version, message.protocol_version)
+    for name in ("rules", "capabilities"):
+        if len(getattr(message, name)) > MAX_SAID:  # before anything is made of them
+            raise InvalidRequestError(f"{name}: a model has at most {MAX_SAID}")
+    if any(len(name) > MAX_NAME_LENGTH for name in (message.name, *message.capabilities)):
+        raise InvalidRequestError(f"names of models and capabilities have at most {MAX_NAME_LENGTH} characters")
     return ModelDescription(
         name=message.name,
         revision=message.revision,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from draftwire.models.description import ModelDescription, check_protocol, vocabulary_mismatch
+from draftwire.models.description import ModelDescription, vocabulary_mismatch
 from draftwire.runtime import messages
 from draftwire.runtime.status import error_of
 from draftwire.v1 import model_pb2, model_pb2_grpc
@@ -29,9 +29,7 @@ class ModelPeer:
             answer = await stub.GetModel(model_pb2.GetModelRequest(), timeout=self.timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from error
-        description = messages.model_from_proto(answer.model)
-        check_protocol(description)
-        return description
+        return messages.model_from_proto(answer.model)
 
     async def vocabulary(self) -> list[str]:
         """Returns the token strings of the peer's model."""

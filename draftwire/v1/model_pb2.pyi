@@ -38,8 +38,8 @@ class ModelDescription(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Latest version of these protos' meaning that the peer speaks. Two peers use the latest that both do; where there is
-    none, they refuse each other with FAILED_PRECONDITION.
+    """Latest version of these protos' meaning that the peer speaks. Where there is none that both speak, peers refuse each
+    other with FAILED_PRECONDITION.
     """
     name: _builtins.str
     """Folder name or hub name. At most 256 characters."""
@@ -64,12 +64,12 @@ class ModelDescription(_message.Message):
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What the peer can do that not every peer of these versions can, by name. Nobody is asked for what is not here.
-        "partial_blocks": a drafter can end a block under way and send what it has drawn (SendDrafted).
+        At most 64. "partial_blocks": a drafter can end a block under way and send what it has drawn (SendDrafted).
         """
 
     @_builtins.property
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.VerificationRule]:
-        """Of a verifier: the rules that it offers, the default first."""
+        """Of a verifier: the rules that it offers, at most 64."""
 
     def __init__(
         self,

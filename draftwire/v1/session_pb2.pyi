@@ -377,7 +377,7 @@ class VerificationRule(_message.Message):
     NEEDS_DRAFT_PROBS_FIELD_NUMBER: _builtins.int
     IS_COUPLED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What requests call it, 1 to 64 characters."""
+    """What requests call it: 1 to 64 letters, digits, '_', '.' and '-'."""
     is_lossless: _builtins.bool
     """Whether the text is distributed as the target's."""
     needs_draft_probs: _builtins.bool

@@ -3,7 +3,8 @@
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 from draftwire.errors import InvalidRequestError
@@ -36,15 +37,24 @@ def load_rule(name: str) -> VerificationRule:
         raise InvalidRequestError(
             f"unknown rule {name!r}; known: {', '.join(known_rules())}, or package.module.Attribute of your own"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module_name)
+        with _working_directory_first():
+            found = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:  # whatever a module raises while it is imported
         raise InvalidRequestError(f"cannot import {name!r}: {_one_line(error)}") from error
     return _as_rule(name, found)
+
+
+@contextmanager
+def _working_directory_first() -> Iterator[None]:
+    """Looks for modules in the working directory first, for no longer than this: later imports are not the user's."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path.remove(os.getcwd())
 
 
 def served_rules(own: Sequence[str]) -> dict[str, VerificationRule]:
@@ -59,10 +69,17 @@ def served_rules(own: Sequence[str]) -> dict[str, VerificationRule]:
     rules = dict(RULES)
     for path in own:
         rule = load_rule(path)
-        if rule.name in rules or rule.name == GreedyBlockRule.name:
-            raise InvalidRequestError(f"rules: {path} calls itself {rule.name!r}, as another rule does")
-        facts_of(rule)  # checks the name
-        rules[rule.name] = rule
+        try:
+            name = facts_of(rule).name
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"rules: {path}: {error}") from error
+        if isinstance(rule, GreedyBlockRule):
+            raise InvalidRequestError(
+                f"rules: {path} remembers what it decided, and one object decides for all sessions"
+            )
+        if name in rules:
+            raise InvalidRequestError(f"rules: {path} calls itself {name!r}, as another rule does")
+        rules[name] = rule
     return rules
 
 
@@ -77,7 +94,12 @@ def _as_rule(name: str, found: object) -> VerificationRule:
     for attribute, kind in ATTRIBUTES.items():
         if not isinstance(getattr(found, attribute, None), kind):
             raise InvalidRequestError(f"{name!r} is no verification rule: it has no {attribute} ({kind.__name__})")
-    return cast(VerificationRule, found)
+    rule = cast(VerificationRule, found)
+    if rule.is_coupled and rule.needs_draft_probs:
+        raise InvalidRequestError(
+            f"{name!r} is no verification rule: where drafts are coupled, no distributions travel that it could ask for"
+        )
+    return rule
 
 
 def _one_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire.errors import BlockViolationError, InvalidRequestError, NoRoomError, Violation
+from draftwire.errors import BlockViolationError, InvalidRequestError, ModelMismatchError, NoRoomError, Violation
 from draftwire.method.distributions import rows_of
 from draftwire.method.encoding import DENSE_FORMATS, DenseProbs, DraftDistributions, Supports, encode_dense
 from draftwire.method.quantization import Encoding
@@ -130,7 +130,7 @@ OF_TYPE[SamplingParams] = made(
     presence_penalty=st.floats(-2.0, 2.0),
     frequency_penalty=st.floats(-2.0, 2.0),
 ) | st.builds(SamplingParams, structured_output=st.sampled_from(FORMS))
-RULE = made(RuleFacts, name=st.text(min_size=1, max_size=64))
+RULE = made(RuleFacts, name=st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True))
 OF_TYPE[tuple[RuleFacts, ...]] = st.lists(RULE, max_size=3).map(tuple)
 made(SessionParameters, traceparent=TRACEPARENTS)
 made(DraftDistributions, data=st.binary(max_size=40))  # any: they are checked after the wire
@@ -382,7 +382,11 @@ WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callabl
         messages.send_drafted_from_proto,
     ),
     ModelDescription: (
-        made(ModelDescription, oldest_protocol_version=st.integers(1, 2**32 - 1)),
+        made(
+            ModelDescription,
+            oldest_protocol_version=st.integers(1, PROTOCOL_VERSION),
+            protocol_version=st.integers(OLDEST_PROTOCOL_VERSION, 2**32 - 1),
+        ),
         messages.model_to_proto,
         messages.model_from_proto,
     ),
@@ -721,6 +725,22 @@ def test_malformed_message_is_refused_by_the_name_of_what_is_wrong() -> None:
     for kind, message, name in REFUSED:
         with pytest.raises(InvalidRequestError, match=name):
             pytest.fail(f"accepted: {WIRE[kind][2](sent(message))}")
+
+
+def test_model_that_says_too_much_of_itself_is_refused_before_anything_is_made_of_it() -> None:
+    rules = [session_pb2.VerificationRule(name="\N{GRINNING FACE}")] * (messages.MAX_SAID + 1)
+    for much, said in (
+        ({"rules": rules}, "rules: a model has at most 64"),
+        ({"capabilities": [""] * (messages.MAX_SAID + 1)}, "capabilities: a model has at most 64"),
+        ({"capabilities": ["x" * 257]}, "at most 256 characters"),
+        ({"name": "x" * 257}, "at most 256 characters"),
+        ({"rules": rules[:1]}, "letters, digits"),
+    ):
+        with pytest.raises(InvalidRequestError, match=said):
+            messages.model_from_proto(changed(messages.model_to_proto(MODEL), **much))
+    other = changed(messages.model_to_proto(MODEL), rules=rules, protocol_version=9, oldest_protocol_version=0)
+    with pytest.raises(ModelMismatchError, match="protocol version 9"):  # whatever else is wrong
+        messages.model_from_proto(other)
 
 
 def test_unknown_number_of_the_drafter_survives_the_wire() -> None:

@@ -58,7 +58,7 @@ class Edges:
         self._runner = runner
         self._verifier = VerifierCore(parse("verifier", options["verifier"]))
         self._drafter = DrafterCore(parse("drafter", options["drafter"]), AsyncMock(side_effect=UnavailableError))
-        self._gateway = GatewayCore(parse("gateway", options["gateway"]), SimpleNamespace())
+        self._gateway = GatewayCore(parse("gateway", options["gateway"]), SimpleNamespace(targets=list))
         runner.run(self._start())
 
     async def _start(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDERS = ("draftwire", "services", "tests", "benchmarks")
+FOLDERS = ("draftwire", "services", "examples", "tests", "benchmarks")
 FAST = ("tests/unit/", "tests/contract/")
 OWN_TEST = "test_mutants.py"
 """Looks up what is to be replaced, which is not there once it was: it would notice everything."""

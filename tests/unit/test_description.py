@@ -13,7 +13,6 @@ from draftwire.models.description import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     ModelDescription,
-    can_take_over,
     check_protocol,
     fingerprint,
     vocabulary_mismatch,
@@ -21,10 +20,8 @@ from draftwire.models.description import (
 from draftwire.requests.rules import RuleFacts
 
 
-def described(
-    name: str = "big", oldest: int = OLDEST_PROTOCOL_VERSION, latest: int = PROTOCOL_VERSION
-) -> ModelDescription:
-    return ModelDescription(name, "", "float32", b"", 4, 64, (), latest, oldest_protocol_version=oldest)
+def described(name: str = "big") -> ModelDescription:
+    return ModelDescription(name, "", "float32", b"", 4, 64, ())
 
 
 @given(st.lists(st.text(st.sampled_from("ab\x00\x01\u00e9e\u0301\u20ac\ud800"))))
@@ -59,8 +56,7 @@ def test_mismatch_names_both_models_their_sizes_and_the_first_differing_token(
 
 def test_peer_with_which_there_is_a_common_version_is_taken() -> None:
     for oldest, latest in ((0, 2**32 - 1), (PROTOCOL_VERSION, PROTOCOL_VERSION + 1), (0, OLDEST_PROTOCOL_VERSION)):
-        check_protocol(described("peer", oldest, latest))
-    check_protocol(described())
+        check_protocol("peer", oldest, latest)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +70,14 @@ def test_peer_with_which_there_is_a_common_version_is_taken() -> None:
 )
 def test_peer_with_which_there_is_none_is_refused_by_name(oldest: int, latest: int, said: str) -> None:
     with pytest.raises(ModelMismatchError, match=f"^old-peer speaks protocol {said}, this server speaks version 10$"):
-        check_protocol(described("old-peer", oldest, latest))
+        check_protocol("old-peer", oldest, latest)
 
 
-def test_session_goes_on_where_no_rule_is_missing() -> None:
-    block, own = RuleFacts("block"), RuleFacts("own")
-    few, many = replace(described(), rules=(block,)), replace(described(), rules=(own, block))
-    assert can_take_over(few, many)
-    assert not can_take_over(many, few)
-    assert not can_take_over(few, replace(few, rules=(RuleFacts("block", is_lossless=False),)))
-    assert many.rule_named("own") is own
-    with pytest.raises(InvalidRequestError, match=r"known: block$"):
-        few.rule_named("own")
+def test_rule_is_found_by_its_name_among_those_that_are_offered() -> None:
+    many = replace(described(), rules=(RuleFacts("own"), RuleFacts("block")))
+    assert many.rule_named("own") is many.rules[0]
+    with pytest.raises(InvalidRequestError, match=r"known: own, block$"):
+        many.rule_named("token")
+    for name in ("", "a b", "x" * 65, "\x1b[2J", "[bold]"):
+        with pytest.raises(InvalidRequestError, match="letters, digits"):
+            RuleFacts(name)

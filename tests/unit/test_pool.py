@@ -11,6 +11,7 @@ from gateway_fakes import describe, run, timed
 from link_fakes import FakeLink, FakePeer, ListedSource
 
 from draftwire.errors import InvalidRequestError, ModelMismatchError, UnavailableError
+from draftwire.requests.rules import RuleFacts
 from draftwire_gateway.peers.discovery import Endpoint
 from draftwire_gateway.peers.pool import POLL_SECONDS, Pool
 from draftwire_gateway.peers.roster import Roster
@@ -36,7 +37,7 @@ def make_roster(role: str, links: Sequence[Any]) -> Roster[Any]:
 
 def make_pool(verifiers: Sequence[Any], drafters: Sequence[Any] = (), near_drafter_sessions: int = 2) -> Pool:
     rosters = make_roster("verifier", verifiers), make_roster("drafter", drafters)
-    return Pool(*rosters, LARGEST_BYTES, near_drafter_sessions)
+    return Pool(*rosters, LARGEST_BYTES, near_drafter_sessions, "block")
 
 
 # Who serves
@@ -120,7 +121,7 @@ def meeting(verifiers: Sequence[FakeLink], drafters: Sequence[FakeLink] = (), af
         for role, links in (("verifier", verifiers), ("drafter", drafters)):
             by_address = {link.address: link for link in links}
             rosters.append(Roster(role, ListedSource(list(by_address), after_s), by_address.__getitem__))  # type: ignore
-        pool = Pool(*rosters, LARGEST_BYTES, 0)  # type: ignore[arg-type]
+        pool = Pool(*rosters, LARGEST_BYTES, 0, "block")  # type: ignore[arg-type]
         tasks = [asyncio.create_task(task) for task in pool.maintain()]
         try:
             return pool, *await timed(pool.meet(60.0))
@@ -250,6 +251,10 @@ async def pool_that_met(*links: FakeLink) -> Pool:
         (FakeLink("verifier:2"), {"name": "impostor", "context_length": 99}, OTHER_MODEL),
         (FakeLink("verifier:2"), {"name": "impostor", "stop_token_ids": ()}, OTHER_MODEL),
         (FakeLink("verifier:2"), {"context_length": 1_000_000}, "a prompt of 1000000 tokens"),
+        (FakeLink("verifier:2"), {"rules": (RuleFacts("own"), *SERVED.rules)}, ""),
+        (FakeLink("verifier:2"), {"rules": SERVED.rules[:1]}, ""),
+        (FakeLink("verifier:2"), {"rules": SERVED.rules[1:]}, "unknown rejection_sample_method; known: token"),
+        (FakeLink("verifier:2"), {"rules": (RuleFacts("block", is_lossless=False),)}, "block is lossy"),
         (drafter_link(), {"weights_fingerprint": b"other", "dtype": "bfloat16", "context_length": 50}, ""),
         (drafter_link("a", "c"), {"vocabulary_fingerprint": b"other"}, r"small has 2.* token 1: 'b' against 'c'"),
     ],
@@ -261,6 +266,15 @@ async def test_verifier_has_the_model_that_is_served_and_a_drafter_its_vocabular
     pool = await pool_that_met(FakeLink(peer=FakePeer(SERVED)))
     with pytest.raises((ModelMismatchError, InvalidRequestError), match=says) if says else nullcontext():
         await pool._check(link, replace(SERVED, **changes))  # type: ignore[arg-type]
+
+
+async def test_verifier_without_the_default_rule_does_not_decide_which_model_is_served() -> None:
+    other, fit = (FakeLink(f"verifier:{number}", peer=FakePeer(SERVED)) for number in (1, 2))
+    pool = make_pool([other, fit])
+    with pytest.raises(InvalidRequestError, match="unknown rejection_sample_method"):
+        await pool._check(other, replace(OTHER_WORDS, rules=()))  # type: ignore[arg-type]
+    await pool._check(fit, SERVED)  # type: ignore[arg-type]
+    assert pool.description is SERVED
 
 
 async def test_drafter_that_fits_only_what_is_served_elsewhere_by_now_is_refused() -> None:

@@ -21,10 +21,12 @@ from draftwire.requests.rules import RuleFacts
 from draftwire.verification import (
     RULES,
     BlockBatch,
+    CoupledRule,
     FixedNoise,
     GreedyBlockRule,
     KeyedNoise,
     LawRule,
+    TokenRule,
     TypicalRule,
     new_rule,
     rule_named,
@@ -494,12 +496,30 @@ def test_tests_from_float32_rows_over_50000_tokens_are_those_from_float64_to_1e_
     assert num_compared > 10
 
 
+class Coupled(CoupledRule):
+    """Would be given one-hot rows, in place of the distributions that it was proved with."""
+
+    name = "mine"
+    needs_draft_probs = True
+
+
+class Nameless(TokenRule):
+    name = ""
+
+
 def test_own_rules_are_served_under_names_that_no_other_has() -> None:
     own = "examples.rules.exact_match.ExactMatchRule"
     assert list(served_rules([])) == list(RULES)
     assert list(served_rules([own])) == [*RULES, "exact_match"]
-    for paths in ([own, own], ["draftwire.verification.TokenRule"], ["draftwire.verification.GreedyBlockRule"]):
+    for paths in ([own, own], ["draftwire.verification.TokenRule"]):
         with pytest.raises(InvalidRequestError, match="as another rule does"):
             served_rules(paths)
+    for path, why in (
+        ("draftwire.verification.GreedyBlockRule", "remembers what it decided"),
+        (f"{__name__}.Coupled", "no distributions travel"),
+        (f"{__name__}.Nameless", f"rules: {__name__}.Nameless: .*letters, digits"),
+    ):
+        with pytest.raises(InvalidRequestError, match=why):
+            served_rules([path])
     with pytest.raises(InvalidRequestError, match="cannot import"):
         served_rules(["nothing.of.this.Name"])

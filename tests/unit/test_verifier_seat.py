@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from gateway_fakes import GONE, PROMPT, STORY, FakePeers, FakeTarget, in_virtual_time, make_generation, now
+from session_specs import FACTS
 
 from draftwire.errors import CompletionInterruptedError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.method.rounds import TargetSessionSpec, Verdict
@@ -79,6 +80,18 @@ async def test_session_moves_with_all_that_was_committed_and_words_of_the_lost_o
     await one.commit_round()
     assert one.session.num_generated == 4
     assert [target.closed for target in (first, second)] == [[(spec.session_id, 0)], []]
+
+
+@in_virtual_time
+async def test_session_is_opened_where_its_rule_is_offered() -> None:
+    one = seating(2, rule="coupled")
+    one.targets[0].description = replace(one.targets[0].description, rules=(FACTS["block"],))
+    await one.open(waits_for_room=False)
+    assert (one.seat.address, one.targets[0].attempts) == (one.targets[1].address, [])
+    alone = seating(1, rule="coupled")
+    alone.targets[0].description = one.targets[0].description
+    with pytest.raises(UnavailableError, match=r"^no verifier offers coupled now$"):
+        await alone.open(waits_for_room=False)
 
 
 @pytest.mark.parametrize(("asked", "max_tokens", "sent"), [(1, 20, 1), (8, 20, 8), (8, 5, 5), (8, 0, 1), (0, 20, 1)])

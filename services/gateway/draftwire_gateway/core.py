@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -59,6 +60,14 @@ class GatewayCore:
         self._token_texts: dict[int, str] = {}
 
     @property
+    def target(self) -> ModelDescription:
+        """The target model, with the rules that any verifier offers now."""
+        offered = dict.fromkeys(self.description.rules)
+        for verifier in self._peers.targets():
+            offered |= dict.fromkeys(verifier.description.rules)
+        return replace(self.description, rules=tuple(offered))
+
+    @property
     def defaults(self) -> SpeculationDefaults:
         """What requests get that do not say."""
         config = self.config
@@ -67,14 +76,7 @@ class GatewayCore:
         )
 
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
-        """Takes the target model and its tokenizer.
-
-        Raises:
-            InvalidRequestError: the default rule is not offered, or lossy.
-        """
-        name = self.config.rejection_sample_method
-        if not description.rule_named(name).is_lossless:
-            raise InvalidRequestError(f"{name} is lossy: requests may ask for it, but it cannot be the default")
+        """Takes the target model and its tokenizer."""
         self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
         self._chat_template = ChatTemplate(self._tokenizer, description.name)
         self.metrics.of_model.model_name = description.name
@@ -144,8 +146,8 @@ class GatewayCore:
     async def complete(self, requested: RequestedGeneration) -> list[Generation]:
         """Checks a request and fills in the defaults; see `complete_request`. A large one is checked on a thread."""
         if requested.num_ids > MAX_IDS_ON_LOOP:
-            return await asyncio.to_thread(complete_request, requested, self.description, self.defaults)
-        return complete_request(requested, self.description, self.defaults)
+            return await asyncio.to_thread(complete_request, requested, self.target, self.defaults)
+        return complete_request(requested, self.target, self.defaults)
 
     async def check_form(self, generations: Sequence[Generation]) -> None:
         """Refuses a form of the text that cannot be followed, before anything is opened.

@@ -106,7 +106,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         refuse_unknown_fields(request)
         core = self._core
         drafters = {drafter.description.name: drafter.description for drafter in self._pool.connected_drafters}
-        default, rules = core.defaults.rule, core.description.rules
+        default, rules = core.defaults.rule, core.target.rules
         return gateway_pb2.GetServerResponse(
             target=messages.model_to_proto(core.description),
             drafters=[messages.model_to_proto(description) for _, description in sorted(drafters.items())],
@@ -322,7 +322,13 @@ async def make_service(config: GatewayConfig) -> Service:
     sources = await sources_of(config)
     verifiers = Roster("verifier", sources.verifiers, lambda address: VerifierLink(address, *limits))
     drafters = Roster("drafter", sources.drafters, lambda address: DrafterLink(address, *limits))
-    pool = Pool(verifiers, drafters, config.connections.max_message_bytes, config.discovery.near_drafter_sessions)
+    pool = Pool(
+        verifiers,
+        drafters,
+        config.connections.max_message_bytes,
+        config.discovery.near_drafter_sessions,
+        config.rejection_sample_method,
+    )
     core = GatewayCore(config, pool)
     core.metrics.watch((verifiers, drafters))
     tracer = open_tracer(config.tracing, "gateway", secrets.token_hex(8))

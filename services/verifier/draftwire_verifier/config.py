@@ -47,12 +47,13 @@ class VerifierConfig:
 
     def __post_init__(self) -> None:
         self.tls.check_listening(self.server.host)
+        require(all(self.own_rules), f"rules takes package.module.Attribute, by commas, not {self.rules!r}")
         require(self.tls.tls_target_name is None, "tls_target_name sets nothing here: a verifier calls nobody")
 
     @property
     def own_rules(self) -> tuple[str, ...]:
         """Where each of `rules` can be imported from."""
-        return tuple(filter(None, map(str.strip, (self.rules or "").split(","))))
+        return () if self.rules is None else tuple(map(str.strip, self.rules.split(",")))
 
     @property
     def wanted_group(self) -> WantedGroup:

@@ -17,12 +17,11 @@ from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import (
     BlockViolationError,
     DraftwireError,
-    InvalidRequestError,
     ProtocolViolationError,
     Violation,
 )
 from draftwire.method.rounds import FenceVerdict, PlainRun, PromptRead, ReceivedBlock, TargetSessionSpec, Verdict
-from draftwire.models.description import ModelDescription, check_protocol
+from draftwire.models.description import ModelDescription
 from draftwire.models.loading import ModelCard
 from draftwire.requests.automaton import Automaton
 from draftwire.verification.rule import VerificationRule, facts_of
@@ -35,9 +34,6 @@ from draftwire_verifier.progress import LoadProgress
 from draftwire_verifier.scheduler import Completed, Scheduler, Step, StepResult, TargetSession
 
 log = structlog.get_logger()
-
-MAX_NAME_LENGTH = 256
-"""Characters of a drafter's model name, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +153,8 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         """Checks that a drafter's tokens mean the same as the target's, and returns its record.
 
         Raises:
-            ModelMismatchError: another protocol version.
-            InvalidRequestError: a name that is too long.
             ProtocolViolationError: another vocabulary. (The drafter then compares the two and names the token.)
         """
-        check_protocol(model)
-        if len(model.name) > MAX_NAME_LENGTH:  # it is kept, logged, and stands in every line of the audit's metrics
-            raise InvalidRequestError(f"a model's name has at most {MAX_NAME_LENGTH} characters")
         if model.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
             raise ProtocolViolationError(f"vocabulary of drafter {model.name} differs from {self.description.name}'s")
         return self.drafters.connect(drafter_id, model.name)

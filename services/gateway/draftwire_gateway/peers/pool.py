@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
-from draftwire.errors import ModelMismatchError, UnavailableError
+from draftwire.errors import InvalidRequestError, ModelMismatchError, UnavailableError
 from draftwire.models.description import ModelDescription, can_take_over
 from draftwire.runtime.channels import check_prompt_fits
 from draftwire.runtime.peers import ModelPeer, check_vocabularies
@@ -18,7 +18,8 @@ POLL_SECONDS = 0.02
 class Pool:
     """The peers that there are, connected or not. Of several that could serve, the one with the fewest sessions does.
 
-    The first verifier that answers decides which model the gateway serves, for as long as it lives.
+    The first verifier that answers and offers the default rule decides which model the gateway serves, for as long as
+    it lives. Other rules need not be offered by all: a session is opened where its own is.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Pool:
         drafters: Roster[DrafterLink],
         largest_bytes: int,
         near_drafter_sessions: int,
+        default_rule: str,
     ) -> None:
         """Prepares; what `maintain` returns does the work.
 
@@ -35,11 +37,13 @@ class Pool:
             drafters: the same of drafters.
             largest_bytes: the largest message that may be sent.
             near_drafter_sessions: how many sessions more a drafter near the verifier may have than one that is not.
+            default_rule: the rule that every verifier has to offer.
         """
         self.verifiers = verifiers
         self.drafters = drafters
         self._largest_bytes = largest_bytes
         self._near_drafter_sessions = near_drafter_sessions
+        self._default_rule = default_rule
         self.description: ModelDescription
         """The target model; there once `meet` has returned."""
         self._reference: SessionLink[Any, Any] | None = None
@@ -116,7 +120,11 @@ class Pool:
         if isinstance(link, DrafterLink):
             await self._met.wait()
             await self._check_drafter(link, model)
-        elif self._reference is None:
+            return
+        rule = model.rule_named(self._default_rule)
+        if not rule.is_lossless:
+            raise InvalidRequestError(f"{rule.name} is lossy: requests may ask for it, but it cannot be the default")
+        if self._reference is None:
             self.description, self._reference = model, link
             self._met.set()
         elif not can_take_over(self.description, model):

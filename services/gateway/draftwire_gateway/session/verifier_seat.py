@@ -88,7 +88,7 @@ class VerifierSeat:
         while True:
             refusals: list[DraftwireError] = []
             # Those that lost the session come last: one that hangs has few sessions, and so would be chosen again.
-            for target in sorted(self._peers.targets(), key=self._rank):
+            for target in sorted(self._offering(), key=self._rank):
                 self._session.epoch += 1  # also after a refusal, which may have come too late to be one
                 try:
                     await self._open_at(target, prepare(target))
@@ -101,7 +101,7 @@ class VerifierSeat:
                     return
             full = [error for error in refusals if isinstance(error, NoRoomError)]  # trying again helps
             if clock() >= deadline or (full and not waits_for_room):
-                raise [*full, *refusals, UnavailableError("no verifier can be reached")][0]
+                raise [*full, *refusals, UnavailableError(self._nobody())][0]
             if full:
                 pause_s = max(pause_s, full[0].retry_after_s)
             # Many sessions may have been lost at once: they must not all come back at once, again and again.
@@ -150,6 +150,16 @@ class VerifierSeat:
         if self._target is not None:
             self._session.close_at(self._target)
             self._target = None
+
+    def _offering(self) -> list[TargetPort]:
+        """Returns the verifiers that offer the session's rule."""
+        rule = self._session.generation.rule
+        return [target for target in self._peers.targets() if rule in target.description.rules]
+
+    def _nobody(self) -> str:
+        """Returns why there is no verifier to ask."""
+        name = self._session.generation.rule.name
+        return f"no verifier offers {name} now" if self._peers.targets() else "no verifier can be reached"
 
     def _rank(self, target: TargetPort) -> tuple[int, bool]:
         """Returns how well a verifier suits, the least the best."""

@@ -82,7 +82,7 @@ class ChatTemplate:
         job = self._threads.submit(self._render, conversation, render_time)
         self._num_waiting += 1
         try:
-            async with asyncio.timeout(RENDER_SECONDS):  # `wait_for` may forget a cancellation, see runtime/forms.py
+            async with asyncio.timeout(RENDER_SECONDS):  # not `wait_for`: see form_compiler_pool.py
                 return await asyncio.wrap_future(job)
         except TimeoutError as error:
             raise _late_error(render_time) from error

@@ -135,7 +135,7 @@ class TextStream:
         """
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
         self._stops = StopStrings(stops)
-        self._tells_tokens_apart = per_token
+        self._per_token = per_token
 
     @property
     def stopped(self) -> bool:
@@ -155,14 +155,14 @@ class TextStream:
 
     def push(self, token_ids: list[int]) -> Shown:
         """Adds tokens up to the one that completes a stop string, and returns the text that is certain to stay."""
-        if not self.may_stop and not self._tells_tokens_apart:
+        if not self.may_stop and not self._per_token:
             return Shown(self._detokenizer.push(token_ids), len(token_ids), [])
         pieces: list[str] = []
         for token in token_ids:
             pieces.append(self._stops.push(self._detokenizer.push([token])))
             if self.stopped:
                 break
-        return Shown("".join(pieces), len(pieces), list(map(len, pieces)) if self._tells_tokens_apart else [])
+        return Shown("".join(pieces), len(pieces), list(map(len, pieces)) if self._per_token else [])
 
     def finish(self) -> str:
         """Returns the rest, when no more tokens come."""
