@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.rules import ModelShape as RuleShape
+from benchmarks.rules import Shape as RuleShape
 from draftwire.models.synthesis import SHAPES, ModelShape
 
 
