@@ -17,7 +17,7 @@ NEAREST = 8
 
 _IMPORT = re.compile(r"[ \t]*(?:import|from)[ \t]")
 _TYPES_ONLY = re.compile(r"^([ \t]*)if TYPE_CHECKING:\n(?:(?:\1[ \t]+.*)?\n)+", re.MULTILINE)
-_NAMED = re.compile(r"\"((?:draftwire_?|draftwire_\w+|benchmarks|tests)(?:\.\w+)*)[{\"]")
+_NAMED = re.compile(r"\"((?:draftwire|draftwire_\w+|benchmarks|tests)(?:\.\w+)*)\"")
 """A module that is imported, or run as a program, by its name."""
 
 
@@ -92,11 +92,7 @@ class ImportGraph:
                 for alias in statement.names:
                     yield from self._found(f"{base}.{alias.name}", file) or self._found(base, file)
         for name in _NAMED.findall(source):
-            if name.endswith("_"):  # f"draftwire_{service}"
-                known = re.compile(rf"{re.escape(name)}\w+\.__main__")
-                yield from (path for module, path in self._modules.items() if known.fullmatch(module))
-            else:
-                yield from self._found(name, file) + self._found(f"{name}.__main__", file)
+            yield from self._found(name, file) + self._found(f"{name}.__main__", file)
         for folder in Path(file).parents:
             if file.startswith("tests/") and f"{folder}/conftest.py" in self._modules.values():
                 yield f"{folder}/conftest.py"

@@ -110,7 +110,7 @@ def test_nearest_tests_come_first_and_types_alone_do_not_count(tmp_path: Path) -
             "services/one/draftwire_one/pool.py": "",
             "services/one/draftwire_one/loop.py": "from draftwire_one.pool import (\n    Pool,\n)\n",
             "draftwire/typed.py": "if TYPE_CHECKING:\n    from draftwire_one.pool import Pool\nimport os\n",
-            "draftwire/stack.py": 'COMMAND = [f"draftwire_{name}"]\n',
+            "draftwire/stack.py": 'COMMAND = ["-m", "draftwire_one"]\n',
             "services/one/draftwire_one/__main__.py": "import draftwire_one.loop\n",
             "tests/unit/fakes.py": "def make():\n    from draftwire_one import pool\n",
             "tests/unit/test_pool.py": "import draftwire_one.pool\n",
