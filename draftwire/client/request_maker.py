@@ -82,7 +82,7 @@ class ChatOptions(TypedDict, total=False):
     """What belongs to prompts that are chat messages."""
 
     tools: Sequence[Mapping[str, Any]] | None
-    """Functions that the chat template describes to the model; see `draftwire.client.chat_messages`."""
+    """Functions that the chat template describes to the model; see `draftwire.client.prompts`."""
     template_arguments: Mapping[str, Any] | None
     """Further variables of the chat template."""
     continue_final_message: bool | None

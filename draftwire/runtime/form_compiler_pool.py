@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.requests.automaton import Automaton, FormCompiler
 from draftwire.requests.structured_output import StructuredOutput
-from draftwire.runtime.deadline import Deadline
+from draftwire.runtime.time_limits import Deadline
 
 COMPILE_THREADS = 2
 """So that one form that takes long does not hold back all others."""

@@ -1,11 +1,29 @@
-"""Messages that wait to be written to a stream: added one by one, taken together."""
+"""The two directions of a stream, and the messages that wait to be written to it."""
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Generic, TypeVar
 
 from draftwire.errors import UnavailableError
 
 Item = TypeVar("Item")
+
+
+async def exchange(reading: Awaitable[None], writing: Awaitable[None]) -> None:
+    """Reads and writes at the same time until either side ends, then stops the other.
+
+    Raises:
+        Exception: what the side that ended first raised.
+    """
+    tasks = [asyncio.ensure_future(reading), asyncio.ensure_future(writing)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 class Outbox(Generic[Item]):

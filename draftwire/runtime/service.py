@@ -16,8 +16,8 @@ from draftwire.runtime.channels import server_options
 from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.metrics import ServiceMetrics
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
+from draftwire.runtime.time_limits import Watchdog
 from draftwire.runtime.tracing import Tracer
-from draftwire.runtime.watchdog import Watchdog
 
 log = structlog.get_logger()
 

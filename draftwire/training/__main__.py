@@ -18,11 +18,10 @@ import torch
 import typer
 from rich.progress import track
 
-from draftwire.training.corpus import SourceFile, encode_files, standard_library
+from draftwire.training.corpus import SourceFile, encode_files, save_tokenizer, standard_library, train_tokenizer
 from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
 from draftwire.training.evaluation import held_out_loss, measure_acceptance
 from draftwire.training.pair import CONTEXT_LENGTH, DRAFTER, TARGET, inherit_embeddings, load_float32, save_bf16
-from draftwire.training.tokenizer_training import save_tokenizer, train_tokenizer
 from draftwire.training.trainer import Trainer, TrainingPlan
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)

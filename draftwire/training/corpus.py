@@ -1,14 +1,17 @@
-"""The text that the embedded pair is trained on: the Python standard library's sources."""
+"""What the embedded pair is trained on, the Python standard library's sources, and the tokenizer made of it."""
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
 
 HELD_OUT_PERCENT = 2
 """Share of the files, chosen by the hash of their path, that no training step ever reads."""
@@ -54,3 +57,29 @@ def encode_files(tokenizer: Tokenizer, files: list[SourceFile], end_of_text: int
     """Returns all files as one array of ids, each file preceded by `end_of_text` (which is also the BOS token)."""
     encodings = tokenizer.encode_batch([file.text for file in files])
     return np.concatenate([np.array([end_of_text, *encoding.ids], dtype=np.uint16) for encoding in encodings])
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Returns a byte-level BPE tokenizer with `vocab_size` entries; entry 0 is `END_OF_TEXT`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=True,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> None:
+    """Writes the tokenizer to a model's folder in the form that `AutoTokenizer.from_pretrained` reads."""
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        model_max_length=context_length,
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(folder)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from draftwire.client.chat_messages import chat_to_proto
+from draftwire.client.prompts import chat_to_proto
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.runtime.deadline import Deadline
+from draftwire.runtime.time_limits import Deadline
 from draftwire_gateway.text import chat
 from draftwire_gateway.text.chat import ChatTemplate, render
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall

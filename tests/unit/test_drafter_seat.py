@@ -11,8 +11,7 @@ from draftwire.errors import NoRoomError
 from draftwire.method.rounds import Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire_gateway.session.drafter_seat import DrafterSeat
-from draftwire_gateway.session.inbox import Said
-from draftwire_gateway.session.ports import DrafterLost, DrafterReady, SessionEvent
+from draftwire_gateway.session.ports import DrafterLost, DrafterReady, Said, SessionEvent
 from draftwire_gateway.session.round_trip_estimate import LEAST_PATIENCE_S
 from draftwire_gateway.session.session_state import SessionState
 

@@ -13,8 +13,7 @@ from session_specs import FACTS
 from draftwire.errors import CompletionInterruptedError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.method.rounds import TargetSessionSpec, Verdict
 from draftwire_gateway.config import LoopSettings
-from draftwire_gateway.session.inbox import Said
-from draftwire_gateway.session.ports import TargetPort
+from draftwire_gateway.session.ports import Said, TargetPort
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session.verifier_seat import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_FUTILE_MOVES, VerifierSeat
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from draftwire.engine.torch_thread import TorchThread
-from draftwire.runtime.watchdog import Watchdog
+from draftwire.runtime.time_limits import Watchdog
 
 SECONDS = 5.0
 

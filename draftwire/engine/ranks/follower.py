@@ -62,7 +62,7 @@ def run_follower(config: RankConfig) -> int:
 
 
 def _load(config: RankConfig) -> "LoadedRank":
-    from draftwire.engine.ranks.rank_loading import load_draft_rank, load_target_rank
+    from draftwire.engine.ranks.group_model import load_draft_rank, load_target_rank
 
     if config.service == "drafter":
         return load_draft_rank(config)

@@ -42,8 +42,7 @@ class ConfiguredContext:
         config, place = self._config, self._group.place
         if place.size == 1:
             return load_draft_model(config.loading, config.engine, config.layers)
-        from draftwire.engine.ranks.group_model import GroupModel
-        from draftwire.engine.ranks.rank_loading import load_draft_rank
+        from draftwire.engine.ranks.group_model import GroupModel, load_draft_rank
 
         rank = load_draft_rank(RankConfig.of(config, place))
         model = GroupModel(rank, "drafter")

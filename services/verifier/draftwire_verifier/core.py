@@ -87,8 +87,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _load_target(self) -> LoadedTarget:
         if self.group.place.size == 1:
             return load_target(self.config.loading, self.config.engine)
-        from draftwire.engine.ranks.group_model import GroupModel
-        from draftwire.engine.ranks.rank_loading import load_target_rank
+        from draftwire.engine.ranks.group_model import GroupModel, load_target_rank
 
         progress = LoadProgress(self.config.server.log_format)
         try:

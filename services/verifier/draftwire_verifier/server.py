@@ -15,11 +15,11 @@ from draftwire.method.rounds import PromptRead, Verdict
 from draftwire.runtime import messages
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
 from draftwire.runtime.model_service import ModelServicer
+from draftwire.runtime.outbox import exchange
 from draftwire.runtime.service import Service
-from draftwire.runtime.streams import exchange
+from draftwire.runtime.time_limits import Watchdog
 from draftwire.runtime.tls import server_credentials, watch_tls
 from draftwire.runtime.tracing_setup import open_tracer
-from draftwire.runtime.watchdog import Watchdog
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from draftwire_verifier.config import VerifierConfig

@@ -8,8 +8,7 @@ from draftwire.errors import DraftwireError
 from draftwire.method.keys import Role
 from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit, SendDrafted
 from draftwire.models.description import PARTIAL_BLOCKS, ModelDescription
-from draftwire_gateway.session.inbox import Said, TaggedInbox
-from draftwire_gateway.session.ports import DrafterLost, DrafterPort, DrafterReady, Peers, TargetPort
+from draftwire_gateway.session.ports import DrafterLost, DrafterPort, DrafterReady, Peers, Said, TaggedInbox, TargetPort
 from draftwire_gateway.session.session_state import SessionState
 
 log = structlog.get_logger()

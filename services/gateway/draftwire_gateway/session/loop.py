@@ -24,8 +24,15 @@ from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import CommittedText, Delta, Finish
 from draftwire_gateway.session.drafter_seat import DrafterSeat
 from draftwire_gateway.session.generation import Generation
-from draftwire_gateway.session.inbox import Said
-from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, DrafterReady, Peers, TargetLost, TargetPort
+from draftwire_gateway.session.ports import (
+    BlocksRefused,
+    DrafterLost,
+    DrafterReady,
+    Peers,
+    Said,
+    TargetLost,
+    TargetPort,
+)
 from draftwire_gateway.session.round_times import RoundObserver, RoundWatch, WhyPlain
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session.spans import ChoiceSpans

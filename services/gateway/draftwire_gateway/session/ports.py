@@ -1,7 +1,9 @@
 """What the gateway needs of verifiers and drafters, and what it hears from them."""
 
+import asyncio
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from draftwire.method.rounds import (
@@ -124,3 +126,28 @@ class Peers(Protocol):
             target: the verifier.
             but: instance ids of drafters that are not wanted.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """An event, and which of the session's peers, one after the other, it comes from."""
+
+    epoch: int
+    permit_number: int | None
+    """None of a verifier."""
+    event: SessionEvent
+    at: float = field(default_factory=time.perf_counter)
+    """When it arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedInbox:
+    """An `Inbox` that remembers who speaks."""
+
+    queue: asyncio.Queue[Said]
+    epoch: int
+    permit_number: int | None = None
+
+    def put_nowait(self, item: SessionEvent) -> None:
+        """Adds an event, with its sender and the time."""
+        self.queue.put_nowait(Said(self.epoch, self.permit_number, item))

@@ -18,8 +18,7 @@ from draftwire.errors import (
 from draftwire.method.keys import Role
 from draftwire.method.rounds import PlainRun, TargetSessionSpec
 from draftwire_gateway.config import LoopSettings
-from draftwire_gateway.session.inbox import Said, TaggedInbox
-from draftwire_gateway.session.ports import Peers, TargetPort
+from draftwire_gateway.session.ports import Peers, Said, TaggedInbox, TargetPort
 from draftwire_gateway.session.session_state import SessionState
 
 log = structlog.get_logger()

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
-from draftwire.runtime.deadline import Deadline
+from draftwire.runtime.time_limits import Deadline
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
 MAX_JSON_DEPTH = 32
