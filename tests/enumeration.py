@@ -7,15 +7,19 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from draftwire.errors import UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.randomness import DrawKey
-from draftwire.models.cached_model import CachedModel
+from draftwire.models.cached_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, LawRule
 from draftwire.verification.blocks import cut_impossible
-from draftwire.verification.target import Judging, judge
+from draftwire.verification.target import Judgement, Judging, judge
 
 Law = dict[tuple[int, ...], float]
+
+FAILED = -1
+"""In the place of a token: the text ends there because the target has no distribution."""
 
 
 def single_block(target: Tensor, draft: Tensor, tokens: list[int] | tuple[int, ...]) -> BlockBatch:
@@ -36,7 +40,7 @@ def outcome_law(rule: LawRule, target: Tensor, draft: Tensor, tokens: list[int] 
 
 
 def law_of_judged_rounds(
-    model: CachedModel,
+    model: SequenceModel,
     rule: LawRule,
     params: SamplingParams,
     block_length: int,
@@ -45,7 +49,8 @@ def law_of_judged_rounds(
     ended: Callable[[tuple[int, ...]], tuple[tuple[int, ...], bool]],
     **options: object,
 ) -> Law:
-    """Returns the law of texts that are decoded in rounds of `judge`, every block of which is tried.
+    """Returns the law of texts that are decoded in rounds of `judge`, every block of which is tried. A text that cannot
+    go on ends with `FAILED`.
 
     Args:
         model: the target.
@@ -70,16 +75,34 @@ def law_of_judged_rounds(
                 place = model.cache.open(committed), committed, list(tokens), DenseRows(rows)
                 given = {"prompt_len": len(prompt)} | options
                 judgings.append(Judging(*place, params, rule, DrawKey(bytes(16), 0, 0), **given))  # type: ignore[arg-type]
-        (decided,) = judge(model, judgings).decided
+        step = judge(model, judgings)
         for judging in judgings:
             model.cache.close(judging.sequence)
-        assert decided.members == list(range(len(tries)))
+        for (text, _, drawn), outcome in zip(tries, step.outcomes, strict=True):
+            if isinstance(outcome, UnavailableError):
+                finished[(*text, FAILED)] += drawn
+        if not step.decided:
+            break
+        (decided,) = step.decided
+        assert len(decided.members) == sum(isinstance(outcome, Judgement) for outcome in step.outcomes)
+        lengths = decided.blocks.lengths.tolist()
         law = rule.stop_law(decided.blocks)
         for accepted in range(block_length + 1):
-            weights = rule.extra_weights(decided.blocks, law, torch.full((len(tries),), accepted))
+            stop = decided.blocks.lengths.clamp(max=accepted)
+            weights = rule.extra_weights(decided.blocks, law, stop)
             total = weights.sum(dim=1, keepdim=True)
-            outcomes = law.accepted_probs[:, accepted, None] * weights / torch.where(total > 0.0, total, 1.0)
-            for (text, tokens, drawn), row in zip(tries, outcomes.tolist(), strict=True):
+            probs = law.accepted_probs.gather(1, stop[:, None])
+            outcomes = (probs * weights / torch.where(total > 0.0, total, 1.0)).tolist()
+            for member, length, lacks_next, row in zip(
+                decided.members, lengths, decided.lacks_next, outcomes, strict=True
+            ):
+                text, tokens, drawn = tries[member]
+                if accepted > length:
+                    continue
+                if accepted == length and lacks_next:  # nothing follows; `judge` is held to it by tests of its own
+                    emitted, is_over = ended((*text, *tokens[:accepted]))
+                    (finished if is_over else following)[emitted] += drawn * sum(row)
+                    continue
                 for extra, prob in enumerate(row):
                     if prob > 0.0:
                         emitted, is_over = ended((*text, *tokens[:accepted], extra))

@@ -112,7 +112,7 @@ class StillReading:
 
 JudgingOutcome = Judgement | StillReading | DraftwireError
 """An error concerns one sequence alone, whose cache has not changed: UnavailableError if the model gave no finite
-logits for it, InvalidRequestError if the form of its text cannot be followed."""
+logits after its committed tokens, InvalidRequestError if the form of its text cannot be followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +122,9 @@ class Decided:
     members: list[int]
     """Which of the step's judgings."""
     blocks: BlockBatch
+    lacks_next: list[bool]
+    """For each block, whether the row after its last token is not a distribution; a placeholder stands there. If the
+    block is accepted as a whole, its last token takes the place of the extra one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +148,32 @@ class _Scored:
     draft: DraftRows
     first_row: int
     """Of the `draft_len + 1` rows over the vocabulary that are its own."""
+    num_good: int = 0
+    """How many of these rows are distributions before the first one that is not."""
 
     @property
     def end_row(self) -> int:
         """The row after the last of them."""
         return self.first_row + len(self.judging.draft_tokens) + 1
+
+    @property
+    def num_judged(self) -> int:
+        """Draft tokens that are judged. The block ends behind the first one whose following row is not a distribution.
+
+        That depends on this token and those before it alone, so that the law of the text stays exact. To drop the block
+        because of that row would be to drop tokens because of their values.
+        """
+        return min(self.num_good, len(self.judging.draft_tokens))
+
+    @property
+    def lacks_next(self) -> bool:
+        """Whether the row after the last token that is judged is not a distribution."""
+        return self.num_good <= len(self.judging.draft_tokens)
+
+    def with_rows(self, is_good: list[bool]) -> "_Scored":
+        """Returns this with `num_good`, from whether each row over the vocabulary is a distribution."""
+        own = is_good[self.first_row : self.end_row]
+        return replace(self, num_good=own.index(False) if False in own else len(own))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +251,16 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
         spans = [one.judging.span(masks.get(one.index)) for one in plan.scored]
         target_probs = probabilities_of_spans(logits, spans)
         is_good = is_distribution(target_probs).tolist()
-        is_bad.update(one.index for one in plan.scored if not all(is_good[one.first_row : one.end_row]))
+        if not all(is_good):
+            _hold_places(target_probs, is_good)
+        scored = [one.with_rows(is_good) for one in plan.scored]
+        is_bad.update(one.index for one in scored if one.num_good == 0)
         decided: dict[int, Judgement] = {}
-        for members in _groups([one for one in plan.scored if one.index not in is_bad | failures.keys()]):
-            blocks = _batch(members, target_probs)
-            batches.append(Decided([one.index for one in members], blocks))
-            decided.update(_decide(model, members, blocks, near_tie))
+        for members in _groups([one for one in scored if one.index not in is_bad | failures.keys()]):
+            batches.append(_batch(members, target_probs))
+            decided.update(_decide(model, members, batches[-1].blocks, near_tie))
         failures |= _faults(masks, decided)
-        _report(plan.scored, decided, raw, target_probs)
+        _report(scored, decided, raw, target_probs)
         outcomes.update(decided)
         outcomes.update(
             {index: replace(decided[index], prompt=prompts[index]) for index in prompts if index in decided}
@@ -271,6 +297,13 @@ def _faults(masks: dict[int, BlockMasks], decided: dict[int, Judgement]) -> dict
         for index, own in masks.items()
         if own.fault is not None and index in decided and decided[index].num_accepted >= own.num_places
     }
+
+
+def _hold_places(target_probs: Tensor, is_good: list[bool]) -> None:
+    """Puts a distribution in the place of each row that is none: rules compute with it, and nothing of it is used."""
+    rows = upload([row for row, good in enumerate(is_good) if not good], target_probs.device, torch.int64)
+    target_probs[rows] = 0.0
+    target_probs[rows, 0] = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +355,9 @@ def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch, bo
     outcomes: dict[int, Judgement] = {}
     for one, num_accepted, extra, num_near_ties in zip(members, *decisions, strict=True):
         judging = one.judging
+        if one.lacks_next and num_accepted == one.num_judged:
+            # All are accepted, and nothing can follow. The next round fails on that row, as plain decoding does.
+            num_accepted, extra = num_accepted - 1, judging.draft_tokens[num_accepted - 1]
         token_ids = [*judging.draft_tokens[:num_accepted], extra]
         outcomes[one.index] = Judgement(token_ids, num_accepted, num_near_ties)
         model.cache.truncate(judging.sequence, len(judging.committed) + num_accepted)
@@ -338,11 +374,15 @@ def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
     return list(groups.values())
 
 
-def _batch(members: list[_Scored], target_probs: Tensor) -> BlockBatch:
-    """Returns the members' blocks; copies no row of the target's."""
-    return BlockBatch.packed(
+def _batch(members: list[_Scored], target_probs: Tensor) -> Decided:
+    """Returns the members' blocks, as far as they are judged; copies no row of the target's."""
+    blocks = BlockBatch.packed(
         target_probs,
         [one.draft for one in members],
         [one.judging.draft_tokens for one in members],
         [one.first_row for one in members],
     )
+    lacks_next = [one.lacks_next for one in members]
+    if any(lacks_next):
+        blocks = blocks.cut(upload([one.num_judged for one in members], target_probs.device, torch.int64))
+    return Decided([one.index for one in members], blocks, lacks_next)

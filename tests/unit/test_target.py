@@ -328,8 +328,10 @@ def test_unread_tokens_up_to_the_limit_are_decided_at_once_and_of_more_so_many_a
 
 
 @every("number", [float("nan"), float("inf")])
-@every(("place", "back"), [(0, 0), (1, 3), (2, 1)])
-def test_logits_that_are_not_finite_fail_their_sequence_alone(number: float, place: int, back: int) -> None:
+@every("place", range(3))
+def test_logits_that_are_not_finite_after_the_committed_tokens_fail_their_sequence_alone(
+    number: float, place: int
+) -> None:
     model = fresh_model()
     generator = random.Random(9)
     parts = [judging(model, generator, random_ids(generator, 40), 3) for _ in range(3)]
@@ -337,7 +339,7 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(number: float, pla
     sick = parts[place].sequence
     judge(model, [replace(parts[place], max_read=20)])
     before = (sick.length, sick.num_published, sick.blocks.copy())
-    model.bad = {sick: (back, number)}
+    model.bad = {sick: (3, number)}
     step = judge(model, parts)
     model.cache.check_integrity()
     assert isinstance(step.outcomes[place], UnavailableError)
@@ -353,7 +355,7 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(number: float, pla
 def test_step_in_which_all_logits_are_bad_decides_nothing(model: WatchedModel) -> None:
     generator = random.Random(10)
     parts = [judging(model, generator, [1, 2, 3], 2) for _ in range(2)]
-    model.bad = {part.sequence: (0, float("nan")) for part in parts}
+    model.bad = {part.sequence: (2, float("nan")) for part in parts}
     step = judge(model, parts)
     assert all(isinstance(outcome, UnavailableError) for outcome in step.outcomes)
     assert step.decided == []
