@@ -21,7 +21,7 @@ class DraftEngine(StepEngine[Step, StepResult]):
         self.strategy = strategy
         self._sequences: dict[SessionKey, DraftSequence] = {}
 
-    def _try(self, num_tokens: int) -> tuple[int, float]:
+    def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         request = DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), vocab_size=2**31)
         sequence = self.strategy.open([0] * min(num_tokens, self.strategy.context_length - 2))
         done = self.strategy.step([Drafting(sequence, request)])

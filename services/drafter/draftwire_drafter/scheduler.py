@@ -173,7 +173,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
 
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
         """Returns what is to be told and sent. Sessions that were closed meanwhile are left out."""
-        self._learn(step.items, result.num_reused, result.num_read, result.calibration_s)
+        self._record_costs(step.items, result.num_reused, result.num_read, result.calibration_s)
         completed: list[Completed] = []
         for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
             session = item.session

@@ -26,7 +26,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
         self._context_length = context_length
         self._sequences: dict[SessionKey, CachedSequence] = {}
 
-    def _try(self, num_tokens: int) -> tuple[int, float]:
+    def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         rule, key = rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
         started = time.perf_counter()
         sequence = self.model.cache.open()

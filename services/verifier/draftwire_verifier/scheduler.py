@@ -272,7 +272,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
 
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
         """Commits what a step decided and returns what is to be sent, but of sessions that were closed meanwhile."""
-        self._learn(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
+        self._record_costs(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
         deliveries: list[Completed] = []
         for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
             session = item.session
