@@ -202,7 +202,7 @@ def _check_identity(cert: Path, key: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password="")  # without `password`, OpenSSL would prompt for it
-    except OSError as error:  # SSLError is one
+    except OSError as error:  # SSLError is a subclass
         is_other = isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH"
         fault = f"is not the key of {cert}" if is_other else "is not a PEM key without a password"
         raise InvalidRequestError(f"tls_key: {key} {fault}") from error
@@ -212,6 +212,6 @@ def _check_certificates(path: Path, option: str) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(path)
-    except OSError as error:  # SSLError is one
+    except OSError as error:  # SSLError is a subclass
         raise InvalidRequestError(f"{option}: {path} is not a PEM file of certificates") from error
     require(context.cert_store_stats()["x509"] > 0, f"{option}: {path} holds no certificate")

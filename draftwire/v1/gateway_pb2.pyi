@@ -32,11 +32,11 @@ class _TokenSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenSour
     TOKEN_SOURCE_ACCEPTED: _TokenSource.ValueType  # 1
     """A draft token that was accepted."""
     TOKEN_SOURCE_RECOVERED: _TokenSource.ValueType  # 2
-    """Drawn from the target in place of a rejected draft token."""
+    """Drawn by the verifier in place of a rejected draft token."""
     TOKEN_SOURCE_BONUS: _TokenSource.ValueType  # 3
-    """Drawn from the target after a block that was accepted as a whole."""
+    """Drawn by the verifier after a block that was accepted as a whole."""
     TOKEN_SOURCE_PLAIN: _TokenSource.ValueType  # 4
-    """Drawn from the target without a draft."""
+    """Drawn by the verifier without a draft."""
 
 class TokenSource(_TokenSource, metaclass=_TokenSourceEnumTypeWrapper):
     """Origin of a token."""
@@ -46,11 +46,11 @@ TOKEN_SOURCE_UNSPECIFIED: TokenSource.ValueType  # 0
 TOKEN_SOURCE_ACCEPTED: TokenSource.ValueType  # 1
 """A draft token that was accepted."""
 TOKEN_SOURCE_RECOVERED: TokenSource.ValueType  # 2
-"""Drawn from the target in place of a rejected draft token."""
+"""Drawn by the verifier in place of a rejected draft token."""
 TOKEN_SOURCE_BONUS: TokenSource.ValueType  # 3
-"""Drawn from the target after a block that was accepted as a whole."""
+"""Drawn by the verifier after a block that was accepted as a whole."""
 TOKEN_SOURCE_PLAIN: TokenSource.ValueType  # 4
-"""Drawn from the target without a draft."""
+"""Drawn by the verifier without a draft."""
 Global___TokenSource: _TypeAlias = TokenSource  # noqa: Y015
 
 class _FinishReason:

@@ -86,7 +86,7 @@ class GroupModel:
         return self._together(lambda: self._model.read(readings, fuzzily))
 
     def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
-        """Extends sequences by one token each, on all ranks; see `DraftModel.extend`. Raises the same as `read`."""
+        """Reads one more token of each sequence, on all ranks; see `DraftModel.extend`. Raises the same as `read`."""
         return self._together(lambda: self._model.extend(sequences, token_ids))
 
     def heartbeat(self) -> None:

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 LOOK_SECONDS = 0.1
 """Interval of checks whether the other ranks still run."""
 LAST_WORDS_SECONDS = 2.0
-"""Grace period while the model is loaded: once another rank has exited, this one may soon fail with a better reason."""
+"""Grace period while the model is loaded: once another rank has exited, this one may fail too, with a better reason."""
 STOP_SECONDS = 10.0
 """How long the running step may take when the other ranks are to be stopped."""
 END_SECONDS = 10.0

@@ -11,7 +11,7 @@ from draftwire.requests.automaton import Automaton
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSession(EngineSession[DraftSessionSpec]):
-    """The drafter's side of one session. Changed by the scheduler only."""
+    """State of a session at the drafter. Changed by the scheduler only."""
 
     num_known: int
     """Committed tokens that were passed to the strategy."""
