@@ -1,1 +1,1 @@
-"""What drafter and verifier share: sessions, admission, leases, prefill, the torch thread, ranks."""
+"""Code that drafter and verifier share: sessions, admission, leases, prefill, the torch thread, ranks."""

@@ -1,4 +1,4 @@
-"""Who may open a session: as many as there is room for, so that nobody who was let in has to leave."""
+"""Admission control: a session is admitted only if its KV cache can be reserved, so that none is ever evicted."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from draftwire.models.kv_cache import BLOCK_SIZE, blocks_for
 
 @dataclass(slots=True)
 class Room:
-    """Reservations of sessions and of KV cache. Pure accounting: it is what the engine never uses more of."""
+    """Reservations of sessions and of KV cache blocks. Pure accounting: the engine never uses more than is reserved."""
 
     max_sessions: int
     kv_cache_tokens: int
@@ -22,12 +22,12 @@ class Room:
 
     @property
     def size(self) -> int:
-        """Tokens that the KV cache has room for, in whole blocks."""
+        """Capacity of the KV cache, tokens, in whole blocks."""
         return blocks_for(self.kv_cache_tokens) * BLOCK_SIZE
 
     @property
     def num_reserved(self) -> int:
-        """Tokens of it that sessions have reserved, in whole blocks. Any thread may ask."""
+        """Tokens of the KV cache that sessions have reserved, in whole blocks. Thread-safe."""
         return sum(list(self._blocks.values())) * BLOCK_SIZE
 
     @property
@@ -36,10 +36,10 @@ class Room:
         return self.num_reserved / self.size
 
     def reserve(self, key: SessionKey, num_tokens: int) -> None:
-        """Reserves room for a session of at most `num_tokens` tokens.
+        """Reserves KV cache for a session of at most `num_tokens` tokens.
 
         Raises:
-            NoRoomError: there is none now. Nothing has changed.
+            NoRoomError: the session limit or the KV cache is exhausted. Nothing has changed.
         """
         if len(self._blocks) >= self.max_sessions:
             raise NoRoomError(f"{self.max_sessions} sessions are open, which is the limit; retry later")
@@ -51,32 +51,32 @@ class Room:
         self._blocks[key] = blocks_for(num_tokens)
 
     def release(self, key: SessionKey) -> None:
-        """Gives back a session's reservation."""
+        """Releases a session's reservation."""
         del self._blocks[key]
 
 
 @dataclass(slots=True)
 class ClosedEarly:
-    """Sessions that were closed before they were opened, because the two messages travel on different connections.
+    """Sessions whose close arrived before their open, because the two messages travel on different connections.
 
-    Such an opening comes too late: nobody would close the session again.
+    The late open is refused: no further close would arrive for that session.
     """
 
     bound: int = 4096
-    """Sessions that are remembered; the oldest are forgotten."""
+    """Keys that are kept; the oldest are evicted."""
     _keys: dict[SessionKey, None] = field(default_factory=dict)
 
     def add(self, key: SessionKey) -> None:
-        """Remembers a session that is closed and not open."""
+        """Records the close of a session that is not open."""
         self._keys[key] = None
         if len(self._keys) > self.bound:
             del self._keys[next(iter(self._keys))]
 
     def refuse(self, key: SessionKey) -> None:
-        """Makes sure that a session was not closed early.
+        """Refuses a session that was closed before it was opened.
 
         Raises:
-            ProtocolViolationError: it was.
+            ProtocolViolationError: the session was closed early.
         """
         if key in self._keys:
             raise ProtocolViolationError("the session was closed before it was opened")

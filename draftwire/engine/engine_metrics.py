@@ -1,4 +1,4 @@
-"""What the metrics of drafter and verifier have in common."""
+"""Metrics that drafter and verifier have in common."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -6,19 +6,20 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from draftwire.engine.session_book import SessionBook
 from draftwire.errors import NoRoomError
 from draftwire.runtime.metrics import PREFIX, ServiceMetrics
 
 DROPPED = ("stale", "unknown_session", "other_lease")
-"""Reasons why messages have no effect; a verifier knows more. There from the start: growth is seen from 0 on."""
+"""Values of the label `reason`; a verifier adds more. Exported at 0 from the start, so that `rate` sees the first."""
 COUNTS = tuple(float(2**power) for power in range(11))
-"""Buckets of small numbers, 1 to 1,024."""
+"""Histogram buckets of small counts, 1 to 1,024: the powers of two."""
 
 
 class EngineMetrics(ServiceMetrics):
-    """What a service with an engine counts."""
+    """Metrics of a service with an engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class EngineMetrics(ServiceMetrics):
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """Counts a session for which there is no room."""
+        """Counts a session that is refused with `NoRoomError`; the error propagates."""
         try:
             yield
         except NoRoomError:
@@ -40,32 +41,32 @@ class EngineMetrics(ServiceMetrics):
             raise
 
     def count_step(self, num_sessions: int, seconds: float) -> None:
-        """Counts a step of the engine."""
+        """Counts a step of the engine that served so many sessions and took so many seconds."""
         self._steps.inc()
         self._busy_s.inc(seconds)
         self._step_s.observe(seconds)
         self._step_sessions.observe(num_sessions)
 
     def watch(self, scheduler: SessionBook[Any, Any], model_name: str) -> None:
-        """Exports the numbers that a scheduler keeps itself.
+        """Exports the counters and gauges that a scheduler keeps itself, read at each scrape.
 
         Args:
-            scheduler: who keeps them.
-            model_name: of the model that is loaded now.
+            scheduler: source of the values.
+            model_name: of the loaded model; value of the label `model_name`.
         """
         self.of_model.model_name = model_name
-        self.registry.register(_Watcher(scheduler))
-        self.of_model.registry.register(_CacheWatcher(scheduler))
+        self.registry.register(_SchedulerCollector(scheduler))
+        self.of_model.registry.register(_CacheCollector(scheduler))
 
 
-class _Watcher(Collector):
-    """Reads a scheduler's own numbers whenever `/metrics` is read."""
+class _SchedulerCollector(Collector):
+    """Collects a scheduler's values at each scrape of `/metrics`."""
 
     def __init__(self, scheduler: SessionBook[Any, Any]) -> None:
         self._scheduler = scheduler
 
+    @override
     def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`."""
         scheduler = self._scheduler
         sessions = list(scheduler.sessions.values())
         yield GaugeMetricFamily(PREFIX + "num_sessions", "Open sessions.", value=len(sessions))
@@ -87,14 +88,14 @@ class _Watcher(Collector):
             yield GaugeMetricFamily(f"{PREFIX}kv_cache_{name}_tokens", documentation, value=value)
 
 
-class _CacheWatcher(Collector):
-    """Reads those of a scheduler's numbers that vLLM has names for."""
+class _CacheCollector(Collector):
+    """Collects the KV cache values that have names in vLLM."""
 
     def __init__(self, scheduler: SessionBook[Any, Any]) -> None:
         self._scheduler = scheduler
 
+    @override
     def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`."""
         scheduler = self._scheduler
         yield GaugeMetricFamily(
             PREFIX + "kv_cache_usage_perc", "Share of the KV cache that is reserved, 0 to 1.", scheduler.room.usage

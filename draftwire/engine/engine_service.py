@@ -1,4 +1,4 @@
-"""What drafter and verifier are alike: sessions under leases, an engine on its own thread, the loop that runs steps."""
+"""Base class of drafter and verifier: sessions under leases, an engine on its own thread, the loop that runs steps."""
 
 import asyncio
 import time
@@ -33,11 +33,11 @@ Event = TypeVar("Event")
 class EngineService(ABC, Generic[Step, Result, Event]):
     """Owns an engine. All methods run on the event loop; tensors are touched on the torch thread only.
 
-    A service adds how its sessions are opened, which messages they get, and what comes of a step.
+    A service adds how sessions are opened, the messages for them, and how the result of a step is committed and sent.
     """
 
     failure: ClassVar[str]
-    """The reason that sessions get when a step fails unexpectedly: a library's own words might quote a prompt."""
+    """Message that gateways receive when a step fails unexpectedly: a library's own message might quote a prompt."""
 
     def __init__(
         self, config: ServiceConfig, metrics: EngineMetrics, place: Place | None, followers: Followers | None
@@ -45,10 +45,10 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         """Prepares; `start` loads the model.
 
         Args:
-            config: what can be set.
-            metrics: what the service counts.
-            place: as `GroupGuard`.
-            followers: as `GroupGuard`.
+            config: of the service.
+            metrics: of the service.
+            place: see `GroupGuard`.
+            followers: see `GroupGuard`.
         """
         self.config = config
         self.metrics = metrics
@@ -65,7 +65,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
 
     @abstractmethod
     def _load_engine(self) -> tuple[ModelCard, StepEngine[Step, Result]]:
-        """Loads the model, on the torch thread. A group's is handed to `group` as well."""
+        """Loads the model, on the torch thread. A model that several ranks share is passed to `group.take` as well."""
 
     @abstractmethod
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> SessionBook[Any, Step]:
@@ -73,7 +73,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
 
     @abstractmethod
     def _complete(self, step: Step, result: Result) -> Any:
-        """Commits what a step did, reports it to whom it concerns, and returns what `spans` is to record."""
+        """Commits the result of a step, sends the events, and returns what `spans` is to record."""
 
     @property
     def description(self) -> ModelDescription:
@@ -82,19 +82,19 @@ class EngineService(ABC, Generic[Step, Result, Event]):
 
     @property
     def instance_id(self) -> int:
-        """Names this process."""
+        """Random id of this process."""
         return self._leases.instance_id
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that are open."""
+        """Number of open sessions."""
         return len(self._scheduler.sessions)
 
     async def start(self) -> None:
-        """Loads and warms the model.
+        """Loads the model and warms it up.
 
         Raises:
-            GroupLostError: another rank ended.
+            GroupLostError: another rank exited.
         """
         await self.group.start(self._load())
 
@@ -109,7 +109,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         self.metrics.watch(self._scheduler, self.description.name)
 
     def busy_s(self) -> float:
-        """Returns for how many seconds the model's current call has run; 0 where none runs."""
+        """Returns for how many seconds the current call on the torch thread has run; 0 if none runs."""
         return self._torch.busy_s()
 
     def stop(self) -> None:
@@ -117,7 +117,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         self._torch.stop()
 
     def open_lease(self) -> tuple[int, Outbox[Event | SessionFailed]]:
-        """Returns a new lease and the outbox that its sessions' events go to."""
+        """Returns the id of a new lease and the outbox that receives its sessions' events."""
         return self._leases.open()
 
     def end_lease(self, lease_id: int) -> None:
@@ -127,7 +127,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
             self.close_session(*session.key)
 
     def is_for(self, lease_id: int, key: SessionKey) -> bool:
-        """Whether a command of a stream is carried out: not if it is for an open session of another stream."""
+        """Whether a stream may command a session: false, and counted, if the session is open under another lease."""
         session = self._scheduler.sessions.get(key)
         if session is None or session.lease_id == lease_id:
             return True
@@ -135,7 +135,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         return False
 
     def close_session(self, session_id: int, epoch: int) -> None:
-        """Ends a session, if it is open, and frees what it holds."""
+        """Closes a session, if it is open, and frees its KV cache."""
         session = self._scheduler.close(session_id, epoch)
         if session is not None:
             self._torch.post(self._engine.forget, session.key)
@@ -143,15 +143,15 @@ class EngineService(ABC, Generic[Step, Result, Event]):
                 self.spans.close(session.key)
 
     async def run(self) -> None:
-        """Runs steps until it is cancelled, and then lets the other ranks go.
+        """Runs steps until it is cancelled, and then stops the other ranks.
 
         Raises:
-            GroupLostError: another rank ended, hangs, or is out of step with this one. All sessions have been told.
+            GroupLostError: another rank exited, hangs, or is out of step with this one. All sessions have been failed.
         """
         await self.group.run(self.run_steps(), self.config.engine.watchdog_s, self._fail_all)
 
     async def run_steps(self) -> None:
-        """Runs steps for ever."""
+        """Runs steps until it is cancelled."""
         while True:
             step = self._scheduler.next_step()
             if step is None:
@@ -175,18 +175,18 @@ class EngineService(ABC, Generic[Step, Result, Event]):
             return
         ended_at = time.perf_counter()
         completed = self._complete(step, result)
-        if self.spans is not None:  # after all has left and the next step has begun
+        if self.spans is not None:  # later, so that recording delays neither the events nor the next step
             asyncio.get_running_loop().call_soon(self.spans.add, step, completed, started_at, ended_at)
 
     def _fail_all(self, error: GroupLostError) -> int:
-        """Tells all sessions, so that their gateways go on without them, and returns how many there were."""
+        """Fails all sessions, so that their gateways move on, and returns how many there were."""
         keys = list(self._scheduler.sessions)
         for key in keys:
             self._fail(key, error)
         return len(keys)
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
-        """Ends a session, if it is open, and tells its gateway why."""
+        """Closes a session, if it is open, and sends its gateway the error."""
         session = self._scheduler.sessions.get(key)
         if session is not None:
             self.close_session(*key)

@@ -1,4 +1,4 @@
-"""Who a session belongs to: the gateway's stream under whose lease it was opened."""
+"""Leases: each session belongs to the gateway's stream under whose lease it was opened, and ends with it."""
 
 import secrets
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Event = TypeVar("Event")
 
 @dataclass(frozen=True, slots=True)
 class SessionFailed:
-    """Tells a gateway that one of its sessions is gone."""
+    """Event for a gateway: one of its sessions has failed and is closed."""
 
     session_id: int
     epoch: int
@@ -27,34 +27,34 @@ class SessionFailed:
 
 
 class Leases(Generic[Event]):
-    """The gateways' streams that are open, each with the outbox that its sessions' events go to."""
+    """The open leases, one for each gateway's stream, each with the outbox of its sessions' events."""
 
     def __init__(self) -> None:
         self.instance_id = secrets.randbits(64)
-        """Names the process that grants the leases."""
+        """Random id of the process that grants the leases."""
         self._outboxes: dict[int, Outbox[Event]] = {}
 
     def open(self) -> tuple[int, Outbox[Event]]:
-        """Returns a new lease and its outbox."""
+        """Returns the id and the outbox of a new lease."""
         lease_id, outbox = secrets.randbits(64), Outbox[Event]()
         self._outboxes[lease_id] = outbox
         return lease_id, outbox
 
     def end(self, lease_id: int) -> None:
-        """Ends a lease; its sessions are the caller's to end."""
+        """Ends a lease and closes its outbox; the caller closes the sessions."""
         self._outboxes.pop(lease_id).close()
 
     def require(self, lease_id: int) -> None:
-        """Makes sure that a lease is open.
+        """Checks that a lease is open.
 
         Raises:
-            ProtocolViolationError: it is not.
+            ProtocolViolationError: the lease is unknown or has ended.
         """
         if lease_id not in self._outboxes:
             raise ProtocolViolationError("unknown lease")
 
     def send(self, lease_id: int, event: Event) -> None:
-        """Puts an event into the outbox of an open lease; a gateway that does not read its stream loses it."""
+        """Puts an event into the outbox of an open lease. If the outbox is full (backpressure), the stream is cut."""
         outbox = self._outboxes[lease_id]
         try:
             outbox.put(event)

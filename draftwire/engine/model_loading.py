@@ -1,4 +1,4 @@
-"""What the services run: models by name or folder, or scripts. Called on the torch thread."""
+"""Loads the models of the services, by name, folder or script. Called on the torch thread."""
 
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class LoadedTarget:
-    """What a verifier runs."""
+    """A loaded target model and its card."""
 
     card: ModelCard
     model: SequenceModel
@@ -42,25 +42,25 @@ def load_draft_model(
     """Loads a drafter's model; see `load_model`.
 
     Raises:
-        InvalidRequestError: its layers cannot run at the same time as wanted.
+        InvalidRequestError: its layers cannot be grouped as the settings say.
     """
     loaded = _load(settings)
     return loaded.card, _cached(loaded, settings, engine, layers)
 
 
 def refuse_settings_of_weights(settings: ModelSettings, what: str) -> None:
-    """Refuses settings that would have no effect without weights, and takes the others.
+    """Refuses settings that have no effect without weights; applies `threads`.
 
     Args:
         settings: of the model.
-        what: has none, for the message.
+        what: the kind of model without weights, for the message.
 
     Raises:
-        InvalidRequestError: there is one.
+        InvalidRequestError: such a setting is not at its default.
     """
     plain = ModelSettings(settings.model, threads=settings.threads)
     require(settings == plain, f"{what} has no revision, dtype, device or decoder")
-    torch.set_num_threads(settings.threads)  # the rules are computed
+    torch.set_num_threads(settings.threads)  # verification rules still run on torch
 
 
 def _load(settings: ModelSettings) -> LoadedModel:
@@ -84,7 +84,7 @@ def _cached(
 
 
 def _layer_parallel(decoder: Decoder, layers: LayerParallelism, reason: str) -> LayerParallelDecoder:
-    """Returns what runs groups of a model's layers at the same time."""
+    """Returns a decoder that runs the layers of each group at the same time."""
     if not isinstance(decoder, LeanDecoder):
         raise InvalidRequestError(f"layers run at the same time on the lean decoder alone, not here: {reason}")
     groups = layers.of(decoder.num_layers)
@@ -93,6 +93,6 @@ def _layer_parallel(decoder: Decoder, layers: LayerParallelism, reason: str) -> 
 
 
 def limited(card: ModelCard, engine: EngineSettings) -> ModelCard:
-    """Shortens the context to what the KV cache can hold of one session."""
+    """Returns the card with the context length limited to the capacity of the KV cache."""
     context_length = min(card.description.context_length, engine.kv_cache_tokens)
     return replace(card, description=replace(card.description, context_length=context_length))

@@ -1,39 +1,40 @@
-"""How much of the waiting prompts to read in a step, so that running sessions hardly notice."""
+"""Chunked prefill: how many prompt tokens a step may read, so that decoding sessions are hardly delayed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 SMALLEST_CHUNK = 4
-"""Tokens that are read in a step at least, so that every prompt gets on."""
+"""Fewest prompt tokens in a chunk, so that every prompt makes progress."""
 LARGEST_CHUNK = 512
-"""Tokens that are read in a step at most; bounds the memory that a step takes."""
+"""Most prompt tokens in a step; bounds the memory that a step takes."""
 CHUNKS_PER_TOKEN = 6
-"""How many chunks have to fit into what may be added to a token. Four can delay it: at the drafter and at the verifier
-alike, that of the step under way when its work arrives and that of the step that its work is part of. The time of two
-more is for what reading costs besides: sessions fall out of step with each other, cores and memory are shared."""
+"""Chunks that have to fit into the latency that may be added to a token. Four can delay a token: at drafter and
+verifier each, the chunk of the step that runs when its work arrives and that of the step that includes its work. Two
+more cover indirect costs: sessions fall out of step with each other, and cores and memory are shared."""
 PROBE_EVERY = 16
-"""One of so many steps beside running sessions reads no prompt. Without such steps nobody would know what a chunk adds
-where prompts never cease to wait: all of a step would count as the chunk's, and chunks would shrink to nothing."""
+"""One in so many steps with decoding sessions reads no prompt. Without such steps the cost of a chunk could not be
+measured while prompts are always waiting: the whole step would count as the chunk's, and chunks would shrink to the
+minimum."""
 MEMORY = 0.8
-"""Weight of what was learnt before, for each step."""
+"""Weight of the previous estimate in the exponential moving average, for each step."""
 SMALLEST_SHARE = 0.05
-"""Of a step with a chunk, the chunk takes at least this share of the time, whatever was learnt."""
+"""Lower bound of a chunk's share of its step's time, whatever the estimate."""
 
 
 @dataclass(slots=True)
 class ChunkCost:
-    """Learns what a prompt token adds to a step, from steps with and without prompt tokens."""
+    """Estimates the time that a prompt token adds to a step, from steps with and without prompt tokens."""
 
-    _without: dict[int, float] = field(default_factory=dict)  # by magnitude of the other tokens: seconds
-    _with: tuple[float, float] | None = None  # prompt tokens, and the seconds that they added
+    _without: dict[int, float] = field(default_factory=dict)  # seconds of a step, by bit length of its other tokens
+    _with: tuple[float, float] | None = None  # averages: prompt tokens of a step, and the seconds that they added
 
     def learn(self, num_prompt_tokens: int, num_other_tokens: int, seconds: float) -> None:
-        """Adds how long a step took; older steps fade."""
+        """Adds the time of a step to the moving averages."""
         magnitude = num_other_tokens.bit_length()
         if num_prompt_tokens == 0:
             self._without[magnitude] = _faded(self._without.get(magnitude), seconds)
             return
-        # A smaller step stands in for one of a size that was never seen: what is unknown counts as the chunk's.
+        # For a size that was never seen, the next smaller one is used: the difference counts as the chunk's.
         known = max((size for size in self._without if size <= magnitude), default=None)
         alone = self._without[known] if known is not None else 0.0
         added = max(seconds - alone, SMALLEST_SHARE * seconds)
@@ -42,34 +43,33 @@ class ChunkCost:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """What a prompt token adds, seconds; None before the first was read."""
+        """Seconds that a prompt token adds; None before the first was read."""
         return self._with[1] / self._with[0] if self._with is not None else None
 
 
 @dataclass(slots=True)
 class PrefillPacer:
-    """Says how many prompt tokens the next step may read."""
+    """Limits the prompt tokens of each step to a latency target."""
 
     max_added_latency_s: float
-    """How long the reading of prompts may delay a token of a running session, drafter and verifier together."""
+    """How long prefill may delay a token of a decoding session, at drafter and verifier together."""
     beside: ChunkCost = field(default_factory=ChunkCost)
-    """What prompt tokens cost in steps that serve running sessions as well."""
+    """Cost of prompt tokens in steps that serve decoding sessions as well."""
     alone: ChunkCost = field(default_factory=ChunkCost)
-    """What they cost in steps of their own, the fixed cost of a step included."""
-
+    """Cost of prompt tokens in steps of their own, the fixed cost of a step included."""
     _steps_beside: int = 0
 
     def learn(self, num_prompt_tokens: int, num_other_tokens: int, seconds: float) -> None:
-        """Adds how long a step took."""
+        """Adds the time of a step to the estimates."""
         cost = self.beside if num_other_tokens else self.alone
         cost.learn(num_prompt_tokens, num_other_tokens, seconds)
 
     def budget(self, sessions_run: bool, is_alone: bool = False) -> int:
-        """Returns the tokens of prompts that the next step may read, all sessions together. Call once for each step.
+        """Returns how many prompt tokens the next step may read, all sessions together. Call once for each step.
 
         Args:
             sessions_run: whether any session is past its prompt and could be delayed.
-            is_alone: whether the step does nothing else.
+            is_alone: whether the step only reads prompts.
         """
         if not sessions_run:
             return LARGEST_CHUNK
@@ -92,15 +92,18 @@ def _faded(old: float | None, new: float) -> float:
 
 
 def share(budget: int, wanted: Sequence[int], most: Sequence[int]) -> list[int]:
-    """Divides a budget: half of it to the first, so that it gets on, the rest to those who need least, one by one.
+    """Divides a token budget among prompts: half to the oldest, the rest to the shortest first.
 
-    So short prompts pass long ones, prompts that came together are done one by one instead of all at the end, and no
-    prompt waits for ever.
+    So short prompts overtake long ones, prompts that arrived together finish one by one instead of all at the end, and
+    no prompt starves.
 
     Args:
         budget: tokens.
-        wanted: tokens that each could use, in the order in which they came.
-        most: tokens that each may have at most.
+        wanted: unread tokens of each prompt, in order of arrival.
+        most: limit of each prompt in this step, tokens.
+
+    Returns:
+        The tokens of each prompt, in the order of `wanted`.
     """
     shares = [0] * len(wanted)
     first = [(0, -(-budget // 2))] if wanted else []

@@ -1,4 +1,4 @@
-"""The open sessions of a drafter or a verifier: who gets in, who takes part in a step, what the steps teach.
+"""The open sessions of a drafter or a verifier: admission, selection for the next step, and step costs.
 
 Pure: no tensors, no transport, no clock.
 """
@@ -22,19 +22,19 @@ Spec = TypeVar("Spec", bound=AnySpec, covariant=True)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineSession(ABC, Generic[Spec]):
-    """One side's view of a session. Changed by its scheduler only."""
+    """State of a session at the drafter or the verifier. Changed by its scheduler only."""
 
     spec: Spec
     lease_id: int
     automaton: Automaton | None = None
-    """Follows the form of its text, if there is one. Used on the torch thread only."""
+    """State machine of its structured output, if it has one. Used on the torch thread only."""
     committed: CommittedTokens = field(init=False)
     num_unread: int = field(init=False)
-    """Committed tokens that the engine has not read yet, as far as known."""
+    """Committed tokens that are not in the KV cache yet, as far as the scheduler knows."""
     num_reused: int | None = None
-    """Tokens that it did not have to read; None before the first step."""
+    """Prefix cache hits: tokens that did not have to be read; None before the first step."""
     queued: bool = False
-    """Waits for a step or is in one."""
+    """Whether it waits for a step or is in one."""
 
     def __post_init__(self) -> None:
         self.committed = CommittedTokens(self.spec.token_ids)
@@ -42,7 +42,7 @@ class EngineSession(ABC, Generic[Spec]):
 
     @property
     def key(self) -> SessionKey:
-        """Names the session in one epoch."""
+        """Session id and epoch."""
         return self.spec.session_id, self.spec.epoch
 
     @property
@@ -52,7 +52,7 @@ class EngineSession(ABC, Generic[Spec]):
 
     @property
     def reads_much(self) -> bool:
-        """Whether so much is to be read that steps read it in parts, as they do prompts."""
+        """Whether its unread tokens are read in chunks, as prompts are."""
         return self.is_reading
 
     @property
@@ -69,7 +69,7 @@ class StepPart(Protocol):
 
     @property
     def session(self) -> EngineSession[AnySpec]:
-        """Whose it is."""
+        """The session."""
 
     @property
     def max_read(self) -> int | None:
@@ -81,7 +81,7 @@ class EngineStep(Protocol):
 
     @property
     def items(self) -> Sequence[StepPart]:
-        """The parts of the sessions that are in it."""
+        """One part for each session in the step."""
 
 
 Step = TypeVar("Step", bound=EngineStep)
@@ -89,15 +89,15 @@ Step = TypeVar("Step", bound=EngineStep)
 
 @dataclass(kw_only=True)
 class SessionBook(ABC, Generic[Session, Step]):
-    """What schedulers keep of their sessions. One step runs at a time."""
+    """Base class of the schedulers: open sessions, admission, and the queue for steps. One step runs at a time."""
 
     context_length: int
     max_draft_tokens: int
-    """That a session may ask for."""
+    """Most draft tokens that a session may ask for."""
     room: Room
     pacer: PrefillPacer
     sessions: dict[SessionKey, Session] = field(default_factory=dict)
-    """Those that are open, in the order in which they were opened."""
+    """The open sessions, in the order in which they were opened."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Messages that had no effect, by reason."""
     prefix_tokens: Counter[str] = field(default_factory=Counter)
@@ -108,10 +108,10 @@ class SessionBook(ABC, Generic[Session, Step]):
 
     @abstractmethod
     def next_step(self) -> Step | None:
-        """Returns the next step, or None when there is nothing to do. Call the scheduler's `complete` with it after."""
+        """Returns the next step, or None if there is nothing to do. Pass it to the scheduler's `complete` after."""
 
     def is_open(self, session: Session) -> bool:
-        """Whether a session is open, and not closed, even if another one was opened under its key since."""
+        """Whether this very session is open: false if it was closed and another one was opened under its key."""
         return self.sessions.get(session.key) is session
 
     def of_lease(self, lease_id: int) -> list[Session]:
@@ -119,7 +119,7 @@ class SessionBook(ABC, Generic[Session, Step]):
         return [session for session in self.sessions.values() if session.lease_id == lease_id]
 
     def close(self, session_id: int, epoch: int) -> Session | None:
-        """Forgets a session and what waits for it; returns it if there was one."""
+        """Removes a session and its queued work; returns the session, or None if it was not open."""
         session = self.sessions.pop((session_id, epoch), None)
         if session is None:
             self.closed_early.add((session_id, epoch))
@@ -130,10 +130,10 @@ class SessionBook(ABC, Generic[Session, Step]):
         return session
 
     def _check_new(self, spec: AnySpec) -> None:
-        """Makes sure that a session can be opened under its key.
+        """Checks that a session can be opened under its key.
 
         Raises:
-            InvalidRequestError: it is open.
+            InvalidRequestError: it is open already.
             ProtocolViolationError: it was closed before it was opened.
         """
         key = (spec.session_id, spec.epoch)
@@ -163,9 +163,9 @@ class SessionBook(ABC, Generic[Session, Step]):
         self.sessions[session.key] = session
 
     def _take_ready(self) -> list[tuple[Session, int | None]]:
-        """Returns who takes part in the next step, each with how many tokens it reads at most; None is no limit.
+        """Removes from the queue the sessions of the next step; returns each with its limit of tokens to read, or None.
 
-        Those whose prompts are read share what the pacer allows. Who gets nothing of it waits for another step.
+        Sessions in prefill share the pacer's budget. Those that get no share of it stay in the queue.
         """
         ready = {session.key for session in self._ready}
         reading = [session for session in self.sessions.values() if session.reads_much and session.key in ready]
@@ -177,14 +177,16 @@ class SessionBook(ABC, Generic[Session, Step]):
         self._ready = [session for session in reading if not limits[session.key]]
         return taken
 
-    def _learn(self, parts: Sequence[StepPart], num_reused: Sequence[int], num_read: int, seconds: float) -> None:
-        """Notes what a step did not have to read and what reading cost. Comes before its sessions change.
+    def _record_costs(
+        self, parts: Sequence[StepPart], num_reused: Sequence[int], num_read: int, seconds: float
+    ) -> None:
+        """Records prefix cache hits and the cost of a step. To be called before its sessions change.
 
         Args:
             parts: of the step.
-            num_reused: of each, what its session had not to read when it was first seen.
+            num_reused: prefix cache hits of each part's session, tokens.
             num_read: tokens that the step read in all.
-            seconds: how long that took.
+            seconds: time of the step.
         """
         num_prompt_tokens = 0
         for part, reused in zip(parts, num_reused, strict=True):

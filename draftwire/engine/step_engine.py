@@ -1,4 +1,4 @@
-"""What carries out the steps of a service."""
+"""Interface of the engines that run the steps of drafter and verifier."""
 
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
@@ -9,33 +9,33 @@ from draftwire.engine.session_book import Step
 Result = TypeVar("Result")
 
 WARM_UP_TOKENS = (2, 64)
-"""Sizes of the prompts that are tried before the first session."""
+"""Lengths of the prompts of the warm-up, tokens."""
 
 
 class StepEngine(ABC, Generic[Step, Result]):
-    """A model, with what its sessions have in the cache. Everything here runs on the torch thread."""
+    """A model and the KV cache of its sessions. All methods run on the torch thread."""
 
     def warm_up(self) -> list[tuple[int, float]]:
-        """Does a little of everything, so that no user pays for lazy initialisation.
+        """Runs short prompts, so that no request pays for lazy initialisation.
 
         Returns:
-            Sizes of prompts and how long they took to read, tokens and seconds.
+            Length and prefill time of each prompt, tokens and seconds.
         """
-        costs = [self._try(num_tokens) for num_tokens in (WARM_UP_TOKENS[0], *WARM_UP_TOKENS)]
-        return costs[1:]  # the first one is not typical
+        costs = [self._time_prompt(num_tokens) for num_tokens in (WARM_UP_TOKENS[0], *WARM_UP_TOKENS)]
+        return costs[1:]  # the first includes lazy initialisation
 
     @abstractmethod
-    def _try(self, num_tokens: int) -> tuple[int, float]:
-        """Reads a prompt of at most so many tokens, leaves nothing of it behind, and returns its size and seconds."""
+    def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
+        """Reads a prompt of at most `num_tokens`, frees its cache, and returns its length and seconds."""
 
     @abstractmethod
     def step(self, step: Step) -> Result:
-        """Carries out a step.
+        """Runs a step.
 
         Raises:
-            GroupLostError: another rank ended.
+            GroupLostError: another rank exited.
         """
 
     @abstractmethod
     def forget(self, key: SessionKey) -> None:
-        """Frees what a session has in the cache, if it has anything."""
+        """Frees a session's KV cache, if it has any."""

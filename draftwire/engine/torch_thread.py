@@ -17,19 +17,19 @@ log = structlog.get_logger()
 
 
 class TorchThread:
-    """Runs functions one after another on a thread of their own, so that the event loop never waits for a model."""
+    """Runs functions one after another on a dedicated thread, so that the event loop never blocks on a model."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Starts the thread, which does not keep the process alive.
 
         Args:
-            clock: seconds; for `busy_s`.
+            clock: returns seconds; used by `busy_s`.
         """
         self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._stopped = False
         self._clock = clock
         self._began_at: float | None = None  # set by the thread only
-        context = contextvars.copy_context()  # so that log lines say which service they are of
+        context = contextvars.copy_context()  # log lines keep the service bound in this context
         threading.Thread(target=context.run, args=(self._run_all,), name="torch", daemon=True).start()
 
     async def run(
@@ -55,12 +55,12 @@ class TorchThread:
         self._work.put(lambda: function(*args, **kwargs))
 
     def busy_s(self) -> float:
-        """Returns for how many seconds the running function has run; 0 where none runs. Any thread may ask."""
+        """Returns for how many seconds the current function has run; 0 if none runs. Thread-safe."""
         began_at = self._began_at
         return 0.0 if began_at is None else self._clock() - began_at
 
     def stop(self) -> None:
-        """Lets the running function end and drops what waits."""
+        """Ends the thread after the running function; drops queued ones."""
         self._stopped = True
         self._work.put(None)
 
@@ -69,12 +69,12 @@ class TorchThread:
             self._began_at = self._clock()
             try:
                 work()
-            except Exception:  # of `post`, or the loop is gone: nobody waits for it
+            except Exception:  # from `post`, or the loop is closed: no caller to raise it in
                 log.exception("torch_thread.work_failed")
             finally:
                 self._began_at = None
 
 
 def _settle(future: asyncio.Future[Any], settle: Callable[[Any], None], outcome: Any) -> None:
-    if not future.done():  # nobody has given up waiting
+    if not future.done():  # not cancelled
         settle(outcome)

@@ -1,4 +1,4 @@
-"""The sessions of a service whose spans are recorded, and how far each has come with its prompt."""
+"""Traced sessions of a service, with the progress of their prefill."""
 
 from __future__ import annotations
 
@@ -16,50 +16,51 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TracedSession:
-    """One session. Used on the event loop only."""
+    """Tracing state of one session. Used on the event loop only."""
 
     parent: SpanContext
-    """The span of the gateway that its spans are part of."""
+    """Parent span, in the gateway."""
     num_tokens: int
-    """Of the prompt and of what was generated before."""
+    """Tokens of the prompt and of what was generated before."""
     reads_since: float | None = None
-    """When the first step began that it had part in, by `time.perf_counter`."""
+    """Start of its first step, by `time.perf_counter`."""
     num_steps: int = 0
-    """Steps until its prompt was read."""
+    """Steps until the end of its prefill."""
     has_read: bool = False
+    """Whether its prefill is over and recorded."""
 
 
 class TracedSessions(ABC):
-    """All of them, by key. Others are not in it. A service adds what else it records. Used on the event loop only."""
+    """The traced sessions, by key. Subclasses add spans of their own. Used on the event loop only."""
 
     def __init__(self, tracer: Tracer) -> None:
-        """Takes what makes the spans."""
+        """Starts without sessions; `tracer` makes the spans."""
         self.tracer = tracer
         self._sessions: dict[SessionKey, TracedSession] = {}
 
     @abstractmethod
     def add(self, step: Any, completed: Any, started_at: float, ended_at: float) -> None:
-        """Records what a step did, once it is over.
+        """Records the spans of a completed step.
 
         Args:
-            step: which sessions had part in it.
-            completed: what came of it.
-            started_at: when it began, by `time.perf_counter`.
-            ended_at: when it was over.
+            step: the sessions in it.
+            completed: its results, as `EngineService._complete` returned them.
+            started_at: by `time.perf_counter`.
+            ended_at: the same.
         """
 
     def open(self, spec: AnySpec) -> None:
-        """Notes a session that was opened, if it is traced."""
+        """Adds a session that was opened, if its request is sampled."""
         parent = sampled(spec.parameters.traceparent)
         if parent is not None:
             self._sessions[spec.session_id, spec.epoch] = TracedSession(parent, len(spec.token_ids))
 
     def close(self, key: SessionKey) -> None:
-        """Forgets a session."""
+        """Removes a session, if it is traced."""
         self._sessions.pop(key, None)
 
     def note_step(self, key: SessionKey, started_at: float) -> None:
-        """Notes that a session had part in a step."""
+        """Counts a step of a session, if it is traced and in prefill."""
         session = self._sessions.get(key)
         if session is not None and not session.has_read:
             session.num_steps += 1
@@ -67,12 +68,12 @@ class TracedSessions(ABC):
                 session.reads_since = started_at
 
     def end_reading(self, session: TracedSession, ended_at: float, num_reused: int) -> None:
-        """Records that a session's prompt was read, the first time that this is said.
+        """Records the span of a session's prefill. Only the first call has an effect.
 
         Args:
-            session: which one.
-            ended_at: when the step ended that read the last of it.
-            num_reused: tokens that did not have to be read.
+            session: the session.
+            ended_at: end of the step that read the last of the prompt, by `time.perf_counter`.
+            num_reused: prefix cache hits, tokens.
         """
         if session.has_read or session.reads_since is None:
             return

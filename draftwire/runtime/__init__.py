@@ -1,1 +1,1 @@
-"""What every process is made of: life cycle, settings, logging, metrics, tracing, TLS, channels, messages."""
+"""Building blocks of every process: life cycle, settings, logging, metrics, tracing, TLS, channels, messages."""

@@ -1,6 +1,6 @@
-"""What gRPC is told about every connection: message sizes, keep-alive, flow control. One place for clients and servers.
+"""gRPC channel arguments of clients and servers: message sizes, keep-alive, flow control.
 
-gRPC ignores a misspelt argument silently; the tests look every name up in the compiled library.
+gRPC silently ignores a misspelt argument; the tests look up every name in the compiled library.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,39 +16,39 @@ from draftwire.runtime.settings import LEAST_KEEPALIVE_S, LEAST_MESSAGE_BYTES, C
 ChannelArguments = list[tuple[str, int]]
 
 CONTROL_MESSAGE_BYTES = 4 * 2**20
-"""Largest message on a connection that carries commands and events alone. Senders stay below `LEAST_MESSAGE_BYTES`."""
+"""Largest message on a connection for commands and events only. Senders stay below `LEAST_MESSAGE_BYTES`."""
 
 ENVELOPE_BYTES = 2**16
-"""Room for what a message holds besides the bulk that it was sent for: fences, parameters, token ids of a block."""
+"""Allowance for the small fields of a bulk message: fences, parameters, token ids of a block."""
 
 FRAME_BYTES = 14
-"""What gRPC and HTTP/2 put before a message that fits into one frame."""
+"""Overhead of a message that fits into one HTTP/2 frame: gRPC prefix and frame header."""
 
 BYTES_PER_ID = 5
-"""Most bytes that a token id takes in a message."""
+"""Most bytes of a token id in a message, as a varint."""
 
 MIN_PING_INTERVAL_MS = int(LEAST_KEEPALIVE_S * 1e3) // 2
-"""A server sends a client away that pings twice within this time, again and again: well below what any client of ours
-can be configured to do, so that no two configurations fall out, and still a limit for foreign clients."""
+"""A server disconnects a client that repeatedly pings twice within this time. Well below the shortest keep-alive of our
+clients, so that any two configurations work together, and still a limit for foreign clients."""
 
 Item = TypeVar("Item")
 Message = TypeVar("Message", bound=ProtoMessage)
 
 
 def client_options(settings: ConnectionSettings, *, bulk: bool) -> ChannelArguments:
-    """Returns the arguments of a channel."""
+    """Returns the arguments of a channel. `bulk` allows large messages and uses a TCP connection of its own."""
     largest = settings.max_message_bytes
     return [
         *_options_of_both(settings, largest if bulk else min(largest, CONTROL_MESSAGE_BYTES)),
-        # Services reach each other directly, whatever proxy the environment has for the outside.
+        # Services connect directly, whatever proxy the environment sets.
         ("grpc.enable_http_proxy", 0),
-        # Equal channels share one connection otherwise.
+        # Without this, equal channels share one connection.
         ("grpc.use_local_subchannel_pool", int(bulk)),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        # In spite of its name, the time that one attempt to connect may take (20 s by default).
+        # Despite its name, the timeout of one connection attempt (20 s by default).
         ("grpc.min_reconnect_backoff_ms", _milliseconds(settings.keepalive_timeout_s)),
-        # A service that moved is looked up as often as it is tried (every 30 s by default).
+        # DNS is queried as often as a connection is tried (every 30 s by default), for services that moved.
         ("grpc.dns_min_time_between_resolutions_ms", 2_000),
     ]
 
@@ -57,7 +57,7 @@ def server_options(settings: ConnectionSettings) -> ChannelArguments:
     """Returns the arguments of a server."""
     return [
         *_options_of_both(settings, settings.max_message_bytes),
-        # This is the name behind GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS: without "recv".
+        # The name behind GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS has no "recv".
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 2),
         # Otherwise a second server on the same port would silently take half of the calls.
@@ -69,18 +69,18 @@ def _options_of_both(settings: ConnectionSettings, message_bytes: int) -> Channe
     return [
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_send_message_length", message_bytes),
-        # Both ends ask, also while no call is running: a gateway whose drafter has vanished goes on without it, and a
-        # verifier whose gateway has vanished frees its sessions.
+        # Both ends ping, also while no call is running: a gateway continues without a drafter that has vanished, and a
+        # verifier frees the sessions of a gateway that has vanished.
         ("grpc.keepalive_time_ms", _milliseconds(settings.keepalive_time_s)),
         ("grpc.keepalive_timeout_ms", _milliseconds(settings.keepalive_timeout_s)),
-        # The one that counts: gRPC 1.85 never starts the other's timer, and waits a minute for answers without this.
+        # The timeout in effect: gRPC 1.85 never starts the timer of the above, and without this one waits a minute.
         ("grpc.http2.ping_timeout_ms", _milliseconds(settings.keepalive_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # Probing would replace the window by one of its own choice, at least 4 MiB, and adds pings to the messages.
+        # BDP probing would override the window (with at least 4 MiB) and send additional pings.
         ("grpc.http2.lookahead_bytes", settings.flow_control_window_bytes),
         ("grpc.http2.bdp_probe", 0),
-        # Draft distributions do not compress, and trying takes longer than sending.
+        # Draft distributions do not compress; trying takes longer than sending.
         ("grpc.default_compression_algorithm", int(grpc.Compression.NoCompression)),
     ]
 
@@ -90,12 +90,12 @@ def _milliseconds(seconds: float) -> int:
 
 
 def check_prompt_fits(model: ModelDescription, max_message_bytes: int) -> None:
-    """Makes sure that a session whose prompt fills the context can be opened.
+    """Checks that a request to open a session whose prompt fills the context fits into one message.
 
     Raises:
-        InvalidRequestError: the largest message is too small for it.
+        InvalidRequestError: `max_message_bytes` is too small.
     """
-    num_ids = model.context_length + 2 * model.vocab_size  # every token allowed, and every one a stop token
+    num_ids = model.context_length + 2 * model.vocab_size  # all tokens in allowed_token_ids and in stop_token_ids
     require_room(
         f"a prompt of {model.context_length} tokens, the context of {model.name}",
         num_ids * BYTES_PER_ID,
@@ -104,10 +104,15 @@ def check_prompt_fits(model: ModelDescription, max_message_bytes: int) -> None:
 
 
 def require_room(what: str, most_bytes: int, max_message_bytes: int) -> None:
-    """Makes sure that something fits into one message.
+    """Checks that content of at most `most_bytes` fits into one message.
+
+    Args:
+        what: the content, for the error message.
+        most_bytes: its largest size.
+        max_message_bytes: limit of a message.
 
     Raises:
-        InvalidRequestError: it does not; says what and what to set.
+        InvalidRequestError: it does not fit; the message names the content and the setting.
     """
     needed = most_bytes + ENVELOPE_BYTES
     if needed > max_message_bytes:
@@ -118,10 +123,10 @@ def require_room(what: str, most_bytes: int, max_message_bytes: int) -> None:
 
 
 def in_messages(make: Callable[[Sequence[Item]], Message], items: Sequence[Item]) -> Iterator[Message]:
-    """Yields messages that hold the items in order, one message unless it would be too large for a control stream.
+    """Yields messages with the items in order: one message, unless it would be too large for a control stream.
 
     Args:
-        make: returns the message that holds some of the items.
+        make: encodes some of the items as one message.
         items: at least one.
     """
     message = make(items)

@@ -1,4 +1,4 @@
-"""Reads forms beside the event loop."""
+"""Compilation of structured output off the event loop."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,30 +10,31 @@ from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime.time_limits import Deadline
 
 COMPILE_THREADS = 2
-"""So that one form that takes long does not hold back all others."""
+"""More than one, so that a slow form does not block all others."""
 COMPILE_SECONDS = 10.0
-"""How long a form may wait and be read."""
+"""Time limit of a form, waiting included."""
 MAX_WAITING = 256
-"""Forms that are read or are to be."""
+"""Forms that may be queued or compiling."""
 
 
 class FormCompilerPool:
-    """The forms of one model's texts. They are read on threads that do nothing else: bad ones, which can take a second,
-    delay neither the event loop nor what else runs on threads, such as the reading of prompts.
+    """Compiles the structured output forms of one model on dedicated threads.
+
+    A form can take a second. It delays neither the event loop nor other work on threads, such as tokenization.
     """
 
     def __init__(self, compiler: FormCompiler) -> None:
-        """Takes what reads them."""
+        """Starts the pool; `compiler` runs on its threads."""
         self._compiler = compiler
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="form")
         self._num_waiting = 0
 
     async def compile(self, wanted: StructuredOutput, generated_ids: Sequence[int] = ()) -> Automaton:
-        """Returns an automaton that has followed what was generated. Runs on the event loop.
+        """Compiles a form and returns its automaton, advanced over `generated_ids`. Runs on the event loop.
 
         Raises:
             InvalidRequestError: as `FormCompiler.compile`, or it takes longer than `COMPILE_SECONDS`.
-            NoRoomError: too many forms are read, or this one waited for others for so long that its time was over.
+            NoRoomError: too many forms are queued, or this one waited for others until its time limit.
         """
         if self._num_waiting >= MAX_WAITING:
             raise NoRoomError(f"{MAX_WAITING} forms wait to be read, which is the limit")
@@ -41,7 +42,7 @@ class FormCompilerPool:
         job = self._threads.submit(self._compile, wanted, generated_ids, deadline)
         self._num_waiting += 1
         try:
-            # Not `wait_for`: until Python 3.12 it forgets a cancellation that comes when the result is already there.
+            # Not `wait_for`: before Python 3.12 it loses a cancellation that arrives when the result is ready.
             async with asyncio.timeout(COMPILE_SECONDS):
                 return await asyncio.wrap_future(job)
         except TimeoutError as error:

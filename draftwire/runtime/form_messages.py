@@ -1,4 +1,4 @@
-"""Forms of texts on the wire."""
+"""Encoding of structured output forms."""
 
 from draftwire.errors import InvalidRequestError
 from draftwire.requests.structured_output import Form, StructuredOutput
@@ -6,10 +6,10 @@ from draftwire.v1 import session_pb2
 
 
 def form_to_proto(wanted: object) -> session_pb2.StructuredOutput | None:
-    """Encodes a form; None is none.
+    """Encodes a form; None stays None.
 
     Raises:
-        InvalidRequestError: it is something else.
+        InvalidRequestError: `wanted` is neither None nor a `StructuredOutput`.
     """
     if wanted is None:
         return None

@@ -1,4 +1,4 @@
-"""Turns what a method raises into a status, and refuses calls while the service is not ready."""
+"""Server interceptor: maps exceptions to gRPC statuses, and refuses calls while the service is not ready."""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
@@ -18,10 +18,10 @@ log = structlog.get_logger()
 
 
 class ServiceGate(grpc.aio.ServerInterceptor):
-    """Guards all methods of the package `draftwire.v1`, whose servicers are coroutines (no generators).
+    """Wraps all methods of the package `draftwire.v1`, whose servicers are coroutines (no generators).
 
     Attributes:
-        refusal: why calls are refused now; empty while the service is ready.
+        refusal: state in which calls are refused, such as "loading"; empty while the service is ready.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
             try:
                 if self.refusal:
                     raise UnavailableError(f"service is {self.refusal}")
-                return await inner(_read(request), context)
+                return await inner(_checked(request), context)
             except asyncio.CancelledError:
                 raise
             except Exception as error:
@@ -66,36 +66,36 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         return guarded
 
 
-class _Garbage:
-    """Stands for bytes that are no message."""
+class _Undecodable:
+    """Stands for a request whose bytes are not a message."""
 
 
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """Returns a deserializer that does not fail, which gRPC would report as an error of ours."""
+    """Returns a deserializer that does not raise: gRPC would report that as INTERNAL."""
     assert deserialize is not None, "generated code sets one"
 
     def tolerant(data: bytes) -> Any:
         try:
             return deserialize(data)
         except DecodeError:
-            return _Garbage()
+            return _Undecodable()
 
     return tolerant
 
 
-def _read(request: Any) -> Any:
+def _checked(request: Any) -> Any:
     """Returns a request, or the requests of a stream.
 
     Raises:
-        InvalidRequestError: one is no message; of a stream when its turn comes.
+        InvalidRequestError: a request could not be decoded; in a stream, raised when it is reached.
     """
     if isinstance(request, AsyncIterator):
-        return _read_all(request)
-    if isinstance(request, _Garbage):
+        return _checked_stream(request)
+    if isinstance(request, _Undecodable):
         raise InvalidRequestError("the bytes are not those of a message")
     return request
 
 
-async def _read_all(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        yield _read(request)
+        yield _checked(request)

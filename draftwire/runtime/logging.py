@@ -1,7 +1,7 @@
-"""Log lines: structured, on standard error, never with a prompt or a token in them.
+"""Structured logs on standard error, never with a prompt or a token in them.
 
-Whoever logs an error of unknown origin must reckon with a message that quotes what the error is about, so tracebacks
-are written without messages, and without the values of variables.
+The message of an error of unknown origin may quote a prompt, so tracebacks are logged without messages and without the
+values of variables.
 """
 
 import logging
@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 def configure_logging(log_format: str, service: str) -> None:
-    """Sets up structlog for the process, and sends what libraries log the same way.
+    """Sets up structlog for the process, and forwards what libraries log to it.
 
     Args:
         log_format: "console" for people, "json" for machines.
@@ -46,10 +46,10 @@ def configure_logging(log_format: str, service: str) -> None:
 
 
 def traceback_text(error: BaseException) -> str:
-    """Returns where an error and its causes were raised, and their types.
+    """Returns the stack frames and types of an error and its causes.
 
-    Messages are left out, but for errors that never quote a prompt: ours, and those of torch's own classes, such as a
-    device that is out of memory.
+    Messages are left out, except for errors that never quote a prompt: ours, and those of torch's own classes, such as
+    out of memory.
     """
     return "\n".join(_parts(error, set()))
 
@@ -83,7 +83,7 @@ def _format_exception(
 
 
 class _Forwarder(logging.Handler):
-    """Writes what libraries log as lines of ours."""
+    """Forwards the log records of libraries to structlog."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,4 +1,4 @@
-"""Messages between services, to and from the dataclasses of `method.rounds`. Enum zero is refused on receipt."""
+"""Encoding and decoding of messages between services: protobuf to and from dataclasses. Enum value 0 is refused."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -60,12 +60,12 @@ _EXTRAS = {
 _EXTRA_NUMBERS = {value: key for key, value in _EXTRAS.items()}
 
 MAX_SAID = 64
-"""Rules and capabilities of a peer, at most."""
+"""Most rules, and most capabilities, in a peer's model description."""
 MAX_NAME_LENGTH = 256
-"""Characters of a model's name, at most: names are kept, logged, and stand in every line of the audit's metrics."""
+"""Most characters of a model's name: names are stored, logged, and label every series of the audit's metrics."""
 
 PLAIN_PARAMETERS = tuple(field.name for field in fields(SessionParameters) if field.type in (bool, int, float, str))
-"""Those that messages hold as they are, under the same names."""
+"""Fields that messages hold unchanged, under the same names."""
 
 
 def fence_to_proto(fence: Fence) -> session_pb2.Fence:
@@ -96,12 +96,12 @@ def sampling_to_proto(params: SamplingParams) -> session_pb2.SamplingParameters:
 
 
 def sampling_from_proto(message: session_pb2.SamplingParameters) -> SamplingParams:
-    """Decodes sampling parameters; what is absent gets its default.
+    """Decodes sampling parameters; absent fields have their defaults.
 
     Raises:
         InvalidRequestError: a value is out of range.
     """
-    if len(message.logit_bias) > MAX_BIASED_TOKENS:  # before anything is made of them
+    if len(message.logit_bias) > MAX_BIASED_TOKENS:  # checked before anything is allocated
         raise InvalidRequestError(f"logit_bias takes at most {MAX_BIASED_TOKENS} token ids")
     if len(message.allowed_token_ids) > MAX_ALLOWED_TOKENS:
         raise InvalidRequestError(f"allowed_token_ids takes at most {MAX_ALLOWED_TOKENS} token ids")
@@ -123,7 +123,7 @@ def _structured_from_proto(message: session_pb2.SamplingParameters) -> Structure
     value = getattr(message.structured_output, name)
     if name != Form.CHOICES.value:
         return StructuredOutput(Form(name), (value,))
-    if len(value.texts) > MAX_CHOICES:  # before anything is made of them
+    if len(value.texts) > MAX_CHOICES:  # checked before anything is allocated
         raise InvalidRequestError(f"structured_output: choices takes at most {MAX_CHOICES} texts")
     return StructuredOutput(Form.CHOICES, tuple(value.texts))
 
@@ -153,20 +153,20 @@ def permit_to_proto(permit: Permit) -> session_pb2.DraftPermit:
 
 
 def permit_from_proto(message: session_pb2.DraftPermit) -> Permit:
-    """Decodes a permit, genuine or not."""
+    """Decodes a permit; its token is not verified."""
     return Permit(message.number, message.token)
 
 
 def blocks_from_proto(
     messages: Sequence[session_pb2.DraftBlock], drafter_id: int, vocab_size: int, max_draft_tokens: int
 ) -> list[ReceivedBlock]:
-    """Decodes and checks the draft blocks of one message together. What is wrong with a block stands in its place.
+    """Decodes and checks the draft blocks of one message together. A violation is stored in `draft` of its block.
 
     Args:
         messages: the blocks.
-        drafter_id: who sent them.
-        vocab_size: the target's.
-        max_draft_tokens: longer blocks are refused unread.
+        drafter_id: the sender.
+        vocab_size: of the target.
+        max_draft_tokens: longer blocks are refused without decoding them.
     """
     read = [_claim_from_proto(message, max_draft_tokens) for message in messages]
     decoded = iter(decode([claim for claim in read if isinstance(claim, Claim)], vocab_size))
@@ -269,7 +269,7 @@ def top_to_proto(tokens: Sequence[TokenLogprob]) -> session_pb2.TopLogprobs | No
 
 
 def tokens_from_proto(message: session_pb2.Verdict | verifier_pb2.PromptRead) -> list[TokenLogprob]:
-    """Decodes what a message says of its tokens, which may be nothing.
+    """Decodes the log-probabilities of a message's tokens; empty if it has none.
 
     Raises:
         InvalidRequestError: the numbers do not fit the tokens.
@@ -280,7 +280,7 @@ def tokens_from_proto(message: session_pb2.Verdict | verifier_pb2.PromptRead) ->
 
 
 def prompt_read_to_proto(read: PromptRead) -> verifier_pb2.PromptRead:
-    """Encodes what was read of a prompt."""
+    """Encodes log-probabilities of prompt tokens."""
     return verifier_pb2.PromptRead(
         session_id=read.session_id,
         epoch=read.epoch,
@@ -292,7 +292,7 @@ def prompt_read_to_proto(read: PromptRead) -> verifier_pb2.PromptRead:
 
 
 def prompt_read_from_proto(message: verifier_pb2.PromptRead) -> PromptRead:
-    """Decodes what was read of a prompt.
+    """Decodes log-probabilities of prompt tokens.
 
     Raises:
         InvalidRequestError: the numbers do not fit the tokens.
@@ -334,7 +334,7 @@ def calibration_from_proto(message: drafter_pb2.Calibration) -> Calibration:
 
 
 def rule_to_proto(rule: RuleFacts) -> session_pb2.VerificationRule:
-    """Encodes what a rule says of itself."""
+    """Encodes the properties of a rule."""
     return session_pb2.VerificationRule(
         name=rule.name,
         is_lossless=rule.is_lossless,
@@ -344,16 +344,16 @@ def rule_to_proto(rule: RuleFacts) -> session_pb2.VerificationRule:
 
 
 def rule_from_proto(message: session_pb2.VerificationRule) -> RuleFacts:
-    """Decodes what a rule says of itself.
+    """Decodes the properties of a rule.
 
     Raises:
-        InvalidRequestError: the name is none.
+        InvalidRequestError: the name is not valid.
     """
     return RuleFacts(message.name, message.is_lossless, message.needs_draft_probs, message.is_coupled)
 
 
 def parameters_to_proto(parameters: SessionParameters) -> session_pb2.SessionParameters:
-    """Encodes what both services have to know of a request."""
+    """Encodes the parameters that both services receive for a session."""
     plain = {name: getattr(parameters, name) for name in PLAIN_PARAMETERS}
     return session_pb2.SessionParameters(
         **plain,
@@ -364,7 +364,7 @@ def parameters_to_proto(parameters: SessionParameters) -> session_pb2.SessionPar
 
 
 def parameters_from_proto(message: session_pb2.SessionParameters) -> SessionParameters:
-    """Decodes what both services have to know of a request.
+    """Decodes the parameters that both services receive for a session.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -380,7 +380,7 @@ def parameters_from_proto(message: session_pb2.SessionParameters) -> SessionPara
 
 
 def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2.OpenTargetSessionRequest:
-    """Encodes the opening of a session on a verifier."""
+    """Encodes the request to open a session on a verifier."""
     return verifier_pb2.OpenTargetSessionRequest(
         lease_id=lease_id,
         session_id=spec.session_id,
@@ -400,7 +400,7 @@ def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2
 
 
 def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> TargetSessionSpec:
-    """Decodes the opening of a session on a verifier.
+    """Decodes the request to open a session on a verifier.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -425,7 +425,7 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
 
 
 def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.OpenDraftSessionRequest:
-    """Encodes the opening of a session on a drafter."""
+    """Encodes the request to open a session on a drafter."""
     return drafter_pb2.OpenDraftSessionRequest(
         lease_id=lease_id,
         session_id=spec.session_id,
@@ -441,7 +441,7 @@ def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.Op
 
 
 def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> DraftSessionSpec:
-    """Decodes the opening of a session on a drafter.
+    """Decodes the request to open a session on a drafter.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -460,14 +460,14 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
 
 
 def send_drafted_to_proto(command: SendDrafted) -> drafter_pb2.SendDrafted:
-    """Encodes the wish for a block under way."""
+    """Encodes the command to send a block as far as it is drawn."""
     return drafter_pb2.SendDrafted(
         session_id=command.session_id, epoch=command.epoch, round=command.round, attempt=command.attempt
     )
 
 
 def send_drafted_from_proto(message: drafter_pb2.SendDrafted) -> SendDrafted:
-    """Decodes the wish for a block under way."""
+    """Decodes the command to send a block as far as it is drawn."""
     return SendDrafted(message.session_id, message.epoch, message.round, message.attempt)
 
 
@@ -493,12 +493,12 @@ def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
     """Decodes a model's description.
 
     Raises:
-        ModelMismatchError: there is no version of the protocol that both speak.
-        InvalidRequestError: it says too much of itself, or a rule has no name.
+        ModelMismatchError: no protocol version is supported by both peers.
+        InvalidRequestError: a list or a name is too long, or the name of a rule is not valid.
     """
     check_protocol(message.name, message.oldest_protocol_version or message.protocol_version, message.protocol_version)
     for name in ("rules", "capabilities"):
-        if len(getattr(message, name)) > MAX_SAID:  # before anything is made of them
+        if len(getattr(message, name)) > MAX_SAID:  # checked before anything is allocated
             raise InvalidRequestError(f"{name}: a model has at most {MAX_SAID}")
     if any(len(name) > MAX_NAME_LENGTH for name in (message.name, *message.capabilities)):
         raise InvalidRequestError(f"names of models and capabilities have at most {MAX_NAME_LENGTH} characters")

@@ -1,4 +1,4 @@
-"""What the metrics of all services have in common. Names after the prefix are those that dashboards read from vLLM."""
+"""Metrics that all services have in common. Where vLLM has the metric, the name after the prefix is vLLM's."""
 
 from collections.abc import Iterable, Sequence
 from wsgiref.simple_server import WSGIServer
@@ -10,24 +10,24 @@ from draftwire.runtime.histogram import Histogram, Tally
 
 PREFIX = "draftwire:"
 ENGINE = "0"
-"""What the label `engine` says: a process has one. Processes are told apart by the labels of whoever reads them."""
+"""Value of the label `engine`: a process has one. Labels of the scraper distinguish processes."""
 SECONDS = tuple(10.0 ** (power / 4) for power in range(-16, 5))
-"""Buckets of durations within a round, 0.1 ms to 10 s: four in each power of ten."""
+"""Histogram buckets of durations within a round, 0.1 ms to 10 s: four for each power of ten."""
 LONG_SECONDS = tuple(10.0 ** (power / 4) for power in range(-12, 11))
-"""Buckets of what a user waits for, 1 ms to 316 s: four in each power of ten."""
+"""Histogram buckets of user-visible latencies, 1 ms to 316 s: four for each power of ten."""
 
 
 class ServiceMetrics:
-    """A registry of its own, so that two services can live in one test process.
+    """Metrics of one service, in a registry of its own, so that several services can run in one process.
 
-    Metrics whose names dashboards know from vLLM have the labels that they have there, `model_name` and `engine`, and
-    are there once the model is known. See docs/metrics.md.
+    Metrics that exist in vLLM have its labels, `model_name` and `engine`, and are exported once the model is known. See
+    docs/metrics.md.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.labels: dict[str, tuple[str, ...]] = {}
-        """Names of the labels that metrics have of their own, by the metrics' names."""
+        """Label names of each metric, without those of the model, by the metric's name."""
         self.of_model = OfModel()
         self.registry.register(self.of_model)
         self.startup_s = Gauge(
@@ -40,7 +40,7 @@ class ServiceMetrics:
     def counter(
         self, name: str, documentation: str, labels: tuple[str, ...] = (), *, of_model: bool = False
     ) -> Counter:
-        """Registers a counter; with `of_model`, one that vLLM knows."""
+        """Registers a counter; `of_model` adds the labels of metrics that exist in vLLM."""
         self.labels[PREFIX + name] = labels
         registry = self.of_model.registry if of_model else self.registry
         return Counter(PREFIX + name, documentation, labels, registry=registry)
@@ -54,7 +54,7 @@ class ServiceMetrics:
         *,
         of_model: bool = False,
     ) -> Histogram:
-        """Registers a histogram, by default of durations in seconds; with `of_model`, one that vLLM knows."""
+        """Registers a histogram, by default of durations in seconds; `of_model` as for `counter`."""
         self.labels[PREFIX + name] = labels
         histogram = Histogram(PREFIX + name, documentation, bounds, labels)
         (self.of_model.registry if of_model else self.registry).register(histogram)
@@ -69,17 +69,17 @@ class ServiceMetrics:
     def serve(self, port: int, host: str) -> int:
         """Serves `/metrics` on a thread and returns the port.
 
-        Always in Prometheus's text format: in OpenMetrics, names could not have colons and would be others.
+        Always in Prometheus's text format: OpenMetrics does not allow the colons in the names.
         """
         server, _ = start_http_server(port, host, self.registry)
-        answer = server.get_app()
-        assert answer is not None, "the library has just set it"
-        server.set_app(lambda environ, start: answer({**environ, "HTTP_ACCEPT": ""}, start))
+        app = server.get_app()
+        assert app is not None, "the library has just set it"
+        server.set_app(lambda environ, start: app({**environ, "HTTP_ACCEPT": ""}, start))
         self._server = server
         return int(server.server_port)
 
     def stop_serving(self) -> None:
-        """Ends `serve`, if it was called."""
+        """Stops serving `/metrics`, if `serve` was called."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -87,15 +87,15 @@ class ServiceMetrics:
 
 
 class OfModel:
-    """Adds the labels `model_name` and `engine` to what a registry of its own collects."""
+    """Collector that adds the labels `model_name` and `engine` to the metrics of its own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.model_name: str | None = None
-        """As long as it is None, there are no series."""
+        """Value of the label; while it is None, no series are exported."""
 
     def collect(self) -> Iterable[Metric]:
-        """Yields the registry's series with the labels, for `/metrics`."""
+        """Yields the registry's metric families with the labels added, for `/metrics`."""
         for family in self.registry.collect():
             samples, family.samples = family.samples, []
             if self.model_name is not None:

@@ -1,4 +1,4 @@
-"""`ModelService`, which drafters and verifiers serve alike."""
+"""Servicer of `ModelService`, for drafters and verifiers."""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
@@ -18,7 +18,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """Describes the loaded model to peers."""
 
     def __init__(self, card: Callable[[], ModelCard]) -> None:
-        """Takes what returns the model; it is called only when the service is ready."""
+        """Takes a function that returns the loaded model; it is called only once the service is ready."""
         self._card = card
         self._files: dict[str, bytes] | None = None
 
@@ -44,7 +44,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         request: model_pb2.GetTokenizerRequest,
         context: grpc.aio.ServicerContext[model_pb2.GetTokenizerRequest, model_pb2.GetTokenizerResponse],
     ) -> model_pb2.GetTokenizerResponse:
-        if self._files is None:  # written to a folder and read again, which takes a while
+        if self._files is None:  # slow: written to a folder and read back
             self._files = await asyncio.to_thread(tokenizer_files, self._card().tokenizer)
         files = self._files
         return model_pb2.GetTokenizerResponse(

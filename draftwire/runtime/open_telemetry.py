@@ -1,7 +1,7 @@
-"""Tracing by the SDK of OpenTelemetry. Imported only where tracing is on.
+"""Tracing with the OpenTelemetry SDK. Imported only if tracing is on.
 
-Spans are made on the caller's thread and wait in a bounded queue. A thread of the SDK packs and sends them. When the
-collector cannot be reached, spans are lost and serving goes on.
+Spans are made on the caller's thread and wait in a bounded queue. A thread of the SDK batches and exports them. If the
+collector cannot be reached, spans are lost and serving continues.
 """
 
 import asyncio
@@ -27,23 +27,23 @@ from draftwire.runtime.tracing import Attributes
 log = structlog.get_logger()
 
 EXPORT_SECONDS = 10.0
-"""How long the collector may take for one batch, its retries included."""
+"""Timeout of the export of one batch, retries included."""
 FLUSH_SECONDS = 3.0
-"""How long the end of a service may wait for the collector."""
+"""Timeout of the final flush, when a service ends."""
 WARNING_SECONDS = 60.0
-"""Between two log lines about lost spans."""
+"""Shortest interval of log lines about lost spans."""
 QUEUE_SPANS = 8192
-"""Spans that wait at most; those that come then are lost. Some seconds' worth at a thousand rounds a second."""
+"""Queue length; further spans are dropped. A few seconds' worth at a thousand rounds a second."""
 
 
 class WallClock:
-    """Turns times by `time.perf_counter` into wall time. Read once, so that a span never ends before it starts."""
+    """Converts `time.perf_counter` to wall time. Wall time is read once, so that no span ends before it starts."""
 
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - time.perf_counter_ns()
 
     def at(self, moment: float) -> int:
-        """Returns nanoseconds since 1970.
+        """Returns nanoseconds since the Unix epoch.
 
         Args:
             moment: by `time.perf_counter`, seconds.
@@ -51,15 +51,15 @@ class WallClock:
         return self._offset_ns + round(moment * 1e9)
 
     def now(self) -> int:
-        """Returns the same of this moment."""
+        """Returns the current time, nanoseconds since the Unix epoch."""
         return self._offset_ns + time.perf_counter_ns()
 
 
 class ForgivingExporter(SpanExporter):
-    """Exports, and says now and then how many spans were lost, in place of a line for each failure."""
+    """Wraps an exporter: counts lost spans, and logs their number now and then instead of each failure."""
 
     def __init__(self, exporter: SpanExporter, service: str) -> None:
-        """Takes what does the work."""
+        """Wraps `exporter`; `service` is the prefix of the log event."""
         self._exporter = exporter
         self._service = service
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class ForgivingExporter(SpanExporter):
         self._warned_at: float | None = None
 
     def admit(self) -> bool:
-        """Returns whether one more span may wait to be exported; counts it as lost if not. On any thread."""
+        """Returns whether the queue has room for a span; counts the span as lost if not. Thread-safe."""
         with self._lock:
             if self._num_waiting < QUEUE_SPANS:
                 self._num_waiting += 1
@@ -77,12 +77,12 @@ class ForgivingExporter(SpanExporter):
             return False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Exports, and counts what is lost. On the SDK's thread."""
+        """Exports a batch, and counts its spans as lost if that fails. Runs on the SDK's thread."""
         with self._lock:
             self._num_waiting -= len(spans)
         try:
             result = self._exporter.export(spans)
-        except Exception:  # the SDK would log it with all that it quotes
+        except Exception:  # the SDK would log its message, which may quote content
             result = SpanExportResult.FAILURE
         if result is not SpanExportResult.SUCCESS:
             with self._lock:
@@ -97,15 +97,15 @@ class ForgivingExporter(SpanExporter):
             self._warned_at, self._num_lost = now, 0
 
     def shutdown(self) -> None:
-        """Ends what is under way."""
+        """Shuts the wrapped exporter down; ends a running export."""
         self._exporter.shutdown()
 
 
 class CountingProcessor(BatchSpanProcessor):
-    """Keeps the queue from overflowing, where the SDK would lose spans that nobody counts: docs/decisions/0015."""
+    """Drops spans before the SDK's queue overflows, where they would be lost uncounted: docs/decisions/0015."""
 
     def __init__(self, exporter: ForgivingExporter) -> None:
-        """Takes what counts the spans."""
+        """Exports through `exporter`, which counts queued and lost spans."""
         super().__init__(exporter, max_queue_size=QUEUE_SPANS)
         self._admit = exporter.admit
 
@@ -116,20 +116,20 @@ class CountingProcessor(BatchSpanProcessor):
 
 
 class OtlpSpan:
-    """A span under way."""
+    """An open span."""
 
     def __init__(self, span: trace.Span, clock: WallClock) -> None:
-        """Takes a span that has begun."""
+        """Wraps a started span."""
         self._span = span
         self._clock = clock
         self.context = span.get_span_context()
 
     def add_event(self, name: str, attributes: Attributes) -> None:
-        """Notes that something happened now."""
+        """Adds an event at the current time."""
         self._span.add_event(name, attributes, self._clock.now())
 
     def end(self, attributes: Attributes, error: str = "") -> None:
-        """Ends the span now, with an error if there is one."""
+        """Ends the span at the current time; a non-empty `error` sets the status ERROR."""
         self._span.set_attributes(attributes)
         if error:
             self._span.set_status(trace.Status(trace.StatusCode.ERROR, error))
@@ -137,21 +137,21 @@ class OtlpSpan:
 
 
 class OtlpTracer:
-    """A `Tracer`."""
+    """`Tracer` that exports over OTLP."""
 
     def __init__(self, exporter: SpanExporter, service: str, instance: str) -> None:
-        """Takes what sends the spans, and who makes them; see `open_tracer`."""
+        """Exports through `exporter`, as an instance of a service; see `open_tracer`."""
         self._exporter = exporter
         self._clock = WallClock()
         names = {SERVICE_NAME: f"draftwire-{service}", SERVICE_INSTANCE_ID: instance, SERVICE_VERSION: __version__}
-        # Who is not to be recorded has no tracer's span at all, so all of these are.
+        # Unsampled requests never reach the tracer, so all its spans are recorded.
         self._provider = TracerProvider(resource=Resource.create(names), sampler=ALWAYS_ON, shutdown_on_exit=False)
         self._provider.add_span_processor(CountingProcessor(ForgivingExporter(exporter, service)))
         self._tracer = self._provider.get_tracer("draftwire", __version__)
 
     @classmethod
     def to(cls, endpoint: str, service: str, instance: str) -> "OtlpTracer":
-        """Returns a tracer whose spans go to a collector; see `open_tracer`. Does not wait for the collector."""
+        """Returns a tracer that exports to the collector at `endpoint`; see `open_tracer`. Does not wait for it."""
         # The SDK logs every failure: see `ForgivingExporter`.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         exporter = OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http://"), timeout=EXPORT_SECONDS)
@@ -160,38 +160,41 @@ class OtlpTracer:
     def start(
         self, name: str, parent: trace.SpanContext | None, attributes: Attributes, *, is_entry: bool = False
     ) -> OtlpSpan:
-        """Begins a span now, below its parent."""
+        """Starts a span at the current time; see `Tracer.start`."""
         kind = trace.SpanKind.SERVER if is_entry else trace.SpanKind.INTERNAL
         return OtlpSpan(
-            self._tracer.start_span(name, _below(parent), kind, attributes, start_time=self._clock.now()), self._clock
+            self._tracer.start_span(name, _context_under(parent), kind, attributes, start_time=self._clock.now()),
+            self._clock,
         )
 
     def record(
         self, name: str, parent: trace.SpanContext, started_at: float, ended_at: float, attributes: Attributes
     ) -> None:
-        """Makes a span of something that is over, by times of `time.perf_counter`."""
+        """Records a completed span; see `Tracer.record`."""
         clock = self._clock
-        span = self._tracer.start_span(name, _below(parent), attributes=attributes, start_time=clock.at(started_at))
+        span = self._tracer.start_span(
+            name, _context_under(parent), attributes=attributes, start_time=clock.at(started_at)
+        )
         span.end(clock.at(ended_at))
 
     async def close(self) -> None:
-        """Sends what is left, for `FLUSH_SECONDS` at most, and ends."""
+        """Flushes the queue, for `FLUSH_SECONDS` at most, and shuts down."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def shut_down() -> None:
             self._provider.shutdown()
-            with suppress(RuntimeError):  # nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: the flush timed out
                 loop.call_soon_threadsafe(ended.set)
 
-        # Not one of asyncio's threads, which the end of the process would wait for.
+        # Not one of asyncio's threads: the process would wait for it at exit.
         threading.Thread(target=shut_down, name="flush spans", daemon=True).start()
         try:
             async with asyncio.timeout(FLUSH_SECONDS):
                 await ended.wait()
         except TimeoutError:
-            self._exporter.shutdown()  # ends the call under way
+            self._exporter.shutdown()  # ends the running export
 
 
-def _below(parent: trace.SpanContext | None) -> Context:
-    """Returns the context of a span's child. Never the one that is current, which others may have set."""
+def _context_under(parent: trace.SpanContext | None) -> Context:
+    """Returns a context with `parent` as the current span. Ignores the ambient context, which other code may set."""
     return Context() if parent is None else trace.set_span_in_context(trace.NonRecordingSpan(parent), Context())

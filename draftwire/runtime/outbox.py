@@ -1,4 +1,4 @@
-"""The two directions of a stream, and the messages that wait to be written to it."""
+"""Bidirectional streams: concurrent reading and writing, and the queue of messages to be written."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -10,10 +10,10 @@ Item = TypeVar("Item")
 
 
 async def exchange(reading: Awaitable[None], writing: Awaitable[None]) -> None:
-    """Reads and writes at the same time until either side ends, then stops the other.
+    """Runs the reader and the writer of a stream concurrently until either ends, then cancels the other.
 
     Raises:
-        Exception: what the side that ended first raised.
+        Exception: raised by the side that ended first.
     """
     tasks = [asyncio.ensure_future(reading), asyncio.ensure_future(writing)]
     try:
@@ -27,16 +27,16 @@ async def exchange(reading: Awaitable[None], writing: Awaitable[None]) -> None:
 
 
 class Outbox(Generic[Item]):
-    """A bounded queue that never makes its producer wait and hands all it holds to its consumer at once.
+    """A bounded queue whose producer never waits and whose consumer receives all queued items at once.
 
-    Everything that one step of a service produces is put before the writer task runs, so it leaves in one message.
+    All items of one step of a service are put before the writer task runs, so they leave in one message.
     """
 
     def __init__(self, bound: int = 65_536) -> None:
         """Makes an empty outbox.
 
         Args:
-            bound: items that may wait. A stream whose peer reads so slowly that more pile up is broken.
+            bound: capacity, items. A stream whose peer reads too slowly to stay below it is broken.
         """
         self._items: list[Item] = []
         self._filled = asyncio.Event()
@@ -44,10 +44,10 @@ class Outbox(Generic[Item]):
         self._closed = False
 
     def put(self, item: Item) -> None:
-        """Adds an item; dropped silently when the outbox is closed, because nobody will read it.
+        """Adds an item; drops it silently if the outbox is closed, because nothing reads it any more.
 
         Raises:
-            UnavailableError: the bound is reached.
+            UnavailableError: the outbox is full.
         """
         if self._closed:
             return
@@ -57,7 +57,7 @@ class Outbox(Generic[Item]):
         self._filled.set()
 
     async def take_all(self) -> list[Item]:
-        """Waits until there is something, and returns all of it in order; an empty list means closed."""
+        """Waits for items and returns all of them in order; an empty list means that the outbox is closed."""
         await self._filled.wait()
         items, self._items = self._items, []
         if not self._closed:
@@ -65,6 +65,6 @@ class Outbox(Generic[Item]):
         return items
 
     def close(self) -> None:
-        """Lets the consumer take what is left, then nothing more."""
+        """Closes the outbox; the consumer still receives the queued items."""
         self._closed = True
         self._filled.set()

@@ -1,4 +1,4 @@
-"""Getting to know a peer's model."""
+"""Client of `ModelService`: a peer's model, vocabulary and tokenizer."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from draftwire.v1 import model_pb2, model_pb2_grpc
 
 @dataclass(frozen=True, slots=True)
 class ModelPeer:
-    """Asks a model server about itself. Every call waits for the server to come up, until the deadline."""
+    """Queries the model of a peer. `describe` waits for the peer to come up; all calls have a deadline."""
 
     channel: grpc.aio.Channel
     timeout_s: float
@@ -21,8 +21,8 @@ class ModelPeer:
         """Returns the description of the peer's model.
 
         Raises:
-            ModelMismatchError: the peer speaks another protocol version.
-            UnavailableError: no answer in time.
+            ModelMismatchError: no protocol version is supported by both peers.
+            UnavailableError: no response before the deadline.
         """
         stub = model_pb2_grpc.ModelServiceStub(self.channel)
         try:
@@ -51,10 +51,10 @@ class ModelPeer:
 
 
 async def check_vocabularies(target: ModelPeer, drafter: ModelPeer) -> None:
-    """Makes sure that two peers' token ids mean the same.
+    """Checks that two peers have the same vocabulary.
 
     Raises:
-        ModelMismatchError: they do not; the message names the first differing token.
+        ModelMismatchError: they differ; the message names the first differing token.
     """
     ours, theirs = await target.describe(), await drafter.describe()
     if ours.vocabulary_fingerprint != theirs.vocabulary_fingerprint:

@@ -26,7 +26,7 @@ async def run_service(service: Service) -> int:
         The exit status: 0 after a drain, 1 after a failure while running, 2 if the service could not start.
     """
     asyncio.get_running_loop().set_exception_handler(_log_lost_error)
-    stop = asyncio.create_task(_stop_asked(service.settings.stop_with_stdin))
+    stop = asyncio.create_task(_wait_for_stop(service.settings.stop_with_stdin))
     starting = asyncio.create_task(start(service))
     running: Running | None = None
     try:
@@ -37,7 +37,7 @@ async def run_service(service: Service) -> int:
             return int(service.is_lost())
         running = starting.result()
         gc.collect()
-        gc.freeze()  # what is loaded now stays: collections need not look at it again and again
+        gc.freeze()  # loaded objects live as long as the process: later collections skip them
         _log_started(service, running)
         ended = asyncio.create_task(running.wait())
         await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -54,8 +54,8 @@ async def run_service(service: Service) -> int:
     return int(service.is_lost())
 
 
-async def _stop_asked(with_stdin: bool) -> None:
-    """Returns when a signal asks the process to stop; with `with_stdin` also when whoever holds that pipe is gone."""
+async def _wait_for_stop(with_stdin: bool) -> None:
+    """Returns on SIGTERM or SIGINT; with `with_stdin` also at the end of standard input."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -82,13 +82,13 @@ def _log_failed(service: Service, error: Exception, has_served: bool) -> None:
     if is_expected(error) or isinstance(cause, OSError):
         log.error(f"{service.name}.server_failed", reason=str(cause))
     else:
-        # Before the first call there is no prompt that a message could quote.
+        # Before the first call, no message can quote a prompt.
         reason = type(cause).__name__ if has_served else f"{type(cause).__name__}: {cause}"
         log.exception(f"{service.name}.server_failed", reason=reason)
 
 
 def _age_s() -> float:
-    """Returns for how long this process has lived, seconds; on Linux with what it imported before it could measure."""
+    """Returns the age of this process, seconds; elsewhere than on Linux only since the import of this module."""
     if sys.platform != "linux":
         return time.monotonic() - _IMPORTED_AT
     started_at_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
@@ -96,12 +96,12 @@ def _age_s() -> float:
 
 
 def _log_lost_error(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an error that nobody waits for. asyncio's own handler would print what the task holds too."""
+    """Logs an exception that was never retrieved. asyncio's own handler would also print the task's contents."""
     log.error("process.error_lost", reason=context.get("message"), exc_info=context.get("exception"))
 
 
 def _stop_with_stdin(stopping: asyncio.Event) -> None:
-    """Stops when whoever holds the other end of the pipe is gone."""
+    """Sets `stopping` at the end of standard input: the process at the other end of the pipe has exited."""
     loop = asyncio.get_running_loop()
 
     def read() -> None:

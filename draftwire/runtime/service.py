@@ -25,33 +25,33 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 STOP_SECONDS = 1.0
-"""How long calls may go on that the drain has left, by default."""
+"""Default grace period for calls that are still running after the drain."""
 
 
 class Listener(Protocol):
-    """Another way into a service than gRPC, in the same event loop."""
+    """A server for another protocol than gRPC, in the same event loop."""
 
     @property
     def name(self) -> str:
-        """Names its port in the log: `<name>_port`."""
+        """Prefix of its port in the log: `<name>_port`."""
 
     async def start(self, gate: ServiceGate) -> int:
-        """Listens, and returns the port. While the gate has a refusal, calls are refused.
+        """Listens, and returns the port. Calls are refused while `gate.refusal` is set.
 
         Raises:
-            UnavailableError: the port cannot be had.
+            UnavailableError: the port is not available.
         """
 
     async def run(self) -> None:
-        """Returns once it was stopped, and raises what else ended it. Called after `start`."""
+        """Serves until it is stopped; raises the error if it ends otherwise. Called after `start`."""
 
     async def stop(self) -> None:
-        """Ends what the drain has left. Called whether it was started or not."""
+        """Ends calls that are still running after the drain. Called whether it was started or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What makes one service different from another."""
+    """Definition of a service: name, settings, servicers and hooks."""
 
     name: str
     grpc_names: tuple[str, ...]
@@ -62,30 +62,30 @@ class Service:
     register: Callable[[grpc.aio.Server], None]
     """Adds the servicers to the server."""
     start: Callable[[], Awaitable[None]]
-    """Loads what calls need. Calls are refused with UNAVAILABLE until it returns."""
+    """Loads models and other state. Calls are refused with UNAVAILABLE until it returns."""
     run: Callable[[], Awaitable[None]]
-    """Works until it is cancelled."""
+    """Runs the service's work until it is cancelled."""
     stop: Callable[[], None]
-    """Frees what `start` took."""
+    """Releases the resources of `start`."""
     num_sessions: Callable[[], int]
-    """Sessions that a drain waits for."""
+    """Returns the number of sessions that a drain still waits for."""
     credentials: grpc.ServerCredentials | None = None
     """TLS; None is plaintext."""
     watchdog: Watchdog | None = None
     """Watches the device, once the service has started."""
     listeners: Sequence[Listener] = ()
-    """Other ways in."""
+    """Servers for other protocols."""
     tracer: Tracer | None = None
-    """Closed when all else has ended."""
+    """Closed last."""
     is_lost: Callable[[], bool] = lambda: False
-    """Whether it has come to a bad end, also where `run` was cancelled."""
+    """Returns whether the process must exit with an error, even if `run` was cancelled."""
 
 
 class Running:
-    """A service that was started: it listens, and takes calls once it has loaded.
+    """A started service: it listens, and accepts calls once it has loaded.
 
     Attributes:
-        ports: what it listens on: `port`, `metrics_port` (None where metrics are not served), `<listener>_port`.
+        ports: ports that it listens on: `port`, `metrics_port` (None where metrics are not served), `<listener>_port`.
     """
 
     def __init__(self, service: Service) -> None:
@@ -101,7 +101,7 @@ class Running:
         """Binds all ports and answers health checks with NOT_SERVING; other calls are refused.
 
         Raises:
-            UnavailableError: a port cannot be had.
+            UnavailableError: a port is not available.
         """
         service = self._service
         service.register(self._server)
@@ -119,7 +119,7 @@ class Running:
         await self._server.start()
 
     async def load(self) -> None:
-        """Loads what calls need, then takes calls. Raises what the service's `start` raises."""
+        """Loads, then accepts calls. Raises what the service's `start` raises."""
         service, started_at = self._service, time.monotonic()
         await service.start()
         log.info(f"{service.name}.service_warmed", duration_s=round(time.monotonic() - started_at, 1))
@@ -129,13 +129,13 @@ class Running:
         self._tasks = [asyncio.create_task(_run(service)), asyncio.create_task(self._watch())]
 
     async def wait(self) -> None:
-        """Returns once the service's work has ended by itself; `drain` raises what ended it."""
+        """Returns once the service's work has ended by itself; `drain` raises its error."""
         await asyncio.wait({self._tasks[0]})
 
     async def drain(self) -> None:
-        """Takes no new calls and lets open sessions finish, for `drain_seconds` at most.
+        """Refuses new calls and waits for open sessions to finish, for `drain_seconds` at most.
 
-        Raises what has ended the service's work, if that has ended.
+        Raises the error that ended the service's work, if that has ended.
         """
         service, (run, watch) = self._service, self._tasks
         watch.cancel()
@@ -151,10 +151,10 @@ class Running:
             run.result()
 
     async def stop(self, grace_s: float = STOP_SECONDS) -> None:
-        """Ends what is left, and frees all that was taken. For a service in any state, once.
+        """Ends running calls and releases all resources. Call once, in any state.
 
         Args:
-            grace_s: how long calls may go on that the drain has left, seconds.
+            grace_s: grace period for calls that are still running, seconds.
         """
         service = self._service
         stops = (
@@ -163,7 +163,7 @@ class Running:
             asyncio.to_thread(service.metrics.stop_serving),
         )
         for fault in await asyncio.gather(*stops, return_exceptions=True):
-            if fault is not None:  # what else there is has to be stopped too
+            if fault is not None:  # the rest has to be stopped all the same
                 log.error(f"{service.name}.stop_failed", exc_info=fault)
         for task in reversed(self._tasks):
             task.cancel()
@@ -173,7 +173,7 @@ class Running:
             await service.tracer.close()
 
     async def _watch(self) -> None:
-        """Says NOT_SERVING, of the process too, while a call on the device takes too long, and takes no new calls."""
+        """Sets health to NOT_SERVING and refuses calls while a call on the device exceeds the watchdog's limit."""
         service, watchdog = self._service, self._service.watchdog
         while watchdog is not None:
             await asyncio.sleep(watchdog.interval_s)
@@ -189,10 +189,11 @@ class Running:
 
 
 async def start(service: Service) -> Running:
-    """Starts a service and returns it once it serves. If that fails or is cancelled, nothing of it is left.
+    """Starts a service and returns it once it serves. If that fails or is cancelled, the service is stopped.
 
     Raises:
-        UnavailableError: a port cannot be had, or what the service raises while it loads.
+        UnavailableError: a port is not available.
+        Exception: raised by the service while it loads.
     """
     running = Running(service)
     try:
@@ -216,8 +217,9 @@ def _bind(server: grpc.aio.Server, service: Service) -> int:
 
 
 async def _run(service: Service) -> None:
-    """Works until it is cancelled, or the service or one of its listeners ends."""
-    works = [asyncio.ensure_future(work) for work in (service.run(), *(one.run() for one in service.listeners))]
+    """Runs the service and its listeners until one of them ends, or it is cancelled."""
+    coroutines = (service.run(), *(listener.run() for listener in service.listeners))
+    works = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
         for work in done:

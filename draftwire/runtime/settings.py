@@ -1,4 +1,4 @@
-"""Settings that several services have, and how bad ones are refused."""
+"""Settings that several services have, with their validation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +76,11 @@ class TlsSettings:
         return self.tls_ca is not None and self.tls_require_client_cert
 
     def check_listening(self, host: str) -> None:
-        """Makes sure that a service may listen at a host.
+        """Checks that a service may listen at a host.
 
         Raises:
-            InvalidRequestError: other machines reach it, and traffic would not be encrypted; or callers are to show
-                certificates, and there is no TLS to show them over.
+            InvalidRequestError: other machines reach the host without TLS, which is not allowed; or client
+                certificates are required without TLS.
         """
         if self.tls_cert is None:
             may_listen = self.allow_plaintext or is_loopback(host)
@@ -89,10 +89,10 @@ class TlsSettings:
             require(can_show, "tls_ca asks callers for certificates, which needs tls_cert and tls_key")
 
     def check_dialling(self, host: str) -> None:
-        """Makes sure that a service that encrypts what it accepts does not pass it on unencrypted.
+        """Checks that a service that serves over TLS does not call other machines in plaintext.
 
         Raises:
-            InvalidRequestError: it would, to another machine.
+            InvalidRequestError: it would.
         """
         may_dial = self.tls_cert is None or self.tls_ca is not None or self.allow_plaintext or is_loopback(host)
         require(may_dial, f"there is tls_cert, but {host} would be called without TLS: set tls_ca{_OR_PLAINTEXT}")
@@ -102,10 +102,10 @@ _OR_PLAINTEXT = ", or allow_plaintext where the network encrypts on its own"
 
 
 LEAST_MESSAGE_BYTES = 2**20
-"""Every service takes messages of this size, however it is configured."""
+"""Smallest limit of message sizes: every service accepts such messages, however it is configured."""
 
 LEAST_KEEPALIVE_S = 1.0
-"""No service is configured to ask more often than this whether its peer is still there."""
+"""Shortest interval of keep-alive pings that can be configured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class LayerParallelSettings:
         require(says_once, "layer_parallel_size and layer_groups say the same: set one of them")
         has_use = self.bonus_calibration or self.is_parallel
         require(has_use, "bonus_calibration has nothing to leave out: set layer_parallel_size or layer_groups")
-        _ = self.parallelism  # checks itself
+        _ = self.parallelism  # validates
         require(self.layer_parallel_ranks >= 1, "layer_parallel_ranks must be at least 1")
         can_share = self.layer_parallel_ranks == 1 or self.is_parallel
         require(can_share, "layer_parallel_ranks share what runs together: set layer_parallel_size or layer_groups")
@@ -194,7 +194,7 @@ class LayerParallelSettings:
 
     @property
     def parallelism(self) -> LayerParallelism:
-        """The same for a model."""
+        """Layer groups in the form that the model loader takes."""
         return LayerParallelism(self.layer_parallel_size, self.layer_groups)
 
     @property
@@ -246,6 +246,6 @@ def _is_endpoint(url: str) -> bool:
     try:
         parts = urlsplit(url)
         has_address = bool(parts.hostname) and parts.port is not None
-    except ValueError:  # a port that is none
+    except ValueError:  # not a port number
         return False
     return has_address and url == f"{parts.scheme}://{parts.netloc}" and parts.scheme in ("http", "https")

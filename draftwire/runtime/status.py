@@ -1,4 +1,4 @@
-"""Errors to gRPC statuses: one table for unary calls and streams."""
+"""Errors to gRPC status codes and back: one table for unary calls and streams."""
 
 import asyncio
 
@@ -36,26 +36,26 @@ ERROR: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: ProtocolViolationError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: NoRoomError,
 }
-"""The way back, for a service that is another's client. Everything else is UnavailableError."""
+"""Errors by status code, for the clients of services. All other codes become UnavailableError."""
 
 MAX_MESSAGE = 1000
-"""Bytes of a message: a longer one would not fit in the trailers, three times as long there, and look like another
-error."""
+"""Most bytes of a status message. Percent-encoding can triple it, and one too long for the trailers would turn into
+another error."""
 
 CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {int(code.value[0]): code for code in grpc.StatusCode}
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Returns the first error inside exception groups, which task groups wrap around what their tasks raise."""
+    """Unwraps exception groups, which task groups raise, to their first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Returns the status and the message that a caller sees. What is not in the table stays opaque."""
+    """Returns the status code and message for the caller; INTERNAL, without details, for errors not in the table."""
     cause = root_cause(error)
-    if isinstance(cause, grpc.aio.AioRpcError):  # of a peer that this service called
+    if isinstance(cause, grpc.aio.AioRpcError):  # from a peer that this service called
         cause = error_of(cause)
     for kind in type(cause).__mro__:
         if kind in STATUS:
@@ -64,7 +64,7 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
 
 
 def hints(error: BaseException) -> tuple[tuple[str, str], ...]:
-    """Returns the trailing metadata that tells a caller when to try again, or from where to go on."""
+    """Returns trailing metadata for the caller: the retry delay, or the number of tokens to resume from."""
     cause = root_cause(error)
     if isinstance(cause, grpc.aio.AioRpcError):
         cause = error_of(cause)
@@ -76,7 +76,7 @@ def hints(error: BaseException) -> tuple[tuple[str, str], ...]:
 
 
 def error_of(error: grpc.aio.AioRpcError) -> DraftwireError:
-    """Returns the error that a peer's status stands for."""
+    """Returns the error for a peer's status."""
     message = error.details() or error.code().name
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return NoRoomError.hinted(message, dict(error.trailing_metadata() or ()).get(RETRY_KEY))
@@ -84,11 +84,11 @@ def error_of(error: grpc.aio.AioRpcError) -> DraftwireError:
 
 
 def error_of_number(number: int, message: str) -> DraftwireError:
-    """Returns the error that a status number in a `SessionFailure` stands for."""
+    """Returns the error for the status code number of a `SessionFailure`."""
     code = CODE_BY_NUMBER.get(number, grpc.StatusCode.UNKNOWN)
     return ERROR.get(code, UnavailableError)(message)
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether an error is part of normal life and needs no traceback."""
+    """Whether an error is expected in normal operation and needs no traceback."""
     return isinstance(root_cause(error), asyncio.CancelledError) or status_of(error)[0] is not grpc.StatusCode.INTERNAL

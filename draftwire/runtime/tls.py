@@ -1,4 +1,4 @@
-"""TLS: the files of certificates and keys, and what gRPC is told about them."""
+"""TLS: certificate and key files, credentials of servers and channels, and their renewal."""
 
 import asyncio
 import ssl
@@ -15,12 +15,12 @@ from draftwire.runtime.settings import ConnectionSettings, TlsSettings, require
 from draftwire.runtime.watched_files import WatchedFiles, read_bytes
 
 OLD_CHANNEL_SECONDS = 600.0
-"""How long calls may go on over a channel whose certificates have been replaced. They have deadlines of their own."""
+"""Grace period of calls on a channel whose certificates have been replaced. They have deadlines of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A certificate, with those between it and its issuer, and its key: PEM."""
+    """A certificate chain and its private key, PEM."""
 
     chain: bytes
     key: bytes
@@ -28,18 +28,18 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """What the files of one service hold, checked."""
+    """Validated contents of a service's TLS files."""
 
     identity: Identity | None
     ca: bytes | None
-    """PEM certificates of the believed issuers."""
+    """PEM certificates of the trusted issuers."""
 
 
 TlsFiles = WatchedFiles[TlsMaterial]
 
 
 def watch_tls(settings: TlsSettings) -> TlsFiles | None:
-    """Returns the files of a service; None where it uses no TLS at all.
+    """Reads and watches the TLS files of a service. Returns None if it uses no TLS.
 
     Raises:
         InvalidRequestError: a file is missing, unreadable or malformed; the message names it and its option.
@@ -49,7 +49,7 @@ def watch_tls(settings: TlsSettings) -> TlsFiles | None:
 
 
 def read_material(settings: TlsSettings) -> TlsMaterial:
-    """Reads and checks the files.
+    """Reads and validates the TLS files.
 
     Raises:
         InvalidRequestError: a file is missing, unreadable or malformed; the message names it and its option.
@@ -65,13 +65,13 @@ def read_material(settings: TlsSettings) -> TlsMaterial:
 
 
 def server_credentials(files: TlsFiles | None, settings: TlsSettings) -> grpc.ServerCredentials | None:
-    """Returns what a server is opened with, None for plaintext. Every handshake uses what the files say then."""
+    """Returns the credentials of a gRPC server, None for plaintext. Every handshake uses the current files."""
     if files is None or settings.tls_cert is None:
         return None
     used = files.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC at every handshake, on a thread of its own; None changes nothing."""
+        """Called by gRPC at every handshake, on a thread of gRPC; None keeps the current certificates."""
         nonlocal used
         now = files.current()
         if now is used:
@@ -84,9 +84,9 @@ def server_credentials(files: TlsFiles | None, settings: TlsSettings) -> grpc.Se
 
 
 def server_context(files: TlsFiles | None, settings: TlsSettings) -> ssl.SSLContext | None:
-    """Returns what a server that is not gRPC's is opened with, None for plaintext.
+    """Returns the SSL context of a server other than gRPC's, None for plaintext.
 
-    Every handshake uses what the files say then.
+    Every handshake uses the current files.
     """
     if files is None or settings.tls_cert is None:
         return None
@@ -98,14 +98,14 @@ def server_context(files: TlsFiles | None, settings: TlsSettings) -> ssl.SSLCont
         nonlocal used, made
         now = files.current()
         if now is not used:
-            # They changed once more, just now, or are not taken: nothing changes, and the next handshake looks again.
+            # The files changed again meanwhile, or OpenSSL rejects them: keep the context; the next handshake retries.
             with suppress(OSError, TypeError, ValueError):
                 made = _server_context(now, settings)
                 used = now
         connection.context = made
 
     first = _server_context(used, settings)
-    first.sni_callback = choose  # called also where the caller names nobody
+    first.sni_callback = choose  # called also for clients that send no SNI
     return first
 
 
@@ -113,11 +113,11 @@ def _server_context(material: TlsMaterial, settings: TlsSettings) -> ssl.SSLCont
     assert settings.tls_cert is not None, "a server has a certificate, or no TLS"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
-    context.options |= ssl.OP_NO_TICKET  # a session that is resumed would show no certificate again
+    context.options |= ssl.OP_NO_TICKET  # a resumed session would not show its certificate again
     context.num_tickets = 0
     context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     if settings.requires_client_cert and material.ca is not None:
-        # Comments between the certificates may be in any encoding; `ssl` takes nothing but ASCII here.
+        # Comments between the certificates may be in any encoding; `ssl` accepts only ASCII here.
         context.load_verify_locations(cadata=material.ca.decode("ascii", errors="ignore"))
         context.verify_mode = ssl.CERT_REQUIRED
     return context
@@ -131,26 +131,26 @@ def _certificate_configuration(material: TlsMaterial, settings: TlsSettings) -> 
 
 
 class Dialler:
-    """Opens a service's connections to others: over TLS alone if it knows whom to believe, else in plaintext."""
+    """Opens a service's channels to other services: over TLS only if `tls_ca` is set, else in plaintext."""
 
     def __init__(self, connections: ConnectionSettings, settings: TlsSettings, files: TlsFiles | None) -> None:
-        """Takes what the service's options say of its connections, and its files; `Dialler.plaintext` needs neither."""
+        """Takes the service's connection and TLS settings and its TLS files; `Dialler.plaintext` needs no TLS."""
         self.connections = connections
         self._settings = settings
         self._files = files if settings.tls_ca is not None else None
 
     @classmethod
     def plaintext(cls, connections: ConnectionSettings) -> "Dialler":
-        """Returns one without TLS."""
+        """Returns a dialler without TLS."""
         return cls(connections, TlsSettings(), None)
 
     @property
     def material(self) -> TlsMaterial | None:
-        """What connections are opened with now: another object if the files have changed. None in plaintext."""
+        """Current TLS material: a new object if the files have changed. None in plaintext."""
         return self._files.current() if self._files is not None else None
 
     def open(self, address: str, *, bulk: bool) -> grpc.aio.Channel:
-        """Returns a channel to host:port that uses, for as long as it lives, what the files say now.
+        """Returns a channel to host:port that uses the current TLS files for its whole life.
 
         Args:
             address: host:port.
@@ -168,13 +168,13 @@ class Dialler:
 
 
 class RenewedChannel:
-    """A channel to one address that is opened anew when the certificates have changed.
+    """A channel to one address that is replaced when the certificates have changed.
 
-    gRPC reconnects on its own, but with the certificates that a channel was opened with, which may have expired.
+    gRPC reconnects on its own, but with the certificates of the channel's creation, which may have expired.
     """
 
     def __init__(self, dialler: Dialler, address: str, *, bulk: bool) -> None:
-        """Opens it; see `Dialler.open`."""
+        """Opens the channel; see `Dialler.open`."""
         self._open: Callable[[], grpc.aio.Channel] = lambda: dialler.open(address, bulk=bulk)
         self._dialler = dialler
         self._material = dialler.material
@@ -182,7 +182,7 @@ class RenewedChannel:
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self) -> grpc.aio.Channel:
-        """Returns the channel for the next call. Those under way on an older one may go on for a while."""
+        """Returns the channel for the next call. Running calls on an older one may finish, for a while."""
         material = self._dialler.material
         if material is not self._material:
             closing = asyncio.create_task(self._channel.close(OLD_CHANNEL_SECONDS))
@@ -192,17 +192,17 @@ class RenewedChannel:
         return self._channel
 
     async def close(self) -> None:
-        """Closes it, and ends the calls that are still under way. Older ones close when theirs have ended."""
+        """Closes the channel and ends its running calls. Replaced channels close once their calls have finished."""
         await self._channel.close()
 
 
 def _check_identity(cert: Path, key: Path) -> None:
-    """Checks that a certificate and a key are ones, and each other's."""
+    """Checks that a certificate and a key are well-formed and match."""
     _check_certificates(cert, "tls_cert")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_cert_chain(cert, key, password="")  # without one, OpenSSL would ask the terminal for it
-    except OSError as error:  # SSLError is one
+        context.load_cert_chain(cert, key, password="")  # without `password`, OpenSSL would prompt for it
+    except OSError as error:  # SSLError is a subclass
         is_other = isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH"
         fault = f"is not the key of {cert}" if is_other else "is not a PEM key without a password"
         raise InvalidRequestError(f"tls_key: {key} {fault}") from error
@@ -212,6 +212,6 @@ def _check_certificates(path: Path, option: str) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(path)
-    except OSError as error:  # SSLError is one
+    except OSError as error:  # SSLError is a subclass
         raise InvalidRequestError(f"{option}: {path} is not a PEM file of certificates") from error
     require(context.cert_store_stats()["x509"] > 0, f"{option}: {path} holds no certificate")

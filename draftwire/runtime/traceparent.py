@@ -1,6 +1,6 @@
-"""The header `traceparent`: which trace and which span something belongs to. OpenTelemetry reads and writes it.
+"""Parsing and formatting of the header `traceparent`, which names a trace and a span.
 
-It is imported where there is a header, and without tracing there is none.
+OpenTelemetry is imported only if there is a header; without tracing there is none.
 
 Source: W3C Trace Context, level 1, section 3.2.
 """
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 MAX_HEADER_LENGTH = 256
-"""Characters of a header that is looked at, at most. Those of version 00 have 55; later ones may be longer."""
+"""Characters; longer headers are ignored. Those of version 00 have 55; later ones may be longer."""
 
 
 def parse_traceparent(header: str) -> SpanContext | None:
-    """Returns the span that a header names; None if it says nothing that can be understood.
+    """Parses a header of a client; None if it is malformed.
 
-    Of versions after 00 the parts that 00 has are read, as the standard wants it. The library would take blanks at both
-    ends, too, and log what is too long.
+    Of versions after 00, the parts that 00 has are parsed, as the standard demands. Surrounding blanks and long headers
+    are refused here, because the library would accept the former and log the latter.
     """
     if not header or len(header) > MAX_HEADER_LENGTH or header != header.strip():
         return None
@@ -33,12 +33,12 @@ def parse_traceparent(header: str) -> SpanContext | None:
 
 
 def parse_own_traceparent(header: str) -> SpanContext | None:
-    """Returns the span that a header of version 00 names, which services take from each other; None of all others."""
+    """Parses a header of another service: only version 00 is accepted; None otherwise."""
     return parse_traceparent(header) if header.startswith("00-") else None
 
 
 def traceparent_of(span: SpanContext) -> str:
-    """Returns the header that names a span; an empty one of a span that nobody records, which has no ids."""
+    """Formats the header for a span; empty for a span that is not recorded, which has no ids."""
     from opentelemetry.trace import NonRecordingSpan, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

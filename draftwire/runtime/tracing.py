@@ -1,10 +1,10 @@
-"""Spans of requests, for a collector of traces. See docs/tracing.md.
+"""Interface for the spans of requests. See docs/tracing.md.
 
-Where tracing is off there is no tracer, and whoever would record asks for `None` and does nothing else:
-OpenTelemetry's SDK is not imported then. Spans carry numbers and names, never prompts, texts or token ids.
+If tracing is off, the tracer is None: callers check for that, and OpenTelemetry's SDK is not imported. Spans carry
+numbers and names, never prompts, texts or token ids.
 """
 
-from __future__ import annotations  # so is its interface
+from __future__ import annotations  # OpenTelemetry's types are imported for the type checker only
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -15,64 +15,64 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
 Attributes = Mapping[str, bool | int | float | str]
-"""Integers must fit into 64 bits with a sign: ids of sessions are written as text."""
+"""Integers must fit into signed 64 bits; session ids, which may not, are written as text."""
 
 PREFIX = "draftwire."
-"""Of the names of attributes."""
+"""Prefix of attribute names."""
 
 
 class TraceSpan(Protocol):
-    """A span under way."""
+    """An open span."""
 
     @property
     def context(self) -> SpanContext:
-        """Names the span; its children are made with this."""
+        """Context of the span: the parent for its children."""
 
     def add_event(self, name: str, attributes: Attributes) -> None:
-        """Notes that something happened now."""
+        """Adds an event at the current time."""
 
     def end(self, attributes: Attributes, error: str = "") -> None:
-        """Ends the span now.
+        """Ends the span at the current time.
 
         Args:
-            attributes: what is known of it at the end.
-            error: why it failed; empty if it did not.
+            attributes: added to those of the start.
+            error: reason of a failure; empty on success.
         """
 
 
 class Tracer(Protocol):
-    """Makes spans. No method blocks, and none fails because nobody takes the spans."""
+    """Makes spans. No method but `close` waits for the collector, and none fails if it is unreachable."""
 
     def start(
         self, name: str, parent: SpanContext | None, attributes: Attributes, *, is_entry: bool = False
     ) -> TraceSpan:
-        """Begins a span now.
+        """Starts a span at the current time.
 
         Args:
-            name: of what is done.
-            parent: the span that it is part of; None begins a trace.
-            attributes: what is known of it.
-            is_entry: whether it is what a client asked for.
+            name: of the operation.
+            parent: parent span; None starts a trace.
+            attributes: of the span.
+            is_entry: whether the span is a client's request (span kind SERVER).
         """
 
     def record(
         self, name: str, parent: SpanContext, started_at: float, ended_at: float, attributes: Attributes
     ) -> None:
-        """Makes a span of something that is over.
+        """Records a completed span.
 
         Args:
-            name: of what was done.
-            parent: the span that it was part of.
+            name: of the operation.
+            parent: parent span.
             started_at: by `time.perf_counter`, seconds.
             ended_at: the same.
-            attributes: what is known of it.
+            attributes: of the span.
         """
 
     async def close(self) -> None:
-        """Sends what is left, for a few seconds at most, and ends."""
+        """Flushes the queued spans, for a few seconds at most, and shuts down."""
 
 
 def sampled(traceparent: str) -> SpanContext | None:
-    """Returns the span that a session belongs to; None if nothing of it is to be recorded."""
+    """Returns the parent span of a session; None if its trace is not sampled."""
     span = parse_own_traceparent(traceparent)
     return span if span is not None and span.trace_flags.sampled else None

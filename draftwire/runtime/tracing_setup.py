@@ -1,4 +1,4 @@
-"""Opens the tracer of a process, where tracing is on."""
+"""Set-up of a process's tracer."""
 
 import os
 
@@ -7,12 +7,12 @@ from draftwire.runtime.tracing import Tracer
 
 
 def open_tracer(settings: TracingSettings, service: str, instance: str) -> Tracer | None:
-    """Returns a tracer; None if tracing is off, be it by OpenTelemetry's own switch `OTEL_SDK_DISABLED`.
+    """Returns a tracer; None if tracing is off, by setting or by OpenTelemetry's variable `OTEL_SDK_DISABLED`.
 
     Args:
-        settings: where spans go.
+        settings: endpoint of the collector.
         service: gateway, verifier or drafter.
-        instance: names this process among those of the service.
+        instance: id of this process among those of the service.
     """
     if settings.otlp_endpoint is None or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None

@@ -1,4 +1,4 @@
-"""What a newer client sends and this server does not know. Users' requests with it are refused: nothing is ignored."""
+"""Detection of unknown protobuf fields, sent by newer clients. Requests with such fields are refused."""
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -6,14 +6,14 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from draftwire.errors import InvalidRequestError
 
 MAX_MESSAGES = 65_536
-"""Messages within one request, at most: looking at them takes time on the event loop."""
+"""Most messages within one request: checking them takes time on the event loop."""
 
 
 def refuse_unknown_fields(request: Message) -> None:
-    """Looks through a request and all messages in it. Entries of maps come without what is unknown of them.
+    """Checks a request and all messages in it. Map entries are skipped: their unknown fields are not available.
 
     Raises:
-        InvalidRequestError: one has a field that this version does not know, or there are too many.
+        InvalidRequestError: a message has an unknown field, or there are too many messages.
     """
     waiting = [request]
     num_messages = 1

@@ -1,4 +1,4 @@
-"""Files that are read again when they change, while whatever was read last stays in force."""
+"""Files that are reloaded when they change; if a reload fails, the previous content stays in force."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -16,23 +16,22 @@ log = structlog.get_logger()
 
 
 class WatchedFiles(Generic[Content]):
-    """What some files say together. All methods may be called on any thread.
+    """Parsed content of one or more files, reloaded when they change. Thread-safe.
 
-    There is no thread that watches: whoever asks looks whether the files are still those that were read, by inode,
-    size and times, behind any links. That takes microseconds, and finds what Kubernetes does to a mounted secret, which
-    is to swap a link.
+    There is no watcher thread: `current` compares inode, size and times, links followed. That takes microseconds, and
+    detects how Kubernetes updates a mounted secret, by swapping a link.
     """
 
     def __init__(self, what: str, paths: Sequence[Path], read: Callable[[], Content]) -> None:
-        """Reads for the first time.
+        """Loads the files.
 
         Args:
-            what: names the files in the log.
+            what: name of the files in the log.
             paths: the files.
-            read: reads and checks them, and raises InvalidRequestError where they are no good.
+            read: reads and validates them; raises InvalidRequestError if they are not valid.
 
         Raises:
-            InvalidRequestError: the files are no good.
+            InvalidRequestError: the files are not valid.
         """
         self._what = what
         self._paths = tuple(paths)
@@ -42,9 +41,9 @@ class WatchedFiles(Generic[Content]):
         self._content = read()
 
     def current(self) -> Content:
-        """Returns what the files say: the same object as before unless they changed.
+        """Returns the content of the files: the same object as before unless they changed.
 
-        Files that changed and are no good (half written, gone, a key that is another certificate's) change nothing;
+        Changed files that are not valid (half written, missing, a key that does not match) leave the content as it is;
         that is logged once, and they are read when they change again.
         """
         with self._lock:
@@ -55,7 +54,7 @@ class WatchedFiles(Generic[Content]):
                 except InvalidRequestError as error:
                     log.warning("files.reload_failed", what=self._what, reason=str(error))
                 else:
-                    if self._signature() != signature:  # perhaps of two versions: the next call reads them again
+                    if self._signature() != signature:  # perhaps a mix of two versions: the next call reads again
                         return self._content
                     self._content = content
                     log.info("files.reloaded", what=self._what)
@@ -67,10 +66,10 @@ class WatchedFiles(Generic[Content]):
 
 
 def read_bytes(path: Path, option: str) -> bytes:
-    """Reads a file that an option names.
+    """Reads the file that an option names.
 
     Raises:
-        InvalidRequestError: it cannot be read; the message names file and option.
+        InvalidRequestError: the file cannot be read; the message names file and option.
     """
     try:
         return path.read_bytes()

@@ -52,16 +52,17 @@ class DrafterServiceServicer:
     """
 
     def RunDraftSessions(self, request_iterator, context):
-        """The gateway's stream. The first response is a lease; then calibrations go in, for all sessions that were opened
-        under the lease. Blocks do not come back here: they travel to the verifier. When the stream ends, its sessions end.
+        """The gateway's stream. The first response is a lease; requests carry commands for all sessions that were
+        opened under the lease, responses carry failures. Blocks are sent to the verifier, not here. When the stream ends,
+        its sessions end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenDraftSession(self, request, context):
-        """Opens a session under a lease and returns when its prompt is in the drafter's cache and its verifier is reached.
-        INVALID_ARGUMENT: ids or parameters. FAILED_PRECONDITION: unknown lease, or the verifier's vocabulary is another one.
+        """Opens a session under a lease and returns when its prefill is done and the link to its verifier is open.
+        INVALID_ARGUMENT: ids or parameters. FAILED_PRECONDITION: unknown lease, or the verifier's vocabulary is different.
         RESOURCE_EXHAUSTED: no room, or the prompt is longer than the drafter's context. UNAVAILABLE: verifier not reached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

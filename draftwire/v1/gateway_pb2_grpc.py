@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GatewayServiceStub:
-    """Generates text that is distributed as the target model's.
+    """Generates text from the target model's distribution.
     """
 
     def __init__(self, channel):
@@ -48,24 +48,24 @@ class GatewayServiceStub:
 
 
 class GatewayServiceServicer:
-    """Generates text that is distributed as the target model's.
+    """Generates text from the target model's distribution.
     """
 
     def Generate(self, request, context):
-        """Streams one completion, or several side by side: what is asked for of the prompt, deltas, and one finish of each.
-        Deltas arrive as soon as their tokens are committed. When one of several fails, all end.
+        """Streams one completion, or several concurrently: echo and log-probabilities of the prompt if requested, deltas, and
+        one finish for each. Deltas are sent as soon as their tokens are committed. If one completion fails, all end.
         INVALID_ARGUMENT: a parameter is out of range, named in the message. RESOURCE_EXHAUSTED: no room, at once for the
-        first choice and after a while for others; the trailing metadata grpc-retry-pushback-ms says when to try again.
-        UNAVAILABLE: no verifier is left, or the gateway goes; the trailing metadata draftwire-generated-tokens says how many
-        tokens the completion had, of several the one that failed, and the request can be sent again, here or to another
-        gateway, with the ids of all deltas as `generated_choices`.
+        first choice and after a while for others; the trailing metadata grpc-retry-pushback-ms is the delay before a
+        retry. UNAVAILABLE: no verifier is left, or the gateway shuts down; the trailing metadata
+        draftwire-generated-tokens is the number of tokens of the completion that failed. The request can be retried, at
+        this or another gateway, with the ids of all deltas as `generated_choices`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServer(self, request, context):
-        """Says which models answer.
+        """Returns the models and limits of the service.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +93,7 @@ def add_GatewayServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GatewayService:
-    """Generates text that is distributed as the target model's.
+    """Generates text from the target model's distribution.
     """
 
     @staticmethod

@@ -64,7 +64,7 @@ class ModelServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetVocabulary(self, request, context):
-        """Returns all token strings. Called once, to explain a fingerprint that differs.
+        """Returns all token strings. Called only to name the first difference when fingerprints differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

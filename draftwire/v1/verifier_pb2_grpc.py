@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class VerifierServiceStub:
-    """Scores draft blocks with the target model and decides which tokens become text.
+    """Scores draft blocks with the target model and decides which tokens are accepted.
     """
 
     def __init__(self, channel):
@@ -53,19 +53,19 @@ class VerifierServiceStub:
 
 
 class VerifierServiceServicer:
-    """Scores draft blocks with the target model and decides which tokens become text.
+    """Scores draft blocks with the target model and decides which tokens are accepted.
     """
 
     def RunTargetSessions(self, request_iterator, context):
-        """The gateway's stream. The first response is a lease; then commands go in and events come out, for all sessions that
-        were opened under the lease. When the stream ends, its sessions end.
+        """The gateway's stream. The first response is a lease; requests carry commands and responses carry events, for all
+        sessions that were opened under the lease. When the stream ends, its sessions end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenTargetSession(self, request, context):
-        """Opens a session under a lease. Unary, so that prompts can travel beside the stream, not in it.
+        """Opens a session under a lease. Unary, so that prompts do not delay the messages of the stream.
         INVALID_ARGUMENT: ids or parameters. FAILED_PRECONDITION: unknown lease. RESOURCE_EXHAUSTED: no room.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -74,7 +74,7 @@ class VerifierServiceServicer:
 
     def PushDraftBlocks(self, request_iterator, context):
         """A drafter's stream. The first request is a hello; then blocks, for any session of any gateway.
-        FAILED_PRECONDITION: the drafter's vocabulary is another one, or the first message is no hello.
+        FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,7 +107,7 @@ def add_VerifierServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VerifierService:
-    """Scores draft blocks with the target model and decides which tokens become text.
+    """Scores draft blocks with the target model and decides which tokens are accepted.
     """
 
     @staticmethod

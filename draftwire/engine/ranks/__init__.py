@@ -1,1 +1,1 @@
-"""A service of several processes, which compute its model together: rank 0 serves, the others follow it."""
+"""Multi-process services, which share one model: rank 0 serves, the other ranks follow it."""

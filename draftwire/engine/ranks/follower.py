@@ -1,7 +1,7 @@
-"""The other ranks of a verifier or drafter: they do their share of each step that rank 0 announces.
+"""Follower ranks of a verifier or drafter: they run their share of each step that rank 0 announces.
 
 Rank 0 starts them on its own machine as `python -m draftwire.engine.ranks.follower`, with a pipe as their standard
-input: when that ends, rank 0 has. Under torchrun they are the same module as rank 0, such as
+input: end of file means that rank 0 has exited. Under torchrun they run the same command as rank 0, such as
 `draftwire.cli serve verifier`.
 """
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from draftwire.engine.ranks.group_model import LoadedRank
 
 GOODBYE = b"stop"
-"""What rank 0 writes before it closes the pipe because it was asked to stop."""
+"""Written by rank 0 before it closes the pipe in an orderly stop."""
 
 PR_SET_PDEATHSIG = 1
-"""Source: prctl(2)."""
+"""Option of prctl(2)."""
 
 log = structlog.get_logger()
 
 
 def run_follower(config: RankConfig) -> int:
-    """Loads this rank's share and follows rank 0 until that stops the group. Runs on the thread that may touch tensors.
+    """Loads this rank's share and runs rank 0's steps until rank 0 stops the group. Call on the thread for tensors.
 
     Returns:
         The exit status: 0 if rank 0 stopped the group, 2 if the model is refused, 1 after any other failure.
@@ -44,7 +44,7 @@ def run_follower(config: RankConfig) -> int:
     try:
         loaded = _load(config)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # torchrun sends it to all ranks: rank 0 drains and stops the group
+            signal.signal(number, signal.SIG_IGN)  # torchrun signals all ranks: rank 0 drains, then stops the group
         log.info(f"{config.service}.follower_ready")
         follow(loaded.model)
         loaded.group.leave()
@@ -70,22 +70,22 @@ def _load(config: RankConfig) -> "LoadedRank":
 
 
 def _end_with_rank_0() -> None:
-    """Ends this process when the pipe that rank 0 holds is closed, whatever its other threads are waiting for."""
-    said = b""
+    """Exits when the pipe from rank 0 is closed, whatever other threads are waiting for."""
+    received = b""
     while data := os.read(sys.stdin.fileno(), 64):
-        said += data
-    end_process(0 if said == GOODBYE else 1)
+        received += data
+    end_process(0 if received == GOODBYE else 1)
 
 
-def _be_killed_with_rank_0() -> None:
-    """Has the kernel kill this process when its parent ends, which works on a stopped or hung one as well."""
+def _set_parent_death_signal() -> None:
+    """Has the kernel kill this process when its parent exits, even if this process is stopped or hangs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
-    """Runs one rank as a process that ends with rank 0."""
-    _be_killed_with_rank_0()
+    """Runs one rank as a process that exits with rank 0."""
+    _set_parent_death_signal()
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     end_process(run_follower(RankConfig.parse(sys.argv[1])))
 

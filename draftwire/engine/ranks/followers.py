@@ -1,4 +1,4 @@
-"""The processes of the other ranks, as rank 0 sees them: it starts them, watches them, and outlives none of them."""
+"""Rank 0's handle on the follower processes: it starts them, polls them, and ends them before it exits."""
 
 import contextlib
 import subprocess
@@ -13,16 +13,16 @@ from draftwire.engine.ranks.follower import GOODBYE
 from draftwire.engine.ranks.rank_config import RankConfig
 
 LEAVE_SECONDS = 3.0
-"""How long ranks that rank 0 has let go may take to end by themselves."""
+"""How long followers that were stopped over the process group may take to exit."""
 GOODBYE_SECONDS = 3.0
-"""How long the others, which it could not tell because they still load, may take to end when they read `GOODBYE`."""
+"""How long the rest, which still load and so could not be stopped that way, may take to exit after `GOODBYE`."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """One of them."""
+    """One follower process."""
 
     service: str
     rank: int
@@ -30,10 +30,10 @@ class Follower:
 
 
 class Followers:
-    """Those that this process started; none in a group of one, and none under torchrun, which looks after all ranks."""
+    """The followers that this process started: none in a group of one, none under torchrun, which manages all ranks."""
 
     def __init__(self, configs: Sequence[RankConfig] = ()) -> None:
-        """Starts them. To be called before gRPC runs, whose threads do not go well with new processes."""
+        """Starts the processes. To be called before gRPC starts its threads, which are not safe to fork with."""
         self._followers: list[Follower] = []
         try:
             for config in configs:
@@ -44,7 +44,7 @@ class Followers:
 
     @property
     def fault(self) -> str:
-        """Which rank has ended, and how; empty while all of them run."""
+        """Rank and exit status of a follower that has exited; empty while all run."""
         for follower in self._followers:
             status = follower.process.poll()
             if status is not None:
@@ -52,26 +52,27 @@ class Followers:
         return ""
 
     def log_started(self) -> None:
-        """Says which processes there are."""
+        """Logs rank and process id of each follower."""
         for follower in self._followers:
             log.info(f"{follower.service}.follower_started", rank=follower.rank, pid=follower.process.pid)
 
     def stop(self, status: int) -> int:
-        """Ends all of them, within seconds.
+        """Ends all followers, within seconds.
 
         Args:
-            status: with which this process is about to end. At 0 they have been told to stop, or are told now, and have
-                some time; else they are killed, also if they are stopped or hang.
+            status: exit status of this process so far. At 0, followers that were not stopped over the process group
+                receive `GOODBYE`, and all have time to exit; otherwise they are killed at once, stopped or hung ones
+                too.
 
         Returns:
-            The status of the whole group: not 0 unless all ended with 0.
+            The exit status of the group: 0 only if all exited with 0.
         """
         if status == 0:
             self._wait(LEAVE_SECONDS)
         for follower in self._followers:
             pipe = follower.process.stdin
             assert pipe is not None
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # it has exited
                 if status == 0:
                     pipe.write(GOODBYE)
                 pipe.close()
@@ -86,7 +87,7 @@ class Followers:
         return status
 
     def _wait(self, seconds: float) -> None:
-        """Waits until all have ended, but not longer."""
+        """Waits until all have exited, for so many seconds at most."""
         deadline = time.monotonic() + seconds
         for follower in self._followers:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -96,6 +97,6 @@ class Followers:
 def _start(config: RankConfig) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "draftwire.engine.ranks.follower", config.text],
-        stdin=subprocess.PIPE,  # ends with this process, however that ends
-        start_new_session=True,  # Ctrl-C reaches rank 0 alone, which drains first
+        stdin=subprocess.PIPE,  # closed when this process exits, however it does
+        start_new_session=True,  # Ctrl-C signals rank 0 only, which drains first
     )

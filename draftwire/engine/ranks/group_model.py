@@ -1,4 +1,4 @@
-"""What one rank loads and runs, and rank 0's view of the whole. All of it runs on the torch thread."""
+"""Loading of one rank's share of a model, and rank 0's model. All functions run on the torch thread."""
 
 import math
 import time
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """What one rank runs."""
+    """A rank's share of the model, with its process group."""
 
     card: ModelCard
     model: ParallelModel
@@ -40,11 +40,11 @@ class LoadedRank:
 
 
 def join_group(config: RankConfig) -> ProcessGroup:
-    """Makes this process a member of its group, on its device.
+    """Joins the process group, on this rank's device.
 
     Raises:
-        InvalidRequestError: the model cannot be shared, or the device is not there.
-        UnavailableError: another rank did not come.
+        InvalidRequestError: the model cannot be shared, or the device does not exist.
+        UnavailableError: another rank did not join in time.
     """
     loading, place = config.loading, config.place
     require(not is_scripted(loading.model), f"a scripted model computes nothing that {place.setting} could share")
@@ -55,14 +55,14 @@ def join_group(config: RankConfig) -> ProcessGroup:
 
 
 class GroupModel:
-    """Rank 0's model. Whatever fails in a forward pass may have struck on one rank only, so it ends the group.
+    """Rank 0's model. An error in a forward pass may have struck one rank only, so every such error ends the group.
 
     Attributes:
-        spoke_at: when the other ranks last heard of this one, by `time.monotonic`. Any thread may read it.
+        spoke_at: time of the last step or heartbeat, by `time.monotonic`. Any thread may read it.
     """
 
     def __init__(self, rank: LoadedRank, service: str) -> None:
-        """Takes what rank 0 has loaded, and whose model it is: "verifier" or "drafter"."""
+        """Wraps what rank 0 has loaded, for the service "verifier" or "drafter"."""
         self._model = rank.model
         self._group = rank.group
         self._service = service
@@ -73,35 +73,35 @@ class GroupModel:
 
     @property
     def extends_exactly(self) -> bool:
-        """See `DraftModel.extends_exactly`."""
+        """Whether `extend` gives the keys, values and logits that `read` would; see `DraftModel.extends_exactly`."""
         return self._model.extends_exactly
 
     def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
-        """See `SequenceModel.read` and `DraftModel.read`.
+        """Runs a forward pass on all ranks; see `SequenceModel.read` and `DraftModel.read`.
 
         Raises:
-            NoRoomError: the cache is full, which rank 0 finds out before it tells the others of a step.
-            GroupLostError: anything else.
+            NoRoomError: the cache is full. Rank 0 checks before it announces the step to the others.
+            GroupLostError: any other error.
         """
         return self._together(lambda: self._model.read(readings, fuzzily))
 
     def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
-        """See `DraftModel.extend`. Raises what `read` does."""
+        """Reads one more token of each sequence, on all ranks; see `DraftModel.extend`. Raises the same as `read`."""
         return self._together(lambda: self._model.extend(sequences, token_ids))
 
     def heartbeat(self) -> None:
-        """Shows the other ranks that this one is alive, and finds out whether they are.
+        """Exchanges a heartbeat with the other ranks.
 
         Raises:
-            GroupLostError: one is not.
+            GroupLostError: a rank does not answer.
         """
         self._together(self._model.heartbeat)
 
     def stop(self) -> None:
-        """Lets the other ranks go.
+        """Stops the other ranks and leaves the group.
 
         Raises:
-            GroupLostError: one did not hear it.
+            GroupLostError: a rank could not be stopped.
         """
         self._together(self._stop)
 
@@ -115,7 +115,7 @@ class GroupModel:
         except NoRoomError:
             raise
         except Exception as error:
-            # The messages of other errors may quote what the error is about.
+            # Messages of other errors may quote a prompt.
             reason = str(error) if isinstance(error, DraftwireError) else f"{type(error).__name__} on rank 0"
             raise GroupLostError(f"the {self._service}'s group is lost: {reason}") from error
         self.spoke_at = time.monotonic()
@@ -126,8 +126,8 @@ def load_target_rank(config: RankConfig, on_progress: Progress | None = None) ->
     """Joins the group and loads this rank's share of the weights.
 
     Raises:
-        InvalidRequestError: the model cannot be shared by so many, or not at all.
-        UnavailableError: another rank did not come, or is lost.
+        InvalidRequestError: the model cannot be shared by so many ranks, or not at all.
+        UnavailableError: another rank did not join in time, or was lost.
     """
     loading, group = config.loading, join_group(config)
     loaded = load_parallel_target(
@@ -145,7 +145,7 @@ def load_draft_rank(config: RankConfig) -> LoadedRank:
 
     Raises:
         InvalidRequestError: the model has no such groups of layers, or its layers cannot be shared.
-        UnavailableError: another rank did not come, or is lost.
+        UnavailableError: another rank did not join in time, or was lost.
     """
     loading, group = config.loading, join_group(config)
     layers, device = config.layers.parallelism, str(group.device)

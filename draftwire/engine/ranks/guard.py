@@ -1,4 +1,4 @@
-"""Rank 0's hold on its group, as the event loop sees it: what a lost rank ends, and what keeps the others waiting."""
+"""Supervision of a group by rank 0, on the event loop: detection of lost ranks, heartbeats, orderly stop."""
 
 import asyncio
 import faulthandler
@@ -22,25 +22,25 @@ log = structlog.get_logger()
 Result = TypeVar("Result")
 
 LOOK_SECONDS = 0.1
-"""How often to look whether the other ranks are there."""
+"""Interval of checks whether the other ranks still run."""
 LAST_WORDS_SECONDS = 2.0
-"""While the model is loaded: how long this rank may take to fail too, with a better reason, once another one has."""
+"""Grace period while the model is loaded: once another rank has exited, this one may fail too, with a better reason."""
 STOP_SECONDS = 10.0
-"""How long the step under way may take when the other ranks are to be let go."""
+"""How long the running step may take when the other ranks are to be stopped."""
 END_SECONDS = 10.0
-"""How long rank 0 of a group that is lost may take to tell its sessions and end."""
+"""How long rank 0 of a lost group may take to fail its sessions and exit."""
 MOST_HEARTBEAT_SECONDS = 5.0
-"""Idle ranks hear of rank 0 at least so often."""
+"""Longest interval of heartbeats while no step runs."""
 HEARTBEATS_PER_TIMEOUT = 4
-"""And so many times in the time that they wait."""
+"""Fewest heartbeats within the time that ranks wait for each other."""
 
 
 class GroupGuard:
-    """Lets a service live as long as its group. Where the service is one process, there is nothing to guard.
+    """Ends a service when its group is lost. Does nothing for a service of one process.
 
     Attributes:
-        place: of this process: rank 0.
-        is_lost: whether the group has come to a bad end.
+        place: of this process, which is rank 0.
+        is_lost: whether the group was lost, or could not be stopped in order.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class GroupGuard:
         """Prepares.
 
         Args:
-            wanted: as the service's settings say.
+            wanted: from the service's settings.
             torch: the thread that the model runs on.
             place: rank 0 of a group; by default this process is alone.
-            followers: the other ranks' processes, where this one started them.
+            followers: the other ranks' processes, if this one started them.
         """
         self.place = place or Place()
         self.is_lost = False
@@ -62,17 +62,17 @@ class GroupGuard:
         self._model: GroupModel | None = None
 
     def take(self, model: "GroupModel") -> None:
-        """Takes the model that the ranks run together, once it is loaded. May be called on the torch thread."""
+        """Sets the model that the ranks share, once it is loaded. May be called on the torch thread."""
         self._model = model
 
     async def start(self, loading: Coroutine[Any, Any, None]) -> None:
         """Loads the model.
 
         Args:
-            loading: does so.
+            loading: loads it.
 
         Raises:
-            GroupLostError: another rank ended.
+            GroupLostError: another rank exited.
         """
         self._followers.log_started()
         await self.while_it_lasts(loading, grace_s=LAST_WORDS_SECONDS)
@@ -80,15 +80,15 @@ class GroupGuard:
     async def run(
         self, steps: Coroutine[Any, Any, None], limit_s: float, fail_sessions: Callable[[GroupLostError], int]
     ) -> None:
-        """Runs steps until it is cancelled, and then lets the other ranks go.
+        """Runs steps until it is cancelled, and then stops the other ranks.
 
         Args:
-            steps: for ever.
+            steps: runs steps until it is cancelled.
             limit_s: how long one call on the torch thread may take.
-            fail_sessions: tells all sessions when the group is lost, and returns how many there were.
+            fail_sessions: fails all sessions when the group is lost, and returns how many there were.
 
         Raises:
-            GroupLostError: another rank ended, hangs, or is out of step with this one. All sessions have been told.
+            GroupLostError: another rank exited, hangs, or is out of step with this one. All sessions have been failed.
         """
         try:
             await self.while_it_lasts(steps, limit_s=limit_s)
@@ -103,12 +103,12 @@ class GroupGuard:
             raise
 
     async def wait(self, work: asyncio.Event) -> None:
-        """Waits for something to do; shows the other ranks meanwhile that this one is there."""
+        """Waits for work, or until a heartbeat is due, which it sends."""
         if self._model is None:
             await work.wait()
             return
         heartbeat_at = self._model.spoke_at + min(MOST_HEARTBEAT_SECONDS, self._timeout_s / HEARTBEATS_PER_TIMEOUT)
-        try:  # messages that make no step must not put it off
+        try:  # messages that cause no step must not delay the heartbeat
             async with asyncio.timeout(max(0.0, heartbeat_at - time.monotonic())):
                 await work.wait()
         except TimeoutError:
@@ -119,15 +119,15 @@ class GroupGuard:
     async def while_it_lasts(
         self, work: Coroutine[Any, Any, Result], grace_s: float = 0.0, limit_s: float = math.inf
     ) -> Result:
-        """Does some work, and gives it up when another rank has ended or this one is stuck.
+        """Awaits some work; cancels it when another rank has exited or this one is stuck.
 
         Args:
-            work: what to do.
-            grace_s: how long the work may go on then; if it fails, its error is the one that is raised.
+            work: to be awaited.
+            grace_s: how long the work may continue then; if it fails meanwhile, its own error is raised.
             limit_s: how long one call on the torch thread may take.
 
         Raises:
-            GroupLostError: that happened.
+            GroupLostError: a rank exited, or a call took longer than `limit_s`.
         """
         if self.place.size == 1:
             return await work
@@ -152,7 +152,7 @@ class GroupGuard:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _stop(self) -> None:
-        """Lets the other ranks go, after the step under way."""
+        """Stops the other ranks, after the running step."""
         if self._model is None:
             return
         try:
@@ -164,10 +164,10 @@ class GroupGuard:
 
 
 async def end_if_lost(run: Awaitable[None]) -> None:
-    """Runs a service of which nothing must be left when its group is lost.
+    """Runs a service; bounds the time until the process exits once its group is lost.
 
     Raises:
-        GroupLostError: it is. The process now ends within `END_SECONDS`, whatever hangs.
+        GroupLostError: the group is lost. The process now exits within `END_SECONDS`, whatever hangs.
     """
     try:
         await run

@@ -1,4 +1,4 @@
-"""Which process of a service this one is: the only one, rank 0 of a group that shares its model, or another rank.
+"""Place of a process in its service: the only one, rank 0 of a group that shares the model, or another rank.
 
 Rank 0 serves; the others follow it. They are started by rank 0 on its own machine, or by torchrun on one or several.
 """
@@ -15,22 +15,22 @@ from draftwire.errors import UnavailableError
 from draftwire.runtime.settings import LayerParallelSettings, require
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Set for each process by torchrun, and by whatever else starts the processes of a group."""
+"""Set for each process by torchrun or another launcher."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedGroup:
-    """How many processes a service is to be, taken from its settings."""
+    """Size and limits of the group that a service's settings ask for."""
 
     service: str
     """"verifier" or "drafter"."""
     setting: str
-    """Name of the setting that says `size`, for messages."""
+    """Name of the setting that holds `size`, for messages."""
     size: int
     timeout_s: float
     """How long ranks wait for each other, seconds."""
     layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
-    """Of a drafter: what the ranks share."""
+    """Of a drafter: the layer groups that its ranks share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class Place:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    """Among the processes of the group on this machine; says which GPU it takes."""
+    """Rank among the group's processes on this machine: the index of its GPU."""
     address: str = ""
-    """host:port of rank 0, where the group comes together; empty in a group of one."""
+    """host:port of rank 0, for the rendezvous of the group; empty in a group of one."""
     starts_others: bool = False
     """Whether this process, rank 0, has to start the other ranks."""
     setting: str = ""
-    """Name of the setting that says `size`, for messages."""
+    """Name of the setting that holds `size`, for messages."""
 
     def device(self, given: str) -> str:
         """Returns the device of this process.
@@ -55,7 +55,7 @@ class Place:
             given: the setting `device`.
 
         Raises:
-            InvalidRequestError: it names one device for several processes.
+            InvalidRequestError: `given` names one device for several processes.
         """
         if self.size == 1 or given == "cpu":
             return given
@@ -64,14 +64,14 @@ class Place:
         return f"cuda:{self.local_rank}"
 
     def check_devices(self, given: str) -> None:
-        """Makes sure that this machine has the devices that its ranks will take; asks torch, if they are GPUs.
+        """Checks that this machine has the GPUs that its ranks will use.
 
         Raises:
-            InvalidRequestError: it has not.
+            InvalidRequestError: torch sees too few.
         """
         if self.device(given) == "cpu":
             return
-        from torch.cuda import device_count  # this module is imported where nothing needs torch yet
+        from torch.cuda import device_count  # imported late: this module is imported before torch is needed
 
         needed, there = self.size if self.starts_others else self.local_rank + 1, device_count()
         require(needed <= there, f"{self.setting} {self.size} takes {needed} GPUs here; torch sees {there}")
@@ -81,12 +81,12 @@ def find_place(wanted: WantedGroup, environment: Mapping[str, str]) -> Place:
     """Returns the place of this process.
 
     Args:
-        wanted: by the service.
-        environment: tells whether a launcher started this process.
+        wanted: group that the service's settings ask for.
+        environment: holds `LAUNCHER_VARIABLES` if a launcher started this process.
 
     Raises:
-        InvalidRequestError: the launcher started another number of processes, or says too little.
-        UnavailableError: torchrun's store, where rank 0 tells the others its address, does not answer.
+        InvalidRequestError: the launcher started another number of processes, or a variable is missing or malformed.
+        UnavailableError: torchrun's store, through which rank 0 publishes its port, does not answer.
     """
     size, setting = wanted.size, wanted.setting
     if "RANK" not in environment:
@@ -105,21 +105,21 @@ def find_place(wanted: WantedGroup, environment: Mapping[str, str]) -> Place:
         return Place()
     rank = int(environment["RANK"])
     require(rank < size, f"RANK must be below WORLD_SIZE {size}, not {rank}")
-    address = _meeting_point(environment, rank, wanted.timeout_s)
+    address = _rendezvous_address(environment, rank, wanted.timeout_s)
     return Place(rank, size, int(environment["LOCAL_RANK"]), address, setting=setting)
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends this process at once: nothing of torch's gets to wait for a rank that is gone, nor for a hung device."""
+    """Exits at once, without exit handlers: torch's would wait for a lost rank or a hung device."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _meeting_point(environment: Mapping[str, str], rank: int, timeout_s: float) -> str:
+def _rendezvous_address(environment: Mapping[str, str], rank: int, timeout_s: float) -> str:
     """Returns host:port where rank 0 is to listen.
 
-    At MASTER_PORT, torchrun itself does, with a store that its processes may use: there rank 0 leaves a free port.
+    At MASTER_PORT, torchrun itself may listen, with a store for its processes: rank 0 publishes a free port there.
     """
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -128,7 +128,7 @@ def _meeting_point(environment: Mapping[str, str], rank: int, timeout_s: float) 
         key = f"draftwire/port/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         timeout = timedelta(seconds=10.0 * timeout_s)
         try:
-            store = distributed.TCPStore(  # type: ignore[attr-defined]  # which torch exports, but not for mypy
+            store = distributed.TCPStore(  # type: ignore[attr-defined]  # exported by torch, but not in its types
                 host, port, is_master=False, timeout=timeout, wait_for_workers=False
             )
             if rank == 0:

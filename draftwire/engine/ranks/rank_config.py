@@ -1,4 +1,4 @@
-"""What every rank of a service has to know, as rank 0 hands it to the others."""
+"""Configuration of a rank, as rank 0 passes it to the others on the command line."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -9,44 +9,44 @@ from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, Mo
 
 
 class ServiceConfig(Protocol):
-    """The configuration of a service that may be several processes."""
+    """Configuration of a service that may run as several processes."""
 
     @property
     def loading(self) -> ModelSettings:
-        """Its model."""
+        """The model and how to load it."""
 
     @property
     def engine(self) -> EngineSettings:
-        """How much it serves."""
+        """Limits of sessions and of the KV cache."""
 
     @property
     def server(self) -> ServerSettings:
-        """How it logs."""
+        """Listening, draining and logging."""
 
     @property
     def wanted_group(self) -> WantedGroup:
-        """How many processes it is to be."""
+        """Size of the group of processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """What every rank has to know."""
+    """Configuration of one rank."""
 
     service: str
     """"verifier" or "drafter"."""
     place: Place
     loading: ModelSettings
     cache_tokens: int
-    """Room of the KV cache, tokens."""
+    """Capacity of the KV cache, tokens."""
     timeout_s: float
     """How long ranks wait for each other, seconds."""
     log_format: str
     layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
-    """Of a drafter."""
+    """Layer groups of a drafter."""
 
     @classmethod
     def of(cls, config: ServiceConfig, place: Place) -> "RankConfig":
-        """Takes what matters to the rank at a place from its service's configuration."""
+        """Returns the configuration of the rank at a place, from that of its service."""
         return cls(
             config.wanted_group.service,
             place,
@@ -59,12 +59,12 @@ class RankConfig:
 
     @classmethod
     def parse(cls, text: str) -> "RankConfig":
-        """Reads what `text` wrote."""
+        """Parses the format of `text`."""
         values = json.loads(text)
         place, loading = Place(**values.pop("place")), ModelSettings(**values.pop("loading"))
         return cls(place=place, loading=loading, layers=LayerParallelSettings(**values.pop("layers")), **values)
 
     @property
     def text(self) -> str:
-        """As an argument of a command line."""
+        """JSON, for a command-line argument."""
         return json.dumps(asdict(self))

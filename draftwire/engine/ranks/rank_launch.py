@@ -1,7 +1,7 @@
-"""Starts a service: this process, and the other ranks where there are several and nobody else starts them.
+"""Launches a service: this process and, unless torchrun does, the other ranks.
 
-Little is imported here, so that all ranks import torch at the same time; and new processes are started before gRPC is
-there, whose threads do not go well with that.
+Little is imported here, so that all ranks import torch at the same time, and processes are started before gRPC, whose
+threads are not safe to fork with.
 """
 
 import asyncio
@@ -21,27 +21,25 @@ if TYPE_CHECKING:
 
 
 MakeService = Callable[..., "Service"]
-"""Makes a service of its configuration, this process's place and the other ranks; see `make_service` of a server."""
+"""Makes a service from its configuration, this process's place and its followers; see `make_service` of a server."""
 
 
 def launch(config: ServiceConfig, import_server: Callable[[], MakeService]) -> int:
-    """Runs a service and returns the process's exit status.
-
-    One of several ranks does not return: it ends the process.
+    """Runs a service and returns the process's exit status. In a group of several ranks, exits instead of returning.
 
     Args:
         config: of the service.
-        import_server: imports what makes it; called by rank 0 alone, or where there is but one.
+        import_server: imports and returns the function that makes the service; called by rank 0 only.
     """
     place = find_place(config.wanted_group, os.environ)
     if place.size > 1:
-        place.device(config.loading.device)  # refused before anything is started
+        place.device(config.loading.device)  # refuses a bad device before any process is started
         _run_rank(config, place, import_server)
     return _serve(config, import_server, place, Followers())
 
 
 def _serve(config: ServiceConfig, import_server: Callable[[], MakeService], place: Place, followers: Followers) -> int:
-    """Runs rank 0, or the only one, until a signal ends it; returns the exit status."""
+    """Runs rank 0, or the only process, until a signal stops it; returns the exit status."""
     make_service = import_server()
     from draftwire.runtime.process import run_service
 
@@ -55,7 +53,7 @@ def _serve(config: ServiceConfig, import_server: Callable[[], MakeService], plac
 def _run_rank(config: ServiceConfig, place: Place, import_server: Callable[[], MakeService]) -> NoReturn:
     if place.rank:
         end_process(run_follower(RankConfig.of(config, place)))
-    if place.starts_others:  # what the ranks of one machine say is nobody else's business
+    if place.starts_others:  # traffic between ranks of one machine stays on its loopback interface
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")
     others = [replace(place, rank=rank, local_rank=rank) for rank in range(1, place.size) if place.starts_others]

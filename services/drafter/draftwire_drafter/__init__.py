@@ -1,1 +1,1 @@
-"""The process that guesses."""
+"""The drafter service: drafts tokens with a small model and sends them to verifiers."""

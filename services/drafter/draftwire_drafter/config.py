@@ -33,15 +33,15 @@ class DraftSettings:
     """Tokens that a sparse distribution keeps, at most, 1 to 1,024."""
 
     def __post_init__(self) -> None:
-        _ = self.quantization  # checks itself
+        _ = self.quantization  # validates
 
     @property
     def quantization(self) -> Quantization:
-        """The same for a drafting strategy."""
+        """Encoding and truncation in the form that a drafting strategy takes."""
         return Quantization(self.draft_encoding, self.draft_mass, self.draft_max_support)
 
     def block_bytes(self, vocab_size: int, max_draft_tokens: int) -> int:
-        """Returns the most bytes that the distributions of one block take."""
+        """Returns the largest size of the distributions of one block, bytes."""
         return max_draft_tokens * position_bytes(self.draft_encoding, vocab_size, self.draft_max_support)
 
 
@@ -62,14 +62,16 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         self.tls.check_listening(self.server.host)
-        self.tls.check_dialling(self.server.host)  # verifiers are where their gateways say: elsewhere, if callers are
+        self.tls.check_dialling(
+            self.server.host
+        )  # gateways name the verifiers: remote ones, if this host accepts remote gateways
         require(self.connect_timeout_s > 0.0, "connect_timeout_s must be positive")
         is_lean = self.loading.decoder != "transformers" or not self.layers.is_parallel
         require(is_lean, "layer_parallel_size and layer_groups need decoder lean, or auto, not transformers")
 
     @property
     def wanted_group(self) -> WantedGroup:
-        """How many processes this is to be."""
+        """Size and limits of the group of processes."""
         layers = self.layers
         size, timeout_s = layers.layer_parallel_ranks, layers.layer_parallel_timeout_s
         return WantedGroup("drafter", "layer_parallel_ranks", size, timeout_s, layers)

@@ -1,4 +1,4 @@
-"""The drafter without its edge: sessions, links to verifiers, and what comes of its steps."""
+"""The drafter without gRPC: sessions, links to verifiers, and delivery of drafted blocks."""
 
 import asyncio
 import re
@@ -38,14 +38,14 @@ _ADDRESS = re.compile(r"[!-~]{1,250}:[0-9]{1,5}")
 
 
 class BlockLink(Protocol):
-    """The way to one verifier."""
+    """Connection to one verifier, for draft blocks."""
 
     @property
     def broken(self) -> bool:
-        """Whether the verifier was lost; a broken link stays broken."""
+        """Whether the connection was lost; a broken link stays broken."""
 
     def push(self, block: DraftBlock) -> None:
-        """Sends a block without waiting.
+        """Queues a block to be sent.
 
         Raises:
             UnavailableError: the link is broken.
@@ -53,8 +53,8 @@ class BlockLink(Protocol):
 
 
 Connect = Callable[[str, ModelCard, Callable[[], None]], Awaitable[BlockLink]]
-"""Opens a link to the verifier at an address, or raises why it cannot be used. What it is given last is called once, on
-the event loop, when the link breaks."""
+"""Opens a link to the verifier at an address, or raises a `DraftwireError`. The last argument is called once, on the
+event loop, when the link breaks."""
 
 
 class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
@@ -71,10 +71,10 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
         """Prepares; `start` loads the model.
 
         Args:
-            config: what can be set.
+            config: of the drafter.
             connect: opens links to verifiers.
-            place: as `GroupGuard`.
-            followers: as `GroupGuard`.
+            place: see `GroupGuard`.
+            followers: see `GroupGuard`.
         """
         super().__init__(config, DrafterMetrics(), place, followers)
         self._connect = connect
@@ -84,8 +84,8 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
         loaded = load_strategy(self.config.drafts.strategy, ConfiguredContext(self.config, self.group))
-        able = replace(loaded.card.description, capabilities=frozenset({PARTIAL_BLOCKS}))
-        return replace(loaded.card, description=able), DraftEngine(loaded.strategy)
+        description = replace(loaded.card.description, capabilities=frozenset({PARTIAL_BLOCKS}))
+        return replace(loaded.card, description=description), DraftEngine(loaded.strategy)
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
         return Scheduler(
@@ -96,14 +96,14 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
         )
 
     async def open_session(self, spec: DraftSessionSpec, lease_id: int) -> None:
-        """Opens a session and returns when its prompt is read and its verifier is reached.
+        """Opens a session and returns when its prefill is done and the link to its verifier is open.
 
         Raises:
-            ProtocolViolationError: unknown lease, or closed while opening.
-            ModelMismatchError: the verifier's vocabulary is another one.
-            UnavailableError: the verifier was not reached in time.
+            ProtocolViolationError: the lease is unknown, or the session was closed while it opened.
+            ModelMismatchError: the verifier has a different vocabulary.
+            UnavailableError: the verifier could not be reached before the timeout.
             InvalidRequestError: ids or parameters are out of range.
-            NoRoomError: too many sessions are open or forms are read, or the prompt leaves no room to draft in.
+            NoRoomError: too many sessions are open, too many forms are being compiled, or the KV cache is reserved.
         """
         automaton = await self._automaton(spec)
         self._leases.require(lease_id)
@@ -130,9 +130,9 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
                 del self._opening[session.key]
 
     async def _automaton(self, spec: DraftSessionSpec) -> Automaton | None:
-        """Returns what follows the form of a session's text; None if there is none.
+        """Returns the automaton of a session's structured output; None if the session has none.
 
-        None also if this model cannot follow it: then drafts break it here and there, and are rejected.
+        None also if the form cannot be compiled for this model: drafts that violate the form are then rejected.
         """
         if spec.parameters.sampling.structured_output is None:
             return None
@@ -143,12 +143,12 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
             return None
 
     def close_session(self, session_id: int, epoch: int) -> None:
-        """Ends a session, if it is open, and frees its sequence. If it is being opened, that fails."""
+        """Closes a session, if it is open, and frees its KV cache. If it is still opening, that call fails."""
         super().close_session(session_id, epoch)
         self._end_opening((session_id, epoch), ProtocolViolationError("session was closed while it opened"))
 
     def calibrate(self, calibration: Calibration) -> None:
-        """Schedules a session's next block; a message that does not fit ends the session."""
+        """Schedules a session's next block; a calibration that violates the protocol fails the session."""
         try:
             self._scheduler.calibrate(calibration)
         except DraftwireError as error:
@@ -156,7 +156,7 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
         self._work.set()
 
     def send_drafted(self, command: SendDrafted) -> None:
-        """Has a block under way sent as far as it is drawn."""
+        """Ends the block that is being drafted and sends it as far as it is drawn."""
         self._scheduler.send_drafted(command)
 
     def _complete(self, step: Step, result: StepResult) -> list[Completed]:
@@ -178,7 +178,7 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
 
     def _push(self, session: DraftSession, block: DraftBlock) -> None:
         link = self._links.get(session.spec.verifier_address)
-        if link is None:  # calibrated before the session was open
+        if link is None:  # the gateway sent a calibration before the session was open
             raise UnavailableError(f"verifier at {session.spec.verifier_address} is not reached yet")
         link.push(block)
         self.metrics.blocks_sent.inc()
@@ -192,7 +192,7 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
         super()._fail(key, error)
 
     def _end_opening(self, key: SessionKey, error: Exception | None = None) -> None:
-        """Lets whoever waits for a session to be opened go on, if anybody does."""
+        """Completes a pending `open_session`, with an error if one is given."""
         opening = self._opening.get(key)
         if opening is None or opening.done():
             return
@@ -202,15 +202,17 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
             opening.set_exception(error)
 
     async def _link(self, address: str) -> BlockLink:
-        """Returns the link to a verifier, opened once and again after it broke."""
+        """Returns the link to a verifier; opens it if there is none or it is broken."""
         async with self._connecting.setdefault(address, asyncio.Lock()):
             link = self._links.get(address)
             if link is None or link.broken:
-                link = self._links[address] = await self._connect(address, self.card, lambda: self._lose(address))
+                link = self._links[address] = await self._connect(
+                    address, self.card, lambda: self._on_link_lost(address)
+                )
             return link
 
-    def _lose(self, address: str) -> None:
-        """Fails the sessions of a verifier that was lost, at once: nobody waits for their blocks in vain."""
+    def _on_link_lost(self, address: str) -> None:
+        """Fails the sessions of a lost verifier at once, so that no gateway waits for their blocks."""
         self._links.pop(address, None)
         for key in [session.key for session in self._scheduler.sessions.values()]:
             if self._scheduler.sessions[key].spec.verifier_address == address:
@@ -218,6 +220,6 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
 
 
 def _retrieve(opened: asyncio.Future[None]) -> None:
-    """Looks at why an opening failed, which nobody else does if it failed for two reasons."""
+    """Retrieves the exception, which nothing else awaits if the opening failed for a second reason."""
     if not opened.cancelled():
         opened.exception()

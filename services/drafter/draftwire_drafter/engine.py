@@ -1,4 +1,4 @@
-"""Runs the drafting strategy. Everything here runs on the torch thread."""
+"""The engine of the drafter: runs the drafting strategy, on the torch thread."""
 
 import time
 
@@ -17,11 +17,11 @@ class DraftEngine(StepEngine[Step, StepResult]):
     """A drafting strategy with one sequence per session."""
 
     def __init__(self, strategy: DraftingStrategy) -> None:
-        """Takes a ready strategy."""
+        """Starts without sessions; `strategy` is loaded."""
         self.strategy = strategy
         self._sequences: dict[SessionKey, DraftSequence] = {}
 
-    def _try(self, num_tokens: int) -> tuple[int, float]:
+    def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         request = DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), vocab_size=2**31)
         sequence = self.strategy.open([0] * min(num_tokens, self.strategy.context_length - 2))
         done = self.strategy.step([Drafting(sequence, request)])
@@ -29,7 +29,7 @@ class DraftEngine(StepEngine[Step, StepResult]):
         return done.num_read, done.calibration_s
 
     def step(self, step: Step) -> StepResult:
-        """Carries out a step: reads prompts, brings sequences to their committed tokens, drafts blocks."""
+        """Runs a step: prefill, calibration to the committed tokens, drafting of blocks."""
         started = time.perf_counter()
         draftings = [self._drafting(item) for item in step.items]
         prepared_s = time.perf_counter() - started

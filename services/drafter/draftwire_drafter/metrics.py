@@ -5,7 +5,7 @@ from draftwire_drafter.scheduler import StepResult
 
 
 class DrafterMetrics(EngineMetrics):
-    """What a drafter counts."""
+    """Metrics of a drafter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class DrafterMetrics(EngineMetrics):
         )
 
     def time(self, result: StepResult, reads_prompts: bool) -> None:
-        """Notes how long the parts of a step took."""
+        """Observes the durations of calibration and drafting in a step."""
         if result.num_read and not reads_prompts:
             self.calibration_s.observe(result.calibration_s)
         if result.num_passes:

@@ -1,4 +1,4 @@
-"""Which sessions take part in the drafter's next step. Pure: no tensors, no transport, no clock."""
+"""The drafter's scheduler, which batches sessions into steps. Pure: no tensors, no transport, no clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,41 +11,41 @@ from draftwire.requests.automaton import Automaton
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSession(EngineSession[DraftSessionSpec]):
-    """The drafter's side of one session. Changed by the scheduler only."""
+    """State of a session at the drafter. Changed by the scheduler only."""
 
     num_known: int
-    """Committed tokens that the strategy knows of."""
+    """Committed tokens that were passed to the strategy."""
     last_asked: tuple[int, int] = (-1, 0)
-    """Round and attempt that were last asked for."""
+    """Round and attempt of the latest calibration."""
     calibration: Calibration | None = None
-    """Asks for the block that is drafted next."""
+    """The calibration whose block is drafted next."""
     queued: bool = True
-    """Waits for a step or is in one: with its prompt at first, later with a calibration."""
+    """Whether it waits for a step or is in one: first for prefill, later for a calibration."""
     is_reading: bool = True
     """Whether its prompt is still being read."""
     has_shown_permit: bool = False
-    """Whether a block was sent, the first of which carries the permit."""
+    """Whether a block was sent; the first one carries the permit."""
     cut_at: tuple[int, int] | None = None
-    """Round and attempt of the block that is to end after the token that is being drawn. Set on the event loop, and
-    read on the torch thread while it draws."""
+    """Round and attempt of the block that is to end after the token that is being drawn. Set on the event loop, read on
+    the torch thread during drafting."""
 
     @property
     def reads_much(self) -> bool:
-        """Whether more is to be read than a round commits: a prompt, or what was committed while that was read."""
+        """Whether more is unread than a round commits: a prompt, or tokens committed during its prefill."""
         return self.is_reading or self.num_unread > self.spec.parameters.max_draft_tokens + 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepItem:
-    """One session's part in a step: tell what was committed, read it, and draft if something is asked for."""
+    """One session's part in a step: new committed tokens to read, and the block to draft, if any."""
 
     session: DraftSession
     base_len: int
-    """Committed tokens that the strategy knows of."""
+    """Committed tokens that were passed to the strategy before."""
     token_ids: list[int]
-    """Those that follow."""
+    """New committed tokens."""
     calibration: Calibration | None
-    """None reads only."""
+    """The block to draft; None only reads."""
     max_read: int | None
     """Tokens to read at most; None is no limit."""
 
@@ -58,17 +58,17 @@ class Step:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether more is read in it than rounds commit."""
+        """Whether some session is in prefill."""
         return any(item.max_read is not None for item in self.items)
 
 
 DraftOutcome = DraftBlock | DraftwireError | None
-"""Of a session's part in a step: a block, an error that ends the session, or None where only tokens were read."""
+"""Outcome of a session's part in a step: a block, an error that fails the session, or None if tokens were only read."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the engine did in a step. Sequences hold one entry for each item."""
+    """Result of a step. Sequences hold one entry for each item."""
 
     outcomes: Sequence[DraftOutcome]
     num_unread: Sequence[int]
@@ -76,39 +76,39 @@ class StepResult:
     num_read: int
     """Tokens that were read before drafting."""
     calibration_s: float
-    """How long that took, seconds."""
+    """Time of that reading, seconds."""
     draft_s: float = 0.0
-    """How long drafting took, seconds."""
+    """Time of drafting, seconds."""
     num_passes: int = 0
-    """Forward passes that it took."""
+    """Forward passes of drafting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """What a step means for one session."""
+    """Result of a step for one session."""
 
     session: DraftSession
     outcome: DraftOutcome
-    """A block is to be sent, an error ends the session."""
+    """A block is sent; an error fails the session."""
     is_opened: bool
-    """Whether its prompt was read to the end in this step."""
+    """Whether its prefill was completed in this step."""
 
 
 class Scheduler(SessionBook[DraftSession, Step]):
-    """Takes work as it comes and puts it into steps. One step runs at a time."""
+    """Queues prompts and calibrations and batches them into steps. One step runs at a time."""
 
     def open(self, spec: DraftSessionSpec, lease_id: int, automaton: Automaton | None = None) -> DraftSession:
-        """Admits a session and schedules the reading of its prompt.
+        """Admits a session and schedules its prefill.
 
         Args:
             spec: the session.
-            lease_id: whose it is.
-            automaton: follows the form of its text, if there is one that this model can follow.
+            lease_id: lease that the session belongs to.
+            automaton: of its structured output, if there is one that this model supports.
 
         Raises:
             InvalidRequestError: ids or parameters are out of range.
             ProtocolViolationError: the session was closed before it was opened.
-            NoRoomError: too many sessions are open, or the cache has no room for this one.
+            NoRoomError: too many sessions are open, or the KV cache has no room for this one.
         """
         self._check_new(spec)
         if spec.target_vocab_size < 1:
@@ -131,7 +131,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
         """Commits a session's new tokens and schedules its next block. A stale message is dropped.
 
         Raises:
-            ProtocolViolationError: the message does not continue what the session knows. Its session is unusable.
+            ProtocolViolationError: the message does not continue the committed tokens. The session must be closed.
         """
         fence = calibration.fence
         session = self.sessions.get((fence.session_id, fence.epoch))
@@ -152,13 +152,13 @@ class Scheduler(SessionBook[DraftSession, Step]):
             raise ProtocolViolationError("calibration beyond the session's max_len")
         session.num_unread += len(calibration.token_ids)
         session.last_asked = (fence.round, calibration.attempt)
-        session.calibration = calibration  # takes the place of an older one, whose block nobody wants any more
+        session.calibration = calibration  # replaces an older one, whose block is obsolete
         if not session.queued:
             session.queued = True
             self._ready.append(session)
 
     def send_drafted(self, command: SendDrafted) -> None:
-        """Ends the block under way, waiting or being drawn, after one token more at most. A stale wish is dropped."""
+        """Ends the current block, queued or being drawn, after at most one more token. A stale command is dropped."""
         session = self.sessions.get((command.session_id, command.epoch))
         asked_for = (command.round, command.attempt)
         if session is None or session.calibration is None or session.last_asked != asked_for:
@@ -167,17 +167,17 @@ class Scheduler(SessionBook[DraftSession, Step]):
         session.cut_at = asked_for
 
     def next_step(self) -> Step | None:
-        """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
+        """Returns the next step, or None if there is nothing to do. Pass it to `complete` after."""
         items = [self._item(session, max_read) for session, max_read in self._take_ready()]
         return Step(items) if items else None
 
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
-        """Returns what is to be told and sent. Sessions that were closed meanwhile are left out."""
-        self._learn(step.items, result.num_reused, result.num_read, result.calibration_s)
+        """Updates the sessions and returns their results. Sessions that were closed meanwhile are left out."""
+        self._record_costs(step.items, result.num_reused, result.num_read, result.calibration_s)
         completed: list[Completed] = []
         for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
             session = item.session
-            # What was committed during the step is unread as well.
+            # Tokens committed during the step are unread as well.
             session.num_unread = num_unread + len(session.committed) - session.num_known
             if not self.is_open(session):
                 continue

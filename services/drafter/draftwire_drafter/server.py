@@ -1,10 +1,11 @@
-"""The drafter's gRPC edge."""
+"""The drafter's gRPC server."""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
+from typing_extensions import override
 
 from draftwire.engine.leases import SessionFailed
 from draftwire.engine.ranks.followers import Followers
@@ -29,17 +30,17 @@ from draftwire_drafter.wire import GrpcBlockLink, Introduction, check_block_fits
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
-    """Translates between messages and the core."""
+    """Decodes requests for the core and encodes its events."""
 
     def __init__(self, core: DrafterCore) -> None:
         self._core = core
 
+    @override
     async def RunDraftSessions(
         self,
         request_iterator: AsyncIterator[drafter_pb2.RunDraftSessionsRequest],
         context: grpc.aio.ServicerContext[drafter_pb2.RunDraftSessionsRequest, drafter_pb2.RunDraftSessionsResponse],
     ) -> None:
-        """See the proto."""
         lease_id, outbox = self._core.open_lease()
         lease = drafter_pb2.DraftEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
 
@@ -54,12 +55,12 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         finally:
             self._core.end_lease(lease_id)
 
+    @override
     async def OpenDraftSession(
         self,
         request: drafter_pb2.OpenDraftSessionRequest,
         context: grpc.aio.ServicerContext[drafter_pb2.OpenDraftSessionRequest, drafter_pb2.OpenDraftSessionResponse],
     ) -> drafter_pb2.OpenDraftSessionResponse:
-        """See the proto."""
         await self._core.open_session(messages.draft_spec_from_proto(request), request.lease_id)
         return drafter_pb2.OpenDraftSessionResponse()
 
@@ -73,9 +74,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                         if core.is_for(lease_id, (calibration.fence.session_id, calibration.fence.epoch)):
                             core.calibrate(calibration)
                     case "send_drafted":
-                        wish = messages.send_drafted_from_proto(command.send_drafted)
-                        if core.is_for(lease_id, (wish.session_id, wish.epoch)):
-                            core.send_drafted(wish)
+                        send = messages.send_drafted_from_proto(command.send_drafted)
+                        if core.is_for(lease_id, (send.session_id, send.epoch)):
+                            core.send_drafted(send)
                     case "close_session":
                         key = (command.close_session.session_id, command.close_session.epoch)
                         if core.is_for(lease_id, key):
@@ -93,12 +94,12 @@ def _failures_to_proto(failures: Sequence[SessionFailed]) -> drafter_pb2.RunDraf
 
 
 def make_service(config: DrafterConfig, place: Place | None = None, followers: Followers | None = None) -> Service:
-    """Makes a drafter that is ready to be started, in a running event loop.
+    """Makes a drafter, to be started. Call in a running event loop.
 
     Args:
-        config: what can be set.
-        place: as `GroupGuard`.
-        followers: as `GroupGuard`.
+        config: of the drafter.
+        place: see `GroupGuard`.
+        followers: see `GroupGuard`.
     """
     tls = watch_tls(config.tls)
     dialler = Dialler(config.connections, config.tls, tls)

@@ -1,4 +1,4 @@
-"""What a drafter records of the traced sessions: the reading of the prompt, and each block that it sent."""
+"""Spans of a drafter: the prefill of each traced session, and each block that it drafted."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from draftwire_drafter.scheduler import Completed, Step, StepItem
 
 
 class DrafterSpans(TracedSessions):
-    """Makes the spans when a step is over."""
+    """Records spans after each step."""
 
     def add(self, step: Step, completed: Sequence[Completed], started_at: float, ended_at: float) -> None:
-        """Records the prompts that were read to the end and the blocks that were drafted."""
+        """Records completed prefills and drafted blocks."""
         if not self._sessions:
             return
         items = {item.session.key: item for item in step.items}

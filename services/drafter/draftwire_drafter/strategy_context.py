@@ -1,4 +1,4 @@
-"""What a drafter's settings give its strategy."""
+"""Settings and model loading for a drafting strategy."""
 
 from draftwire.engine.model_loading import limited, load_draft_model, refuse_settings_of_weights
 from draftwire.engine.ranks.guard import GroupGuard
@@ -11,34 +11,34 @@ from draftwire_drafter.config import DrafterConfig
 
 
 class ConfiguredContext:
-    """See `draftwire.drafting.strategies.StrategyContext`. Used on the torch thread."""
+    """`draftwire.drafting.strategies.StrategyContext` from a drafter's settings. Used on the torch thread."""
 
     def __init__(self, config: DrafterConfig, group: GroupGuard) -> None:
-        """Takes what is set, and the processes that share the model."""
+        """Takes the drafter's settings and the ranks that share its model."""
         self._config = config
         self._group = group
 
     @property
     def model(self) -> str:
-        """What the option `model` says."""
+        """Value of the option `model`."""
         return self._config.loading.model
 
     @property
     def quantization(self) -> Quantization:
-        """What is made of distributions before tokens are drawn from them."""
+        """Truncation and encoding of distributions, applied before tokens are drawn from them."""
         return self._config.drafts.quantization
 
     @property
     def calibrates(self) -> bool:
-        """Whether what was drafted approximately is computed again."""
+        """Whether tokens that were drafted approximately are computed again, exactly."""
         return self._config.layers.bonus_calibration
 
     def limited(self, card: ModelCard) -> ModelCard:
-        """Shortens the context to what the KV cache can hold of one session."""
+        """Returns the card with the context length limited to the capacity of the KV cache."""
         return limited(card, self._config.engine)
 
     def load_language_model(self) -> tuple[ModelCard, DraftModel]:
-        """Loads the weights: all of them, or this rank's share, once the other ranks have theirs."""
+        """Loads the weights: all of them, or this rank's share, together with the other ranks."""
         config, place = self._config, self._group.place
         if place.size == 1:
             return load_draft_model(config.loading, config.engine, config.layers)
@@ -50,6 +50,6 @@ class ConfiguredContext:
         return rank.card, model
 
     def require_no_weights(self, what: str) -> None:
-        """Refuses settings that would have no effect without weights."""
+        """Refuses settings that have no effect without weights; `what` names the kind of model."""
         require(not self._config.layers.is_parallel, f"{what} has no layers that could run at the same time")
         refuse_settings_of_weights(self._config.loading, what)

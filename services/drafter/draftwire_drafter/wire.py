@@ -1,4 +1,4 @@
-"""The drafter's end of the stream that carries draft blocks to a verifier."""
+"""The drafter's client of a verifier: one stream for draft blocks."""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a drafter says of itself."""
+    """Contents of a drafter's hello."""
 
     card: ModelCard
     instance_id: int
@@ -66,15 +66,15 @@ class GrpcBlockLink:
 
         Args:
             address: host:port of the verifier.
-            introduction: for the hello.
+            introduction: model and process, for the hello.
             dialler: opens the connection.
             timeout_s: how long to wait for the welcome.
-            on_lost: called once if the stream ends afterwards, whoever ends it.
-            on_sent: called with the bytes of each message with blocks.
+            on_lost: called once when the stream ends afterwards, for any reason.
+            on_sent: called with the size of each message with blocks, bytes.
 
         Raises:
             ModelMismatchError: the verifier's vocabulary differs; names the first differing token.
-            UnavailableError: no welcome in time.
+            UnavailableError: no welcome before the timeout.
         """
         channel = dialler.open(address, bulk=True)
         link = cls(address, channel, dialler.connections.max_message_bytes, on_lost, on_sent)
@@ -95,7 +95,7 @@ class GrpcBlockLink:
         except grpc.aio.AioRpcError as error:
             raise await _refusal(error, ModelPeer(channel, timeout_s), card) from error
         finally:
-            if not is_welcome:  # also if whoever wanted the link has gone
+            if not is_welcome:  # also if this coroutine was cancelled
                 link._outbox.close()
                 await channel.close()
         link._lifetime = asyncio.create_task(link._watch(call))
@@ -103,7 +103,7 @@ class GrpcBlockLink:
         return link
 
     def push(self, block: DraftBlock) -> None:
-        """See `BlockLink.push`."""
+        """Queues a block to be sent; see `BlockLink.push`."""
         if self.broken:
             raise UnavailableError(f"verifier at {self.address} was lost")
         self._outbox.put(block)
@@ -121,7 +121,7 @@ class GrpcBlockLink:
     async def _watch(
         self, call: grpc.aio.StreamStreamCall[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse]
     ) -> None:
-        """Waits for the end of the stream, whoever ends it."""
+        """Waits for the end of the stream, then marks the link as broken."""
         reason: str | None = None
         try:
             while await call.read() is not grpc.aio.EOF:
@@ -138,7 +138,7 @@ class GrpcBlockLink:
 
 
 async def _refusal(error: grpc.aio.AioRpcError, peer: ModelPeer, card: ModelCard) -> DraftwireError:
-    """Returns why a verifier ended the stream instead of welcoming us."""
+    """Returns the error for a stream that the verifier ended before its welcome."""
     refusal = error_of(error)
     if isinstance(refusal, ProtocolViolationError):
         target = await peer.describe()
@@ -148,20 +148,20 @@ async def _refusal(error: grpc.aio.AioRpcError, peer: ModelPeer, card: ModelCard
 
 
 def check_block_fits(most_block_bytes: int, max_message_bytes: int) -> None:
-    """Makes sure that every block can be sent.
+    """Checks that every block fits into one message.
 
     Args:
-        most_block_bytes: most bytes that the distributions of one block can take.
-        max_message_bytes: the largest message.
+        most_block_bytes: largest size of the distributions of one block.
+        max_message_bytes: limit of a message.
 
     Raises:
-        InvalidRequestError: the largest message is too small.
+        InvalidRequestError: the limit is too small.
     """
     require_room("a draft block, at most max_draft_tokens long", most_block_bytes, max_message_bytes)
 
 
 def in_parts(blocks: list[DraftBlock], most_bytes: int) -> Iterator[list[DraftBlock]]:
-    """Splits what leaves together so that no part's distributions exceed a size, unless a single block does."""
+    """Splits blocks into parts whose distributions do not exceed `most_bytes`, unless a single block does."""
     part: list[DraftBlock] = []
     size = 0
     for block in blocks:

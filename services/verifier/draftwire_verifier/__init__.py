@@ -1,1 +1,1 @@
-"""The process that holds the target and decides which draft tokens become text."""
+"""The verifier service: scores draft tokens with the target model and decides which are accepted."""

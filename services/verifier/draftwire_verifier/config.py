@@ -52,12 +52,12 @@ class VerifierConfig:
 
     @property
     def own_rules(self) -> tuple[str, ...]:
-        """Where each of `rules` can be imported from."""
+        """Import path of each of `rules`."""
         return () if self.rules is None else tuple(map(str.strip, self.rules.split(",")))
 
     @property
     def wanted_group(self) -> WantedGroup:
-        """How many processes this is to be."""
+        """Size and limits of the group of processes."""
         parallel = self.parallel
         size, timeout_s = parallel.tensor_parallel_size, parallel.tensor_parallel_timeout_s
         return WantedGroup("verifier", "tensor_parallel_size", size, timeout_s)

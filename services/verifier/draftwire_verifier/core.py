@@ -1,4 +1,4 @@
-"""The verifier without its edge: sessions, drafters, and what comes of its steps."""
+"""The verifier without gRPC: sessions, drafters, audit, and delivery of verdicts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -38,16 +38,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class BlockRefused:
-    """Tells a gateway that a session takes no more blocks from a drafter; the round is still open."""
+    """Event for a gateway: a session accepts no more blocks from a drafter. The round is still open."""
 
     session_id: int
     epoch: int
     round: int
     reason: str
     permit_number: int
-    """Of the drafter whose blocks are refused."""
+    """Permit of the drafter whose blocks are refused."""
     quarantined_drafter_id: int | None = None
-    """The drafter, if no session takes its blocks any more."""
+    """The drafter, if it is in quarantine: no session accepts its blocks."""
 
 
 TargetEvent = Verdict | PromptRead | BlockRefused | SessionFailed
@@ -66,9 +66,9 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         """Prepares; `start` loads the model.
 
         Args:
-            config: what can be set.
-            place: as `GroupGuard`.
-            followers: as `GroupGuard`.
+            config: of the verifier.
+            place: see `GroupGuard`.
+            followers: see `GroupGuard`.
         """
         self.drafters = Drafters()
         super().__init__(config, VerifierMetrics(self.drafters), place, followers)
@@ -81,8 +81,9 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _load_engine(self) -> tuple[ModelCard, TargetEngine]:
         self._rules = served_rules(self.config.own_rules)
         target = self._load_target()
-        offered = replace(target.card.description, rules=tuple(map(facts_of, self._rules.values())))
-        return replace(target.card, description=offered), TargetEngine(target.model, offered.context_length)
+        description = replace(target.card.description, rules=tuple(map(facts_of, self._rules.values())))
+        card = replace(target.card, description=description)
+        return card, TargetEngine(target.model, description.context_length)
 
     def _load_target(self) -> LoadedTarget:
         if self.group.place.size == 1:
@@ -109,11 +110,11 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         )
 
     async def automaton_of(self, spec: TargetSessionSpec) -> Automaton | None:
-        """Returns what follows the form of a session's text, from where the text is; None if it has no form.
+        """Returns the automaton of a session's structured output, advanced over its text so far; None if it has none.
 
         Raises:
-            InvalidRequestError: the form cannot be followed, or the text does not have it.
-            NoRoomError: too many forms are read.
+            InvalidRequestError: the form is not supported, or the text so far violates it.
+            NoRoomError: too many forms are being compiled.
         """
         form, prompt_len = spec.parameters.sampling.structured_output, spec.parameters.prompt_len
         return None if form is None else await self._forms.compile(form, spec.token_ids[prompt_len:])
@@ -123,13 +124,13 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
 
         Args:
             spec: the session.
-            lease_id: whose it is.
-            automaton: of `automaton_of`.
+            lease_id: lease that the session belongs to.
+            automaton: from `automaton_of`.
 
         Raises:
-            ProtocolViolationError: unknown lease.
+            ProtocolViolationError: the lease is unknown, or the session was closed before it was opened.
             InvalidRequestError: ids or parameters are out of range.
-            NoRoomError: too many sessions are open.
+            NoRoomError: too many sessions are open, or the KV cache has no room for this one.
         """
         self._leases.require(lease_id)
         with self.metrics.counting_refusals():
@@ -140,7 +141,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self._work.set()
 
     def run_plain(self, run: PlainRun) -> None:
-        """Starts a plain run; a message out of place ends the session."""
+        """Starts a plain run; a message that violates the protocol fails the session."""
         try:
             if self._scheduler.run_plain(run) is FenceVerdict.VIOLATION:
                 raise ProtocolViolationError("plain run for another prefix than the session's")
@@ -149,17 +150,17 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self._work.set()
 
     def welcome_drafter(self, drafter_id: int, model: ModelDescription) -> Drafter:
-        """Checks that a drafter's tokens mean the same as the target's, and returns its record.
+        """Checks that a drafter has the target's vocabulary, and returns its record.
 
         Raises:
-            ProtocolViolationError: another vocabulary. (The drafter then compares the two and names the token.)
+            ProtocolViolationError: the vocabularies differ. (The drafter then compares them and reports the token.)
         """
         if model.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
             raise ProtocolViolationError(f"vocabulary of drafter {model.name} differs from {self.description.name}'s")
         return self.drafters.connect(drafter_id, model.name)
 
     def push_blocks(self, blocks: Iterable[ReceivedBlock]) -> None:
-        """Takes blocks. Stale ones are dropped; one that breaks the protocol ends its session's speculation."""
+        """Accepts blocks. Stale ones are dropped; a protocol violation ends the speculation of its session."""
         for block in blocks:
             self.metrics.blocks_received.inc()
             try:
@@ -170,7 +171,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self._work.set()
 
     def _take_permit(self, block: ReceivedBlock) -> None:
-        """Lets a drafter into a session, and out again at once if it is in quarantine."""
+        """Admits the sender to its session if the block has a permit; refuses it again if it is in quarantine."""
         session, drafter = self._scheduler.take_permit(block), self.drafters.get(block.drafter_id)
         if session is not None and drafter is not None and drafter.is_quarantined:
             self._end_speculation(session, _quarantine_message(drafter), drafter.id)
@@ -185,17 +186,17 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             reason=str(error),
             drafter_id=block.drafter_id,
         )
-        if error.violation is not Violation.PEER:  # who has no part in a session cannot end anything in it
+        if error.violation is not Violation.PEER:  # a drafter without a permit must not affect the session
             self._end_speculation(self._scheduler.sessions[session_id, epoch], str(error))
 
     def _end_speculation(self, session: TargetSession, reason: str, quarantined_id: int | None = None) -> None:
-        """Takes no more blocks of a session's drafter, and tells its gateway."""
+        """Refuses further blocks of a session's drafter, and notifies the gateway."""
         self._scheduler.end_speculation(session)
         refused = BlockRefused(*session.key, session.round, reason, session.permit_number, quarantined_id)
         self._leases.send(session.lease_id, refused)
 
     def _audit(self, step: Step, result: StepResult) -> None:
-        """Adds what a step shows to the drafters' records; quarantines those that are past the bound."""
+        """Adds the audit sums of a step to the drafters' records; quarantines drafters that exceed the bound."""
         sums_of: dict[int, AuditSums] = {}
         for item, sums in zip(step.items, result.audits, strict=True):
             if item.block is not None and item.session.is_audited and sums is not None:

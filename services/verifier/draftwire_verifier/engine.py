@@ -1,4 +1,4 @@
-"""Runs the target. Everything here runs on the torch thread."""
+"""The engine of the verifier: runs the target model, on the torch thread."""
 
 import time
 
@@ -21,12 +21,12 @@ class TargetEngine(StepEngine[Step, StepResult]):
     """The target model with one cached sequence per session."""
 
     def __init__(self, model: SequenceModel, context_length: int) -> None:
-        """Takes a loaded model and the positions that it can attend to."""
+        """Starts without sessions; `model` is loaded, `context_length` in tokens."""
         self.model = model
         self._context_length = context_length
         self._sequences: dict[SessionKey, CachedSequence] = {}
 
-    def _try(self, num_tokens: int) -> tuple[int, float]:
+    def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         rule, key = rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
         started = time.perf_counter()
         sequence = self.model.cache.open()
@@ -36,7 +36,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
         return num_tokens, time.perf_counter() - started
 
     def step(self, step: Step) -> StepResult:
-        """Carries out a step: judges blocks, decodes tokens, reads prompts."""
+        """Runs a step: verification of blocks, plain decoding, prefill."""
         started = time.perf_counter()
         judgings = [self._judging(item) for item in step.items]
         done = judge(self.model, judgings)
@@ -54,7 +54,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
         )
 
     def forget(self, key: SessionKey) -> None:
-        """Frees a session's cache."""
+        """Frees a session's KV cache."""
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self.model.cache.close(sequence)
@@ -64,7 +64,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
         parameters = spec.parameters
         sequence = self._sequences.get(session.key)
         if sequence is None:
-            # A prompt that is to be reported is read whole: what is taken over gives no logits.
+            # Prompt log-probabilities need every logit: no prefix is reused, since cached tokens give none.
             is_reported = spec.logprobs.prompt_logprobs is not None
             sequence = self.model.cache.open(() if is_reported else session.committed.ids, parameters.cache_salt)
             self._sequences[session.key] = sequence
@@ -85,7 +85,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
 
 
 def _audits(judgings: list[Judging], done: StepOutcome) -> list[AuditSums | None]:
-    """Returns what each judging's draft tokens say about their drafter; None where no distributions were sent."""
+    """Returns the audit sums of each judging's draft tokens; None if the block has no distributions."""
     audits: list[AuditSums | None] = [None] * len(judgings)
     for decided in done.decided:
         if decided.blocks.has_drafts and judgings[decided.members[0]].rule.needs_draft_probs:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from prometheus_client import Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from draftwire.audit import AuditSums
 from draftwire.engine.engine_metrics import EngineMetrics
@@ -17,7 +18,7 @@ from draftwire_verifier.scheduler import Scheduler
 
 
 class VerifierMetrics(EngineMetrics):
-    """What a verifier counts."""
+    """Metrics of a verifier."""
 
     def __init__(self, drafters: Iterable[Drafter] = ()) -> None:
         super().__init__()
@@ -25,7 +26,7 @@ class VerifierMetrics(EngineMetrics):
         self.blocks_received = self.counter("blocks_received", "Draft blocks that drafters sent to this verifier.")
         self.blocks_refused = self.counter("blocks_refused", "Draft blocks that broke the protocol.", ("violation",))
         for violation in Violation:
-            self.blocks_refused.labels(violation.value)  # there from the start: what grows from 0 is seen to grow
+            self.blocks_refused.labels(violation.value)  # exported at 0 from the start, so that `rate` sees the first
         self.draft_bytes = self.counter(
             "spec_decode_num_draft_bytes",
             "Bytes of the messages with draft blocks, heads of HTTP/2 frames included.",
@@ -37,7 +38,7 @@ class VerifierMetrics(EngineMetrics):
             registry=self.registry,
         )
         bytes_per_token.set_function(lambda: self._num_draft_bytes / max(1, self._num_tokens))
-        self.registry.register(_AuditWatcher(drafters))
+        self.registry.register(_AuditCollector(drafters))
         self.target_passes = self.counter("target_passes", "Rounds decided: forward passes of the target per session.")
         self.tokens = self.counter("generation_tokens", "Tokens committed by rounds.", of_model=True)
         self.drafts = self.counter("spec_decode_num_drafts", "Rounds that judged a draft block.", of_model=True)
@@ -61,19 +62,19 @@ class VerifierMetrics(EngineMetrics):
             of_model=True,
         )
         self._per_position: list[tuple[Counter, Counter]] = []
-        """Judged and accepted; found once for each position, and not in each round."""
+        """Judged and accepted, by position; cached, because looking up a label costs too much for each round."""
 
     def watch_waits(self, scheduler: Scheduler) -> None:
-        """Exports how long sessions wait for drafts."""
-        self.registry.register(_WaitWatcher(scheduler))
+        """Exports how long sessions wait for drafts, read at each scrape."""
+        self.registry.register(_WaitCollector(scheduler))
 
     def count_bytes(self, count: int) -> None:
-        """Counts what carried draft blocks."""
+        """Counts bytes of messages with draft blocks."""
         self._num_draft_bytes += count
         self.draft_bytes.inc(count)
 
     def count(self, verdict: Verdict, *, is_first: bool = False) -> None:
-        """Counts one decided round; the first of a session is the one that its prompt was read for."""
+        """Counts one decided round. `is_first`: the session's first, whose time in the queue includes its prefill."""
         if not is_first:
             self._queue_s.observe(verdict.queue_us / 1e6)
         self.target_passes.inc()
@@ -93,18 +94,18 @@ class VerifierMetrics(EngineMetrics):
                     accepted.inc()
 
 
-class _WaitWatcher(Collector):
-    """Reads how long sessions waited for drafts whenever `/metrics` is read."""
+class _WaitCollector(Collector):
+    """Collects the times of waiting for drafts at each scrape of `/metrics`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._lock = threading.Lock()
         self._exported_s = 0.0
-        """What was exported last. A stretch may turn out to have ended just before it was looked at, and a counter must
-        not fall."""
+        """Last exported value. An interval may turn out to have ended just before it was read, and a counter must not
+        fall."""
 
+    @override
     def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`."""
         scheduler = self._scheduler
         with self._lock:
             self._exported_s = exported_s = max(self._exported_s, scheduler.idle.waited(scheduler.clock()))
@@ -120,14 +121,14 @@ class _WaitWatcher(Collector):
         )
 
 
-class _AuditWatcher(Collector):
-    """Reads the audit's own numbers whenever `/metrics` is read."""
+class _AuditCollector(Collector):
+    """Collects the audits of all drafters at each scrape of `/metrics`."""
 
     def __init__(self, drafters: Iterable[Drafter]) -> None:
         self._drafters = drafters
 
+    @override
     def collect(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`."""
         labels = ["drafter", "model_name"]
         tokens = GaugeMetricFamily(
             PREFIX + "audit_draft_tokens", "Draft tokens that the audit has seen.", labels=[*labels, "span"]

@@ -1,4 +1,4 @@
-"""How far the loading of a model has come: a bar for people, lines for logs."""
+"""Progress of loading a model: a bar on terminals, log lines elsewhere."""
 
 import sys
 import time
@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 LINE_SECONDS = 3.0
-"""At least so much time is between two lines, but for the last one."""
+"""Shortest interval of log lines, except before the last one."""
 
 log = structlog.get_logger()
 
 
 class LoadProgress:
-    """Is told what was read. For one thread."""
+    """Callback that reports how much of the weights was read. For one thread."""
 
     def __init__(self, log_format: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Shows nothing yet.
@@ -29,7 +29,7 @@ class LoadProgress:
         self._bar = _make_bar() if log_format == "console" and sys.stderr.isatty() else None
 
     def __call__(self, num_bytes: int, total_bytes: int) -> None:
-        """Takes how many bytes have been read, of how many."""
+        """Reports how many bytes have been read, of how many."""
         is_done = num_bytes >= total_bytes
         if self._bar is not None:
             self._draw(self._bar, num_bytes, total_bytes)
@@ -41,7 +41,7 @@ class LoadProgress:
             self.end()
 
     def end(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,7 +1,7 @@
-"""Which sessions take part in the verifier's next step. Pure: no tensors, no transport, no clock but the given one.
+"""The verifier's scheduler: continuous batching into steps. Pure: no tensors, no transport, no clock but the given one.
 
-Whatever is ready when a step begins goes into it: draft blocks, plain rounds, and as much of waiting prompts as the
-running sessions can bear.
+A step takes all work that is ready when it begins: draft blocks, plain rounds, and as large a chunk of waiting prompts
+as the latency target of decoding sessions allows.
 """
 
 import math
@@ -31,44 +31,44 @@ from draftwire.verification.target import Judgement, JudgingOutcome, StillReadin
 from draftwire_verifier.idle import IdleWatch
 
 MAX_UINT32 = 2**32 - 1
-"""Largest number that the messages hold."""
+"""Largest value of a uint32 field."""
 REPORTED_CHUNK = 128
-"""Tokens of each prompt with log-probabilities that are read in a step at most: each of them takes a row over the
+"""Most prompt tokens of a session with prompt log-probabilities in one step: each needs a row of logits over the
 vocabulary."""
 MAX_FIRST_ROUND = 2**31
-"""Leaves room to count rounds."""
+"""Largest `first_round`; leaves room to count rounds in uint32."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TargetSession(EngineSession[TargetSessionSpec]):
-    """The verifier's side of one session. Changed by the scheduler only."""
+    """State of a session at the verifier. Changed by the scheduler only."""
 
     rule: VerificationRule
-    """Decides its rounds."""
+    """Verification rule of its rounds."""
     round: int
     """The round that is decided next."""
     plain_rounds_left: int
     drafter_id: int | None = None
-    """The drafter whose blocks it takes: the last that showed a permit. None is not known yet, or has lost its part."""
+    """The drafter whose blocks are accepted: the last with a valid permit. None before the first or after a refusal."""
     permit_number: int = -1
-    """Of the permit that it showed; -1 as long as nobody has shown one."""
+    """Number of that drafter's permit; -1 while there was none."""
     is_audited: bool = True
-    """Whether its draft tokens count in the audit: not if they are drawn with the numbers of an earlier session."""
+    """Whether its draft tokens count in the audit: not if an earlier session drew with the same random numbers."""
     block: ReceivedBlock | None = None
-    """The block that waits for the current round."""
+    """The block to verify in the current round."""
     waits_since: float | None = None
-    """When it began to wait for its drafter's next block, by the scheduler's clock; None if it does not."""
+    """Since when it waits for its drafter's next block, by the scheduler's clock; None if it does not."""
     queued_at: float = 0.0
-    """When it began to wait, by the scheduler's clock."""
+    """When it was queued for a step, by the scheduler's clock."""
 
     @property
     def fence(self) -> Fence:
-        """What a message about the current round must say."""
+        """Fence that a message for the current round must have."""
         return Fence(*self.key, self.round, len(self.committed), self.committed.hash)
 
     @property
     def is_reading(self) -> bool:
-        """Whether its prompt is still being read: later only the last token is unread."""
+        """Whether it is in prefill: afterwards only the last committed token is unread."""
         return self.num_unread > 1
 
     @property
@@ -79,7 +79,7 @@ class TargetSession(EngineSession[TargetSessionSpec]):
 
     @property
     def has_speculation(self) -> bool:
-        """Whether it takes blocks: those of its drafter or, if it has had none, of one that shows a permit."""
+        """Whether it accepts blocks: from its drafter or, before the first one, from a drafter with a permit."""
         return self.drafter_id is not None or bool(self.permit_number < 0 and self.spec.permit_key)
 
 
@@ -89,9 +89,9 @@ class StepItem:
 
     session: TargetSession
     block: ReceivedBlock | None
-    """None is plain decoding."""
+    """The block to verify; None is plain decoding."""
     max_read: int
-    """If more of the committed tokens are unread, only so many are read and nothing is decided."""
+    """Most committed tokens to read. If more are unread, the step only prefills and decides no round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,45 +105,44 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the engine did in a step. Sequences hold one entry for each item."""
+    """Result of a step. Sequences hold one entry for each item."""
 
     outcomes: Sequence[JudgingOutcome]
     num_unread: Sequence[int]
-    """Committed tokens that are still unread; a round that was decided leaves the last one."""
+    """Committed tokens that are still unread; after a decided round, the last one."""
     num_reused: Sequence[int]
-    """Tokens that were taken over from other sessions when the session was first seen."""
+    """Prefix cache hits when the session's sequence was opened, tokens."""
     num_tokens: int
     """Tokens that the forward pass read, draft tokens included."""
     verify_us: int
     audits: Sequence[AuditSums | None] = ()
-    """What the draft tokens of each item say about their drafter; None where they say nothing."""
+    """Audit sums of the draft tokens; None if the item has no distributions to audit."""
 
 
 Completed = tuple[TargetSession, Verdict | PromptRead | DraftwireError]
-"""An error ends the session."""
+"""A session and its event; an error fails the session."""
 
 
 @dataclass(kw_only=True)
 class Scheduler(SessionBook[TargetSession, Step]):
-    """Takes work as it comes and puts it into steps. One step runs at a time."""
+    """Queues prompts, blocks and plain runs and batches them into steps. One step runs at a time."""
 
     vocab_size: int
     rules: Mapping[str, VerificationRule] = field(default_factory=lambda: RULES)
-    """Those that sessions may ask for, by name."""
+    """Rules that sessions may ask for, by name."""
     clock: Callable[[], float] = time.perf_counter
     draft_wait_s: float = 0.0
-    """From verdicts to the blocks that followed them, summed over all sessions. Rounds that nobody drafted for are left
-    out."""
+    """Time from verdicts to the next blocks, summed over all sessions. Rounds without a drafter are left out."""
     idle: IdleWatch = field(default_factory=IdleWatch)
-    """For how long no step was run because sessions waited."""
+    """Sums the time in which no step runs while a session waits for a draft."""
 
     def open(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> TargetSession:
         """Admits a session.
 
         Args:
             spec: the session.
-            lease_id: whose it is.
-            automaton: follows the form of its text, if that has one.
+            lease_id: lease that the session belongs to.
+            automaton: of its structured output, if it has one.
 
         Raises:
             InvalidRequestError: ids or parameters are out of range.
@@ -170,13 +169,12 @@ class Scheduler(SessionBook[TargetSession, Step]):
         return session
 
     def take_permit(self, block: ReceivedBlock) -> TargetSession | None:
-        """Makes the sender of a block the drafter of its session, if the block shows a permit of a higher number.
+        """Makes the sender of a block the drafter of its session, if the block has a permit with a higher number.
 
-        Comes before `offer_block`, and whatever becomes of the block: a permit comes once, with a block that may be
-        stale.
+        To be called before `offer_block`, for stale blocks too: a permit is sent only once.
 
         Returns:
-            The session, if it has another drafter now.
+            The session, if its drafter has changed.
 
         Raises:
             BlockViolationError: the permit was not made for this session.
@@ -192,16 +190,16 @@ class Scheduler(SessionBook[TargetSession, Step]):
         return session
 
     def end_speculation(self, session: TargetSession) -> None:
-        """Takes no more blocks for a session, until another drafter shows a permit of a higher number."""
+        """Refuses further blocks for a session, until another drafter sends a permit with a higher number."""
         session.drafter_id = None
 
     def offer_block(self, block: ReceivedBlock) -> None:
-        """Takes a draft block. It is verified if it is for the session's current round and nothing else is.
+        """Queues a draft block for verification, if it is the first work for the session's current round.
 
-        A stale block is dropped, whatever else is wrong with it. So is one whose permit has been overtaken.
+        A stale block is dropped, whatever else is wrong with it; so is one with a permit of a lower number.
 
         Raises:
-            BlockViolationError: the block breaks the protocol. The session is as it was.
+            BlockViolationError: the block violates the protocol. The session is unchanged.
         """
         known = self.sessions.get((block.fence.session_id, block.fence.epoch))
         if known is not None and block.permit is not None and block.permit.number < known.permit_number:
@@ -240,10 +238,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
         self._enqueue(session)
 
     def run_plain(self, run: PlainRun) -> FenceVerdict:
-        """Starts plain decoding, if the current round is still free.
+        """Starts plain decoding, if the current round has no work yet.
 
         Raises:
-            InvalidRequestError: no round is wanted, or the session has no room for one.
+            InvalidRequestError: `num_rounds` is 0, or the session has reached its `max_len`.
         """
         session, verdict = self._judge(run.fence)
         if session is not None:
@@ -257,22 +255,22 @@ class Scheduler(SessionBook[TargetSession, Step]):
         return verdict
 
     def close(self, session_id: int, epoch: int) -> TargetSession | None:
-        """Forgets a session and what waits for it; returns it if there was one."""
+        """Removes a session and its queued work; returns the session, or None if it was not open."""
         session = super().close(session_id, epoch)
         if session is not None:
             self._end_wait(session)
         return session
 
     def next_step(self) -> Step | None:
-        """Returns the next step, or None when there is nothing to do. Call `complete` with it after."""
+        """Returns the next step, or None if there is nothing to do. Pass it to `complete` after."""
         items = [StepItem(session, session.block, max_read or 1) for session, max_read in self._take_ready()]
         now = self.clock()
         self.idle.set_idle(not items, now)
         return Step(items, now) if items else None
 
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
-        """Commits what a step decided and returns what is to be sent, but of sessions that were closed meanwhile."""
-        self._learn(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
+        """Commits decided rounds and returns the events to send. Sessions that were closed meanwhile are left out."""
+        self._record_costs(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
         deliveries: list[Completed] = []
         for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
             session = item.session
@@ -333,7 +331,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         self._ready.append(session)
 
     def _judge(self, fence: Fence) -> tuple[TargetSession | None, FenceVerdict]:
-        """Returns the session if the message is for its current round and that round has no work yet."""
+        """Compares a fence; returns the session only if the fence is current and the round has no work yet."""
         session = self.sessions.get((fence.session_id, fence.epoch))
         if session is None:  # closed, or an epoch that ended
             self.dropped["unknown_session"] += 1
@@ -376,7 +374,7 @@ def _extra_kind(num_draft_tokens: int, num_accepted: int) -> TokenSource:
 
 
 def _draft_logprobs(block: ReceivedBlock | None, token_ids: Sequence[int]) -> list[float]:
-    """Returns what a drafter gave each token of a verdict; NaN behind its block, and where it did not say."""
+    """Returns the drafter's log-probability of each token of a verdict; NaN after the block or if none were sent."""
     given: list[float] = []
     if block is not None and block.has_distributions:
         assert not isinstance(block.draft, BlockViolationError), "such a block is refused"

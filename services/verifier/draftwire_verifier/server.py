@@ -1,4 +1,4 @@
-"""The verifier's gRPC edge."""
+"""The verifier's gRPC server."""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
+from typing_extensions import override
 
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.guard import end_if_lost
@@ -28,15 +29,16 @@ from draftwire_verifier.drafters import Drafter
 from draftwire_verifier.spans import VerifierSpans
 
 OFF_LOOP_BYTES = 2**18
-"""Larger messages (dense distributions) are decoded beside the event loop."""
+"""Larger messages (dense distributions) are decoded on another thread than the event loop's."""
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
-    """Translates between messages and the core."""
+    """Decodes requests for the core and encodes its events."""
 
     def __init__(self, core: VerifierCore) -> None:
         self._core = core
 
+    @override
     async def RunTargetSessions(
         self,
         request_iterator: AsyncIterator[verifier_pb2.RunTargetSessionsRequest],
@@ -44,7 +46,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             verifier_pb2.RunTargetSessionsRequest, verifier_pb2.RunTargetSessionsResponse
         ],
     ) -> None:
-        """See the proto."""
         lease_id, outbox = self._core.open_lease()
         lease = verifier_pb2.TargetEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
 
@@ -59,6 +60,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         finally:
             self._core.end_lease(lease_id)
 
+    @override
     async def OpenTargetSession(
         self,
         request: verifier_pb2.OpenTargetSessionRequest,
@@ -66,17 +68,16 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             verifier_pb2.OpenTargetSessionRequest, verifier_pb2.OpenTargetSessionResponse
         ],
     ) -> verifier_pb2.OpenTargetSessionResponse:
-        """See the proto."""
         spec = messages.target_spec_from_proto(request)
         self._core.open_session(spec, request.lease_id, await self._core.automaton_of(spec))
         return verifier_pb2.OpenTargetSessionResponse()
 
+    @override
     async def PushDraftBlocks(
         self,
         request_iterator: AsyncIterator[verifier_pb2.PushDraftBlocksRequest],
         context: grpc.aio.ServicerContext[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse],
     ) -> None:
-        """See the proto."""
         drafter: Drafter | None = None
         try:
             async for request in request_iterator:
@@ -146,12 +147,12 @@ def _event_to_proto(event: TargetEvent) -> verifier_pb2.TargetEvent:
 
 
 def make_service(config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> Service:
-    """Makes a verifier that is ready to be started, in a running event loop.
+    """Makes a verifier, to be started. Call in a running event loop.
 
     Args:
-        config: what can be set.
-        place: as `GroupGuard`.
-        followers: as `GroupGuard`.
+        config: of the verifier.
+        place: see `GroupGuard`.
+        followers: see `GroupGuard`.
     """
     tls = watch_tls(config.tls)
     core = VerifierCore(config, place, followers)

@@ -1,4 +1,4 @@
-"""What a verifier records of the traced sessions: the reading of the prompt, and each round that it decided."""
+"""Spans of a verifier: the prefill of each traced session, and each round that it decided."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,10 @@ from draftwire_verifier.scheduler import Completed, Step
 
 
 class VerifierSpans(TracedSessions):
-    """Makes the spans when a step is over."""
+    """Records spans after each step."""
 
     def add(self, step: Step, completed: Sequence[Completed], started_at: float, ended_at: float) -> None:
-        """Records the prompts that were read to the end and the rounds that were decided."""
+        """Records completed prefills and decided rounds."""
         if not self._sessions:
             return
         for item in step.items:
