@@ -90,7 +90,7 @@ class _SharedPrompt:
 MakeLoop = Callable[[Generation], Awaitable[GenerationLoop]]
 
 
-class SideBySide:
+class ChoiceRunner:
     """Carries out the choices of one request. Use once."""
 
     def __init__(self, generations: Sequence[Generation], make_loop: MakeLoop) -> None:
