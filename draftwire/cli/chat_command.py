@@ -73,7 +73,7 @@ class ChatHistory:
         """Checks, before the user types, that the server accepts conversations with these options.
 
         Raises:
-            InvalidRequestError: it refuses them; the message gives the reason and a hint.
+            InvalidRequestError: it refuses them; the message holds the reason.
         """
         question = [*self.messages, {"role": "user", "content": "Hello"}]
         nothing = {"max_tokens": 0, "min_tokens": None}

@@ -73,7 +73,7 @@ def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
 
 
 def _sum(statistics: Iterable[Statistics]) -> Statistics:
-    """Sums counts; takes the earliest time to first token and the longest duration."""
+    """Returns the sums of counts, with the earliest time to first token and the longest duration."""
     parts = list(statistics)
     total = Statistics()
     for name in _SUMMED:

@@ -18,8 +18,8 @@ class LatencyTallies(Protocol):
 
 @dataclass(slots=True)
 class Latencies:
-    """Measures the choices of one request, from its admission on. The tokens of a round arrive together, so the time
-    since the round before is divided equally among them: each counts as one value.
+    """Measures the choices of one request, from when its prompts were tokenised. The tokens of a round arrive together,
+    so the time since the round before is divided equally among them: each counts as one value.
     """
 
     tallies: LatencyTallies
