@@ -1,4 +1,4 @@
-"""`draftwire`: run the services, and talk to them."""
+"""`draftwire`: the command line of the services and of their client."""
 
 import sys
 from typing import Annotated
@@ -53,8 +53,8 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def main() -> None:
     """Runs the command line.
 
-    An error that a user can act on is one line on standard error. Where whoever reads the output has closed it, as
-    `| head -1` does, the command ends in silence.
+    A `DraftwireError` becomes one line on standard error. If the reader of standard output has closed it, as
+    `| head -1` does, the command exits without a message.
     """
     refuse_unknown_variables()
     encode_as_utf8()
@@ -63,7 +63,7 @@ def main() -> None:
     except BrokenPipeError:
         end_in_silence()
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # typer, and rich where it prints help, end with 1
+        if isinstance(ended.__context__, BrokenPipeError):  # typer, and rich when it prints help, exit with 1
             end_in_silence()
         raise
 

@@ -1,4 +1,4 @@
-"""`draftwire bench`: how fast a gateway is, with speculation beside plain decoding."""
+"""`draftwire bench`: throughput and latency of a gateway, with speculative and plain decoding."""
 
 import json
 import math
@@ -35,19 +35,19 @@ PROMPTS = (
     '"""Utilities for strings."""\n\nimport re\n',
     "for i in range(10):\n",
 )
-"""Of the kind that the embedded pair knows."""
+"""Default prompts: beginnings of Python files, which the embedded pair was trained on."""
 PERCENTILES = (50, 90, 99)
 TIMES = {
     "time_to_first_token_ms": "ms to first token",
     "time_per_token_ms": "ms per token",
     "completion_ms": "ms per completion",
 }
-"""Titles of what there are percentiles of."""
+"""Table titles of the times that are reported as percentiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What is measured."""
+    """Prompts, request options, concurrency and number of runs of a benchmark."""
 
     prompts: "list[Prompt]"
     options: dict[str, Any]
@@ -58,15 +58,15 @@ class BenchPlan:
 
     @property
     def variants(self) -> dict[str, dict[str, Any]]:
-        """Returns the options of each column, by its name."""
+        """The request options of each column, by the column's name."""
         if self.options["num_speculative_tokens"] == 0:
             return {"plain": self.options}
         columns = {"speculation": self.options}
         return columns | ({"plain": {**self.options, "num_speculative_tokens": 0}} if self.beside_plain else {})
 
     def jobs(self, run: int, options: dict[str, Any], num_requests: int) -> "list[tuple[Prompt, Any]]":
-        """Returns the requests of a run. No two of all share a prefix in the server's cache, also where prompts are
-        equal; seeds are those of the run, whatever the column.
+        """Returns the requests of a run. No two requests share a prefix in the server's cache, even with equal prompts.
+        Seeds depend on the run and not on the column.
 
         Raises:
             InvalidRequestError: the seed is out of range.
@@ -145,10 +145,10 @@ def bench(
 
 
 def read_prompts(path: Path) -> "Iterator[Prompt]":
-    """Yields the prompts of a file, but for empty lines.
+    """Yields the prompts of a file, without empty lines.
 
     Raises:
-        InvalidRequestError: there is none, or a line is none.
+        InvalidRequestError: the file cannot be read or holds no prompt, or a line is not a valid prompt.
     """
     try:
         lines = path.read_bytes().decode("utf-8-sig").split("\n")
@@ -182,7 +182,7 @@ def _prompt_of(line: str) -> "Prompt":
 async def _measure(
     client: "AsyncClient", plan: BenchPlan, wait_s: float, progress: "Progress"
 ) -> "dict[str, list[Run]]":
-    """Returns the runs of each column. Runs of the columns take turns, so that what else a machine does hits all."""
+    """Returns the runs of each column. The columns alternate, so that other load on the machine affects both."""
     from draftwire.client.measuring import measure
 
     columns: dict[str, list[Run]] = {name: [] for name in plan.variants}
@@ -201,7 +201,7 @@ async def _measure(
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Returns the smallest value that at least so many percent of all do not exceed; None if there are none."""
+    """Returns the smallest value that at least `percent` percent of all do not exceed; None if there are no values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)] if ordered else None
 
@@ -233,7 +233,7 @@ def summary(runs: "Sequence[Run]") -> dict[str, Any]:
 
 
 def speedup(speculation: "Sequence[Run]", plain: "Sequence[Run]") -> dict[str, float]:
-    """Returns tokens/s of each run over those of the plain run beside it: median, least and most."""
+    """Returns the ratio of tokens/s between each run and the plain run that followed: median, least and most."""
     ratios = [fast.tokens_per_second / slow.tokens_per_second for fast, slow in zip(speculation, plain, strict=True)]
     return {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
 
@@ -246,7 +246,7 @@ def _progress(console: "Console") -> "Progress":
 
 
 def _cells(column: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the rows of a column, each with its title."""
+    """Yields title and value of each row of a column."""
     yield "tokens/s", f"{column['tokens_per_second']:.1f}"
     yield "completions/s", f"{column['completions_per_second']:.2f}"
     for name, title in TIMES.items():

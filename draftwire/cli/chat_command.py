@@ -1,4 +1,4 @@
-"""`draftwire chat`: a conversation."""
+"""`draftwire chat`: a conversation through the target's chat template."""
 
 import sys
 from collections.abc import Iterator
@@ -50,30 +50,30 @@ def chat(
 
 
 class ChatHistory:
-    """What was said so far, and what says more."""
+    """The messages of a conversation. Sends the next one and writes its answer."""
 
     def __init__(self, client: "Client", arguments: dict[str, Any], system: str | None, writer: TextWriter) -> None:
-        """Begins."""
+        """Starts with the system message, if there is one."""
         self._client = client
         self._arguments = arguments
         self._system = system
         self.writer = writer
         self.messages: list[dict[str, str]] = []
         self.last: Completion | None = None
-        """What the last answer took; None if there is none, or it was stopped."""
+        """The last answer, for its statistics; None before the first answer and after one that was stopped."""
         self.is_over = False
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Drops all messages but the system message."""
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
         self.last = None
 
     def check(self) -> None:
-        """Makes sure that the server takes such conversations, before anything is typed.
+        """Checks, before the user types, that the server accepts conversations with these options.
 
         Raises:
-            InvalidRequestError: it does not; the message says why, and what may help.
+            InvalidRequestError: it refuses them; the message holds the reason.
         """
         question = [*self.messages, {"role": "user", "content": "Hello"}]
         nothing = {"max_tokens": 0, "min_tokens": None}
@@ -85,13 +85,13 @@ class ChatHistory:
             raise InvalidRequestError(f"{error}{hint}") from error
 
     def say(self, text: str) -> None:
-        """Says something, and writes the answer as it comes.
+        """Sends a user message and streams the answer to the writer.
 
-        Whatever ends it, both stay in the conversation if any of the answer was shown, and neither if none was.
+        If the stream breaks, message and answer stay in the history if any text was shown; otherwise neither does.
 
         Raises:
-            DraftwireError: the server refuses it, or is lost.
-            KeyboardInterrupt: the user stopped it; the server is told.
+            DraftwireError: the server refuses the request, or the connection is lost.
+            KeyboardInterrupt: the user stopped the answer; the request is cancelled.
         """
         self.last = None
         self.messages.append({"role": "user", "content": text})
@@ -120,20 +120,20 @@ class ChatSession:
     """A conversation at a terminal."""
 
     def __init__(self, conversation: ChatHistory, display: Display) -> None:
-        """Says hello, unless that is not wanted."""
+        """Prints the legend of colours and the commands, unless `display` is quiet."""
         self._conversation = conversation
         self._display = display
-        with suppress(ImportError):  # lines can be edited and called back
+        with suppress(ImportError):  # line editing and history
             import readline  # noqa: F401
         conversation.writer.legend()
         if not display.quiet:
             typer.echo(COMMANDS, err=True)
 
     def run(self) -> None:
-        """Asks and answers until the user leaves.
+        """Reads messages and writes answers until the user leaves.
 
         Raises:
-            typer.Exit: they left by Ctrl-C.
+            typer.Exit: the user left by Ctrl-C.
         """
         while not self._conversation.is_over:
             try:
@@ -160,10 +160,11 @@ class ChatSession:
 
 
 def command(conversation: ChatHistory, display: Display, text: str) -> bool:
-    """Does what a line with a command says; returns False if it is none, but a message.
+    """Runs a line that is a command; returns False if the line is a message.
 
     Raises:
-        InvalidRequestError: there is no such command, and nobody at a terminal to be told and to go on.
+        InvalidRequestError: the command is unknown and standard input is not a terminal. On a terminal, the command is
+            reported and the conversation goes on.
     """
     match text:
         case "/exit" | "/quit":
@@ -195,7 +196,7 @@ def _piped() -> Iterator[str]:
     """Yields the lines of standard input.
 
     Raises:
-        InvalidRequestError: it is no UTF-8.
+        InvalidRequestError: standard input is not UTF-8.
     """
     try:
         yield from sys.stdin
@@ -204,7 +205,7 @@ def _piped() -> Iterator[str]:
 
 
 def _ask() -> str:
-    """Returns what the user types; the prompt never gets into an output that is no terminal.
+    """Returns a line that the user types. If standard output is not a terminal, the prompt goes to standard error.
 
     Raises:
         EOFError: Ctrl-D.

@@ -1,4 +1,4 @@
-"""Colours of tokens by where they came from, and when there are any.
+"""Colours of tokens by their source, and when texts are coloured.
 
 Colour is never the only sign: recovered tokens are underlined, bonus tokens bold, plain ones in italics.
 """
@@ -27,8 +27,8 @@ PALETTE = {
     TokenSource.BONUS: (63, "1;"),
     TokenSource.PLAIN: (243, "3;"),
 }
-"""Number of the colour among a terminal's 256, and what else marks it. Each has a contrast of at least 4.5 to black as
-well as to white, which is what WCAG 2 asks of text."""
+"""Number of the colour in a terminal's 256-colour palette, and the ANSI attribute that marks the source as well. Each
+colour has a contrast of at least 4.5 to both black and white, as WCAG 2 requires of text."""
 
 LEGEND = {
     TokenSource.ACCEPTED: "accepted",
@@ -39,11 +39,11 @@ LEGEND = {
 
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-"""Characters that a terminal would obey, and those that stand for them."""
+"""Printable replacements for control characters."""
 
 
 def wants_color(when: ColorWhen, stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether a text on a stream is coloured. NO_COLOR is stronger than FORCE_COLOR, an option than both."""
+    """Returns whether text on a stream is coloured. NO_COLOR overrides FORCE_COLOR; the option overrides both."""
     if when is not ColorWhen.AUTO:
         return when is ColorWhen.ALWAYS
     if environment.get("NO_COLOR"):
@@ -54,16 +54,16 @@ def wants_color(when: ColorWhen, stream: TextIO, environment: Mapping[str, str] 
 
 
 def paint(text: str, source: TokenSource) -> str:
-    """Returns a text in the colour of its source. No line break is coloured, so that a pager can begin at any line."""
+    """Returns a text in the colour of its source. Each line is coloured by itself, so a pager can start at any line."""
     number, mark = PALETTE[source]
     return re.sub(r"[^\n]+", lambda line: f"\x1b[{mark}38;5;{number}m{line[0]}\x1b[0m", text)
 
 
 def visible(text: str) -> str:
-    """Returns a text without characters that a terminal would obey, such as the start of an escape sequence."""
+    """Returns a text with its control characters replaced, such as the start of an escape sequence."""
     return text.translate(_CONTROLS)
 
 
 def legend() -> str:
-    """Returns one line that says which colour is what."""
+    """Returns one line that names the token source of each colour."""
     return " · ".join(paint(text, source) for source, text in LEGEND.items())

@@ -1,4 +1,4 @@
-"""Options of the commands that talk to a gateway, and the client that they make."""
+"""Connection options of the commands that call a gateway, and the client made from them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from draftwire.client import AsyncClient, Client
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-"""The client's own default, which cannot be read without importing gRPC."""
+"""Equal to the client's default, which cannot be imported without importing gRPC."""
 
 
-# Of every command that calls a service: whom to believe, and who we are.
+# TLS options of every command that calls a service: trusted issuers and the client's certificate.
 TlsCa = Annotated[str | None, typer.Option(envvar=TLS_CA_VARIABLE, help="PEM file: whom to believe.")]
 TlsCert = Annotated[str | None, typer.Option(envvar=TLS_CERT_VARIABLE, help="PEM file: who we are.")]
 TlsKey = Annotated[str | None, typer.Option(envvar=TLS_KEY_VARIABLE, help="PEM file: the key of it.")]
@@ -53,22 +53,22 @@ class ConnectionOptions:
 
     @contextmanager
     def open(self) -> "Iterator[Client]":
-        """Connects, and closes. Where a gateway is not there, or full, the command ends with a status of its own.
+        """Returns a client that is closed at the end of the block.
 
         Raises:
-            typer.Exit: see above.
+            typer.Exit: with `NOT_NOW`, if no gateway answers or the gateway is full.
         """
         from draftwire.client import Client
 
-        with Client(self.address, **self._credentials()) as client, _ended_where_it_cannot_be_now():
+        with Client(self.address, **self._credentials()) as client, _exit_if_unavailable():
             yield client
 
     @contextmanager
     def open_async(self) -> "Iterator[AsyncClient]":
-        """As `open`, with a client for an event loop, which has to close it."""
+        """Returns a client for an event loop, with the errors of `open`. The caller closes the client."""
         from draftwire.client import AsyncClient
 
-        with _ended_where_it_cannot_be_now():
+        with _exit_if_unavailable():
             yield AsyncClient(self.address, **self._credentials())
 
     def _credentials(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class ConnectionOptions:
 
 
 @contextmanager
-def _ended_where_it_cannot_be_now() -> Iterator[None]:
+def _exit_if_unavailable() -> Iterator[None]:
     try:
         yield
     except (UnavailableError, NoRoomError) as error:

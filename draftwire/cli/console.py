@@ -1,4 +1,4 @@
-"""Consoles of rich that keep to our own rules: when there are colours, and what happens when nobody reads."""
+"""rich consoles with the command line's own rules for colours and broken pipes."""
 
 import sys
 from typing import NoReturn
@@ -9,18 +9,18 @@ from draftwire.cli.colors import ColorWhen, wants_color
 
 
 class PipeConsole(Console):
-    """Leaves it to `main` how the command ends where whoever reads its output has closed it."""
+    """A console that leaves broken pipes to `main`."""
 
     def on_broken_pipe(self) -> NoReturn:
-        """Raises what `Console` would end the process for, with 1."""
+        """Raises `BrokenPipeError` where `Console` would exit with 1."""
         raise BrokenPipeError
 
 
 def make_console(stderr: bool = False, when: ColorWhen = ColorWhen.AUTO) -> Console:
     """Returns a console on standard output, or on standard error.
 
-    Without colours there are no other styles either. rich's own reading of FORCE_COLOR takes 0 for a yes, and a pipe
-    for a terminal, where it would draw what moves.
+    Without colours there are no other styles either. rich's own reading of FORCE_COLOR is not used: it treats 0 as set,
+    and a pipe as a terminal, to which it would write animations.
     """
     stream = sys.stderr if stderr else sys.stdout
     return PipeConsole(

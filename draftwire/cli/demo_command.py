@@ -1,4 +1,4 @@
-"""`draftwire demo`: all of it once, with the embedded pair."""
+"""`draftwire demo`: start the services, stream one completion, stop; by default with the embedded pair."""
 
 from contextlib import ExitStack
 from typing import Annotated

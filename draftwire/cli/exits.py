@@ -1,4 +1,4 @@
-"""How commands end: exit statuses, and the one line that says why."""
+"""Exit statuses of the commands, and their error line."""
 
 import os
 import sys
@@ -10,27 +10,27 @@ from draftwire.cli.colors import ColorWhen, visible
 
 OK = 0
 FAILED = 1
-"""Something is wrong that the user can act on; one line on standard error says what."""
+"""An error that the user can act on; one line on standard error describes it."""
 MISUSED = 2
-"""Wrong usage: an option, an argument or an environment variable that cannot be."""
+"""Wrong usage: an invalid option, argument or environment variable."""
 NOT_NOW = 3
-"""No gateway answers, or it is full, or draining: the same command may succeed later."""
+"""No gateway answers, or the gateway is full or draining: the same command may succeed later."""
 INTERRUPTED = 130
-"""Ctrl-C, as shells count it: 128 and SIGINT."""
+"""Ctrl-C; by the convention of shells, 128 plus the number of SIGINT."""
 READER_GONE = 141
-"""Whoever read standard output has closed it, as `head` does: 128 and SIGPIPE."""
+"""The reader of standard output has closed it, as `head` does: 128 plus the number of SIGPIPE."""
 
 _complaint_color = ColorWhen.AUTO
 
 
 def color_complaints(when: ColorWhen) -> None:
-    """Says when complaints are coloured, of all that follow in this process."""
+    """Sets when error lines are coloured, for the rest of this process."""
     global _complaint_color
     _complaint_color = when
 
 
 def complain(message: object) -> None:
-    """Prints one line on standard error."""
+    """Prints an error as one line on standard error."""
     from rich.markup import escape
 
     from draftwire.cli.console import make_console
@@ -40,14 +40,14 @@ def complain(message: object) -> None:
 
 
 def end(status: int, message: object) -> NoReturn:
-    """Ends the command with a line on standard error."""
+    """Prints an error line and exits with a status."""
     complain(message)
     raise typer.Exit(status)
 
 
 def end_in_silence() -> NoReturn:
-    """Ends the process where whoever reads its output has closed it."""
+    """Exits without a message, after the reader of standard output has closed it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):  # what is left in buffers goes there when Python ends
+    for stream in (sys.stdout, sys.stderr):  # Python flushes the buffers there at exit
         os.dup2(nowhere, stream.fileno())
     sys.exit(READER_GONE)

@@ -49,7 +49,7 @@ def generate(
 def write_completions(
     stream: "CompletionStream", prompt: str, writer: TextWriter, display: Display, is_single: bool
 ) -> None:
-    """Writes what a stream brings: a single completion as it comes, several at the end."""
+    """Writes the completions of a stream: a single one piece by piece, several at the end."""
     writer.legend()
     if is_single:
         writer.text(prompt)

@@ -1,4 +1,4 @@
-"""`draftwire health`: whether a service is well, for whoever starts and restarts containers."""
+"""`draftwire health`: the health check of a service, for container probes."""
 
 import os
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from draftwire.client.security import Security
 
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
-"""Hosts that stand for all addresses of this machine, and one of them."""
+"""Wildcard hosts that a service binds to, and the loopback address to call instead."""
 
 
 def service_names(incomplete: str) -> list[str]:
@@ -24,7 +24,7 @@ def service_names(incomplete: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class OwnService:
-    """The service that the environment configures, as seen from the same machine."""
+    """Address and certificates of the service that the environment configures, called from the same machine."""
 
     address: str
     security: "Security"
@@ -33,8 +33,8 @@ class OwnService:
     def of(cls, service: str, tls_target_name: str | None) -> "OwnService":
         """Reads the service's variables.
 
-        It is called with its own certificate. It is believed by `tls_ca`, or by nothing but that very certificate
-        where it has no issuer to ask callers for.
+        The call presents the service's own certificate. The service is verified against `tls_ca`, or, if it has none
+        because it does not verify callers, against that very certificate.
         """
         from draftwire.client.security import Security
 

@@ -1,4 +1,4 @@
-"""The three services at a glance, while they run: a table that changes, and the last lines of their logs."""
+"""A live table of the three services, and the last lines of their logs."""
 
 import threading
 import time
@@ -19,9 +19,9 @@ from draftwire.cli.service_metrics import History, fetch
 REFRESHES_PER_SECOND = 2
 NUM_LOG_LINES = 8
 NUM_OTHER_LINES = 10
-"""Table, notice and what is between them, where the notice takes two lines and the cursor one."""
+"""Lines of the table, a notice of two lines, the empty lines between them, and the cursor."""
 STATE_WIDTH = 11
-"""Columns of the longest state, so that the table does not move when one changes."""
+"""Width of the longest state, so that the table does not move when a state changes."""
 HEADINGS = (
     "service",
     "state",
@@ -37,17 +37,17 @@ HEADINGS = (
 
 @dataclass(slots=True)
 class Row:
-    """One service."""
+    """State and metrics of one service."""
 
     name: str
     state: str = "starting"
     since: float = field(default_factory=time.monotonic)
-    """When it began to start, by `time.monotonic`."""
+    """When the service began to start, by `time.monotonic`."""
     is_serving: bool = False
     history: History = field(default_factory=History)
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Learns from a line of the service's log what it is doing."""
+        """Updates the state from a line of the service's log."""
         match str(line["event"]).removeprefix(f"{self.name}."):
             case "weights_read":
                 self.state = f"reading {float(line.get('share', 0.0)):.0%}"
@@ -59,7 +59,7 @@ class Row:
                 self.state, self.is_serving = "stopped", False
 
     def cells(self) -> list[str]:
-        """Returns what the table shows of it; empty where it has no such number."""
+        """Returns the cells of the service's row; empty where the service does not export the metric."""
         history = self.history
         state = self.state
         if state == "starting":
@@ -82,10 +82,10 @@ def _shown(value: float | None, form: str) -> str:
 
 
 class LiveTable:
-    """Draws on standard error while it is entered; gives the terminal back as it was."""
+    """Draws on its console while entered, and restores the terminal at the end."""
 
     def __init__(self, console: Console, colors: Mapping[str, str]) -> None:
-        """Draws nothing yet. `colors` are those of the services, by name."""
+        """Draws nothing yet. `colors` maps the names of services to their colours."""
         self._console = console
         self._colors = colors
         self._rows = {name: Row(name) for name in ("drafter", "verifier", "gateway")}
@@ -109,13 +109,13 @@ class LiveTable:
         self._live.stop()
 
     def take_log(self, service: str, line: Mapping[str, Any], shown: Text) -> None:
-        """Takes a line of a service's log, as data and as it is shown. Called on any thread."""
+        """Adds a line of a service's log, as data and as the text to show. Called on any thread."""
         self._rows[service].take(line)
         shown.no_wrap, shown.overflow = True, "ellipsis"  # so that a line stays a line
         self._lines.append(shown)
 
     def watch(self, stack: LocalStack) -> None:
-        """Reads the services' numbers from now on."""
+        """Starts to read the services' metrics."""
         self._stack = stack
         self._reader.start()
 
@@ -124,7 +124,7 @@ class LiveTable:
         self._notice = Text.from_markup(markup)
 
     def render(self) -> Group:
-        """Returns what is drawn: not more than the terminal has room for."""
+        """Returns the table, the notice and as many log lines as the terminal has room for."""
         table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
         for heading in HEADINGS:
             is_text = heading in ("service", "state")

@@ -23,26 +23,26 @@ STOP_SECONDS = 30.0
 
 @dataclass(slots=True)
 class ServiceProcess:
-    """One running service."""
+    """Process, ports and state of one service."""
 
     name: str
     process: subprocess.Popen[str]
     port: int = 0
     metrics_port: int = 0
     http_port: int = 0
-    """Of a gateway; 0 where it has none."""
+    """HTTP port of a gateway; 0 if it has none."""
     has_tls: bool = False
-    """Whether it is called over TLS."""
+    """Whether the service requires TLS."""
     has_ended: bool = False
-    """Whether its process has."""
+    """Whether the process has ended."""
     last_line: str = ""
-    """The last thing it said, or why it failed."""
+    """The last log line, or the reason of a failed start."""
     has_failed: bool = False
-    """Whether it has said why."""
+    """Whether the service logged `server_failed`."""
 
 
 class LocalStack:
-    """Starts the three services and stops them again. A context manager.
+    """Context manager that starts the three services and stops them again.
 
     Attributes:
         services: the running services by name.
@@ -54,22 +54,22 @@ class LocalStack:
         on_log: OnLog | None = None,
         start_timeout_s: float | None = 120.0,
     ) -> None:
-        """Prepares.
+        """Starts nothing yet.
 
         Args:
             options: for each service to start ("drafter", "verifier", "gateway") its settings by option name, such as
-                `{"verifier": {"model": "models/target", "port": 0}}`. The gateway is told where the others are,
-                unless `discovery` says where it hears of them.
-            on_log: receives every log line of every service, on threads of its own. If it fails, it gets no more
-                lines, and `start` or `wait` fails with what it raised.
-            start_timeout_s: how long all of it may take to come up; None waits as long as all processes live.
+                `{"verifier": {"model": "models/target", "port": 0}}`. The gateway gets the addresses of the others,
+                unless `discovery` is among its settings.
+            on_log: receives every log line of every service, on threads of its own. If it raises, it gets no more
+                lines, and `start` or `wait` raises the same exception.
+            start_timeout_s: how long the start of all services may take; None waits as long as all processes live.
         """
         self.services: dict[str, ServiceProcess] = {}
         self._options = options
         self._on_log = on_log
         self._start_timeout_s = start_timeout_s
-        self._news: queue.Queue[ServiceProcess | BaseException] = queue.Queue()
-        """Services that serve now or have ended, and what `on_log` raised."""
+        self._events: queue.Queue[ServiceProcess | BaseException] = queue.Queue()
+        """Services that began to serve or have ended, and the exception that `on_log` raised."""
 
     @property
     def address(self) -> str:
@@ -99,7 +99,7 @@ class LocalStack:
         """Starts drafter and verifier together, then the gateway, and returns when all of them serve.
 
         Raises:
-            UnavailableError: one of them did not come up; the message is its own.
+            UnavailableError: a service did not start; the message is the service's own.
         """
         deadline = None if self._start_timeout_s is None else time.monotonic() + self._start_timeout_s
         models = [name for name in ("verifier", "drafter") if name in self._options]
@@ -140,11 +140,11 @@ class LocalStack:
         arguments = [_argument(key.replace("_", "-"), value) for key, value in options.items()]
         process = subprocess.Popen(
             [sys.executable, "-m", "draftwire.cli", "serve", name, *arguments],
-            stdin=subprocess.PIPE,  # ends with this process, however that ends
-            stdout=subprocess.DEVNULL,  # else whoever reads our output would wait for the services to end
+            stdin=subprocess.PIPE,  # closed when this process ends, even by SIGKILL; the service then stops
+            stdout=subprocess.DEVNULL,  # if inherited, readers of our output would wait for the services to end
             stderr=subprocess.PIPE,
             encoding="utf-8",
-            errors="replace",  # libraries write what they like
+            errors="replace",  # libraries may write other encodings
             env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             start_new_session=True,  # Ctrl-C reaches the parent alone, which stops the services in order
         )
@@ -152,7 +152,7 @@ class LocalStack:
         threading.Thread(target=self._follow, args=(service,), daemon=True).start()
 
     def _wait(self, names: Sequence[str], deadline: float | None) -> None:
-        """Returns when these services serve; fails with the first one that has ended, whatever the others do."""
+        """Returns when these services serve. Raises as soon as one has ended, whatever the state of the others."""
         awaited = set(names)
         while awaited:
             try:
@@ -165,42 +165,42 @@ class LocalStack:
             awaited.discard(service.name)
 
     def _next(self, deadline: float | None) -> ServiceProcess:
-        """Returns the next service that serves or has ended.
+        """Returns the next service that began to serve or has ended.
 
         Raises:
             queue.Empty: there was none by the deadline.
         """
-        news = self._news.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if isinstance(news, BaseException):
-            raise news
-        return news
+        event = self._events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if isinstance(event, BaseException):
+            raise event
+        return event
 
     def _follow(self, service: ServiceProcess) -> None:
-        """Reads a service's log until its process ends. Whatever fails, it reads on: a full pipe stops the service."""
+        """Reads a service's log until its process ends, even if `on_log` fails: a full pipe would block the service."""
         assert service.process.stderr is not None
         for text in service.process.stderr:
             line = _parse(text)
-            self._note(service, line)
+            self._update(service, line)
             if self._on_log is not None:
                 try:
                     self._on_log(service.name, line)
-                except BaseException as error:  # rich raises SystemExit where the reader is gone
+                except BaseException as error:  # rich raises SystemExit on a broken pipe
                     self._on_log = None
-                    self._news.put(error)
+                    self._events.put(error)
         service.process.wait()
         service.has_ended = True
-        self._news.put(service)
+        self._events.put(service)
 
-    def _note(self, service: ServiceProcess, line: LogLine) -> None:
-        """Learns from a line of a service's log how it is."""
-        if not service.has_failed:  # what comes after that is of its other processes
+    def _update(self, service: ServiceProcess, line: LogLine) -> None:
+        """Updates a service's state from a line of its log."""
+        if not service.has_failed:  # later lines are of the service's other processes
             service.last_line = str(line.get("reason", line["event"])) or service.last_line
         service.has_failed |= line["event"] == f"{service.name}.server_failed"
         if line["event"] == f"{service.name}.server_started":
             service.port, service.metrics_port = int(line["port"]), int(line["metrics_port"] or 0)
             service.http_port = int(line.get("http_port") or 0)
             service.has_tls = bool(line["tls"])
-            self._news.put(service)
+            self._events.put(service)
 
 
 def _argument(name: str, value: object) -> str:
@@ -210,7 +210,7 @@ def _argument(name: str, value: object) -> str:
 
 
 def _parse(text: str) -> LogLine:
-    """Returns a log line; what is not one of ours (a traceback, a library's warning) becomes an event of its own."""
+    """Parses a log line. Other output, such as a traceback or a library's warning, becomes an event of its own."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):

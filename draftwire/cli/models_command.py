@@ -1,4 +1,4 @@
-"""`draftwire models`: what a gateway serves."""
+"""`draftwire models`: the models, defaults and verification rules of a gateway."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ COLUMNS = ("role", "name", "dtype", "context", "vocabulary", "revision")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as its service describes it."""
+    """Description of a model, as its service reports it."""
 
     name: str
     revision: str
@@ -28,7 +28,7 @@ class Model:
 
     @classmethod
     def of(cls, description: Any) -> "Model":
-        """Reads a `ModelDescription` of the protos, which the command line does not import."""
+        """Converts a `ModelDescription` of the protos, which the command line does not import."""
         return cls(
             description.name,
             description.revision,
@@ -40,14 +40,14 @@ class Model:
         )
 
     def cells(self, role: str) -> tuple[str, ...]:
-        """Returns a row of the table, without characters that a terminal would obey."""
+        """Returns a row of the table, with control characters replaced."""
         sizes = (str(self.context_length), str(self.vocab_size))
         return (role, visible(self.name), visible(self.dtype), *sizes, visible(self.revision) or "-")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A gateway as it describes itself."""
+    """Description of a gateway: its models, speculation limits and verification rules."""
 
     target: Model
     drafters: list[Model]
@@ -58,7 +58,7 @@ class Server:
 
     @classmethod
     def of(cls, response: Any) -> "Server":
-        """Reads a `GetServerResponse` of the protos."""
+        """Converts a `GetServerResponse` of the protos."""
         return cls(
             Model.of(response.target),
             [Model.of(drafter) for drafter in response.drafters],

@@ -1,4 +1,4 @@
-"""Options that several commands have, each group as a dataclass whose fields are what typer makes options of."""
+"""Groups of options that several commands share: dataclasses whose fields typer turns into options."""
 
 import copy
 import functools
@@ -13,8 +13,8 @@ Command = Callable[..., None]
 def with_options(command: Command) -> Command:
     """Returns a command for typer: a parameter whose type is a dataclass becomes an option for each of its fields.
 
-    The function is called with the dataclasses, made of what the options say. The help shows the options of a group
-    under the first line of its docstring.
+    The function is called with the dataclasses, made from the option values. The help shows the options of a group
+    under the first line of the dataclass's docstring.
     """
     kinds = get_type_hints(command, include_extras=True)
     groups = {name: kind for name, kind in kinds.items() if isinstance(kind, type) and is_dataclass(kind)}

@@ -1,7 +1,7 @@
 """Command-line options and environment variables of the services, made from their configuration classes.
 
 A field `port` of the verifier's configuration becomes `--port` and `DRAFTWIRE_VERIFIER_PORT`; the docstring under the
-field becomes its help. So there is one place that says what can be set, and a variable that sets nothing is an error.
+field becomes its help. So each setting is declared in one place, and an unknown variable is an error.
 """
 
 import ast
@@ -41,7 +41,7 @@ CLIENT_VARIABLES = frozenset(
         TLS_TARGET_NAME_VARIABLE,
     }
 )
-"""Variables that are no service's."""
+"""Variables of the client commands, which belong to no service."""
 
 SERVICES: dict[str, type] = {"drafter": DrafterConfig, "verifier": VerifierConfig, "gateway": GatewayConfig}
 ENTRIES = {
@@ -54,12 +54,12 @@ ENTRIES = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One thing that can be set."""
+    """Name, type, default and help of one option of a service."""
 
     name: str
     kind: Any
     default: Any
-    """`MISSING` where a value must be given."""
+    """`MISSING` if a value is required."""
     help: str
 
 
@@ -78,7 +78,7 @@ def settings_of(config_class: type, defaults: object | None = None) -> Iterator[
 
 
 def build(config_class: type, values: Mapping[str, Any]) -> Any:
-    """Makes a configuration from the values of its settings.
+    """Builds a configuration from the values of its settings, nested classes included.
 
     Raises:
         InvalidRequestError: a value is out of range.
@@ -97,13 +97,13 @@ def variable(service: str, setting: str) -> str:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Returns the variables that look like ours and set nothing."""
+    """Returns the variables with our prefix that belong to no setting."""
     known = {variable(name, setting.name) for name, config in SERVICES.items() for setting in settings_of(config)}
     return sorted(name for name in environment if name.startswith(PREFIX) and name not in known | CLIENT_VARIABLES)
 
 
 def serve_command(service: str) -> Callable[..., None]:
-    """Returns the function that typer turns into a service's command."""
+    """Returns the function that typer turns into a service's `serve` command."""
     config_class = SERVICES[service]
 
     def serve(**values: Any) -> None:
@@ -145,7 +145,9 @@ def _is_empty(name: str, value: str) -> bool:
 def _parameter(service: str, setting: Setting) -> inspect.Parameter:
     name = setting.name.replace("_", "-")
     flags = f"--{name}/--no-{name}" if setting.kind is bool else f"--{name}"
-    turns_off = setting.kind == int | None and isinstance(setting.default, int)  # else leaving it out does
+    turns_off = setting.kind == int | None and isinstance(
+        setting.default, int
+    )  # with any other default, omitting the option means None
     parser: dict[str, Any] = {"parser": _int_or_none, "metavar": "INTEGER|none"} if turns_off else {}
     option = typer.Option(flags, envvar=variable(service, setting.name), help=setting.help, **parser)
     default = inspect.Parameter.empty if setting.default is MISSING else setting.default
@@ -160,7 +162,7 @@ def _int_or_none(text: str | int) -> int | None:
 
 @cache
 def field_docstrings(config_class: type) -> dict[str, str]:
-    """Returns the strings that stand under a class's fields, on one line each."""
+    """Returns the docstring below each field of a class, joined into one line."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     texts: dict[str, str] = {}

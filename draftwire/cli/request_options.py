@@ -1,4 +1,4 @@
-"""Options that say what is asked for: of every command that asks for texts."""
+"""Request options of the commands that generate texts."""
 
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 MAX_TOKENS = 128
-"""Of a completion, where the user does not say."""
+"""Default `max_tokens` of `generate` and `bench`."""
 
 
 RULE_NAMES = ("block", "token", "coupled", "typical")
-"""Suggested on the command line; a server may offer others too."""
+"""Rules that shell completion suggests; a server may offer others too."""
 
 
 def rule_names(incomplete: str) -> list[str]:
@@ -61,10 +61,10 @@ class RequestOptions(SamplingNumbers):
     ] = None
 
     def arguments(self) -> dict[str, Any]:
-        """Returns it as arguments of `Client.stream`.
+        """Returns the options as arguments of `Client.stream`.
 
         Raises:
-            InvalidRequestError: two of them exclude each other, or a file cannot be read.
+            InvalidRequestError: two options exclude each other, or a file cannot be read.
         """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["json_schema"], given["regex"]

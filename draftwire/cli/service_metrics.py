@@ -1,4 +1,4 @@
-"""Numbers of running services, read from their `/metrics`, and what became of them lately."""
+"""Metrics of running services, read from their `/metrics`, and their recent rates."""
 
 import http.client
 import re
@@ -8,19 +8,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 WINDOW_SECONDS = 5.0
-"""Rates are those of this time."""
+"""Rates are taken over this window."""
 
 _SAMPLE = re.compile(r"^draftwire:(\w+?)(?:_total)?(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Asks without a proxy: what is asked is on this machine."""
+"""Ignores proxy settings: the services are on this machine."""
 
 Samples = Mapping[str, float]
-"""Values by name, without prefix and without `_total`; summed over labels."""
+"""Values by metric name, without prefix and `_total`; summed over labels."""
 
 
 def parse(text: str) -> Samples:
-    """Reads what a service exports, in the text format of Prometheus."""
+    """Parses the metrics of a service, in the text format of Prometheus."""
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         sums[name] = sums.get(name, 0.0) + float(value)
@@ -28,7 +28,7 @@ def parse(text: str) -> Samples:
 
 
 def fetch(port: int, timeout_s: float = 1.0) -> Samples | None:
-    """Reads a service on this machine; None if it does not answer."""
+    """Returns the metrics of a service on this machine; None if it does not answer."""
     try:
         with _DIRECT.open(f"http://127.0.0.1:{port}/metrics", timeout=timeout_s) as response:
             return parse(response.read().decode())
@@ -37,37 +37,37 @@ def fetch(port: int, timeout_s: float = 1.0) -> Samples | None:
 
 
 class History:
-    """The numbers of one service over the last seconds."""
+    """Metrics of one service over the last `WINDOW_SECONDS`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Knows nothing yet. The clock tells seconds."""
+        """Starts empty. The clock returns seconds."""
         self._clock = clock
-        self._taken: deque[tuple[float, Samples]] = deque()
+        self._samples: deque[tuple[float, Samples]] = deque()
 
     def add(self, samples: Samples) -> None:
-        """Takes what was read just now."""
+        """Adds values that were read just now."""
         now = self._clock()
-        self._taken.append((now, samples))
-        while now - self._taken[0][0] > WINDOW_SECONDS:
-            self._taken.popleft()
+        self._samples.append((now, samples))
+        while now - self._samples[0][0] > WINDOW_SECONDS:
+            self._samples.popleft()
 
     def value(self, *names: str) -> float | None:
-        """Returns the number that was read last, of the first of these names that the service has; None if of none."""
-        last = self._taken[-1][1] if self._taken else {}
+        """Returns the latest value of the first of these metrics that the service exports; None if it exports none."""
+        last = self._samples[-1][1] if self._samples else {}
         return next((last[name] for name in names if name in last), None)
 
     def rate(self, name: str) -> float | None:
-        """Returns by how much a counter grew a second, lately; None if that is not known."""
-        if len(self._taken) < 2 or self.value(name) is None:
+        """Returns a counter's increase per second over the window; None if that is not known."""
+        if len(self._samples) < 2 or self.value(name) is None:
             return None
-        (begun, first), (now, last) = self._taken[0], self._taken[-1]
+        (begun, first), (now, last) = self._samples[0], self._samples[-1]
         return (last[name] - first.get(name, 0.0)) / (now - begun) if now > begun else None
 
     def ratio(self, name: str, base: str) -> float | None:
-        """Returns the growth of a counter over that of another, lately; since the start where nothing grew lately."""
-        if not self._taken or self.value(name) is None or self.value(base) is None:
+        """Returns a counter's increase over that of `base` in the window; since the start if `base` did not grow."""
+        if not self._samples or self.value(name) is None or self.value(base) is None:
             return None
-        first, last = self._taken[0][1], self._taken[-1][1]
+        first, last = self._samples[0][1], self._samples[-1][1]
         whole = last[base] - first.get(base, 0.0)
         if whole > 0:
             return (last[name] - first.get(name, 0.0)) / whole

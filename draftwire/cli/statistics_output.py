@@ -1,4 +1,4 @@
-"""What a completion took, on standard error: one line, or a table."""
+"""Statistics of a completion on standard error: one line, or a table."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from draftwire.client import Completion
 
 BAR_WIDTH = 20
-"""Columns of a bar that stands for the whole."""
+"""Width of a bar of 100 %, in columns."""
 
 
 def show_statistics(completion: "Completion", display: Display) -> None:
-    """Shows what a completion took as the user wants it, and always what they must know of the text."""
+    """Prints the statistics as `display` asks for, and always the warnings of a lossy rule or a lost drafter."""
     from draftwire.cli.console import make_console
 
     console = make_console(stderr=True, when=display.when)
@@ -89,7 +89,7 @@ def _numbers(completion: "Completion") -> Iterator[tuple[str, str]]:
 
 
 def _by_position(completion: "Completion") -> Iterator[tuple[str, str, float]]:
-    """Yields of each position of a block in how large a share of the blocks its token was accepted."""
+    """Yields, for each position of a block, the share of blocks in which its token was accepted."""
     num_blocks = max(1, completion.statistics.num_drafts)
     for position, count in enumerate(completion.statistics.num_accepted_tokens_per_pos, 1):
         share = count / num_blocks

@@ -1,4 +1,4 @@
-"""`draftwire synth`: make a pair of models of real size, with a chosen agreement."""
+"""`draftwire synth`: make a synthetic pair of models of real size, with a chosen acceptance rate."""
 
 import os
 import time
@@ -80,7 +80,7 @@ def synth(
                 end(FAILED, f"{out} cannot be written: {error}")
     except InvalidRequestError as error:
         end(MISUSED, error)
-    except RuntimeError as error:  # which is how torch says on every device that there is no memory
+    except RuntimeError as error:  # torch raises it on every device when memory is exhausted
         if "allocate" not in str(error):
             raise
         end(FAILED, f"no memory for a pair of shape {shape} on {device}: {str(error).partition(chr(10))[0]}")
@@ -89,7 +89,7 @@ def synth(
 
 
 def _shape(name: str) -> "ModelShape":
-    """Returns the shape of a name, or of a file if it looks like the path of one."""
+    """Returns the shape with this name, or reads it from a file if the name looks like a path."""
     from draftwire.models.synthesis import SHAPES, read_shape
 
     if name in SHAPES:
@@ -100,7 +100,7 @@ def _shape(name: str) -> "ModelShape":
 
 
 def _prepare_folder(folder: Path, force: bool) -> None:
-    """Makes the folder, before minutes are spent on what would go there."""
+    """Creates the folder, before minutes are spent on its contents."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not force:

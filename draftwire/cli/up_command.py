@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 DEMO_PROMPT = "def merge_sorted(a, b):"
 HTTP_PORT = 8000
 METRICS_PORTS = {"verifier": 9052, "drafter": 9053}
-"""The gateway takes a free one."""
+"""Default metrics ports. The gateway takes a free one."""
 PAGE = f"http://127.0.0.1:{HTTP_PORT}"
-"""Where `up` serves the playground, where nothing else is said."""
+"""Default URL of the playground of `up`."""
 SMALL_MODEL_BYTES = 64 * 2**20
-"""Weights of models that one thread runs as fast as several."""
+"""Models with fewer bytes of weights run as fast on one thread as on several."""
 COLORS = {"drafter": "cyan", "verifier": "magenta", "gateway": "green"}
 
 
 def _option(service: str, setting: str, text: str, **more: Any) -> Any:
-    """Makes an option of a service's setting, which the service's own variable sets too."""
+    """Returns the typer option for a service's setting; the service's own variable sets it too."""
     return typer.Option(envvar=variable(service, setting), help=text, **more)
 
 
@@ -44,10 +44,10 @@ def _port(service: str) -> Any:
 
 
 def port_or_none(text: str | int) -> int | None:
-    """Reads the port of the HTTP edge; "none" is None.
+    """Parses the port of the HTTP edge; "none" is None.
 
     Raises:
-        typer.BadParameter: it is neither.
+        typer.BadParameter: the text is neither a port nor "none".
     """
     if str(text).lower() == "none":
         return None
@@ -112,15 +112,15 @@ def run_until_stopped(options: dict[str, dict[str, Any]], shows_table: bool) -> 
         The name of a service that ended by itself; None if the user stopped them.
 
     Raises:
-        UnavailableError: they did not come up.
-        KeyboardInterrupt: the user stopped them before they had come up.
+        UnavailableError: the services did not start.
+        KeyboardInterrupt: the user stopped them before they served.
     """
     from draftwire.cli.console import make_console
     from draftwire.cli.local_stack import LocalStack
 
     screen = Screen(make_console(stderr=True))
     with ExitStack() as cleanup:
-        # Large models are downloaded and read for as long as that takes: the user sees it, and can stop it.
+        # No timeout: large models may take long to download and read, and the user sees the progress and can stop it.
         stack = LocalStack(options, on_log=screen.log, start_timeout_s=None)
         if shows_table:
             screen.begin_table(cleanup, stack)
@@ -137,29 +137,29 @@ def run_until_stopped(options: dict[str, dict[str, Any]], shows_table: bool) -> 
 
 
 class Screen:
-    """Where `up` tells what happens: line by line, or in a table."""
+    """Output of `up`: line by line, or in a live table."""
 
     def __init__(self, console: "Console") -> None:
-        """Tells line by line."""
+        """Starts with output line by line."""
         self._console = console
         self._table: LiveTable | None = None
 
     def begin_table(self, cleanup: ExitStack, stack: "LocalStack") -> None:
-        """Draws a table from now on, until `cleanup` ends."""
+        """Switches to a table, until `cleanup` ends."""
         from draftwire.cli.live_table import LiveTable
 
         self._table = cleanup.enter_context(LiveTable(self._console, COLORS))
         self._table.watch(stack)
 
     def say(self, markup: str) -> None:
-        """Says something of the whole."""
+        """Shows a message about the whole stack."""
         if self._table is None:
             self._console.print(markup, soft_wrap=True)
         else:
             self._table.notice(markup)
 
     def log(self, service: str, line: Mapping[str, Any]) -> None:
-        """Takes a line of a service's log. Called on any thread."""
+        """Shows a line of a service's log. Called on any thread."""
         if self._table is None:
             self._console.print(_log_text(service, line), soft_wrap=True)
         else:
@@ -170,36 +170,36 @@ def stack_options(target: str | None, drafter: str | None, num_speculative_token
     """Returns the options of a `LocalStack`.
 
     Raises:
-        InvalidRequestError: no model is named and the embedded pair is not there.
+        InvalidRequestError: no model is named and the embedded pair is not installed.
     """
     models = {"verifier": target or embedded_model("target"), "drafter": drafter or embedded_model("drafter")}
-    # Bytes cost next to nothing on one machine, and what a sparse distribution leaves out costs acceptance.
+    # On one machine bytes are nearly free, and the mass that a sparse distribution leaves out costs acceptance.
     drafts = {"draft_mass": 0.99, "draft_max_support": 512}
     options: dict[str, dict[str, Any]] = {"gateway": {"num_speculative_tokens": num_speculative_tokens}}
     for service, more in (("verifier", {}), ("drafter", drafts)):
-        ours = {"threads": threads_for(models[service]), **more}
-        said = {name: _or_variable(service, name, default) for name, default in ours.items()}
-        options[service] = {"model": models[service], **said}
+        defaults = {"threads": threads_for(models[service]), **more}
+        settings = {name: _or_variable(service, name, default) for name, default in defaults.items()}
+        options[service] = {"model": models[service], **settings}
     return options
 
 
 def _or_variable(service: str, setting: str, default: object) -> object:
-    """Returns what a service's variable says, as its option takes it; this default where the variable is not set."""
+    """Returns the value of a service's variable, as text; the default if the variable is not set."""
     return os.environ.get(variable(service, setting), default)
 
 
 def _metrics_port(service: str, port: int) -> object:
-    """Returns the port of a service's `/metrics`: a free one wherever its own port is."""
+    """Returns the port of a service's `/metrics`: a free one (0) if the service's own port is 0."""
     return _or_variable(service, "metrics_port", METRICS_PORTS.get(service, 0) if port else 0)
 
 
 def threads_for(model: str) -> int:
-    """Returns how many threads run a model fastest: all cores, unless waking them takes longer than what they save.
+    """Returns how many threads run a model fastest: all cores, or 1 if waking threads costs more than they save.
 
-    Drafter and verifier work in turn where there is one session, so each may have all cores; see `docs/speed.md`.
+    With one session, drafter and verifier work in turn, so each may use all cores; see `docs/speed.md`.
     """
     size = sum(file.stat().st_size for file in Path(model).expanduser().glob("*.safetensors"))
-    is_small = 0 < size < SMALL_MODEL_BYTES  # one from the hub is not
+    is_small = 0 < size < SMALL_MODEL_BYTES  # a model named by its hub name has no files here: size 0
     return 1 if is_small else os.cpu_count() or 1
 
 
@@ -207,7 +207,7 @@ def embedded_model(name: str) -> str:
     """Returns the folder of a model of the embedded pair.
 
     Raises:
-        InvalidRequestError: it is not there, because this is not a checkout of the repository.
+        InvalidRequestError: the folder is missing, because this is not a checkout of the repository.
     """
     folder = Path(__file__).resolve().parents[2] / "models" / name
     if not (folder / "config.json").is_file():
@@ -216,9 +216,10 @@ def embedded_model(name: str) -> str:
 
 
 def interrupt_on_signals() -> None:
-    """Makes SIGINT and SIGTERM stop the services on the way out. A shell starts background jobs with SIGINT ignored.
+    """Makes SIGINT and SIGTERM raise `KeyboardInterrupt`, so that cleanup stops the services. Handling SIGINT has to be
+    explicit: a shell starts background jobs with SIGINT ignored.
 
-    Only the first one counts: another must not interrupt the stopping, which takes a bounded time.
+    Only the first signal counts: another must not interrupt the shutdown, which takes a bounded time.
     """
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -235,6 +236,6 @@ def _log_text(service: str, line: Mapping[str, Any]) -> "Text":
 
     shown = {key: value for key, value in line.items() if key not in ("event", "level", "timestamp", "service")}
     pairs = " ".join(f"{key}={value}" for key, value in shown.items())
-    said = visible(f"{line['event']} {pairs}")
+    text = visible(f"{line['event']} {pairs}")
     style = {"warning": "yellow", "error": "red"}.get(str(line.get("level")), "")
-    return Text.assemble((f"{service:>8}", COLORS[service]), " ", (said, style))
+    return Text.assemble((f"{service:>8}", COLORS[service]), " ", (text, style))

@@ -31,7 +31,7 @@ class Display:
 
 
 def encode_as_utf8() -> None:
-    """Makes texts UTF-8 in pipes and files, whatever the locale says; a terminal shows ? for what it lacks."""
+    """Uses UTF-8 for pipes and files, whatever the locale; a terminal shows ? for characters that it lacks."""
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             if stream.isatty():
@@ -41,20 +41,20 @@ def encode_as_utf8() -> None:
 
 
 class TextWriter:
-    """Writes to standard output."""
+    """Writes texts of completions: in colours, printable on a terminal, or byte for byte."""
 
     def __init__(self, display: Display, out: TextIO | None = None) -> None:
-        """Writes nothing yet."""
+        """Writes to `out`, by default standard output."""
         self._out = sys.stdout if out is None else out
         self._is_quiet = display.quiet
         self._when = display.when
         self.is_colored = wants_color(display.when, self._out)
-        """Whether `tokens` needs to know of each token what text it has."""
+        """Whether `tokens` needs the text of each token."""
         self._is_exact = not self.is_colored and not self._out.isatty()
         self._is_in_line = False
 
     def legend(self) -> None:
-        """Says on standard error which colour is what, if there are any."""
+        """Prints the legend of colours on standard error, if there are colours."""
         if self.is_colored and not self._is_quiet and wants_color(self._when, sys.stderr):
             sys.stderr.write(legend() + "\n")
             sys.stderr.flush()
@@ -68,7 +68,7 @@ class TextWriter:
 
         Args:
             text: all of it.
-            token_texts: the parts that belong to each token, which together are the text; None without colours.
+            token_texts: the part of the text that belongs to each token; None without colours.
             sources: where each token came from.
         """
         if not self.is_colored or token_texts is None:
@@ -79,7 +79,7 @@ class TextWriter:
         self._write(painted, text)
 
     def break_line(self) -> None:
-        """Ends a line that was begun on a terminal, where a message of something else follows; adds to no pipe."""
+        """Ends an unfinished line on a terminal before a message follows; does nothing on a pipe."""
         if self._is_in_line and self._out.isatty():
             self.text("\n")
 

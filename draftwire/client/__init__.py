@@ -1,4 +1,4 @@
-"""What users import to talk to a gateway. Needs neither torch nor transformers."""
+"""Python clients of a gateway. They need neither torch nor transformers."""
 
 from draftwire.client.aio import AsyncClient
 from draftwire.client.async_stream import AsyncCompletionStream

@@ -1,4 +1,4 @@
-"""A client for coroutines.
+"""The asyncio client.
 
 Example:
     async with AsyncClient("localhost:50051") as client:
@@ -37,15 +37,15 @@ from draftwire.client.security import Security
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 
-if TYPE_CHECKING:  # the stubs know it, the module does not
+if TYPE_CHECKING:  # a class of the stubs alone; the module does not have it
     from draftwire.v1.gateway_pb2_grpc import GatewayServiceAsyncStub
 
 Answer = TypeVar("Answer")
 
 
 class AsyncClient:
-    """A connection to a gateway, for all tasks of one event loop: that of the first call. Takes and gives what `Client`
-    does. Close it, or use it as an async context manager.
+    """A connection to a gateway, for all tasks of one event loop: that of the first call. Arguments and results are
+    those of `Client`. Close it, or use it as an async context manager.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class AsyncClient:
         tls_target_name: str | None = None,
         token: str | None = None,
     ) -> None:
-        """Prepares; the first call connects. Files are read now.
+        """Reads the certificate files; the first call connects.
 
         Args:
-            address: as of `Client`, like all others.
-            tls_ca: issuers that are believed; without it, the connection is plaintext.
-            tls_cert: certificate to show.
-            tls_key: its key.
+            address: host:port of the gateway, or of several; this and all others as for `Client`.
+            tls_ca: trusted issuers; without it, the connection is plaintext.
+            tls_cert: client certificate.
+            tls_key: key of the client certificate.
             tls_target_name: name that the gateway's certificate must carry instead of its address.
             token: bearer token.
 
         Raises:
-            InvalidRequestError: a file cannot be read, or is given without those that it needs.
+            InvalidRequestError: a file cannot be read, or another file that it requires is missing.
         """
         self._addresses = addresses_of(address)
         security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token)
@@ -91,7 +91,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections, which ends what runs on them."""
+        """Closes the connections, which cancels the calls on them."""
         self._is_closed = True
         for channel in self._channels:
             await channel.close()
@@ -107,8 +107,8 @@ class AsyncClient:
 
         Raises:
             InvalidRequestError: here or while iterating: a parameter is out of range.
-            UnauthenticatedError: while iterating: the token is none that is good there.
-            NoRoomError: while iterating: the server is full; says when to try again.
+            UnauthenticatedError: while iterating: the gateway does not accept the token.
+            NoRoomError: while iterating: the server is full; the error holds when to retry.
             UnavailableError: while iterating: the server cannot be reached, or the deadline has passed.
         """
         request = make_request(prompt, options)
@@ -120,20 +120,20 @@ class AsyncClient:
         return AsyncCompletionStream(self._start, progress, prepare)
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Returns a whole completion; takes what `stream` takes, but asks for one.
+        """Returns one whole completion. Arguments are those of `stream`.
 
         Raises:
-            InvalidRequestError: also if several are asked for.
+            InvalidRequestError: also if several completions are requested.
         """
         check_is_one(prompt, options)
         ((completion,),) = await self.generate_many(prompt, **options)
         return completion
 
     async def generate_many(self, prompts: Prompt | Prompts, **options: Unpack[Options]) -> list[list[Completion]]:
-        """Returns the completions of each prompt, all of one request; takes what `stream` takes.
+        """Returns the completions of each prompt, all from one request. Arguments are those of `stream`.
 
         Returns:
-            A list for each prompt, also of a single one, of `num_choices` completions each.
+            A list of `num_choices` completions for each prompt, even if there is only one prompt.
         """
         async with self.stream(prompts, **options) as stream:
             async for _ in stream:
@@ -171,19 +171,19 @@ class AsyncClient:
         room_timeout_s: float = ROOM_TIMEOUT_S,
         **options: Unpack[Options],
     ) -> list[Completion] | list[Completion | DraftwireError]:
-        """Returns one completion of each of any number of prompts, as `Client.generate_batch` does.
+        """Returns one completion for each of any number of prompts, as `Client.generate_batch` does.
 
         Args:
-            prompts: an iterable or an async one; taken one by one when there is room for the next.
-            concurrency: how many are under way at most.
+            prompts: an iterable or an async one; each prompt is read when a request can start for it.
+            concurrency: the most requests at a time.
             return_exceptions: puts the `DraftwireError` of a prompt in the place of its completion. Otherwise the first
-                one is raised, and what is under way is cancelled.
-            room_timeout_s: how long a prompt may find the server full.
-            **options: as for `generate`. `timeout_s` is of each attempt at each prompt.
+                error is raised, and running requests are cancelled.
+            room_timeout_s: how long a prompt is retried while the server is full.
+            **options: as for `generate`. `timeout_s` applies to each attempt at each prompt.
 
         Raises:
-            InvalidRequestError: also if `prompts` is one prompt.
-            DraftwireError: what `generate` raises.
+            InvalidRequestError: also if `prompts` is a single prompt.
+            DraftwireError: as `generate`.
         """
         batch = Batch(prompts, options, concurrency, return_exceptions, room_timeout_s)
         await self._wait_if_asked(options)
@@ -191,17 +191,17 @@ class AsyncClient:
         return batch.outcomes()
 
     async def server(self) -> gateway_pb2.GetServerResponse:
-        """Returns which models answer, and the server's defaults."""
+        """Returns the server's models, rules and defaults."""
         try:
             return await self._get_server(ANSWER_SECONDS)
         except grpc.RpcError as error:
             raise error_of(error) from error
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Returns when the gateway, or one of several, serves requests.
+        """Returns when a gateway serves requests.
 
         Raises:
-            UnavailableError: it does not within the time.
+            UnavailableError: no gateway serves requests within the time.
         """
         readiness = Readiness(self._addresses, timeout_s)
         while True:
@@ -218,7 +218,7 @@ class AsyncClient:
             await self.wait_ready(wait_s)
 
     async def _get_server(self, timeout_s: float) -> gateway_pb2.GetServerResponse:
-        """As `Client._get_server`."""
+        """Returns the first answer of the gateways, which are tried in turn; see `Client._get_server`."""
         request = gateway_pb2.GetServerRequest()
         failure: grpc.RpcError | None = None
         for stub, share_s in in_turn(self._open(), timeout_s):
@@ -226,7 +226,7 @@ class AsyncClient:
                 return await _answer(stub.GetServer(request, timeout=share_s, metadata=self._metadata))
             except grpc.RpcError as error:
                 failure = error
-            self._open()  # may have been closed meanwhile
+            self._open()  # raises if the client was closed meanwhile
         assert failure is not None, "there is a gateway"
         raise failure
 
@@ -236,11 +236,11 @@ class AsyncClient:
         return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
 
     def _open(self) -> "list[GatewayServiceAsyncStub]":
-        """Returns the gateways, on channels of this event loop.
+        """Returns the stubs of the gateways, on channels of this event loop.
 
         Raises:
             UnavailableError: the client is closed.
-            RuntimeError: it is used in another event loop than before.
+            RuntimeError: the client was used in another event loop before.
         """
         if self._is_closed:
             raise UnavailableError("the client is closed")
@@ -261,11 +261,11 @@ class AsyncClient:
 
 
 async def _answer(call: Awaitable[Answer]) -> Answer:
-    """Returns the answer of a call.
+    """Returns the response of a call.
 
     Raises:
-        grpc.RpcError: there is none.
-        UnavailableError: the client was closed meanwhile.
+        grpc.RpcError: the call failed.
+        UnavailableError: the client was closed during the call.
     """
     try:
         return await call

@@ -1,4 +1,4 @@
-"""The stream of one request, for coroutines."""
+"""The stream of one request, for asyncio."""
 
 import asyncio
 from collections import deque
@@ -20,13 +20,14 @@ StartCall = Callable[[gateway_pb2.GenerateRequest, float | None], Any]
 
 
 class AsyncCompletionStream(AsyncIterator[Piece]):
-    """Iterates over the pieces of one completion, or of several as they come; `completions` are there at its end.
+    """Iterates over the pieces of one completion, or of several in the order of arrival; `completions` is complete at
+    the end.
 
-    The request is sent when the first piece is asked for. An `async for` loop that is left before the end ends the
+    The request is sent when the first piece is asked for. Leaving an `async for` loop before the end cancels the
     generation, and so do `cancel`, the end of an `async with` block, dropping the stream, and cancelling the task that
-    reads it. `await anext(stream)` takes one piece and ends nothing. One task at a time reads a stream.
+    reads it. `await anext(stream)` returns one piece and cancels nothing. One task at a time reads a stream.
 
-    A stream that is interrupted is resumed as a `CompletionStream` is.
+    An interrupted stream is resumed as a `CompletionStream` is.
     """
 
     def __init__(self, start: StartCall, progress: RequestProgress, prepare: Callable[[], Awaitable[None]]) -> None:
@@ -43,16 +44,16 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
 
     @property
     def completions(self) -> list[Completion]:
-        """Those that are finished, in the order of choices."""
+        """The finished completions, in the order of choices."""
         return self._progress.completions
 
     @property
     def completion(self) -> Completion | None:
-        """The first one; None until it is finished."""
+        """The first completion; None until it is finished."""
         return self._progress.completion
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        """Yields the pieces that are left. To stop before the end ends the generation: see `cancel`."""
+        """Yields the remaining pieces. Stopping before the end cancels the generation."""
         try:
             while (piece := await anext(self, None)) is not None:
                 yield piece
@@ -63,9 +64,10 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         """Returns the next piece.
 
         Raises:
-            StopAsyncIteration: there is none: all completions are finished.
+            StopAsyncIteration: all completions are finished.
             NoRoomError: the server is full.
-            UnavailableError: it cannot be reached, or does not resume what was interrupted; or the stream is cancelled.
+            UnavailableError: the server cannot be reached, an interrupted completion could not be resumed, or the
+                stream is cancelled.
             DraftwireError: see the table in `docs/client.md`.
         """
         while not self._pieces:
@@ -74,14 +76,14 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             try:
                 await self._read()
             except BaseException:
-                if not self._cancelled.is_set():  # what its user ended says so every time, what failed says it once
+                if not self._cancelled.is_set():  # after `cancel` every read raises, after a failure only one
                     self._close()
                     self._is_over = True
                 raise
         return self._pieces.popleft()
 
     def cancel(self) -> None:
-        """Ends the generation; the server frees what it held. A task that reads gets `UnavailableError`."""
+        """Cancels the generation; the server frees its resources. A task that reads gets `UnavailableError`."""
         self._pieces.clear()
         self._cancelled.set()
         for running in (self._preparing, self._call):
@@ -89,7 +91,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
                 running.cancel()
 
     async def aclose(self) -> None:
-        """Ends the generation if it still runs."""
+        """Cancels the generation if it still runs."""
         self._close()
 
     async def __aenter__(self) -> "AsyncCompletionStream":
@@ -101,10 +103,10 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         self._close()
 
     def __del__(self) -> None:
-        """Ends the generation if it still runs: `grpc.aio` holds on to calls that nobody reads."""
+        """Cancels the generation if it still runs: `grpc.aio` keeps calls alive that nobody reads."""
         if self._call is not None and self._runs:
             with suppress(RuntimeError):  # the event loop is closed, and the connection with it
-                self._loop.call_soon_threadsafe(self._call.cancel)  # garbage is collected on any thread
+                self._loop.call_soon_threadsafe(self._call.cancel)  # `__del__` may run on any thread
 
     def _close(self) -> None:
         if self._runs:
@@ -115,7 +117,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         return self._progress.is_missing and not self._cancelled.is_set() and not self._is_over
 
     async def _read(self) -> None:
-        """Takes what comes next, or makes the next call."""
+        """Adds the pieces of the next response, or makes the next call."""
         self._check_wanted()
         if self._call is None:
             await self._begin()
@@ -137,7 +139,7 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
             self._is_over = True
 
     async def _begin(self) -> None:
-        """Makes the first call, when the server is there."""
+        """Makes the first call, after `prepare`."""
         self._loop = asyncio.get_running_loop()
         self._preparing = asyncio.ensure_future(self._prepare())
         try:
@@ -150,10 +152,10 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         self._call_now()
 
     async def _resume(self, interruption: Interruption, cause: grpc.RpcError | None) -> None:
-        """Starts anew from the tokens that have come, after a pause.
+        """Resumes from the received tokens with a new call, after a pause.
 
         Raises:
-            DraftwireError: that is of no use, or was tried for too long.
+            DraftwireError: the error of the interruption, if it is permanent or was retried for too long.
         """
         pause_s = self._progress.resume(interruption)
         if pause_s is None:
@@ -171,14 +173,14 @@ class AsyncCompletionStream(AsyncIterator[Piece]):
         self._messages: AsyncIterator[gateway_pb2.GenerateResponse] = aiter(self._call)
 
     async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):  # `wait_for` may forget a cancellation until Python 3.12
+        with suppress(TimeoutError):  # `wait_for` may lose a cancellation before Python 3.12
             async with asyncio.timeout(seconds):
                 await self._cancelled.wait()
 
 
 def is_task_cancelled() -> bool:
-    """Whether a `CancelledError` is meant for this task. `grpc.aio` also raises one in tasks that read a call which
-    somebody else ended: another task, or whoever closed the channel.
+    """Returns whether a `CancelledError` was raised because this task was cancelled. `grpc.aio` raises it also in tasks
+    that read a call after another task cancelled the call or closed the channel.
     """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Completions of many prompts, a few at a time: what the clients share, free of threads and tasks."""
+"""Completions of many prompts, a few at a time: the part that both clients share, without threads and tasks."""
 
 import hashlib
 import time
@@ -15,14 +15,14 @@ from draftwire.method.keys import MAX_SEED, new_seed
 CONCURRENCY = 16
 ROOM_TIMEOUT_S = 300.0
 SHORTEST_PAUSE_S = 0.1
-"""Between attempts at a full server, whatever it says."""
+"""Least pause between attempts at a full server, even if the server asks for less."""
 
 
 def seed_of(batch_seed: int, index: int) -> int:
-    """Returns the seed of the prompt of an index: the first 8 bytes of the SHA-256 hash of the batch's seed, which is
+    """Returns the seed of the prompt at an index: the first 8 bytes of the SHA-256 hash of the batch's seed, which is
     hashed as 8 bytes, plus the index, modulo 2**64. All integers are little-endian.
 
-    Seeds of one batch are all different, and batches with close seeds share none.
+    Seeds within a batch are all different, and batches with close seeds share none.
 
     Raises:
         InvalidRequestError: the batch's seed is out of range.
@@ -35,47 +35,46 @@ def seed_of(batch_seed: int, index: int) -> int:
 
 @dataclass(slots=True)
 class Job:
-    """One prompt of a batch."""
+    """One prompt of a batch, with its options and retries."""
 
     index: int
     prompt: Prompt
     options: Options
     room_timeout_s: float
-    _gives_up_at: float | None = field(default=None, init=False)
+    _deadline: float | None = field(default=None, init=False)
 
     def check(self) -> None:
-        """Makes sure that the prompt is one.
+        """Refuses a list of prompts.
 
         Raises:
-            InvalidRequestError: it is a list of prompts.
+            InvalidRequestError: the prompt is a list of prompts.
         """
         if is_several(self.prompt):
             raise InvalidRequestError("each prompt of a batch is one; generate_many takes lists of them")
 
     def pause_after(self, error: DraftwireError) -> float | None:
-        """Returns how many seconds to wait before it is tried again; None if it is not: only a server that is full is
-        asked again, and not for ever.
+        """Returns how many seconds to wait before a retry; None if the prompt is not retried. Only a full server is
+        retried, for at most `room_timeout_s`.
         """
         if not isinstance(error, NoRoomError):
             return None
         now = time.monotonic()
-        if self._gives_up_at is None:
-            self._gives_up_at = now + self.room_timeout_s
+        if self._deadline is None:
+            self._deadline = now + self.room_timeout_s
         pause_s = max(error.retry_after_s, SHORTEST_PAUSE_S)
-        return pause_s if now + pause_s <= self._gives_up_at else None
+        return pause_s if now + pause_s <= self._deadline else None
 
 
 class Batch:
-    """The prompts that were taken so far, and what came of them."""
+    """Jobs and outcomes of a batch."""
 
     def __init__(
         self, prompts: object, options: Options, concurrency: int, return_exceptions: bool, room_timeout_s: float
     ) -> None:
-        """Begins.
+        """Checks the options.
 
         Raises:
-            InvalidRequestError: the prompts are one, several completions are asked for of each, or a number is out of
-                range.
+            InvalidRequestError: `prompts` is a single prompt, `num_choices` is not 1, or a number is out of range.
         """
         if isinstance(prompts, str | bytes | Mapping):
             raise InvalidRequestError("generate_batch takes several prompts: a list or another iterable of them")
@@ -97,23 +96,23 @@ class Batch:
         seed_of(self._seed, 0)
 
     def job(self, prompt: Prompt) -> Job:
-        """Returns what to do for the next prompt."""
+        """Returns the job of the next prompt."""
         number = len(self._outcomes)
         self._outcomes.append(None)
-        # The server is waited for once, before the first.
+        # The batch waits for the server once, before the first prompt.
         options: Options = {**self._options, "seed": seed_of(self._seed, number), "wait_for_server_s": None}
         return Job(number, prompt, options, self._room_timeout_s)
 
     def finish(self, job: Job, outcome: Completion | DraftwireError) -> None:
-        """Takes what came of a prompt.
+        """Stores the outcome of a prompt.
 
         Raises:
-            DraftwireError: it is an error, and errors are not returned.
+            DraftwireError: the outcome, if it is an error and errors are not returned.
         """
         if isinstance(outcome, DraftwireError) and not self._returns_exceptions:
             raise outcome
         self._outcomes[job.index] = outcome
 
     def outcomes(self) -> list[Completion | DraftwireError]:
-        """Returns what came of all prompts, in their order. All are finished."""
+        """Returns the outcomes in the order of the prompts, all of which are finished."""
         return [outcome for outcome in self._outcomes if outcome is not None]

@@ -1,4 +1,4 @@
-"""Runs a batch as tasks, each of which reads one stream at a time. They end with the batch."""
+"""Runs a batch as asyncio tasks, each of which reads one stream. They end with the batch."""
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
@@ -13,10 +13,10 @@ OpenStream = Callable[[Job], AsyncCompletionStream]
 
 
 class BatchTasks:
-    """Tasks that work on a batch. The prompts are taken on the caller's."""
+    """Tasks that run the requests of a batch. The caller's task reads the prompts."""
 
     def __init__(self, batch: Batch, open_stream: OpenStream) -> None:
-        """Prepares."""
+        """Starts no task yet."""
         self._batch = batch
         self._open_stream = open_stream
 
@@ -24,11 +24,12 @@ class BatchTasks:
         """Returns when all prompts are finished.
 
         Raises:
-            DraftwireError: of the first prompt that failed, unless errors are returned; the others are cancelled.
-            Exception: what the iterable of prompts raises; likewise.
+            DraftwireError: the error of the first prompt that failed, unless errors are returned; the other prompts are
+                cancelled.
+            Exception: an exception of the iterable of prompts; all prompts are cancelled.
         """
         try:
-            async with asyncio.TaskGroup() as group:  # ends the wait for the next prompt, too, when a task fails
+            async with asyncio.TaskGroup() as group:  # when a task fails, also cancels the wait for the next prompt
                 await self._begin_all(prompts, group)
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
@@ -40,8 +41,8 @@ class BatchTasks:
             task = group.create_task(self._work(self._batch.job(prompt)))
             running.add(task)
             task.add_done_callback(running.discard)
-            await asyncio.sleep(0)  # where prompts come without waiting, tasks get their turn
-            while len(running) >= self._batch.concurrency:  # the next prompt is taken when there is room for it
+            await asyncio.sleep(0)  # lets tasks run even if the prompts arrive without waiting
+            while len(running) >= self._batch.concurrency:  # the next prompt is read when a task is free
                 await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
 
     async def _work(self, job: Job) -> None:

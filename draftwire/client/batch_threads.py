@@ -1,4 +1,4 @@
-"""Runs a batch on threads, each of which reads one stream at a time. They end with the batch."""
+"""Runs a batch on threads, each of which reads one stream at a time. The threads end with the batch."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -14,10 +14,10 @@ OpenStream = Callable[[Job], CompletionStream]
 
 
 class BatchThreads:
-    """Threads that work on a batch. The prompts are taken on the caller's."""
+    """Threads that run the requests of a batch. The caller's thread reads the prompts."""
 
     def __init__(self, batch: Batch, open_stream: OpenStream) -> None:
-        """Prepares."""
+        """Starts no thread yet."""
         self._batch = batch
         self._open_stream = open_stream
         self._has_failed = threading.Event()
@@ -29,8 +29,9 @@ class BatchThreads:
         """Returns when all prompts are finished.
 
         Raises:
-            DraftwireError: of the first prompt that failed, unless errors are returned; the others are cancelled.
-            Exception: what the iterable of prompts raises; likewise.
+            DraftwireError: the error of the first prompt that failed, unless errors are returned; the other prompts are
+                cancelled.
+            Exception: an exception of the iterable of prompts; all prompts are cancelled.
         """
         running: set[Future[None]] = set()
         with ThreadPoolExecutor(self._batch.concurrency, "draftwire-batch") as pool:
@@ -38,7 +39,7 @@ class BatchThreads:
                 for prompt in prompts:
                     self._raise_failure()
                     running.add(pool.submit(self._run, self._batch.job(prompt)))
-                    while len(running) >= self._batch.concurrency:  # the next prompt is taken when there is room for it
+                    while len(running) >= self._batch.concurrency:  # the next prompt is read when a thread is free
                         running = self._wait(running)
                 while running:
                     running = self._wait(running)
@@ -47,13 +48,13 @@ class BatchThreads:
                 raise
 
     def _wait(self, running: set[Future[None]]) -> set[Future[None]]:
-        """Waits for one at least, and returns those that still run."""
+        """Waits until a job has ended, and returns those that still run."""
         rest = wait(running, return_when=FIRST_COMPLETED).not_done
         self._raise_failure()
         return rest
 
     def _raise_failure(self) -> None:
-        """Raises what failed first, if anything has."""
+        """Raises the first failure, if there is one."""
         if self._failures:
             raise self._failures[0]
 
@@ -84,7 +85,7 @@ class BatchThreads:
             self._streams.add(stream)
         try:
             with stream:
-                if self._has_failed.is_set():  # after all others were cancelled
+                if self._has_failed.is_set():  # `_cancel` may have run before this stream was added
                     stream.cancel()
                 for _ in stream:
                     pass

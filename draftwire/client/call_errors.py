@@ -1,4 +1,4 @@
-"""What a gateway's status means to its client."""
+"""Errors of the client from the gRPC status of a call."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from draftwire.errors import (
 )
 
 _TOO_LARGE = "message larger than max"
-"""Part of what gRPC says of a message above the receiver's limit. It has no status of its own for that."""
+"""Part of gRPC's message for a request above the receiver's size limit, which has no status code of its own."""
 
 _ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
@@ -27,29 +27,29 @@ _ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """Why a call ended before all had come."""
+    """Why a call ended before its completions were finished."""
 
     error: DraftwireError
     may_pass: bool
-    """Whether it may help to ask again."""
+    """Whether a retry may help."""
 
 
 def interruption_of(error: grpc.RpcError | None) -> Interruption:
-    """Returns what the status of a call stands for; None is that of one which just ended."""
+    """Returns the interruption for the error of a call; None stands for a stream that ended without an error."""
     if error is None:
         return Interruption(UnavailableError("the stream ended without a finish"), may_pass=True)
-    meant = error_of(error)
+    own_error = error_of(error)
     is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    return Interruption(meant, isinstance(meant, UnavailableError | NoRoomError) and not is_late)
+    return Interruption(own_error, isinstance(own_error, UnavailableError | NoRoomError) and not is_late)
 
 
 def error_of(error: grpc.RpcError) -> DraftwireError:
-    """Returns the error that a gateway's status stands for."""
+    """Returns the `DraftwireError` for a gateway's status code."""
     code = error.code()
     details = error.details() or code.name
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in details:  # asking again does not help
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in details:  # a retry does not help
         return InvalidRequestError(f"the request is too large: {details} bytes")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        pairs: Any = error.trailing_metadata() or ()  # of keys and values, in both kinds of calls
+        pairs: Any = error.trailing_metadata() or ()  # pairs of key and value, with grpc and with grpc.aio
         return NoRoomError.hinted(details, dict(pairs).get(RETRY_KEY))
     return _ERRORS.get(code, UnavailableError)(details)

@@ -1,4 +1,4 @@
-"""What gRPC is told about a client's connections, and how long a gateway is waited for."""
+"""Channel options of the clients, addresses of gateways, and waiting until one is ready."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -15,56 +15,55 @@ Choice = TypeVar("Choice")
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 ANSWER_SECONDS = 10.0
-"""How long gateways may take to say what they serve."""
+"""Timeout of `GetServer`, over all gateways."""
 LEAST_ANSWER_SECONDS = 0.1
-"""How long they may take at least, however soon they are to be ready."""
+"""Least time for gateways to answer in `wait_ready`, even with a shorter timeout."""
 LOADING_PAUSE_S = 0.2
-"""Between questions to a gateway that is up, but does not serve yet."""
+"""Pause between calls to gateways that do not serve yet."""
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", 64 * 2**20),
-    # While the gateway reads a long prompt, nothing is sent for minutes, and what stands in between forgets silent
-    # connections: load balancers after a minute, address translators (NAT) after a few. So the gateway is asked every
-    # 30 s whether it is still there, for as long as a completion runs; without an answer within 20 s the completion
-    # fails instead of waiting for ever. Gateways allow far more pings than that.
+    # During the prefill of a long prompt nothing is sent for minutes, and middleboxes drop idle connections: load
+    # balancers after a minute, NAT after a few. So the client pings every 30 s while a completion runs; without an
+    # answer within 20 s the completion fails instead of waiting for ever. Gateways allow far more pings than that.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.ping_timeout_ms", 20_000),  # gRPC 1.85 waits a minute without it, whatever the line above says
+    ("grpc.http2.ping_timeout_ms", 20_000),  # without it, gRPC 1.85 waits a minute, despite the line above
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    # Texts are short: compressing would cost time at every token.
+    # Messages are short: compression would cost time at every token.
     ("grpc.default_compression_algorithm", int(grpc.Compression.NoCompression)),
 ]
 
 
 def addresses_of(address: str | Sequence[str]) -> list[str]:
-    """Returns each host:port of a list, or of a text that commas separate.
+    """Returns each host:port of a list, or of a comma-separated text.
 
     Raises:
-        InvalidRequestError: there is none, or one is empty.
+        InvalidRequestError: there is no address, or an address is empty.
     """
-    addresses = [one.strip() for one in (address.split(",") if isinstance(address, str) else address)]
+    addresses = [part.strip() for part in (address.split(",") if isinstance(address, str) else address)]
     if not addresses or not all(addresses):
         raise InvalidRequestError("address: no gateway, or an empty one, such as behind a trailing comma")
     return addresses
 
 
 def in_turn(choices: Sequence[Choice], timeout_s: float) -> Iterator[tuple[Choice, float]]:
-    """Yields what to try one after the other, each with the seconds that it may take: its share of what is left."""
+    """Yields the choices in turn, each with its timeout in seconds: an equal share of the remaining time."""
     deadline = time.monotonic() + timeout_s
     for number, choice in enumerate(choices):
         yield choice, seconds_until(deadline) / (len(choices) - number)
 
 
 class Readiness:
-    """How long gateways may still take to come up."""
+    """Deadline for gateways to become ready."""
 
     def __init__(self, addresses: Sequence[str], timeout_s: float) -> None:
-        """Time runs from now on.
+        """Starts the timeout.
 
         Raises:
-            InvalidRequestError: the seconds are no number.
+            InvalidRequestError: `timeout_s` is not a number.
         """
         check_number("timeout_s", timeout_s)
         self._addresses = ", ".join(addresses)
@@ -73,16 +72,16 @@ class Readiness:
 
     @property
     def left_s(self) -> float:
-        """How long the next question may take. It does not wait for the connection, and so its failure says why there
-        is none: a certificate, say.
+        """Timeout of the next call. Calls do not use wait-for-ready, so their failure holds the reason why there is no
+        connection, such as a certificate.
         """
         return self._deadline - time.monotonic()
 
     def check(self, error: grpc.RpcError) -> None:
-        """Returns if it is worth while to ask again, after a pause.
+        """Returns if the call is worth a retry, after a pause.
 
         Raises:
-            DraftwireError: it does not help, or there is no time left for it.
+            DraftwireError: a retry does not help, or there is no time left.
         """
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise error_of(error) from error

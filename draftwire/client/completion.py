@@ -1,4 +1,4 @@
-"""What comes of a request: the pieces of completions and, put together, the completions."""
+"""Results of a request: pieces of completions, and the completions collected from them."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,27 +19,27 @@ _FINISH_REASONS = {gateway_pb2.FINISH_REASON_STOP: "stop", gateway_pb2.FINISH_RE
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens and text that became final, a prompt that is echoed, or log-probabilities of more of the prompt."""
+    """Tokens with their final text, an echoed prompt, or log-probabilities of a part of the prompt."""
 
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprob] | None = None
-    """One for each of the tokens; None unless asked for."""
+    """One for each of the tokens; None unless requested."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """Of the prompt's next tokens, the first one left out; in pieces of their own, before all others."""
+    """Of the prompt's next tokens, without its first token. They come in pieces of their own, before all others."""
     choice: int = 0
-    """Which completion; of a piece with `prompt_logprobs` the first one of the prompt."""
+    """Index of the completion; in a piece with `prompt_logprobs`, of the prompt's first completion."""
     prompt_token_ids: list[int] | None = None
-    """The prompt, whose text the piece holds; None unless it is echoed."""
+    """Token ids of an echoed prompt, whose text the piece holds; None in other pieces."""
     sources: list[TokenSource] = field(default_factory=list)
-    """Where each of the tokens came from. Those of a piece are those of one round, as far as it is shown."""
+    """Source of each token. The tokens of a piece are of one round."""
     num_draft_tokens: int = 0
-    """Draft tokens that the round judged."""
+    """Draft tokens that the round verified."""
     token_texts: list[str] | None = None
-    """What part of the text each of the tokens made certain; None unless asked for with `token_details`."""
+    """The part of the text that each token made final; None unless requested with `token_details`."""
     draft_logprobs: list[float] | None = None
-    """The log-probability that the drafter gave each of the tokens, in the distribution that it drew a draft token from
-    in the same place: -inf of one that it could not have drawn, NaN where there is none. None unless asked for."""
+    """Log-probability of each token in the distribution that the drafter drew its draft token from at this position:
+    -inf for a token that could not be drawn, NaN without a draft token. None unless requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Completion:
     """A finished completion, or the end of a streamed one."""
 
     text: str
-    """With `echo`, it begins with the prompt's."""
+    """The text; with `echo`, it begins with the prompt's."""
     token_ids: list[int]
-    """Those that were generated."""
+    """Generated tokens."""
     finish_reason: str
     """"stop" or "length"."""
     seed: int
@@ -59,27 +59,27 @@ class Completion:
     is_lossy: bool
     """Whether that rule changes the distribution of the text."""
     drafter_error: str
-    """Why the completion went on without a drafter; empty if it did not have to."""
+    """Why the completion went on without a drafter; empty if no drafter was lost."""
     statistics: gateway_pb2.GenerationStatistics
-    """Of the last part, if the completion was interrupted."""
+    """Statistics; after an interruption, of the last part only."""
     num_resumed: int = 0
-    """How often it was interrupted when it had begun, and resumed."""
+    """How often the completion was interrupted after its first token, and resumed."""
     logprobs: list[TokenLogprob] | None = None
-    """One for each of the tokens; None unless asked for."""
+    """One for each of the tokens; None unless requested."""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """One for each token of the prompt but the first; None unless asked for."""
+    """One for each token of the prompt but the first; None unless requested."""
     sources: list[TokenSource] = field(default_factory=list)
-    """Where each of the tokens came from."""
+    """Source of each token."""
     token_texts: list[str] | None = None
     """As in `Piece`."""
     draft_logprobs: list[float] | None = None
     """As in `Piece`."""
     choice: int = 0
-    """Which one of the request's completions, counted over all its prompts."""
+    """Index among the request's completions, counted over all its prompts."""
     prompt_text: str | None = None
-    """The prompt's, as its ids say it; None unless echoed."""
+    """The prompt's token ids, decoded; None unless echoed."""
     prompt_token_ids: list[int] | None = None
-    """The prompt's; None unless echoed."""
+    """Token ids of the prompt; None unless echoed."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -98,27 +98,27 @@ class Completion:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """The same, by its name in other servers."""
+        """`acceptance_rate`, under the name that other servers use."""
         return self.acceptance_rate
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens emitted in a round that judged a draft block, on average; 0 if there was none."""
+        """Mean number of tokens emitted in a round that verified a draft block; 0 if there was none."""
         return self.statistics.mean_acceptance_length
 
     @property
     def acceptance_histogram(self) -> list[int]:
-        """Rounds that judged a draft block, by how many of its tokens were accepted: 0, 1, 2, ..."""
+        """Rounds that verified a draft block, by how many of its tokens were accepted: 0, 1, 2, ..."""
         return list(self.statistics.acceptance_histogram)
 
     @property
     def num_spec_steps(self) -> int:
-        """Rounds that judged a draft block."""
+        """Rounds that verified a draft block."""
         return self.statistics.num_drafts
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens judged."""
+        """Draft tokens verified."""
         return self.statistics.num_draft_tokens
 
     @property
@@ -128,10 +128,10 @@ class Completion:
 
 
 class CollectedPrompt:
-    """What has come of a prompt, over all calls, and its completions."""
+    """A prompt's echo and log-probabilities, received over all calls, and its completions."""
 
     def __init__(self, request: gateway_pb2.GenerateRequest, choices: range) -> None:
-        """Has nothing yet. `choices` are those of the prompt."""
+        """Starts empty. `choices` are the indices of the prompt's completions."""
         self.is_echoed = request.echo
         self.text: str | None = None
         self.token_ids: list[int] | None = None
@@ -139,14 +139,14 @@ class CollectedPrompt:
         self.completions = [CollectedCompletion(request, choice, self) for choice in choices]
 
     def take_echo(self, message: gateway_pb2.PromptEcho) -> list[Piece]:
-        """Takes the prompt; returns a piece for each of its completions, none if it has come before."""
+        """Stores the echo. Returns a piece for each completion; none if the echo was received before."""
         if self.text is not None or not self.is_echoed:
             return []
         self.text, self.token_ids = message.text, list(message.token_ids)
         return [completion.begin(self.text, self.token_ids) for completion in self.completions]
 
     def take_logprobs(self, message: gateway_pb2.PromptLogprobs) -> Piece | None:
-        """Adds more of the prompt; None if all of it has come before, because the call is not the first.
+        """Adds log-probabilities. Returns None if all were received before, as after a resumed call.
 
         Raises:
             ProtocolViolationError: tokens are missing.
@@ -164,10 +164,10 @@ class CollectedPrompt:
         return Piece([], "", [] if first.logprobs is not None else None, new, first.choice)
 
     def check_whole(self, num_tokens: int) -> None:
-        """Makes sure that all has come that was asked for of a prompt of so many tokens.
+        """Checks that the requested echo and log-probabilities of a prompt of `num_tokens` tokens were received.
 
         Raises:
-            ProtocolViolationError: it has not.
+            ProtocolViolationError: something is missing.
         """
         if self.logprobs is not None and len(self.logprobs) != max(0, num_tokens - 1):
             raise ProtocolViolationError("the gateway leaves out log-probabilities of the prompt")
@@ -176,25 +176,25 @@ class CollectedPrompt:
 
 
 class CollectedCompletion:
-    """What has come of a completion, over all calls."""
+    """Tokens and text of a completion, received over all calls."""
 
     def __init__(self, request: gateway_pb2.GenerateRequest, choice: int, prompt: CollectedPrompt) -> None:
-        """Has nothing yet."""
+        """Starts empty."""
         self.choice = choice
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = [] if request.HasField("logprobs") else None
         self.completion: Completion | None = None
-        """There when it is finished."""
+        """The result; None until it is finished."""
         self.sources: list[TokenSource] = []
         self.token_texts: list[str] | None = [] if request.token_details else None
         self.draft_logprobs: list[float] | None = [] if request.token_details else None
         self._prompt = prompt
         self._text: list[str] = []
         self._resumed_at: set[int] = set()
-        """How many tokens it had: an interruption may take several attempts, and is one."""
+        """Numbers of tokens at interruptions: several attempts without progress count as one interruption."""
 
     def begin(self, prompt_text: str, prompt_token_ids: list[int]) -> Piece:
-        """Puts the prompt in front."""
+        """Starts the text with the echoed prompt."""
         self._text.append(prompt_text)
         logprobs: list[TokenLogprob] | None = [] if self.logprobs is not None else None
         return Piece([], prompt_text, logprobs, choice=self.choice, prompt_token_ids=prompt_token_ids)
@@ -227,7 +227,11 @@ class CollectedCompletion:
         )
 
     def _take_details(self, delta: gateway_pb2.GenerateDelta) -> tuple[list[str] | None, list[float] | None]:
-        """Returns what is told of each token, if it was asked for: what text it has, and what the drafter gave it."""
+        """Adds and returns the text and the draft log-probability of each token; None unless requested.
+
+        Raises:
+            ProtocolViolationError: details are missing.
+        """
         if self.token_texts is None or self.draft_logprobs is None:
             return None, None
         has_all = len(delta.text_lengths) == len(delta.draft_logprobs) == len(delta.token_ids)
@@ -240,7 +244,7 @@ class CollectedCompletion:
         return texts, list(delta.draft_logprobs)
 
     def resume(self) -> gateway_pb2.GeneratedChoice | None:
-        """Returns what to send along when all is asked for again; None if nothing has come."""
+        """Returns the state of this choice for a request that resumes; None if no token was received."""
         if self.completion is not None:
             return gateway_pb2.GeneratedChoice(choice=self.choice, is_finished=True)
         if not self.token_ids:
@@ -249,10 +253,10 @@ class CollectedCompletion:
         return gateway_pb2.GeneratedChoice(choice=self.choice, token_ids=self.token_ids)
 
     def finish(self, finish: gateway_pb2.GenerateFinish) -> None:
-        """Takes the end.
+        """Builds the completion from the finish message.
 
         Raises:
-            ProtocolViolationError: something is missing of the prompt, or it is not said why it ended.
+            ProtocolViolationError: something about the prompt is missing, or the finish reason is unknown.
         """
         if finish.reason not in _FINISH_REASONS:
             raise ProtocolViolationError("the gateway does not say why it finished: it may be of another version")
@@ -279,10 +283,10 @@ class CollectedCompletion:
 
 
 def _sources(delta: gateway_pb2.GenerateDelta) -> list[TokenSource]:
-    """Returns where the tokens of a delta came from.
+    """Returns the sources of a delta's tokens.
 
     Raises:
-        ProtocolViolationError: that is not said, or makes no sense.
+        ProtocolViolationError: a source is missing or unknown.
     """
     known = [_SOURCES[source] for source in delta.token_sources if source in _SOURCES]
     if len(known) != len(delta.token_ids):
@@ -291,10 +295,10 @@ def _sources(delta: gateway_pb2.GenerateDelta) -> list[TokenSource]:
 
 
 def _tokens(message: gateway_pb2.GenerateDelta | gateway_pb2.PromptLogprobs) -> list[TokenLogprob]:
-    """Returns what a message says of its tokens, if anything.
+    """Returns the log-probabilities of a message's tokens; empty if the message has none.
 
     Raises:
-        ProtocolViolationError: the numbers do not fit the tokens, or are none.
+        ProtocolViolationError: the log-probabilities do not fit the tokens, or are not valid numbers.
     """
     top = message.top_logprobs
     packed = PackedTop(top.num_top, top.token_ids, top.logprobs) if message.HasField("top_logprobs") else None

@@ -1,4 +1,4 @@
-"""Asks a service of any kind whether it is well, by `grpc.health.v1`."""
+"""Health check of any service, by `grpc.health.v1`."""
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,13 +16,13 @@ def check_health(address: str, grpc_name: str, security: Security, timeout_s: fl
 
     Args:
         address: host:port.
-        grpc_name: full name of a gRPC service, for whether it takes calls; empty for whether the process is alive.
+        grpc_name: full name of a gRPC service, to check readiness; empty to check that the process is alive.
         security: certificates.
         timeout_s: how long connecting and answering may take.
 
     Raises:
-        InvalidRequestError: a file cannot be read, or the time is no number.
-        UnavailableError: it does not serve, or does not answer; the message says which.
+        InvalidRequestError: a file cannot be read, or the timeout is not a number.
+        UnavailableError: the service does not serve or does not answer; the message distinguishes the two.
     """
     check_number("timeout_s", timeout_s)
     request = health_pb2.HealthCheckRequest(service=grpc_name)

@@ -1,4 +1,4 @@
-"""Measures how fast a gateway completes prompts, as its users see it."""
+"""Measures throughput and latency of a gateway at the client."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from draftwire.client.request_maker import Options, check_is_one
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One completion, in seconds of the client's clock."""
+    """Times of one completion, in seconds of the client's clock."""
 
     completion: Completion
     first_token_s: float
@@ -28,17 +28,17 @@ class Timing:
 
     @property
     def per_token_s(self) -> float | None:
-        """Between one token and the next, on average; None of fewer than two tokens."""
+        """Mean time between two tokens; None for fewer than two tokens."""
         return (self.duration_s - self.first_token_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Completions that were made with so many at a time."""
+    """Timings of the completions of one benchmark run."""
 
     timings: list[Timing]
     duration_s: float
-    """From the first request to the last end."""
+    """From the first request to the end of the last completion."""
 
     @property
     def num_tokens(self) -> int:
@@ -47,12 +47,12 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all completions together."""
+        """Generated tokens per second, over all completions."""
         return self.num_tokens / self.duration_s
 
     @property
     def completions_per_second(self) -> float:
-        """How many end."""
+        """Finished completions per second."""
         return len(self.timings) / self.duration_s
 
     @property
@@ -75,17 +75,17 @@ async def measure(
     concurrency: int,
     on_end: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Completes all prompts, so many at a time: when one ends, the next begins.
+    """Completes all prompts, `concurrency` at a time: when a completion ends, the next one starts.
 
     Args:
-        client: connected, so that no completion pays for it.
+        client: already connected, so that no timing includes the connection.
         jobs: each prompt with its options.
         concurrency: at least 1.
         on_end: called at the end of each completion.
 
     Raises:
-        InvalidRequestError: a job asks for several completions.
-        DraftwireError: one fails; the others are ended.
+        InvalidRequestError: a job requests several completions.
+        DraftwireError: a completion failed; the others are cancelled.
     """
     for prompt, options in jobs:
         check_is_one(prompt, options)

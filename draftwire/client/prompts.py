@@ -1,4 +1,4 @@
-"""Prompts as users write them."""
+"""Prompts as the clients accept them, and their encoding as protos."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def chat_to_proto(
         continue_final_message: whether the model goes on with the last message.
 
     Raises:
-        InvalidRequestError: something has another form, or a key that the gateway has no field for.
+        InvalidRequestError: a value has the wrong form, or a key is unknown to the gateway.
     """
     if isinstance(messages, str | Mapping) or isinstance(tools, str | Mapping) or not hasattr(tools, "__iter__"):
         raise InvalidRequestError("messages and tools are lists")
@@ -102,13 +102,13 @@ def _function(what: str, given: Mapping[str, Any], keys: set[str]) -> dict[str, 
 
 
 def _checked(what: str, given: Any, keys: set[str]) -> dict[str, Any]:
-    """Returns what a dict holds beside None."""
+    """Returns a dict without the keys whose value is None, after checking the keys."""
     if not isinstance(given, Mapping):
         raise InvalidRequestError(f"{what} has to be a dict")
-    said = {key: value for key, value in given.items() if value is not None}
-    if not said.keys() <= keys:  # whose names may be anything, and are not shown
+    present = {key: value for key, value in given.items() if value is not None}
+    if not present.keys() <= keys:  # unknown keys may be user data, and are not quoted
         raise InvalidRequestError(f"{what} takes {', '.join(sorted(keys))} and nothing else")
-    return said
+    return present
 
 
 def _text(what: str, given: Mapping[str, Any], key: str, is_needed: bool = False) -> str:
@@ -125,7 +125,7 @@ def _json(what: str, value: Any) -> str:
         raise InvalidRequestError(f"{what} has to be a dict")
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:  # whose message could quote
+    except (TypeError, ValueError, RecursionError) as error:  # its message could quote the value
         raise InvalidRequestError(f"{what} holds what JSON does not have") from error
 
 
@@ -133,16 +133,16 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages; see `chat_to_proto`."""
 
 Prompts = Sequence[Prompt]
-"""Several, of any kind each. A list of numbers, and one of messages, is one prompt."""
+"""Several prompts, each of any kind. A list of numbers, or of messages, is a single prompt."""
 
 
 def is_several(prompt: Prompt | Prompts) -> bool:
-    """Whether this is a list of prompts."""
+    """Returns whether this is a list of prompts, not a single one."""
     return _is_list(prompt) and len(prompt) > 0 and isinstance(prompt[0], Sequence)
 
 
 def _is_list(prompt: Any) -> bool:
-    """Whether this is a list or something like it: a tuple, a range, an array. Bytes are none, though of numbers."""
+    """Returns whether this is a sequence of items: a list, tuple, range or array, but not text, bytes or a mapping."""
     is_other = isinstance(prompt, str | bytes | bytearray | memoryview | Mapping)
     return not is_other and hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")
 
@@ -156,13 +156,13 @@ def prompt_fields(
     """Returns the field of a request that holds the prompt, or the prompts.
 
     Args:
-        prompt: one, or several.
-        tools: of each, as the other arguments, which only chat messages have; see `chat_to_proto`.
-        template_arguments: see there.
-        continue_final_message: see there.
+        prompt: a prompt, or a list of prompts.
+        tools: tools of each prompt. This and the following arguments are for chat messages only: see `chat_to_proto`.
+        template_arguments: see `chat_to_proto`.
+        continue_final_message: see `chat_to_proto`.
 
     Raises:
-        InvalidRequestError: a prompt, or what a chat message holds, is something else, or what is about messages comes
+        InvalidRequestError: a prompt or a chat message has the wrong form, or an argument for chat messages is set
             without them.
         ValueError, TypeError: a token id does not fit its field.
     """

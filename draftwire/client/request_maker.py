@@ -1,4 +1,4 @@
-"""What can be said of a completion besides its prompt, and the request that says it: one place for all clients."""
+"""Options of a completion, and the request made from them: shared by all clients."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +21,16 @@ RESUME_S = 30.0
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How the target's distribution is made. Everywhere, None is the server's default."""
+    """How the target's logits become the sampling distribution. None is the server's default everywhere."""
 
     temperature: float | None
-    """Flattens or sharpens; 0 is greedy."""
+    """Divides the logits; 0 is greedy."""
     top_k: int | None
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float | None
-    """Keep the most likely tokens up to this mass."""
+    """Keep the most likely tokens up to this probability mass."""
     min_p: float | None
-    """Keep tokens at least so many times as likely as the most likely one."""
+    """Keep tokens whose probability is at least this fraction of the largest one."""
     repetition_penalty: float | None
     """Makes tokens of prompt and output less likely; 1 is off."""
     presence_penalty: float | None
@@ -40,71 +40,71 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     """Added to the logits of these token ids."""
     allowed_token_ids: Sequence[int] | None
-    """No other token is possible; at least one."""
+    """Only these tokens are possible; at least one."""
     min_tokens: int | None
-    """Nothing ends the text before so many tokens, but stop strings do."""
+    """Least number of tokens before a stop token may end the text; stop strings may end it earlier."""
 
 
 class TextOptions(TypedDict, total=False):
-    """How many texts, where they end, how they are drawn, and what is reported of them."""
+    """Number of completions, where they end, how they are drawn, and what is reported about them."""
 
     num_choices: int | None
     """Completions of each prompt, independent of each other."""
     max_tokens: int | None
-    """Most tokens to generate, or none at 0; without it, what the context leaves."""
+    """Most tokens to generate, 0 for none; without it, as many as the context has room for."""
     stop: str | Sequence[str] | None
-    """The text ends before this, or before the first of these."""
+    """Stop string or strings: the text ends before the first of them."""
     stop_token_ids: Sequence[int] | None
     """Generation ends with the first of these."""
     ignore_eos: bool | None
-    """The model's own stop tokens end nothing."""
+    """Continue after the model's own stop tokens."""
     seed: int | None
-    """Makes the run repeatable, 0 to 2**64 - 1; without it, one is drawn, and the completion says which."""
+    """Makes the run repeatable, 0 to 2**64 - 1; by default it is drawn, and reported in the completion."""
     num_speculative_tokens: int | None
     """Draft tokens per round; 0 is plain decoding."""
     rejection_sample_method: str | None
     """Verification rule: "block", "token", "coupled" or "typical", which is lossy."""
     logprobs: int | None
-    """Reports the target's log-probability of each token and so many of the likeliest ones, 0 to 20."""
+    """Reports the target's log-probability of each token and of this many of the likeliest ones, 0 to 20."""
     prompt_logprobs: int | None
     """The same for each token of the prompt but the first."""
     logprobs_mode: str | None
-    """"raw", before any processing, or "processed", of what tokens are drawn from."""
+    """"raw": before any processing; "processed": of the distribution that tokens are drawn from."""
     echo: bool | None
     """Begins each text with its prompt's."""
     token_details: bool | None
-    """Tells of each token what text it has and what the drafter gave it."""
+    """Reports each token's text and draft log-probability."""
     cache_salt: str | None
-    """What the server computes for this prompt is shared with requests of the same salt only."""
+    """The server shares cached prefixes of this prompt only with requests of the same salt."""
 
 
 class ChatOptions(TypedDict, total=False):
-    """What belongs to prompts that are chat messages."""
+    """Options of prompts that are chat messages."""
 
     tools: Sequence[Mapping[str, Any]] | None
     """Functions that the chat template describes to the model; see `draftwire.client.prompts`."""
     template_arguments: Mapping[str, Any] | None
     """Further variables of the chat template."""
     continue_final_message: bool | None
-    """Goes on with the last message instead of answering it."""
+    """Continues the last message instead of answering it."""
 
 
 class CallOptions(TypedDict, total=False):
-    """How long the client tries, seconds."""
+    """Timeouts and retries of the client, in seconds."""
 
     timeout_s: float | None
-    """Deadline for all of it, from when it is sent; None is none."""
+    """Deadline of the whole request, from when it is sent; None is no deadline."""
     wait_for_server_s: float | None
-    """How long the server may take to come up before the request is sent; None does not ask."""
+    """How long to wait for the server to serve before the request is sent; None does not wait."""
     resume_s: float | None
-    """How long what was interrupted is tried again; None is 30, and 0 raises the interruption."""
+    """How long to retry an interrupted completion; None is 30, and 0 raises the interruption."""
 
 
 class Options(SamplingOptions, TextOptions, ChatOptions, CallOptions, total=False):
-    """Everything that `stream`, `generate`, `generate_many` and `generate_batch` take as keywords, in both clients."""
+    """Keyword arguments of `stream`, `generate`, `generate_many` and `generate_batch`, in both clients."""
 
     structured_output: StructuredOutput | None
-    """The form that the text has, such as `StructuredOutput.json({"type": "object"})`."""
+    """Constraint on the text, such as `StructuredOutput.json({"type": "object"})`."""
 
 
 def make_request(prompt: Prompt | Prompts, options: Options) -> gateway_pb2.GenerateRequest:
@@ -112,14 +112,14 @@ def make_request(prompt: Prompt | Prompts, options: Options) -> gateway_pb2.Gene
 
     Raises:
         TypeError: there is no such option.
-        InvalidRequestError: the prompt is none, or a value cannot be sent.
+        InvalidRequestError: the prompt is invalid, or a value does not fit its field.
     """
     unknown = [name for name in options if name not in Options.__annotations__]
     if unknown:
         raise TypeError(f"there is no option {unknown[0]!r}; see draftwire.Options")
     check_seconds(options)
     text = _given(options, TextOptions)
-    text.setdefault("seed", new_seed())  # the same if it is resumed
+    text.setdefault("seed", new_seed())  # drawn here, so that a resumed request has the same
     if isinstance(stop := text.get("stop"), str):
         text["stop"] = [stop]
     with naming("prompt"):
@@ -135,20 +135,20 @@ def make_request(prompt: Prompt | Prompts, options: Options) -> gateway_pb2.Gene
 
 
 def check_seconds(options: Options) -> None:
-    """Makes sure that what the client itself goes by are numbers.
+    """Checks that the timeouts, which only the client uses, are numbers.
 
     Raises:
-        InvalidRequestError: one is none.
+        InvalidRequestError: a timeout is not a number.
     """
     for name, value in _given(options, CallOptions).items():
         check_number(name, value)
 
 
 def check_number(name: str, value: object) -> None:
-    """Makes sure that a value that the client itself goes by is a number.
+    """Checks that a value is a number.
 
     Raises:
-        InvalidRequestError: it is none.
+        InvalidRequestError: the value is not a number.
     """
     with naming(name):
         is_number = isinstance(value, Real) and not math.isnan(value)
@@ -158,10 +158,11 @@ def check_number(name: str, value: object) -> None:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Says which value it was that does not fit, and not the value: it may be part of a prompt.
+    """Converts conversion errors into an error that names the parameter and does not quote its value, which may be part
+    of a prompt.
 
     Raises:
-        InvalidRequestError: it did not.
+        InvalidRequestError: the block raised a conversion error.
     """
     try:
         yield
@@ -174,35 +175,35 @@ def naming(what: str) -> Iterator[None]:
 
 
 def _set_fields(message: Message, values: Mapping[str, Any]) -> None:
-    """Sets fields one by one: protobuf does not say which one a value does not fit."""
+    """Sets fields one by one, because protobuf's errors do not name the field."""
     for name, value in values.items():
         with naming(name):
             message.MergeFrom(type(message)(**{name: value}))
 
 
 def make_retry_policy(options: Options, num_gateways: int) -> RetryPolicy:
-    """Returns how long the completions are tried."""
+    """Returns the retry policy of a request."""
     resume_s = options.get("resume_s")
     return RetryPolicy(num_gateways, RESUME_S if resume_s is None else resume_s, options.get("timeout_s"))
 
 
 def check_is_one(prompt: Prompt, options: Options) -> None:
-    """Makes sure that one completion is asked for.
+    """Checks that one completion is requested.
 
     Raises:
-        InvalidRequestError: it is several.
+        InvalidRequestError: several completions are requested.
     """
     if is_several(prompt) or options.get("num_choices") not in (None, 1):
         raise InvalidRequestError("generate returns one completion; generate_many returns several")
 
 
 def by_prompt(completions: Sequence[Completion], options: Options) -> list[list[Completion]]:
-    """Returns the completions of each prompt."""
+    """Groups the completions by prompt."""
     num_choices = options.get("num_choices") or 1
     return [list(completions[first : first + num_choices]) for first in range(0, len(completions), num_choices)]
 
 
 def _given(options: Options, kind: type) -> dict[str, Any]:
-    """Returns those of a kind that say something."""
-    said: Mapping[str, Any] = options
-    return {name: said[name] for name in kind.__annotations__ if said.get(name) is not None}
+    """Returns the options of one kind that are not None."""
+    values: Mapping[str, Any] = options
+    return {name: values[name] for name in kind.__annotations__ if values.get(name) is not None}

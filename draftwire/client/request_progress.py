@@ -1,4 +1,4 @@
-"""How far a request has come, over as many calls as it takes. Knows nothing of calls: streams make them."""
+"""State of a request over all its calls. The streams make the calls."""
 
 from collections.abc import Iterator
 
@@ -10,41 +10,42 @@ from draftwire.v1 import gateway_pb2
 
 
 class RequestProgress:
-    """What came of a request's completions, what to ask for next, and when.
+    """Collects the completions of a request, and prepares the request that resumes them.
 
     Attributes:
-        request: what to send with the next call.
-        retry_policy: when to make it. Its time begins with the first call.
+        request: the message of the next call.
+        retry_policy: when to make the next call. Its time begins with the first call.
     """
 
     def __init__(self, request: gateway_pb2.GenerateRequest, retry_policy: RetryPolicy) -> None:
-        """Nothing has come yet."""
+        """Starts before the first call."""
         self.request = request
         self.retry_policy = retry_policy
         self._num_choices = request.num_choices if request.HasField("num_choices") else 1
-        self._prompts: list[CollectedPrompt] = []  # none until something comes: the server may refuse so many
+        self._prompts: list[CollectedPrompt] = []  # empty until the first response: the server may refuse so many
 
     @property
     def completions(self) -> list[Completion]:
-        """Those that are finished, in the order of choices."""
+        """The finished completions, in the order of choices."""
         collected = (one.completion for one in self._collected)
         return [completion for completion in collected if completion is not None]
 
     @property
     def completion(self) -> Completion | None:
-        """The first one; None until it is finished."""
+        """The first completion; None until it is finished."""
         return next((one.completion for one in self._collected), None)
 
     @property
     def is_missing(self) -> bool:
-        """Whether something is to come."""
+        """Whether a completion is not finished."""
         return not self._prompts or any(one.completion is None for one in self._collected)
 
     def take(self, response: gateway_pb2.GenerateResponse) -> list[Piece]:
-        """Returns what is new in a response. What is known already is no progress.
+        """Returns the new pieces of a response. Content that a previous call delivered is left out, and does not renew
+        the retry policy.
 
         Raises:
-            ProtocolViolationError: it is not what was asked for.
+            ProtocolViolationError: the response does not fit the request.
         """
         if not self._prompts:
             firsts = range(0, max(1, len(self.request.prompts.prompts)) * self._num_choices, self._num_choices)
@@ -67,16 +68,16 @@ class RequestProgress:
         return pieces
 
     def resume(self, interruption: Interruption) -> float | None:
-        """Prepares `request` for going on from what has come.
+        """Prepares `request` to resume from the received tokens.
 
         Returns:
-            After how many seconds to send it; None if that is of no use, or was tried for too long.
+            After how many seconds to send it; None if the interruption is permanent or was retried for too long.
         """
         pause_s = self.retry_policy.pause_after(interruption.error) if interruption.may_pass else None
         if pause_s is not None:
-            came = [one.resume() for one in self._collected]
+            generated = [completion.resume() for completion in self._collected]
             del self.request.generated_choices[:]
-            self.request.generated_choices.extend(one for one in came if one is not None)
+            self.request.generated_choices.extend(choice for choice in generated if choice is not None)
         return pause_s
 
     @property
@@ -90,7 +91,7 @@ class RequestProgress:
         return self._prompts[index]
 
     def _of(self, choice: int) -> CollectedCompletion:
-        """Returns what has come of a choice that is not finished."""
+        """Returns the collected state of a choice that is not finished."""
         found = self._prompt_of(choice).completions[choice % self._num_choices]
         if found.completion is not None:
             raise ProtocolViolationError(f"the gateway tells more of choice {choice}, which is finished")

@@ -1,38 +1,39 @@
-"""When an interrupted completion is tried again."""
+"""When an interrupted completion is retried."""
 
 import time
 
 from draftwire.errors import DraftwireError, NoRoomError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Between attempts; doubled from one to the next."""
+"""Pauses between attempts; each is twice the one before."""
 
 LONGEST_SECONDS = 1e9
-"""Some 31 years. gRPC takes a deadline that does not fit into 2**63 nanoseconds for one that has passed."""
+"""About 31 years. gRPC treats a deadline that does not fit into 2**63 nanoseconds as passed."""
 
 NOT_BEGUN_SECONDS = 5.0
-"""How long a completion that has not begun is tried where there are several gateways: they may be restarted in turn."""
+"""How long a completion that has not begun is retried with several gateways, which may be restarted in turn."""
 
 
 def seconds_until(deadline: float) -> float:
-    """Returns how long a call may take that ends by a time of the monotonic clock, infinity allowed."""
+    """Returns the timeout of a call that must end by a time of the monotonic clock, which may be infinity."""
     return min(max(0.0, deadline - time.monotonic()), LONGEST_SECONDS)
 
 
 class RetryPolicy:
-    """How long a completion is tried again: one that has begun until nothing came for `seconds`, one that has not for a
-    few seconds, and not at all where there is one gateway. Gateways that are full are asked once each for a new one.
+    """Decides whether and when an interrupted completion is retried.
 
-    It only says how long to wait; who waits is the caller.
+    A completion that has begun is retried until `seconds` pass without progress. One that has not begun is retried for
+    `NOT_BEGUN_SECONDS` with several gateways, each full one once, and not at all with one gateway. Callers do the
+    waiting.
     """
 
     def __init__(self, num_gateways: int, seconds: float, timeout_s: float | None) -> None:
-        """Prepares.
+        """Starts without a deadline; see `begin`.
 
         Args:
-            num_gateways: how many there are to try.
-            seconds: how long one that has begun is tried.
-            timeout_s: how long all of it may take, from `begin` on.
+            num_gateways: number of gateways to try.
+            seconds: how long a completion that has begun is retried without progress.
+            timeout_s: timeout of the whole request, from `begin` on; None is no timeout.
         """
         self._num_gateways = num_gateways
         self._tries_left = num_gateways - 1
@@ -44,7 +45,7 @@ class RetryPolicy:
         self._pause_s = 0.0
 
     def begin(self) -> None:
-        """Time runs from now on."""
+        """Sets the deadline, counted from now."""
         self._deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     @property
@@ -53,11 +54,11 @@ class RetryPolicy:
         return None if self._deadline is None else seconds_until(self._deadline)
 
     def renew(self) -> None:
-        """Something came."""
+        """Records progress: resets retry time and pause."""
         self._has_begun, self._until, self._pause_s = True, None, 0.0
 
     def pause_after(self, refusal: DraftwireError) -> float | None:
-        """Returns how many seconds to wait before the next attempt; None if it is not worth it any more."""
+        """Returns how many seconds to wait before the next attempt; None if there is to be none."""
         now = time.monotonic()
         if not self._has_begun:
             self._tries_left -= 1

@@ -1,4 +1,4 @@
-"""How a client knows its gateway, and shows who it is."""
+"""TLS credentials and bearer token of a client."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,14 +32,14 @@ class Security:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What is sent with every call."""
+        """Metadata of every call: the bearer token, if there is one."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Reads the files; None is plaintext.
 
         Raises:
-            InvalidRequestError: one cannot be read.
+            InvalidRequestError: a file cannot be read.
         """
         if self.tls_ca is None:
             return None
@@ -47,11 +47,11 @@ class Security:
         return grpc.ssl_channel_credentials(_read(self.tls_ca, "tls_ca"), key, cert)
 
     def channel_options(self, address: str, options: Sequence[tuple[str, int]]) -> list[tuple[str, int | str]]:
-        """Returns options of a channel to host:port, and what belongs to the address and the certificates."""
+        """Returns `options` with those that a channel to host:port needs for its address and certificates."""
         name = self.tls_target_name
         return [
             *options,
-            # gRPC would ask a proxy of the environment for this machine too, unless `no_proxy` names it.
+            # gRPC would use a proxy of the environment even for this machine, unless `no_proxy` names it.
             *([("grpc.enable_http_proxy", 0)] if is_loopback(host_of(address)) else []),
             *([("grpc.ssl_target_name_override", name)] if name is not None else []),
         ]

@@ -1,4 +1,4 @@
-"""The stream of one request, for callers that block."""
+"""The stream of one request, for blocking callers."""
 
 import threading
 from collections import deque
@@ -20,13 +20,14 @@ StartCall = Callable[[gateway_pb2.GenerateRequest, float | None], Any]
 
 
 class CompletionStream(Iterator[Piece]):
-    """Iterates over the pieces of one completion, or of several as they come; `completions` are there at its end.
+    """Iterates over the pieces of one completion, or of several in the order of arrival; `completions` is complete at
+    the end.
 
-    A `for` loop that is left before the end, by a break or an error, ends the generation. So do `cancel`, the end of a
-    `with` block, and dropping the stream. `next(stream)` takes one piece and ends nothing.
+    Leaving a `for` loop before the end, by a break or an error, cancels the generation. So do `cancel`, the end of a
+    `with` block, and dropping the stream. `next(stream)` returns one piece and cancels nothing.
 
-    A stream that is interrupted is resumed from the tokens that have come, by the next gateway, or by the same one if
-    there is no other: the pieces go on as if nothing had happened.
+    An interrupted stream is resumed from the received tokens, by the next gateway, or by the same one if there is no
+    other: the pieces go on without a gap.
     """
 
     def __init__(self, start: StartCall, progress: RequestProgress) -> None:
@@ -41,16 +42,16 @@ class CompletionStream(Iterator[Piece]):
 
     @property
     def completions(self) -> list[Completion]:
-        """Those that are finished, in the order of choices."""
+        """The finished completions, in the order of choices."""
         return self._progress.completions
 
     @property
     def completion(self) -> Completion | None:
-        """The first one; None until it is finished."""
+        """The first completion; None until it is finished."""
         return self._progress.completion
 
     def __iter__(self) -> Iterator[Piece]:
-        """Yields the pieces that are left. To stop before the end ends the generation: see `cancel`."""
+        """Yields the remaining pieces. Stopping before the end cancels the generation."""
         try:
             while (piece := next(self, None)) is not None:
                 yield piece
@@ -61,32 +62,33 @@ class CompletionStream(Iterator[Piece]):
         """Returns the next piece.
 
         Raises:
-            StopIteration: there is none: all completions are finished.
+            StopIteration: all completions are finished.
             NoRoomError: the server is full.
-            UnavailableError: it cannot be reached, or does not resume what was interrupted; or the stream is cancelled.
+            UnavailableError: the server cannot be reached, an interrupted completion could not be resumed, or the
+                stream is cancelled.
             DraftwireError: see the table in `docs/client.md`.
         """
         while True:
-            with suppress(IndexError):  # `cancel` on another thread may take them away
+            with suppress(IndexError):  # `cancel` on another thread may clear them
                 return self._pieces.popleft()
             if self._is_over:
                 raise StopIteration
             try:
                 self._read()
             except BaseException:
-                if not self._cancelled.is_set():  # what its user ended says so every time, what failed says it once
+                if not self._cancelled.is_set():  # after `cancel` every read raises, after a failure only one
                     self.close()
                     self._is_over = True
                 raise
 
     def cancel(self) -> None:
-        """Ends the generation; the server frees what it held. For any thread. A reader gets `UnavailableError`."""
-        self._cancelled.set()  # first: a reader looks at it after each step, and undoes what came between
+        """Cancels the generation; the server frees its resources. Thread-safe. A reader gets `UnavailableError`."""
+        self._cancelled.set()  # set first: a reader checks it after each step, and then drops its pieces
         self._pieces.clear()
         self._call.cancel()
 
     def close(self) -> None:
-        """Ends the generation if it still runs."""
+        """Cancels the generation if it still runs."""
         if self._progress.is_missing and not self._cancelled.is_set() and not self._is_over:
             self.cancel()
 
@@ -99,7 +101,7 @@ class CompletionStream(Iterator[Piece]):
         self.close()
 
     def _read(self) -> None:
-        """Takes what comes next, or makes the next call."""
+        """Adds the pieces of the next response, or makes the next call."""
         self._check_wanted()
         error: grpc.RpcError | None = None
         try:
@@ -116,10 +118,10 @@ class CompletionStream(Iterator[Piece]):
             self._is_over = True
 
     def _resume(self, error: grpc.RpcError | None) -> None:
-        """Starts anew from the tokens that have come, after a pause. Without an error the call just ended.
+        """Resumes from the received tokens with a new call, after a pause. `error` is None if the stream just ended.
 
         Raises:
-            DraftwireError: that is of no use, or was tried for too long.
+            DraftwireError: the error of the interruption, if it is permanent or was retried for too long.
         """
         interruption = interruption_of(error)
         pause_s = self._progress.resume(interruption)
@@ -128,14 +130,14 @@ class CompletionStream(Iterator[Piece]):
         self._pause(pause_s)
         self._check_wanted()
         self._call_now()
-        if self._cancelled.is_set():  # which may have met the call before
+        if self._cancelled.is_set():  # `cancel` may have cancelled the previous call
             self._call.cancel()
 
     def _check_wanted(self) -> None:
-        """Makes sure that the stream was not cancelled.
+        """Raises if the stream was cancelled.
 
         Raises:
-            UnavailableError: it was, and what has come since is gone.
+            UnavailableError: the stream was cancelled. Pieces that were added since are dropped.
         """
         if self._cancelled.is_set():
             self._pieces.clear()

@@ -1,4 +1,4 @@
-"""A blocking client.
+"""The blocking client.
 
 Example:
     with Client("localhost:50051") as client:
@@ -54,19 +54,19 @@ class Client:
         tls_target_name: str | None = None,
         token: str | None = None,
     ) -> None:
-        """Prepares; the first call connects. Files are read now.
+        """Reads the certificate files; the first call connects.
 
         Args:
             address: host:port of the gateway, or of several, as a list or separated by commas. A completion goes to one
                 of them, and to the next if it is interrupted.
-            tls_ca: PEM file of the issuers that are believed; without it, the connection is plaintext.
-            tls_cert: PEM file of the certificate to show, where the gateway wants one.
-            tls_key: PEM file of its key.
+            tls_ca: PEM file of the trusted issuers; without it, the connection is plaintext.
+            tls_cert: PEM file of the client certificate, if the gateway requires one.
+            tls_key: PEM file of the client certificate's key.
             tls_target_name: name that the gateway's certificate must carry instead of its address.
-            token: bearer token, where the gateway wants one. It travels as it is: give it over TLS, or on one machine.
+            token: bearer token, if the gateway requires one. It is sent in clear: use TLS, or stay on one machine.
 
         Raises:
-            InvalidRequestError: a file cannot be read, or is given without those that it needs.
+            InvalidRequestError: a file cannot be read, or another file that it requires is missing.
         """
         self._addresses = addresses_of(address)
         security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token)
@@ -85,7 +85,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connections, which ends what runs on them."""
+        """Closes the connections, which cancels the calls on them."""
         self._is_closed = True
         for channel in self._channels:
             channel.close()
@@ -99,8 +99,8 @@ class Client:
 
         Raises:
             InvalidRequestError: here or while iterating: a parameter is out of range.
-            UnauthenticatedError: while iterating: the token is none that is good there.
-            NoRoomError: while iterating: the server is full; says when to try again.
+            UnauthenticatedError: while iterating: the gateway does not accept the token.
+            NoRoomError: while iterating: the server is full; the error holds when to retry.
             UnavailableError: here or while iterating: the server cannot be reached, or the deadline has passed.
         """
         request = make_request(prompt, options)
@@ -110,20 +110,20 @@ class Client:
         return CompletionStream(self._start, RequestProgress(request, make_retry_policy(options, len(self._stubs))))
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
-        """Returns a whole completion; takes what `stream` takes, but asks for one.
+        """Returns one whole completion. Arguments are those of `stream`.
 
         Raises:
-            InvalidRequestError: also if several are asked for.
+            InvalidRequestError: also if several completions are requested.
         """
         check_is_one(prompt, options)
         ((completion,),) = self.generate_many(prompt, **options)
         return completion
 
     def generate_many(self, prompts: Prompt | Prompts, **options: Unpack[Options]) -> list[list[Completion]]:
-        """Returns the completions of each prompt, all of one request; takes what `stream` takes.
+        """Returns the completions of each prompt, all from one request. Arguments are those of `stream`.
 
         Returns:
-            A list for each prompt, also of a single one, of `num_choices` completions each.
+            A list of `num_choices` completions for each prompt, even if there is only one prompt.
         """
         stream = self.stream(prompts, **options)
         for _ in stream:
@@ -161,22 +161,22 @@ class Client:
         room_timeout_s: float = ROOM_TIMEOUT_S,
         **options: Unpack[Options],
     ) -> list[Completion] | list[Completion | DraftwireError]:
-        """Returns one completion of each of any number of prompts, in their order, with a request for each.
+        """Returns one completion for each of any number of prompts, in their order, each with a request of its own.
 
-        A prompt is asked for again where the server is full, when it says. Its seed is `seed_of(seed, index)`: see
-        `draftwire.client.batch`.
+        If the server is full, the request is retried after the pause that the server asks for. A prompt's seed is
+        `seed_of(seed, index)`: see `draftwire.client.batch`.
 
         Args:
-            prompts: taken one by one, on this thread, when there is room for the next.
-            concurrency: how many are under way at most, each on a thread that ends with the batch.
+            prompts: read one by one, on this thread, when a request can start for the next.
+            concurrency: the most requests at a time, each on a thread that ends with the batch.
             return_exceptions: puts the `DraftwireError` of a prompt in the place of its completion. Otherwise the first
-                one is raised, and what is under way is cancelled.
-            room_timeout_s: how long a prompt may find the server full.
-            **options: as for `generate`. `timeout_s` is of each attempt at each prompt.
+                error is raised, and running requests are cancelled.
+            room_timeout_s: how long a prompt is retried while the server is full.
+            **options: as for `generate`. `timeout_s` applies to each attempt at each prompt.
 
         Raises:
-            InvalidRequestError: also if `prompts` is one prompt.
-            DraftwireError: what `generate` raises.
+            InvalidRequestError: also if `prompts` is a single prompt.
+            DraftwireError: as `generate`.
         """
         batch = Batch(prompts, options, concurrency, return_exceptions, room_timeout_s)
         wait_s = options.get("wait_for_server_s")
@@ -186,17 +186,17 @@ class Client:
         return batch.outcomes()
 
     def server(self) -> gateway_pb2.GetServerResponse:
-        """Returns which models answer, and the server's defaults."""
+        """Returns the server's models, rules and defaults."""
         try:
             return self._get_server(ANSWER_SECONDS)
         except grpc.RpcError as error:
             raise error_of(error) from error
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns when the gateway, or one of several, serves requests.
+        """Returns when a gateway serves requests.
 
         Raises:
-            UnavailableError: it does not within the time.
+            UnavailableError: no gateway serves requests within the time.
         """
         readiness = Readiness(self._addresses, timeout_s)
         while True:
@@ -208,13 +208,13 @@ class Client:
                 time.sleep(LOADING_PAUSE_S)
 
     def _get_server(self, timeout_s: float) -> gateway_pb2.GetServerResponse:
-        """Returns the first answer of the gateways, asked in turn.
+        """Returns the first answer of the gateways, which are tried in turn.
 
         Args:
-            timeout_s: how long all of them may take.
+            timeout_s: timeout of all calls together.
 
         Raises:
-            grpc.RpcError: that of the last one, if none answers.
+            grpc.RpcError: the error of the last gateway, if none answers.
             UnavailableError: the client is closed.
         """
         failure: grpc.RpcError | None = None
@@ -234,16 +234,16 @@ class Client:
 
     @contextmanager
     def _open(self) -> Iterator[list[gateway_pb2_grpc.GatewayServiceStub]]:
-        """Gives the gateways.
+        """Yields the stubs of the gateways.
 
         Raises:
-            UnavailableError: the client is closed, or another thread has closed it meanwhile.
+            UnavailableError: the client is closed, or another thread closed it within the block.
         """
         try:
             if self._is_closed:
                 raise UnavailableError("the client is closed")
             yield self._stubs
-        except ValueError as error:  # what gRPC says of a channel that is closed
+        except ValueError as error:  # gRPC raises it for a closed channel
             if self._is_closed:
                 raise UnavailableError("the client is closed") from error
             raise

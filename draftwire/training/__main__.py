@@ -112,7 +112,7 @@ def drafter(
     model = DRAFTER.build(vocab_size=4096, seed=seed)
     inherit_embeddings(model, teacher)
     plan = TrainingPlan(total_tokens=tokens, batch_tokens=8_192, seed=seed)
-    # The target's own text is what the drafter will meet, so it comes up three times as often.
+    # The drafter is used on the target's own text, so that text is three times as frequent.
     ids = np.concatenate([written, written, written, corpus])
     Trainer(model, plan, work / "drafter.pt", compiled).run(ids, distillation_loss(teacher, compiled), "drafter")
     save_bf16(model, models / "drafter")

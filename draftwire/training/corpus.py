@@ -1,4 +1,4 @@
-"""What the embedded pair is trained on, the Python standard library's sources, and the tokenizer made of it."""
+"""Training corpus of the embedded pair, the Python standard library's sources, and the tokenizer trained on it."""
 
 import hashlib
 import sysconfig

@@ -1,4 +1,4 @@
-"""What the models are trained towards: text for the target, the target itself for the drafter."""
+"""Training losses: next-token loss for the target, distillation from the target for the drafter."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""How good the pair is: loss on held-out files, and how often the target accepts what the drafter proposes."""
+"""Evaluation of the pair: loss on held-out files, and acceptance rate of the drafter's tokens."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,7 @@ def held_out_loss(model: LlamaForCausalLM, tokens: NDArray[np.uint16], sequence_
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What a block length and a temperature give."""
+    """Acceptance rate and block efficiency for a rule, a temperature and a block length."""
 
     rule: str
     temperature: float
@@ -47,7 +47,7 @@ def measure_acceptance(
     temperature: float,
     block_length: int,
 ) -> Acceptance:
-    """Continues every prompt by 128 tokens in one process and counts."""
+    """Measures acceptance over 128 generated tokens per prompt, in one process."""
     context_length = int(drafter.config.max_position_embeddings)
     cached_target = CachedModel(decoder_of(target), context_length)
     strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter), context_length), context_length)

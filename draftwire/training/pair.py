@@ -13,7 +13,7 @@ CONTEXT_LENGTH = 2048
 
 @dataclass(frozen=True, slots=True)
 class PairShape:
-    """The numbers that make a Llama."""
+    """Dimensions of a Llama model."""
 
     hidden_size: int
     intermediate_size: int
@@ -49,7 +49,7 @@ DRAFTER = PairShape(hidden_size=128, intermediate_size=384, layers=8, heads=4, k
 
 @torch.no_grad()
 def inherit_embeddings(drafter: LlamaForCausalLM, target: LlamaForCausalLM) -> None:
-    """Starts the drafter's token embeddings from the target's: their projection on the widest directions."""
+    """Initialises the drafter's token embeddings from the target's, projected on their principal directions (SVD)."""
     embeddings = target.model.embed_tokens.weight
     left, scales, _ = torch.linalg.svd(embeddings, full_matrices=False)
     width = drafter.config.hidden_size

@@ -79,7 +79,7 @@ def windows(tokens: NDArray[np.uint16], plan: TrainingPlan, first_step: int = 0)
 
 
 class Trainer:
-    """Runs a plan on a model, saving a checkpoint every few minutes that a later run picks up."""
+    """Runs a plan on a model. Saves a checkpoint every few minutes, from which an interrupted run resumes."""
 
     CHECKPOINT_SECONDS = 240.0
 

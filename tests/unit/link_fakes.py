@@ -45,7 +45,7 @@ class FakeLink:
     def __init__(self, address: str = "", **state: Any) -> None:
         self.address = address or f"peer:{next(_ports)}"
         self.connected = True
-        self.is_resting = False
+        self.is_cooling_down = False
         self.num_sessions = 0
         self.zone: str | None = None
         self.has_left = asyncio.Event()

@@ -11,8 +11,8 @@ from draftwire.errors import NoRoomError
 from draftwire.method.rounds import Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
 from draftwire_gateway.session.drafter_seat import DrafterSeat
-from draftwire_gateway.session.ports import DrafterLost, DrafterReady, Said, SessionEvent
-from draftwire_gateway.session.round_trip_estimate import LEAST_PATIENCE_S
+from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent, SessionEvent
+from draftwire_gateway.session.round_trip_estimate import LEAST_TIMEOUT_S
 from draftwire_gateway.session.session_state import SessionState
 
 
@@ -22,7 +22,7 @@ class Seating:
 
     seat: DrafterSeat
     session: SessionState
-    queue: asyncio.Queue[Said]
+    queue: asyncio.Queue[PeerEvent]
     target: FakeTarget
     drafters: list[FakeDrafter]
 
@@ -44,7 +44,7 @@ class Seating:
         """Returns the drafter that took the seat."""
         self.seek()
         assert isinstance(await self.hear(), DrafterReady)
-        self.seat.take_ready()
+        self.seat.mark_ready()
         number = self.seat.permit_number
         return next(each for each in self.drafters if each.sessions and each.spec.permit.number == number)
 
@@ -60,7 +60,7 @@ def seating(num_drafters: int = 1, context_lengths: tuple[int, ...] = (), **chan
     drafters = [FakeDrafter(target, context_length=length, instance_id=number) for number, length in enumerate(lengths)]
     for drafter in drafters:
         drafter.on_calibration = lambda calibration: None  # no verifier takes blocks here
-    session, queue = SessionState(make_generation(**changes)), asyncio.Queue[Said]()
+    session, queue = SessionState(make_generation(**changes)), asyncio.Queue[PeerEvent]()
     seat = DrafterSeat(session, FakePeers([target], drafters), queue)
     session.epoch = 0
     return Seating(seat, session, queue, target, drafters)
@@ -149,7 +149,7 @@ async def test_room_is_what_the_drafters_context_leaves_once_it_is_ready() -> No
     one.seek()
     assert (one.seat.room, one.seat.is_warming_up) == (0, True)
     await one.hear()
-    one.seat.take_ready()
+    one.seat.mark_ready()
     assert (one.seat.room, one.seat.is_warming_up) == (5, False)
     one.end_round(STORY[:3])
     assert one.seat.room == 2
@@ -183,7 +183,7 @@ async def test_time_of_blocks_is_learned_and_that_of_plain_rounds_is_not() -> No
     one.end_round(STORY[:1])
     await asyncio.sleep(4.0)
     one.end_round(STORY[:1])
-    assert one.seat.timeout_s(5.0) == LEAST_PATIENCE_S
+    assert one.seat.timeout_s(5.0) == LEAST_TIMEOUT_S
 
 
 @in_virtual_time

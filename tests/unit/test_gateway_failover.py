@@ -46,7 +46,7 @@ from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import FinishReason
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, DrafterReady, TargetLost
-from draftwire_gateway.session.round_trip_estimate import LEAST_PATIENCE_S
+from draftwire_gateway.session.round_trip_estimate import LEAST_TIMEOUT_S
 from draftwire_gateway.session.statistics import Statistics
 from draftwire_gateway.session.verifier_seat import FIRST_WAIT_SECONDS, LONGEST_PAUSE_S, MAX_FUTILE_MOVES
 
@@ -620,7 +620,7 @@ def assert_replaced(result: Result, other: FakeDrafter, reason: str) -> None:
     assert other.calibrations
 
 
-@pytest.mark.parametrize(("number", "timeout_s"), [(0, LIMITS.block_timeout_s), (3, LEAST_PATIENCE_S)])
+@pytest.mark.parametrize(("number", "timeout_s"), [(0, LIMITS.block_timeout_s), (3, LEAST_TIMEOUT_S)])
 def test_drafter_slower_than_usual_is_asked_once_for_what_it_has_drawn(number: int, timeout_s: float) -> None:
     """How long is usual is learned: of the first block nothing is known, later ones took no time."""
     target, drafter, other = two_drafters()

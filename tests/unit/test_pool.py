@@ -23,7 +23,7 @@ LARGEST_BYTES = 2**20
 class FakeDrafterLink(FakeLink, DrafterLink):  # type: ignore[misc]
     """A pool tells drafters from verifiers by their class."""
 
-    connected = is_resting = num_sessions = peer = None  # type: ignore[assignment]
+    connected = is_cooling_down = num_sessions = peer = None  # type: ignore[assignment]
 
 
 def make_roster(role: str, links: Sequence[Any]) -> Roster[Any]:
@@ -45,14 +45,14 @@ def make_pool(verifiers: Sequence[Any], drafters: Sequence[Any] = (), near_draft
 
 def test_verifier_with_the_fewest_sessions_comes_first_and_those_that_rest_come_last() -> None:
     busy, idle = FakeLink(num_sessions=3), FakeLink(num_sessions=1)
-    resting, resting_idle = FakeLink(num_sessions=2, is_resting=True), FakeLink(is_resting=True)
+    resting, resting_idle = FakeLink(num_sessions=2, is_cooling_down=True), FakeLink(is_cooling_down=True)
     lost = FakeLink(connected=False)
     pool = make_pool([lost, resting, busy, resting_idle, idle])
     assert list(pool.targets()) == [idle, busy, resting_idle, resting]
 
 
 State = dict[str, Any]
-RESTING_BUSY_IDLE = [{"num_sessions": 0, "is_resting": True}, {"num_sessions": 9}, {"num_sessions": 4}]
+RESTING_BUSY_IDLE = [{"num_sessions": 0, "is_cooling_down": True}, {"num_sessions": 9}, {"num_sessions": 4}]
 DRAFTERS: list[tuple[State, list[State], set[int], int | None]] = [
     # The one with the fewest sessions, unless it rests.
     ({}, RESTING_BUSY_IDLE, set(), 2),
@@ -73,7 +73,7 @@ DRAFTERS: list[tuple[State, list[State], set[int], int | None]] = [
     ({"zone": "a"}, [{"zone": "a"}, {"zone": "b", "num_sessions": 9}], {1}, 1),
     ({"zone": "a", "quarantined": {1}}, [{"zone": "a"}, {"zone": "b", "num_sessions": 9}], set(), 1),
     ({"zone": "a"}, [{"zone": "a", "connected": False}, {"zone": "b", "num_sessions": 9}], set(), 1),
-    ({"zone": "a"}, [{"zone": "a", "is_resting": True}, {"zone": "b", "num_sessions": 9}], set(), 1),
+    ({"zone": "a"}, [{"zone": "a", "is_cooling_down": True}, {"zone": "b", "num_sessions": 9}], set(), 1),
     # Where a zone is not known the number of sessions decides alone.
     *(
         ({"zone": own}, [{"zone": busy, "num_sessions": 3}, {"zone": idle, "num_sessions": 2}], set(), 1)

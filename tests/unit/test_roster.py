@@ -214,9 +214,9 @@ async def test_metrics_count_services_by_state_and_what_is_known_of_the_source(r
     await rig.source.tell(*map(Endpoint, addresses[:3]), Endpoint("10.0.0.9:1", is_ready=False))
     states = ("connected", "connecting", "unfit", "unready", "leaving")
     assert {state: read("num_peers", state=state) for state in states} == dict.fromkeys(states, 1.0)
-    rig.source.status.note_success("told")
-    rig.source.status.note_failure("told", "down")
-    rig.source.status.note_failure("told", "down")
+    rig.source.status.record_success("told")
+    rig.source.status.record_failure("told", "down")
+    rig.source.status.record_failure("told", "down")
     assert read("discovery_failures_total") == 2
     assert 0.0 <= read("discovery_age_seconds") < 60.0
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire_gateway.session.round_trip_estimate import LEAST_PATIENCE_S, RoundTripEstimate
+from draftwire_gateway.session.round_trip_estimate import LEAST_TIMEOUT_S, RoundTripEstimate
 
 MOST = 5.0
 
@@ -12,7 +12,7 @@ MOST = 5.0
 def timeout_s(times: list[float], most: float = MOST) -> float:
     pace = RoundTripEstimate()
     for seconds in times:
-        pace.learn(seconds)
+        pace.add(seconds)
     return pace.timeout_s(most)
 
 
@@ -24,8 +24,8 @@ KNOWN = [
     ([0.5], 2 * 0.5 + 4 * 0.25),  # the first counts as the mean, and half of it as the spread
     ([0.5, 1.3], 2 * MEAN + 4 * SPREAD),
     ([0.2] * 100, 0.4),
-    ([0.001] * 100, LEAST_PATIENCE_S),
-    ([0.0], LEAST_PATIENCE_S),
+    ([0.001] * 100, LEAST_TIMEOUT_S),
+    ([0.0], LEAST_TIMEOUT_S),
     ([4.0], MOST),
 ]
 
@@ -43,4 +43,4 @@ def test_patience_grows_where_times_vary_or_grow() -> None:
 
 @given(times=st.lists(st.floats(0.0, 60.0), max_size=30))
 def test_patience_is_between_the_least_and_the_most(times: list[float]) -> None:
-    assert LEAST_PATIENCE_S <= timeout_s(times) <= MOST
+    assert LEAST_TIMEOUT_S <= timeout_s(times) <= MOST

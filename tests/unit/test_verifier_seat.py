@@ -13,7 +13,7 @@ from session_specs import FACTS
 from draftwire.errors import CompletionInterruptedError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.method.rounds import TargetSessionSpec, Verdict
 from draftwire_gateway.config import LoopSettings
-from draftwire_gateway.session.ports import Said, TargetPort
+from draftwire_gateway.session.ports import PeerEvent, TargetPort
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session.verifier_seat import FIRST_PAUSE_S, LONGEST_PAUSE_S, MAX_FUTILE_MOVES, VerifierSeat
 
@@ -26,7 +26,7 @@ class Seating:
 
     seat: VerifierSeat
     session: SessionState
-    queue: asyncio.Queue[Said]
+    queue: asyncio.Queue[PeerEvent]
     targets: list[FakeTarget]
     plain_rounds: Callable[[TargetPort], int]
     asked: list[tuple[str, float]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Seating:
 
 def seating(count: int, *, plain_rounds: Callable[[TargetPort], int] = lambda _: 1, **changes: Any) -> Seating:
     """Returns a seat among so many verifiers, which none of them has yet."""
-    session, queue = SessionState(make_generation(**changes)), asyncio.Queue[Said]()
+    session, queue = SessionState(make_generation(**changes)), asyncio.Queue[PeerEvent]()
     targets = [FakeTarget(address=f"target:{number}") for number in range(1, count + 1)]
     return Seating(VerifierSeat(session, FakePeers(targets), queue, LIMITS), session, queue, targets, plain_rounds)
 

@@ -1,1 +1,1 @@
-"""The process that users talk to: it joins a drafter and a verifier into a stream of text."""
+"""The gateway: serves clients, and runs speculative decoding between a drafter and a verifier."""

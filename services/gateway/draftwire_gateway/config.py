@@ -7,20 +7,20 @@ from pathlib import Path
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings, TlsSettings, TracingSettings, require
 
 NO_DRAFTER = "none"
-"""Stands for no drafter where an address is expected."""
+"""Value of the option `drafter` for plain decoding only."""
 
 DEFAULT_VERIFIER, DEFAULT_DRAFTER = "127.0.0.1:50052", "127.0.0.1:50053"
 
 DNS_PREFIX = "dns:///"
-"""Stands before a name that leads to several services, one at each of its addresses."""
+"""Prefix of a DNS name with a service at each of its addresses."""
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-"""What Kubernetes takes as the name of a service or namespace."""
+"""Valid names of services and namespaces in Kubernetes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiscoverySettings:
-    """Where verifiers and drafters are, if that is not said by their addresses, and which of them work together."""
+    """How verifiers and drafters are discovered, and which of them work together."""
 
     discovery: str = "static"
     """Who says where verifiers and drafters are: "static", the options verifier and drafter, or "kubernetes"."""
@@ -47,13 +47,13 @@ class DiscoverySettings:
 
     @property
     def in_kubernetes(self) -> bool:
-        """Whether Kubernetes says where the services are."""
+        """Whether services are discovered through Kubernetes."""
         return self.discovery == "kubernetes"
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """How long the loop waits and how far it lets the verifier run."""
+    """Timeouts of the outer loop, and lengths of plain runs."""
 
     plain_run_rounds: int = 32
     """Rounds asked for at once where there is no drafter."""
@@ -80,7 +80,7 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Everything that can be set. Bad values raise at start."""
+    """All settings of a gateway. Invalid values raise at start."""
 
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50051))
     http_port: int | None = 8000
@@ -138,12 +138,12 @@ class GatewayConfig:
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """host:port of each verifier, or names, each with `DNS_PREFIX`."""
+        """host:port of each verifier, or DNS names, each with `DNS_PREFIX`."""
         return _addresses(DEFAULT_VERIFIER if self.verifier is None else self.verifier)
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """The same of each drafter."""
+        """The same for drafters; empty for plain decoding only."""
         return (
             () if self.drafter == NO_DRAFTER else _addresses(DEFAULT_DRAFTER if self.drafter is None else self.drafter)
         )

@@ -1,4 +1,4 @@
-"""The gateway without its edge: which peers serve a request, and the running requests."""
+"""The gateway without its gRPC and HTTP edges: admission, tokenisation and the generation of requests."""
 
 import asyncio
 import sys
@@ -15,7 +15,7 @@ from draftwire.requests.automaton import FormCompiler
 from draftwire.runtime.form_compiler_pool import FormCompilerPool
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
-from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho, SideBySide
+from draftwire_gateway.session.choices import ChoiceEvent, ChoiceRunner, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish
 from draftwire_gateway.session.generation import (
     Generation,
@@ -36,21 +36,21 @@ MAX_PROMPT_CHARACTERS = 4_000_000
 """Longer prompts are refused before they are tokenised."""
 
 MAX_IDS_ON_LOOP = 100_000
-"""Of a request. More would hold up the event loop, and with it all others."""
+"""Requests with more token ids are checked on a thread, because they would block the event loop."""
 
 
 class GatewayCore:
-    """Runs requests on the verifiers and drafters that there are. All methods run on the event loop."""
+    """Runs requests on the connected verifiers and drafters. All methods run on the event loop."""
 
     def __init__(self, config: GatewayConfig, peers: Peers) -> None:
-        """Takes the peers; `serve_model` comes before the first request."""
+        """Needs `serve_model` before the first request."""
         self.config = config
         self._peers = peers
         self.metrics = GatewayMetrics()
         self.tracing: RequestTracing | None = None
         """Decides which requests are traced; None traces none. Set before the first request."""
         self.num_requests = 0
-        """Those that run or are prepared; of a request with several choices each counts."""
+        """Choices of requests that run or are being prepared."""
         self.metrics.num_running.set_function(lambda: self.num_requests)
         self.description: ModelDescription
         """The target model."""
@@ -61,7 +61,7 @@ class GatewayCore:
 
     @property
     def target(self) -> ModelDescription:
-        """The target model, with the rules that any verifier offers now."""
+        """The target model, with the rules that at least one connected verifier offers."""
         offered = dict.fromkeys(self.description.rules)
         for verifier in self._peers.targets():
             offered |= dict.fromkeys(verifier.description.rules)
@@ -69,14 +69,14 @@ class GatewayCore:
 
     @property
     def defaults(self) -> SpeculationDefaults:
-        """What requests get that do not say."""
+        """Defaults of parameters that a request leaves out."""
         config = self.config
         return SpeculationDefaults(
             config.num_speculative_tokens, config.max_speculative_tokens, config.rejection_sample_method
         )
 
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
-        """Takes the target model and its tokenizer."""
+        """Sets the target model and loads its tokenizer, chat template and form compiler."""
         self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
         self._chat_template = ChatTemplate(self._tokenizer, description.name)
         self.metrics.of_model.model_name = description.name
@@ -86,11 +86,11 @@ class GatewayCore:
 
     @contextmanager
     def admit(self, num_choices: int) -> Iterator[None]:
-        """Counts the choices of a request, from before its prompts are read until it has ended.
+        """Admits a request and counts its choices, from before its prompts are tokenised until it has ended.
 
         Raises:
-            InvalidRequestError: they are more than may ever run at once.
-            NoRoomError: too many requests run already.
+            InvalidRequestError: the request has more choices than may ever run at once.
+            NoRoomError: too many requests are running.
         """
         most = self.config.max_requests
         if num_choices > most:
@@ -105,10 +105,10 @@ class GatewayCore:
             self.num_requests -= num_choices
 
     async def tokenize(self, text: str) -> list[int]:
-        """Returns the ids of a prompt, with whatever the target's tokenizer puts in front.
+        """Returns the token ids of a prompt, with the special tokens that the target's tokenizer puts in front.
 
         Raises:
-            InvalidRequestError: the text is empty or far beyond any context.
+            InvalidRequestError: the text is empty or longer than `MAX_PROMPT_CHARACTERS`.
         """
         if not text:
             raise InvalidRequestError("the prompt is empty")
@@ -117,12 +117,12 @@ class GatewayCore:
         return list(encoding["input_ids"])
 
     async def render_chat(self, conversation: Conversation) -> list[int]:
-        """Returns the ids of a conversation, rendered by the target's chat template, ready for the answer.
+        """Returns the token ids of a conversation, rendered by the target's chat template up to the answer.
 
         Raises:
-            InvalidRequestError: the target has no chat template, it refuses the conversation or leaves something out,
-                or the conversation is far beyond any context.
-            NoRoomError: too many conversations are rendered.
+            InvalidRequestError: the target has no chat template, the template refuses the conversation or leaves
+                something out, or the conversation is longer than `MAX_PROMPT_CHARACTERS`.
+            NoRoomError: too many conversations are being rendered.
         """
         _check_length(conversation.num_characters)
         text = await self._chat_template.render(conversation)
@@ -131,7 +131,7 @@ class GatewayCore:
         return list(encoding["input_ids"])
 
     def token_text(self, token_id: int) -> str:
-        """Returns what a token of the target reads as alone, a special one too; a part of a character as U+FFFD."""
+        """Decodes a single token of the target, special or not; an incomplete character becomes U+FFFD."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
@@ -139,7 +139,7 @@ class GatewayCore:
         return text
 
     async def text_lengths(self, token_ids: list[int]) -> list[int]:
-        """Returns how many characters each of these tokens makes certain of the text of all of them."""
+        """Returns, for each token, how many characters of the text of all of them it makes final."""
         text = TextStream(self._tokenizer, [], (), per_token=True)
         return (await asyncio.to_thread(text.push, token_ids)).lengths
 
@@ -150,11 +150,11 @@ class GatewayCore:
         return complete_request(requested, self.target, self.defaults)
 
     async def check_form(self, generations: Sequence[Generation]) -> None:
-        """Refuses a form of the text that cannot be followed, before anything is opened.
+        """Compiles the requested structured output, to refuse an invalid one before a session is opened.
 
         Raises:
             InvalidRequestError: see `FormCompilerPool.compile`.
-            NoRoomError: too many forms are read.
+            NoRoomError: too many forms are being compiled.
         """
         form = generations[0].sampling.structured_output if generations else None
         if form is not None:
@@ -162,16 +162,16 @@ class GatewayCore:
                 await self._forms.compile(form, generated_ids)
 
     async def generate(self, generations: Sequence[Generation], traceparent: str = "") -> AsyncGenerator[ChoiceEvent]:
-        """Carries out the choices of one request: first the prompts that are to be sent back, then all else.
+        """Runs the choices of one request, and yields their events: echoes of prompts first.
 
         To be called within `admit`.
 
         Args:
             generations: the choices.
-            traceparent: the request's header of that name, whatever it says; empty if there is none.
+            traceparent: the request's traceparent header, not validated; empty if there is none.
 
         Raises:
-            InvalidRequestError: the verifier refuses it, whose limits may be lower than the gateway's.
+            InvalidRequestError: the verifier refuses the request; its limits may be lower than the gateway's.
             NoRoomError: no verifier has room.
             UnavailableError: no verifier can be reached.
         """
@@ -180,10 +180,10 @@ class GatewayCore:
 
         async def make_loop(generation: Generation) -> GenerationLoop:
             text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop, generation.token_details)
-            if generation.generated_ids:  # may be many
+            if generation.generated_ids:  # on a thread, since they may be many
                 await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
             spans = trace.choice(generation) if trace is not None else None
-            observer = _both(self.metrics.observe_round, spans.add_round if spans is not None else None)
+            observer = _combined(self.metrics.observe_round, spans.add_round if spans is not None else None)
             loops.append(GenerationLoop(generation, self._peers, text, self.config.loop, observer, spans))
             return loops[-1]
 
@@ -194,7 +194,7 @@ class GatewayCore:
             for generation in generations:
                 if generation.echo:
                     yield ChoiceEvent(generation, await self._echo(generation.prompt_ids))
-            async with aclosing(SideBySide(generations, make_loop).run()) as events:
+            async with aclosing(ChoiceRunner(generations, make_loop).run()) as events:
                 async for event in events:
                     match event.event:
                         case Delta(token_ids=token_ids):
@@ -235,8 +235,8 @@ def _check_length(num_characters: int) -> None:
         raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
 
 
-def _both(first: RoundObserver, second: RoundObserver | None) -> RoundObserver:
-    """Returns an observer that tells two, or the first if there is no second."""
+def _combined(first: RoundObserver, second: RoundObserver | None) -> RoundObserver:
+    """Returns an observer that calls both observers."""
     if second is None:
         return first
 

@@ -1,4 +1,4 @@
-"""Starts a gateway. It computes nothing, so torch stays out of its process, also where it is installed."""
+"""Starts a gateway without torch, even if it is installed: a gateway runs no model."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from draftwire_gateway.config import GatewayConfig
 def serve(config: GatewayConfig) -> int:
     """Runs a gateway until a signal ends it, and returns the process's exit status."""
     if "transformers" not in sys.modules:
-        # It imports torch wherever it finds it, for parts that no tokenizer needs, and complains where it finds none.
+        # transformers imports torch if it is installed, for parts that no tokenizer needs, and warns if it is not.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from draftwire_gateway.server import serve as serve_here

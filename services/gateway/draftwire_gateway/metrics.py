@@ -13,40 +13,40 @@ from draftwire.runtime.metrics import LONG_SECONDS, PREFIX, ServiceMetrics
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 
 RESULTS = ("stop", "length", "cancelled", "invalid", "failed")
-"""How a choice of a request ends."""
+"""Values of the label `result`: how a choice of a request ended."""
 PARTS = ("lost", "prefill", "draft", "wire", "queue", "verify", "gateway")
-"""Of a round; see `RoundTimes`. The drafter's calibration and its drawing are one part here."""
+"""Parts of a round's time; see `RoundTimes`. `draft` includes the drafter's calibration here."""
 
 
 class Synced(Protocol):
-    """How well something is known that others decide."""
+    """Synchronisation state of a discovery source."""
 
     @property
     def num_failures(self) -> int:
-        """Times that they could not be asked."""
+        """Number of failed queries."""
 
     @property
     def synced_at(self) -> float | None:
-        """When it was last known to be true, by `time.monotonic`."""
+        """When the endpoints were last confirmed, by `time.monotonic`; None if never."""
 
 
 class PeersOfOneRole(Protocol):
-    """The services of one kind that a gateway knows."""
+    """The verifiers or the drafters that a gateway knows."""
 
     @property
     def role(self) -> str:
-        """Names the kind."""
+        """Label of the metrics: verifier or drafter."""
 
     @property
     def status(self) -> Synced:
-        """How well they are known."""
+        """Synchronisation state of their discovery."""
 
     def num_by_state(self) -> Mapping[str, int]:
-        """Returns how many are in which state."""
+        """Returns the number of services in each state."""
 
 
 class GatewayMetrics(ServiceMetrics):
-    """What a gateway counts."""
+    """The metrics of a gateway."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,9 +62,9 @@ class GatewayMetrics(ServiceMetrics):
         self.drafters_lost = self.counter("drafters_lost", "Times that a session went on without its drafter.")
         self.verifiers_lost = self.counter("verifiers_lost", "Times that a session lost its verifier.")
         for result in RESULTS:
-            self.requests.labels(result)  # there from the start: what grows from 0 is seen to grow
-        for who in ("gateway", "verifier"):
-            self.requests_refused.labels(who)
+            self.requests.labels(result)  # exported as 0 from the start, so that rates see the first increase
+        for role in ("gateway", "verifier"):
+            self.requests_refused.labels(role)
         self._count_rounds()
         self._count_waiting()
 
@@ -129,15 +129,15 @@ class GatewayMetrics(ServiceMetrics):
         parts["gateway"].observe(times.gateway_s)
 
     def watch(self, peers: Iterable[PeersOfOneRole]) -> None:
-        """Exports what is known of the other services."""
-        self.registry.register(_PeerWatcher(tuple(peers)))
+        """Exports the numbers of verifiers and drafters and the state of their discovery."""
+        self.registry.register(_PeerCollector(tuple(peers)))
 
 
 def _kind(why: WhyPlain | None) -> tuple[str, str]:
     return ("speculative", "") if why is None else ("plain", why.value)
 
 
-class _PeerWatcher(Collector):
+class _PeerCollector(Collector):
     """Counts verifiers and drafters whenever `/metrics` is read."""
 
     def __init__(self, peers: Sequence[PeersOfOneRole]) -> None:

@@ -1,4 +1,4 @@
-"""The gateway's gRPC edge."""
+"""The gateway's gRPC edge, and the assembly of its service."""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
@@ -69,7 +69,7 @@ _SOURCES = {
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
-    """Translates between messages and the core."""
+    """Converts between gRPC messages and the core."""
 
     def __init__(self, core: GatewayCore, pool: Pool, access: Access) -> None:
         self._core = core
@@ -86,7 +86,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._check_sizes(request)
         refuse_unknown_fields(request)
         num_choices = _num_choices(request)
-        num_finished = sum(came.is_finished for came in request.generated_choices)  # impossible ones are refused below
+        num_finished = sum(choice.is_finished for choice in request.generated_choices)  # validated by `complete`
         with caller.request(num_choices), self._core.admit(max(0, num_choices - num_finished)):
             generations = await self._core.complete(await self._requested(request))
             await self._core.check_form(generations)
@@ -117,12 +117,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         )
 
     def _check_sizes(self, request: gateway_pb2.GenerateRequest) -> None:
-        """Refuses what is far too much before anything is made of it."""
+        """Refuses oversized lists before they are copied."""
         description = self._core.description
         _refuse_over("prompts", len(request.prompts.prompts), MAX_CHOICES)
         _refuse_over("generated_choices", len(request.generated_choices), MAX_CHOICES)
         prompts: Sequence[AnyPrompt] = [request, *request.prompts.prompts]
-        num_generated = max((len(came.token_ids) for came in request.generated_choices), default=0)
+        num_generated = max((len(generated.token_ids) for generated in request.generated_choices), default=0)
         for name, size, most in (
             ("stop", len(request.stop), MAX_STOP_STRINGS),
             ("stop_token_ids", len(request.stop_token_ids), description.vocab_size),
@@ -148,8 +148,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             cache_salt=request.cache_salt,
             generated_choices=tuple(
                 [
-                    GeneratedChoice(came.choice, tuple(await _id_list(came.token_ids)), came.is_finished)
-                    for came in request.generated_choices
+                    GeneratedChoice(generated.choice, tuple(await _id_list(generated.token_ids)), generated.is_finished)
+                    for generated in request.generated_choices
                 ]
             ),
             logprobs=request.logprobs if request.HasField("logprobs") else None,
@@ -171,7 +171,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
 
 async def _id_list(token_ids: Sequence[int]) -> list[int]:
-    """Returns ids as a list, and lets others run where there are many: a request may have many such lists."""
+    """Returns ids as a list; long ones are copied on a thread, because a request may have many."""
     if len(token_ids) > MAX_IDS_ON_LOOP // MAX_CHOICES:
         return await asyncio.to_thread(list, token_ids)
     return list(token_ids)
@@ -187,10 +187,10 @@ def _prompts(request: gateway_pb2.GenerateRequest) -> Sequence[AnyPrompt]:
 
 
 def _num_choices(request: gateway_pb2.GenerateRequest) -> int:
-    """Returns how many completions are asked for, of all prompts together.
+    """Returns the number of requested choices, over all prompts.
 
     Raises:
-        InvalidRequestError: none, or too many.
+        InvalidRequestError: the number is 0 or too large.
     """
     num_prompts = len(_prompts(request))
     return num_prompts * check_num_choices(
@@ -202,9 +202,9 @@ def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
     """Decodes a conversation.
 
     Raises:
-        InvalidRequestError: it is empty or too large.
+        InvalidRequestError: the conversation is empty or too large.
     """
-    for name, size, most in (  # before anything is made of them
+    for name, size, most in (  # before they are copied
         ("messages", len(chat.messages), MAX_CHAT_MESSAGES),
         ("tool_calls", sum(len(message.tool_calls) for message in chat.messages), MAX_TOOL_CALLS),
         ("tools", len(chat.tools), MAX_TOOLS),
@@ -229,14 +229,14 @@ def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
 
 
 def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:
-    """Returns the header of a name; None where there is none, or more than one."""
+    """Returns the value of a header; None if it is missing or repeated."""
     values = [str(value) for key, value in context.invocation_metadata() or () if key == name]
     return values[0] if len(values) == 1 else None
 
 
-def _event_to_proto(said: ChoiceEvent) -> gateway_pb2.GenerateResponse:
-    choice = said.generation.choice
-    match said.event:
+def _event_to_proto(choice_event: ChoiceEvent) -> gateway_pb2.GenerateResponse:
+    choice = choice_event.generation.choice
+    match choice_event.event:
         case Delta() as delta:
             message = gateway_pb2.GenerateDelta(
                 choice=choice,
@@ -263,7 +263,7 @@ def _event_to_proto(said: ChoiceEvent) -> gateway_pb2.GenerateResponse:
             echo = gateway_pb2.PromptEcho(choice=choice, token_ids=token_ids, text=text)
             return gateway_pb2.GenerateResponse(prompt_echo=echo)
         case Finish() as finish:
-            return gateway_pb2.GenerateResponse(finish=_finish_to_proto(finish, said.generation))
+            return gateway_pb2.GenerateResponse(finish=_finish_to_proto(finish, choice_event.generation))
 
 
 def _finish_to_proto(finish: Finish, generation: Generation) -> gateway_pb2.GenerateFinish:
@@ -315,7 +315,7 @@ async def _serve(config: GatewayConfig) -> int:
 
 
 async def make_service(config: GatewayConfig) -> Service:
-    """Makes a gateway that is ready to be started."""
+    """Assembles a gateway service, without starting it."""
     tls = watch_tls(config.tls)
     access = Access(config.tokens_file)
     limits = (Dialler(config.connections, config.tls, tls), config.startup_timeout_s)

@@ -1,1 +1,1 @@
-"""Who may call."""
+"""Authentication and rate limits of callers."""

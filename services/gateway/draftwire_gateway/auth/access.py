@@ -1,4 +1,4 @@
-"""Who may use a gateway, and how much: bearer tokens and their limits. Knows neither gRPC nor HTTP."""
+"""Bearer tokens and rate limits of callers, independent of gRPC and HTTP."""
 
 import hmac
 import time
@@ -15,21 +15,21 @@ from draftwire_gateway.auth.tokens import TokenEntry, digest_of, parse_tokens
 log = structlog.get_logger()
 
 MESSAGE = "a bearer token is needed that is good here: authorization: Bearer <token>"
-"""What a caller without one is told, whatever is wrong."""
+"""Message of every authentication failure, so that it does not reveal the reason."""
 
 BUSY_RETRY_S = 1.0
-"""When to try again while too many requests of a caller run: there is no telling when one ends."""
+"""Retry hint while too many requests of a caller run: it is unknown when one ends."""
 
 Clock = Callable[[], float]
 
 
 class Caller:
-    """One holder of a token, or everybody where there are no tokens. All methods run on the event loop."""
+    """The holder of a token, or every caller if there are no tokens. All methods run on the event loop."""
 
     def __init__(self, entry: TokenEntry | None, clock: Clock) -> None:
-        """Starts with a full bucket. Without an entry nothing is limited."""
+        """Starts with a full token bucket. Without an entry nothing is limited."""
         self.entry = entry
-        """Replaced when the file changes: what is used and what runs is kept."""
+        """Replaced when the file changes; usage and running requests are kept."""
         self._clock = clock
         self._num_running = 0
         self._tokens_used = 0.0
@@ -37,16 +37,16 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """Names the caller in logs; empty where there are no tokens."""
+        """Name of the caller in logs; empty if there are no tokens."""
         return self.entry.name if self.entry is not None else ""
 
     @contextmanager
     def request(self, num_choices: int = 1) -> Iterator["Caller"]:
-        """Counts one request for as long as it runs, each of its choices.
+        """Counts the choices of a request for as long as it runs.
 
         Raises:
-            InvalidRequestError: it has more choices than the caller may ever have at once.
-            NoRoomError: the caller has used up a limit; says when to try again.
+            InvalidRequestError: the request has more choices than the caller may ever run at once.
+            NoRoomError: the caller has reached a limit; the error holds when to retry.
         """
         self._refuse_if_over(num_choices)
         self._num_running += num_choices
@@ -56,7 +56,7 @@ class Caller:
             self._num_running -= num_choices
 
     def charge(self, num_tokens: int) -> None:
-        """Takes generated tokens out of the bucket, below empty if need be: a running request is never cut."""
+        """Takes generated tokens out of the bucket, below zero if needed: a running request is never cut."""
         self._refill()
         self._tokens_used += num_tokens
 
@@ -80,7 +80,7 @@ class Caller:
             raise NoRoomError(message, wait_s)
 
     def _refill(self) -> None:
-        """Forgets what was used long enough ago."""
+        """Refills the bucket for the time since the last call."""
         now = self._clock()
         rate = self.entry.max_tokens_per_minute if self.entry is not None else None
         if rate is None:
@@ -91,7 +91,7 @@ class Caller:
 
 
 class Access:
-    """Tells callers apart by the tokens in a file, which is read again when it changes.
+    """Authenticates callers by the tokens in a file, which is read again when it changes.
 
     All methods run on the event loop.
     """
@@ -100,11 +100,11 @@ class Access:
         """Reads the file.
 
         Args:
-            tokens_file: see `draftwire_gateway.auth.tokens`; None lets everybody in.
+            tokens_file: see `draftwire_gateway.auth.tokens`; None accepts every caller.
             clock: seconds.
 
         Raises:
-            InvalidRequestError: the file is no good; the message names it and what is wrong.
+            InvalidRequestError: the file is invalid; the message names the file and the fault.
         """
         self._clock = clock
         self._everybody = Caller(None, clock)
@@ -113,34 +113,34 @@ class Access:
         self._file: WatchedFiles[tuple[TokenEntry, ...]] | None = None
         if tokens_file is not None:
             self._file = WatchedFiles("tokens", [tokens_file], lambda: _read(tokens_file))
-            self._take(self._file.current())
+            self._load(self._file.current())
 
     def authenticate(self, authorization: str | None) -> Caller:
-        """Returns who calls.
+        """Returns the caller.
 
         Args:
-            authorization: the header of that name; None where there is none, or more than one.
+            authorization: the authorization header; None if it is missing or repeated.
 
         Raises:
-            UnauthenticatedError: it holds no token that is good.
+            UnauthenticatedError: the header holds no valid token.
         """
         if self._file is None:
             return self._everybody
         entries = self._file.current()
         if entries is not self._entries:
-            self._take(entries)
+            self._load(entries)
         scheme, _, token = (authorization or "").partition(" ")
         digest = digest_of(token.strip()).encode()
         found: TokenEntry | None = None
-        for entry in entries:  # all of them, whichever fits: the time it takes tells nothing
+        for entry in entries:  # always all entries, so that the time does not reveal which one matched
             if hmac.compare_digest(entry.sha256.encode(), digest):
                 found = entry
         if found is None or scheme.lower() != "bearer":
             raise UnauthenticatedError(MESSAGE)
         return self._callers[found.name]
 
-    def _take(self, entries: tuple[TokenEntry, ...]) -> None:
-        """Takes what the file says now. A caller who was there before keeps what runs and what is used."""
+    def _load(self, entries: tuple[TokenEntry, ...]) -> None:
+        """Replaces the entries. Callers that remain keep their usage and running requests."""
         callers = {entry.name: self._callers.get(entry.name) or Caller(entry, self._clock) for entry in entries}
         for entry in entries:
             callers[entry.name].entry = entry

@@ -1,4 +1,4 @@
-"""The file of bearer tokens: what it says, and how entries are made. Needs no package besides Python."""
+"""Format of the bearer tokens file, and creation of its entries. Needs only Python's standard library."""
 
 import hashlib
 import re
@@ -10,7 +10,7 @@ from typing import Any
 from draftwire.errors import InvalidRequestError
 
 TOKEN_BYTES = 32
-"""Random bytes of a new token: so many that a plain digest cannot be undone by guessing."""
+"""Random bytes of a new token: enough that an unsalted digest cannot be inverted by guessing."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -18,12 +18,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """One token and what its holder may use."""
+    """One token and the limits of its holder."""
 
     name: str
-    """Names the holder in logs: letters, digits, dots, underscores and dashes."""
+    """Name of the holder in logs: letters, digits, dots, underscores and dashes."""
     sha256: str
-    """Digest of the token, hexadecimal. The token itself is not kept."""
+    """Digest of the token, hexadecimal. The token itself is not stored."""
     max_sessions: int | None = None
     """Requests that may run at once, each choice counted."""
     max_tokens_per_minute: int | None = None
@@ -40,7 +40,7 @@ class TokenEntry:
                 raise InvalidRequestError(f"{limit} of {self.name} must be at least 1")
 
     def to_toml(self) -> str:
-        """Returns the entry as it stands in the file."""
+        """Returns the entry in the format of the file."""
         limits = {"max_sessions": self.max_sessions, "max_tokens_per_minute": self.max_tokens_per_minute}
         set_limits = [f"{name} = {limit}" for name, limit in limits.items() if limit is not None]
         lines = ["[[token]]", f'name = "{self.name}"', f'sha256 = "{self.sha256}"', *set_limits]
@@ -53,16 +53,16 @@ def new_token() -> str:
 
 
 def digest_of(token: str) -> str:
-    """Returns what the file keeps of a token."""
+    """Returns the digest that the file stores of a token."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def parse_tokens(text: str) -> tuple[TokenEntry, ...]:
-    """Reads the content of a file of tokens. One without entries is good: it lets nobody in.
+    """Parses the content of a tokens file. A file without entries is valid, and refuses every caller.
 
     Raises:
-        InvalidRequestError: it is not TOML, an entry is out of range or has a key that means nothing, or a name or a
-            token comes twice.
+        InvalidRequestError: the content is not TOML, an entry has a value out of range or an unknown key, or two
+            entries share a name or a token.
     """
     try:
         content = tomllib.loads(text)

@@ -1,1 +1,1 @@
-"""The gateway's HTTP edge, in the form that OpenAI gave such servers. Knows no gRPC."""
+"""The gateway's HTTP edge, compatible with OpenAI's API. Independent of gRPC."""

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The HTTP application and its routes."""
 
 import json
 from collections.abc import Mapping
@@ -29,11 +29,11 @@ def make_app(
     """Returns the application.
 
     Args:
-        core: carries requests out.
-        drafters: those that are connected now.
-        access: who may ask, and how much.
+        core: runs requests.
+        drafters: returns the connected drafters.
+        access: authenticates callers.
         gate: whether the service is ready.
-        pages: static files by path; without them, those of the playground.
+        pages: static files by path; by default, those of the playground.
     """
     app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     is_open = core.config.tokens_file is None and is_loopback(core.config.server.host)
@@ -81,10 +81,10 @@ async def _page(page: Page) -> Response:
 
 
 async def _no_route(_request: Request, error: Exception) -> Response:
-    """Answers what no route takes, in the form of all other errors."""
+    """Returns unknown routes and methods as errors in OpenAI's format."""
     assert isinstance(error, HTTPException)
-    said = {404: "there is no such route", 405: "the route does not take this method"}
-    refusal = RefusedError(error.status_code, said.get(error.status_code, "the request is not understood"))
+    messages = {404: "there is no such route", 405: "the route does not take this method"}
+    refusal = RefusedError(error.status_code, messages.get(error.status_code, "the request is not understood"))
     headers = {**(error.headers or {}), "content-type": "application/json"}
     return Response(body_of(refusal), error.status_code, headers)
 

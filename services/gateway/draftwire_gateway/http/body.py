@@ -1,4 +1,4 @@
-"""What may be asked for over HTTP. Whatever has no field here is refused by its name, never ignored.
+"""Request bodies of the HTTP routes. An unknown parameter is refused by its name, never ignored.
 
 A parameter that is null counts as left out, as in OpenAI's own server.
 """
@@ -29,7 +29,7 @@ from draftwire_gateway.session.generation import MAX_CHOICES, MAX_STOP_STRINGS
 from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
 
 MAX_BODY_ON_LOOP = 64 * 2**10
-"""Bytes. Larger ones are read on a thread."""
+"""Bytes. Larger bodies are parsed on a thread."""
 
 UNSUPPORTED = {
     "audio": "the output is text",
@@ -52,37 +52,37 @@ UNSUPPORTED = {
     "verbosity": "what a chat template knows of is said with chat_template_kwargs",
     "web_search_options": "nothing is searched",
 }
-"""Parameters of OpenAI and others that cannot be honoured, and why."""
+"""Parameters of OpenAI and others that are not supported, and why."""
 
 _DIGITS = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
-def _wrong(message: str) -> PydanticCustomError:
-    # Braces would be read as places to fill in.
+def _value_error(message: str) -> PydanticCustomError:
+    # Pydantic treats braces as placeholders.
     return PydanticCustomError("value", message.replace("{", "(").replace("}", ")"))
 
 
 class FirstFault(FailFast):
-    """Ends the reading of a list at its first wrong entry: each more would cost a kilobyte."""
+    """Stops the validation of a list at its first invalid entry: each further error would take a kilobyte."""
 
-    __hash__ = object.__hash__  # which annotations of what may be None need
+    __hash__ = object.__hash__  # required in annotations of optional fields
 
 
 class Strict(BaseModel):
-    """Takes nothing that it has no field for, and converts nothing. However much is wrong, few faults are collected."""
+    """A model that refuses unknown keys and converts no types. The number of collected errors is bounded."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Leaves out what is null, and of what has no field all but the first."""
+        """Drops keys whose value is null, and all unknown keys but the first."""
         if not isinstance(given, dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        said = {key: value for key, value in given.items() if value is not None}
-        stray = next((key for key in said if key not in known), None)
-        return {key: value for key, value in said.items() if key in known or key == stray}
+        present = {key: value for key, value in given.items() if value is not None}
+        unknown = next((key for key in present if key not in known), None)
+        return {key: value for key, value in present.items() if key in known or key == unknown}
 
 
 def _as_list(given: Any) -> Any:
@@ -103,19 +103,19 @@ def _as_json(given: Any) -> Any:
 
 
 def _as_object(given: Any) -> str:
-    """Returns as JSON what may be any object: a large one is written where the body is read."""
+    """Serialises an object of any content: during validation, so that a large one is serialised on a thread."""
     if not isinstance(given, dict):
-        raise _wrong("has to be an object")
+        raise _value_error("has to be an object")
     return dumped(given)
 
 
 def _refuse_over(given: Sized, most: int) -> None:
     if len(given) > most:
-        raise _wrong(f"takes at most {most}, not {len(given)}")
+        raise _value_error(f"takes at most {most}, not {len(given)}")
 
 
-def _few(most: int) -> BeforeValidator:
-    """Refuses a list that is far too long before anything is made of it."""
+def _at_most(most: int) -> BeforeValidator:
+    """Returns a validator that refuses a list with more entries before they are validated."""
 
     def check(given: Any) -> Any:
         if isinstance(given, list):
@@ -136,45 +136,45 @@ def _as_prompts(given: Any) -> list[str | list[int]]:
         _refuse_over(given, MAX_CHOICES)
     if isinstance(given, list) and given and (all(isinstance(one, str) for one in given) or all(map(_are_ids, given))):
         return given
-    raise _wrong("has to be a text, token ids, or a list of either, and not empty")
+    raise _value_error("has to be a text, token ids, or a list of either, and not empty")
 
 
 def _as_biases(given: Any) -> Any:
     if not isinstance(given, dict):
-        raise _wrong("has to be an object from token ids to numbers")
+        raise _value_error("has to be an object from token ids to numbers")
     _refuse_over(given, MAX_BIASED_TOKENS)
     for token, bias in given.items():
         if not (isinstance(token, str) and _DIGITS.fullmatch(token)) or type(bias) not in (int, float):
-            raise _wrong("has to be an object from token ids, as strings, to numbers")
+            raise _value_error("has to be an object from token ids, as strings, to numbers")
     return {int(token): float(bias) for token, bias in given.items()}
 
 
 class StreamOptions(Strict):
-    """How an answer is streamed."""
+    """Options of a streamed response."""
 
     include_usage: bool = False
-    """A last chunk says what the request cost."""
+    """Whether a last chunk reports the token usage."""
     include_obfuscation: Literal[False] = False
-    """Chunks are not padded."""
+    """Padding of chunks, which is not supported."""
 
 
 class OutputForm(Strict):
-    """The form of the text; exactly one."""
+    """Structured output; exactly one of the fields is set."""
 
     json_schema: Annotated[str | None, BeforeValidator(_as_object)] = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], FirstFault(), _few(MAX_FORM_CHOICES)] | None = None
+    choice: Annotated[list[str], FirstFault(), _at_most(MAX_FORM_CHOICES)] | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
-    def _is_one(self) -> "OutputForm":
+    def _check_exactly_one(self) -> "OutputForm":
         if len(self.model_fields_set) != 1:
-            raise _wrong("takes exactly one of json, regex, choice and grammar")
+            raise _value_error("takes exactly one of json, regex, choice and grammar")
         return self
 
 
-TokenIds = Annotated[list[int], FirstFault(), _few(MAX_ALLOWED_TOKENS)]
-"""A set of tokens; none is larger than the largest vocabularies."""
+TokenIds = Annotated[list[int], FirstFault(), _at_most(MAX_ALLOWED_TOKENS)]
+"""A set of tokens, at most as large as the largest vocabularies."""
 
 
 if TYPE_CHECKING:
@@ -190,18 +190,18 @@ else:
 
 
 class GenerateBody(SamplingNumbers, Strict):
-    """What both routes take. Ranges are those of docs/parameters.md, and are checked where they are for gRPC."""
+    """Parameters of both routes. Ranges are those of docs/parameters.md, and are checked in the core, as for gRPC."""
 
     model: str
     n: int = 1
-    stop: Annotated[list[str], FirstFault(), _few(MAX_STOP_STRINGS), BeforeValidator(_as_list)] = []
+    stop: Annotated[list[str], FirstFault(), _at_most(MAX_STOP_STRINGS), BeforeValidator(_as_list)] = []
     seed: int | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_as_biases)] = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    """Names who asks, for whoever keeps books; has no effect here."""
-    # Not OpenAI's; named as over gRPC.
+    """Has no effect here."""
+    # Not in OpenAI's API; named as in gRPC.
     num_speculative_tokens: int | None = None
     rejection_sample_method: str | None = None
     allowed_token_ids: TokenIds | None = None
@@ -214,14 +214,14 @@ class GenerateBody(SamplingNumbers, Strict):
     token_details: bool = False
 
     @model_validator(mode="after")
-    def _streams(self) -> "GenerateBody":
+    def _check_stream_options(self) -> "GenerateBody":
         if self.stream_options is not None and not self.stream:
-            raise _wrong("stream_options: says nothing without stream")
+            raise _value_error("stream_options: says nothing without stream")
         return self
 
 
 class CompletionBody(GenerateBody):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
     best_of: int | None = None
@@ -231,28 +231,28 @@ class CompletionBody(GenerateBody):
     suffix: Literal[""] = ""
 
     @model_validator(mode="after")
-    def _draws_no_more(self) -> "CompletionBody":
+    def _check_best_of(self) -> "CompletionBody":
         if self.best_of is not None and self.best_of != self.n:
-            raise _wrong("best_of: is not supported unless it equals n, because no completion is left out")
+            raise _value_error("best_of: is not supported unless it equals n, because no completion is left out")
         return self
 
 
 class TextPart(Strict):
-    """A part of a message. There are no others than text."""
+    """A part of a message, which is always text."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(Strict):
-    """What a tool call calls."""
+    """Function and arguments of a tool call."""
 
     name: str
     arguments: Annotated[str, BeforeValidator(_as_json)] = "{}"
 
 
 class MessageToolCall(Strict):
-    """A tool that an assistant's message calls."""
+    """A tool call in an assistant's message."""
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -265,36 +265,36 @@ class ChatMessage(Strict):
     role: str
     content: Annotated[list[TextPart], FirstFault(), BeforeValidator(_as_parts)] = []
     name: str = ""
-    tool_calls: Annotated[list[MessageToolCall], FirstFault(), _few(MAX_TOOL_CALLS)] = []
+    tool_calls: Annotated[list[MessageToolCall], FirstFault(), _at_most(MAX_TOOL_CALLS)] = []
     tool_call_id: str = ""
 
     @model_validator(mode="after")
-    def _says_something(self) -> "ChatMessage":
+    def _check_content(self) -> "ChatMessage":
         if "content" not in self.model_fields_set and not self.tool_calls:
-            raise _wrong("has no content")
+            raise _value_error("has no content")
         return self
 
 
 class Function(Strict):
-    """A function that the model may ask for."""
+    """A function that the model may call."""
 
     name: str
     description: str = ""
     parameters: Annotated[str, BeforeValidator(_as_object)] = ""
-    """JSON; empty is not said."""
+    """JSON schema; empty if left out."""
     strict: Literal[False] = False
-    """Calls are not read, so nothing can be promised of them."""
+    """Not supported: tool calls are not parsed, so they cannot be constrained."""
 
 
 class ToolBody(Strict):
-    """A tool for the template to describe."""
+    """A tool that the chat template describes to the model."""
 
     type: Literal["function"]
     function: Function
 
 
 class JsonSchema(Strict):
-    """A schema, in the form of `response_format`."""
+    """The schema of a `response_format`."""
 
     name: str = ""
     """Has no effect here."""
@@ -302,51 +302,51 @@ class JsonSchema(Strict):
     """Has no effect here."""
     json_schema: Annotated[str, BeforeValidator(_as_object)] = Field(alias="schema")
     strict: bool = True
-    """Has no effect here: texts have the form in any case."""
+    """Has no effect here: texts always follow the schema."""
 
 
 class ResponseFormat(Strict):
-    """The form of the answer."""
+    """Structured output of a chat answer, in OpenAI's format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _has_its_schema(self) -> "ResponseFormat":
+    def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise _wrong("json_schema comes with the type json_schema, and with no other")
+            raise _value_error("json_schema comes with the type json_schema, and with no other")
         return self
 
 
 class ChatBody(GenerateBody):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FirstFault(), _few(MAX_CHAT_MESSAGES)]
+    messages: Annotated[list[ChatMessage], FirstFault(), _at_most(MAX_CHAT_MESSAGES)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: Annotated[list[ToolBody], FirstFault(), _few(MAX_TOOLS)] = []
+    tools: Annotated[list[ToolBody], FirstFault(), _at_most(MAX_TOOLS)] = []
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[str, BeforeValidator(_as_object)] = "{}"
     continue_final_message: bool = False
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> "ChatBody":
+    def _check_combinations(self) -> "ChatBody":
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise _wrong("max_completion_tokens: says something else than max_tokens")
+            raise _value_error("max_completion_tokens: says something else than max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
-            raise _wrong("top_logprobs: says nothing without logprobs")
+            raise _value_error("top_logprobs: says nothing without logprobs")
         if not self.messages:
-            raise _wrong("messages: is empty")
+            raise _value_error("messages: is empty")
         num_calls = sum(len(message.tool_calls) for message in self.messages)
         if num_calls > MAX_TOOL_CALLS:
-            raise _wrong(f"tool_calls: takes at most {MAX_TOOL_CALLS}, not {num_calls}")
+            raise _value_error(f"tool_calls: takes at most {MAX_TOOL_CALLS}, not {num_calls}")
         formats = self.response_format is not None and self.response_format.type != "text"
         if formats and self.structured_output is not None:
-            raise _wrong("response_format: cannot be beside structured_output")
+            raise _value_error("response_format: cannot be beside structured_output")
         return self
 
 
@@ -354,11 +354,10 @@ Body = TypeVar("Body", bound=GenerateBody)
 
 
 async def read(kind: type[Body], data: bytes) -> Body:
-    """Reads the body of a request; a large one on a thread.
+    """Parses and validates the body of a request; a large one on a thread.
 
     Raises:
-        RefusedError: it is no JSON, or says something that the route does not take. Of what it says only names and
-            numbers are quoted.
+        RefusedError: the body is not JSON, or is invalid for the route. The message quotes only names and numbers.
     """
     if len(data) > MAX_BODY_ON_LOOP:
         return await asyncio.to_thread(_read, kind, data)
@@ -371,7 +370,7 @@ def _read(kind: type[Body], data: bytes) -> Body:
         return kind.model_validate(given)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
-        # A stray name explains more than what is missing because of it.
+        # A misspelt name is more useful than the field that is missing because of it.
         fault = next((one for one in faults if one["type"] == "extra_forbidden"), faults[0])
         raise _refusal(fault) from None
 
@@ -382,7 +381,7 @@ def _refusal(fault: ErrorDetails) -> RefusedError:
     top = path.partition(".")[0].partition("[")[0] or None
     if fault["type"] == "extra_forbidden":
         name = str(place[-1])
-        if not NAME.fullmatch(name):  # may be anything, and is not ours to show
+        if not NAME.fullmatch(name):  # may be user data, and is not quoted
             return RefusedError(
                 400, f"{path or 'the request'} has a key that means nothing here", code="unknown_parameter"
             )
@@ -397,14 +396,14 @@ def _refusal(fault: ErrorDetails) -> RefusedError:
         )
     if fault["type"] == "missing":
         return RefusedError(400, f"{path} is missing", code="missing_required_parameter", param=path)
-    if not place:  # the message begins with the name
-        name, _, said = fault["msg"].partition(": ")
-        return RefusedError(400, f"{name} {said}", param=name)
+    if not place:  # of a model validator: the message begins with the name
+        name, _, message = fault["msg"].partition(": ")
+        return RefusedError(400, f"{name} {message}", param=name)
     return RefusedError(400, f"{path}: {fault['msg']}", param=top)
 
 
 def _path(place: tuple[int | str, ...]) -> str:
-    """Returns where something stands, such as messages[0].content; a key that may be anything is left out."""
+    """Returns the path of a value, such as messages[0].content. Keys that are not valid names are left out."""
     path = ""
     for part in place:
         if isinstance(part, int):

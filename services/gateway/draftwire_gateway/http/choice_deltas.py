@@ -1,4 +1,4 @@
-"""What came of the choices of a request, as an answer tells it: the same for both routes, streamed or not."""
+"""Results of a request's choices, as responses report them: the same for both routes, streamed or not."""
 
 import math
 from collections.abc import Sequence
@@ -13,22 +13,22 @@ from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
 
 IMPOSSIBLE = -9999.0
-"""The log-probability of what cannot be, as OpenAI writes it. JSON has no infinity."""
+"""Log-probability of an impossible token, as in OpenAI's API. JSON has no infinity."""
 
 
 class Vocabulary(Protocol):
-    """What is known of the texts of tokens."""
+    """Texts of tokens."""
 
     def token_text(self, token_id: int) -> str:
-        """Returns what a token reads as alone."""
+        """Decodes a single token."""
 
     async def text_lengths(self, token_ids: list[int]) -> list[int]:
-        """Returns how many characters each token makes certain of the text of all."""
+        """Returns, for each token, how many characters of the text of all of them it makes final."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a choice ended."""
+    """Finish reason and statistics of a choice."""
 
     generation: Generation
     reason: str
@@ -41,33 +41,33 @@ class ReportedToken:
     """A token with its log-probability."""
 
     text: str
-    """What it reads as alone."""
+    """The token, decoded by itself."""
     logprob: float | None
-    """None of the first token of a prompt, of which nothing can be said."""
+    """None for the first token of a prompt, which has no log-probability."""
     top: list[tuple[str, float]]
-    """The likeliest ones in its place."""
+    """Text and log-probability of the likeliest tokens at its position."""
     offset: int
-    """Characters of the choice's text before it; known where lengths of texts of tokens are asked for."""
+    """Characters of the choice's text before the token; exact only if text lengths were requested."""
 
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What came of one choice: with one event, or in all."""
+    """New results of one choice: of one event, or accumulated."""
 
     choice: int
     text: str = ""
     tokens: list[ReportedToken] = field(default_factory=list)
-    """Those of the text, if log-probabilities are asked for."""
+    """Tokens of the text, if log-probabilities are requested."""
     prompt: list[dict[str, Any] | None] = field(default_factory=list)
-    """Those of the prompt, if they are asked for on their own."""
+    """Tokens of the prompt, if `prompt_logprobs` are requested; None for the first."""
     details: list[dict[str, Any]] = field(default_factory=list)
-    """What is reported of each generated token, if that is asked for."""
+    """Details of each generated token, if `token_details` are requested."""
     rounds: list[dict[str, int]] = field(default_factory=list)
     reason: str | None = None
-    """Why the choice ended, if it did."""
+    """Finish reason; None until the choice has ended."""
 
     def add(self, other: "ChoiceDelta") -> None:
-        """Takes what came next."""
+        """Appends a later delta."""
         self.text += other.text
         self.tokens += other.tokens
         self.prompt += other.prompt
@@ -78,36 +78,36 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class ResponseOptions:
-    """What is to be reported, beside the text."""
+    """What a response reports beside the text."""
 
     num_choices: int
-    """Of each prompt."""
+    """Choices of each prompt."""
     num_top: int | None = None
-    """Likeliest tokens with each token of the text; None: no log-probabilities."""
+    """Number of likeliest tokens reported with each token of the text; None: no log-probabilities."""
     num_prompt_top: int | None = None
-    """The same of the prompt, on its own."""
+    """The same for the tokens of the prompt."""
     details: bool = False
 
 
 class DeltaMaker:
-    """Makes deltas of the events of one request."""
+    """Converts the events of one request into deltas."""
 
     def __init__(self, options: ResponseOptions, vocabulary: Vocabulary) -> None:
-        """Has seen nothing yet."""
+        """Starts before the first event."""
         self._options = options
         self._vocabulary = vocabulary
         self._lengths: dict[int, int] = {}
-        """Characters of the text of each choice so far."""
+        """Length of the text of each choice so far, in characters."""
         self._echoed: dict[int, list[int]] = {}
-        """Of each prompt that is echoed, where its tokens begin."""
+        """Text offsets of the tokens of each echoed prompt."""
         self._reported: set[int] = set()
-        """Prompts of which something was told."""
+        """Prompts whose first token was reported."""
         self.endings: list[Ending] = []
 
-    async def deltas(self, said: ChoiceEvent) -> list[ChoiceDelta]:
-        """Returns what an event says, of each choice that it is about."""
-        generation = said.generation
-        match said.event:
+    async def deltas(self, choice_event: ChoiceEvent) -> list[ChoiceDelta]:
+        """Returns the deltas of an event, one for each choice that it concerns."""
+        generation = choice_event.generation
+        match choice_event.event:
             case Delta() as delta:
                 return [self._generated(generation.choice, delta)]
             case Finish() as finish:
@@ -134,7 +134,7 @@ class DeltaMaker:
         return choice_delta
 
     async def _echo(self, generation: Generation, echo: PromptEcho) -> list[ChoiceDelta]:
-        """Begins the text of every choice of a prompt with it."""
+        """Starts the text of each choice of a prompt with the prompt."""
         deltas = [ChoiceDelta(choice, echo.text) for choice in self._choices_of(generation)]
         for choice_delta in deltas:
             self._lengths[choice_delta.choice] = len(echo.text)
@@ -162,7 +162,7 @@ class DeltaMaker:
         return deltas or [first]
 
     def _first_of_prompt(self, generation: Generation) -> list[dict[str, Any] | None]:
-        """Returns the place of a prompt's first token, when something is reported of the prompt for the first time."""
+        """Returns the entry of a prompt's first token, if the prompt has not been reported yet."""
         is_new = generation.prompt_index not in self._reported and generation.logprobs.prompt_logprobs is not None
         if self._options.num_prompt_top is None or not is_new:
             return []
@@ -190,7 +190,7 @@ class DeltaMaker:
 
 
 def finite(logprob: float) -> float:
-    """Returns a log-probability as JSON can say it."""
+    """Returns a log-probability that JSON can represent."""
     return logprob if logprob > -math.inf else IMPOSSIBLE
 
 

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: one table from class to HTTP status."""
+"""Errors in OpenAI's format: one table from exception class to HTTP status."""
 
 import json
 import math
@@ -20,10 +20,10 @@ from draftwire_gateway.http.body import ChatBody, CompletionBody
 from draftwire_gateway.http.refusal import RefusedError
 
 UNAVAILABLE_RETRY_S = 1.0
-"""When to try again while the gateway is not ready, or another one is."""
+"""Retry hint while the gateway or a peer is not ready."""
 
 HTTP_NAMES = {"num_choices": "n", "template_arguments": "chat_template_kwargs"}
-"""What the parameters of gRPC that have another name here are called here."""
+"""HTTP names of the parameters that have another name in gRPC."""
 
 _WORD = re.compile(r"[a-z_]+")
 _PARAMETERS = frozenset([*CompletionBody.model_fields, *ChatBody.model_fields])
@@ -42,7 +42,9 @@ _INVALID = _Kind(400, "invalid_request_error")
 _TABLE: dict[type[BaseException], _Kind] = {
     InvalidRequestError: _INVALID,
     UnauthenticatedError: _Kind(401, "authentication_error", "invalid_api_key"),
-    UnknownSessionError: _Kind(503, "service_unavailable_error", "session_lost"),  # of a peer: no user names one
+    UnknownSessionError: _Kind(
+        503, "service_unavailable_error", "session_lost"
+    ),  # lost by a peer: clients do not address sessions
     ProtocolViolationError: _Kind(500, "api_error", "peer_failed"),
     ModelMismatchError: _Kind(500, "api_error", "peer_failed"),
     NoRoomError: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
@@ -64,7 +66,7 @@ def _kind_of(cause: BaseException) -> _Kind:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether an error is part of normal life and needs no traceback."""
+    """Whether an error has a status of its own, and so needs no traceback in the log."""
     return _kind_of(_root_cause(error)) is not _INTERNAL
 
 
@@ -74,28 +76,28 @@ def status_of(error: BaseException) -> int:
 
 
 def body_of(error: BaseException) -> bytes:
-    """Returns what the caller reads, as JSON. What is not in the table stays opaque."""
+    """Returns the response body of an error, as JSON. Errors outside the table stay opaque."""
     cause = _root_cause(error)
     kind = _kind_of(cause)
-    said = isinstance(cause, DraftwireError | RefusedError)
-    message = _said_with(HTTP_NAMES, str(cause)) if said else _OPAQUE
+    is_own = isinstance(cause, DraftwireError | RefusedError)
+    message = _with_names(HTTP_NAMES, str(cause)) if is_own else _OPAQUE
     param = cause.param if isinstance(cause, RefusedError) else _param_of(message) if kind is _INVALID else None
     fields = {"message": message, "type": kind.type, "param": param, "code": kind.code}
     return json.dumps({"error": fields}).encode()
 
 
 def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> RefusedError:
-    """Returns an error that calls parameters as a route does: the keys of `names` by their values."""
-    message = _said_with(names, str(error))
+    """Returns an error whose message uses a route's parameter names: the keys of `names` become their values."""
+    message = _with_names(names, str(error))
     return RefusedError(400, message, param=_param_of(message))
 
 
-def _said_with(names: Mapping[str, str], message: str) -> str:
+def _with_names(names: Mapping[str, str], message: str) -> str:
     return re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match.group()], message)
 
 
 def headers_of(error: BaseException) -> list[tuple[bytes, bytes]]:
-    """Returns what says when to try again, or how to show who calls."""
+    """Returns the headers retry-after or www-authenticate, if the error has one."""
     cause = _root_cause(error)
     if isinstance(cause, UnauthenticatedError):
         return [(b"www-authenticate", b"Bearer")]
@@ -106,10 +108,10 @@ def headers_of(error: BaseException) -> list[tuple[bytes, bytes]]:
     else:
         return []
     whole = str(max(1, math.ceil(wait_s))).encode()
-    # The second one, in milliseconds, is read by the openai package.
+    # The openai package reads the second header, in milliseconds.
     return [(b"retry-after", whole), (b"retry-after-ms", str(math.ceil(wait_s * 1e3)).encode())]
 
 
 def _param_of(message: str) -> str | None:
-    """Returns the parameter that a message of ours is about: the first that it names."""
+    """Returns the first parameter that a message names; None if it names none."""
     return next((word for word in _WORD.findall(message) if word in _PARAMETERS), None)

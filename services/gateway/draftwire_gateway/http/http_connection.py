@@ -1,4 +1,4 @@
-"""One connection of the HTTP edge: uvicorn's, with a bound on every wait for whoever is at its other end."""
+"""uvicorn's HTTP connection, with a timeout on every wait for the peer."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,17 +9,17 @@ from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 60.0
-"""How long a connection may take to send a whole head of a request, from when it is opened or was last answered."""
+"""Timeout for a complete request head, from when the connection was opened or the last response was complete."""
 SEND_SECONDS = 300.0
-"""How long a reader may take no more of an answer before the connection is cut, and what it asked for ends."""
+"""How long a client may read nothing of a response before the connection is aborted and its request cancelled."""
 MAX_CONNECTIONS = 4096
-"""More are closed as soon as they are opened."""
+"""Further connections are closed at once."""
 MAX_BYTES_AHEAD = 2**16
-"""How much of further requests is read while one is answered: only who is read is noticed when they go away."""
+"""Bytes of pipelined requests read during a response: a disconnect is noticed only while the connection is read."""
 
 
 class HttpConnection(H11Protocol):
-    """A connection whose peer cannot hold it, or what it asked for, for ever by doing nothing."""
+    """A connection with timeouts, so that an idle or stalled peer cannot hold it or its request for ever."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,11 +41,11 @@ class HttpConnection(H11Protocol):
 
     @override
     def handle_events(self) -> None:
-        """Called after anything has come."""
+        """Called after data has arrived."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             _end(self._head_deadline)
-            if not self.flow.write_paused:  # that of the answer before, which was not read at once
+            if not self.flow.write_paused:  # the deadline of the previous response, which was still in the buffer
                 _end(self._send_deadline)
         is_ahead = self.conn.their_state is h11.DONE and self.flow.read_paused
         if is_ahead and len(self.conn.trailing_data[0]) <= MAX_BYTES_AHEAD:
@@ -53,7 +53,7 @@ class HttpConnection(H11Protocol):
 
     @override
     def on_response_complete(self) -> None:
-        """Called when all of an answer was handed to the transport, which may still hold some."""
+        """Called when a whole response was handed to the transport, which may still buffer a part."""
         self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
         if self.transport.get_write_buffer_size() and not self.flow.write_paused:
             self._send_deadline = self._renewed(self._send_deadline, SEND_SECONDS, self._cut_unread)
@@ -70,7 +70,7 @@ class HttpConnection(H11Protocol):
         super().resume_writing()
 
     def _cut_unread(self) -> None:
-        """Cuts the connection: closing it would wait until the rest is read."""
+        """Aborts the connection if data is unread: closing would wait until it is read."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
 

@@ -18,11 +18,11 @@ from draftwire_gateway.http.request_guard import Gate
 IDLE_SECONDS = 30
 """How long a connection without requests is kept open."""
 STOP_SECONDS = 1
-"""How long what still runs after the drain may take to end."""
+"""How long requests that still run after the drain may take to end."""
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the process."""
+    """A uvicorn server that installs no signal handlers."""
 
     @override
     @contextmanager
@@ -43,14 +43,14 @@ class HttpListener:
         connections: ConnectionSettings,
         tls: ssl.SSLContext | None,
     ) -> None:
-        """Prepares.
+        """Does not listen yet.
 
         Args:
-            make_app: returns what answers, given what says whether the service is ready.
+            make_app: returns the ASGI application for a gate, which reports whether the service is ready.
             host: address to listen on.
             port: 0 takes a free one.
-            connections: how long a connection may be silent.
-            tls: what handshakes use; None is plaintext.
+            connections: keepalive settings.
+            tls: context of the TLS handshakes; None is plaintext.
         """
         self._make_app = make_app
         self._host, self._port = host, port
@@ -63,7 +63,7 @@ class HttpListener:
         """Listens, and returns the port.
 
         Raises:
-            UnavailableError: the port cannot be had.
+            UnavailableError: the port is not available.
         """
         listening = self._bind()
         tls = self._tls
@@ -73,7 +73,7 @@ class HttpListener:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # what fails is logged by the application; the rest is noise that callers make
+            log_level="critical",  # the application logs failures; the rest is about faulty clients
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -90,17 +90,17 @@ class HttpListener:
         return int(listening.getsockname()[1])
 
     async def run(self) -> None:
-        """Waits until it has ended.
+        """Waits until the server has ended.
 
         Raises:
-            Exception: what ended it before its time.
+            Exception: the failure that ended the server.
         """
         assert self._running is not None, "it was started"
         await asyncio.wait({self._running})
         self._running.result()
 
     async def stop(self) -> None:
-        """Takes no more connections, and cuts those that do not end soon."""
+        """Accepts no more connections, and closes those that do not end within `STOP_SECONDS`."""
         if self._server is not None and self._running is not None:
             self._server.should_exit = True
             await asyncio.wait({self._running})  # a failure is raised by `run`
@@ -114,16 +114,16 @@ class HttpListener:
             where = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
             message = f"cannot listen on {where} for HTTP (http_port): {error.strerror or error}"
             raise UnavailableError(message) from error
-        _ask_whether_peers_live(listening, self._connections)
+        _enable_keepalive(listening, self._connections)
         return listening
 
 
-def _ask_whether_peers_live(listening: socket.socket, connections: ConnectionSettings) -> None:
-    """Lets the kernel notice connections that were cut without being closed. Those accepted take the options over."""
+def _enable_keepalive(listening: socket.socket, connections: ConnectionSettings) -> None:
+    """Enables TCP keepalive, which detects dead connections. Accepted sockets inherit the options."""
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     silence, patience = max(1, round(connections.keepalive_time_s)), max(1, round(connections.keepalive_timeout_s))
     probes = 2
     options = {"TCP_KEEPIDLE": silence, "TCP_KEEPINTVL": max(1, patience // probes), "TCP_KEEPCNT": probes}
     for name, value in options.items():
-        if hasattr(socket, name):  # some systems have other ones
+        if hasattr(socket, name):  # not on every operating system
             listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

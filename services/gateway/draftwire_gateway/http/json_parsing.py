@@ -1,4 +1,4 @@
-"""From the bytes of a body to what they say: JSON within bounds, in which every key and number means one thing."""
+"""Parses JSON bodies with limits on size and depth, without duplicate keys or numbers beyond 64 bits."""
 
 import json
 import math
@@ -8,23 +8,23 @@ from typing import Any
 from draftwire_gateway.http.refusal import RefusedError
 
 MAX_OBJECTS = 65_536
-"""Objects within one body, at most; over gRPC as many messages."""
+"""Most objects in one body; gRPC requests have the same limit of messages."""
 MAX_DEPTH = 128
-"""Objects and lists within each other, at most."""
+"""Deepest nesting of objects and lists."""
 LEAST_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
-"""What 64 bits hold, with or without a sign."""
+"""Range of signed and unsigned 64-bit integers."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-"""What a parameter may be called. Other keys are the caller's own, and not shown."""
+"""Valid parameter names. Other keys may be user data, and are not quoted."""
 
 _MAX_DIGITS = len(str(LEAST_INTEGER))
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """Returns what a body says. Takes time for a large one, in which other threads run.
+    """Parses a body. A large one takes time, during which other threads can run.
 
     Raises:
-        RefusedError: it is no JSON object, says a key twice, holds too many objects or too deep ones, or a number or a
-            text that nothing here can hold. The first fault ends it, and the values are not quoted.
+        RefusedError: the body is not a JSON object, has a duplicate key, too many or too deeply nested objects, a
+            number out of range, or text that UTF-8 cannot encode. Only the first fault is reported, without its value.
     """
     try:
         given = json.loads(
@@ -32,7 +32,7 @@ def parse(data: bytes) -> dict[str, Any]:
         )
     except RecursionError:
         raise _too_deep() from None
-    except ValueError as error:  # names what is wrong and where, and quotes a byte at most
+    except ValueError as error:  # its message gives fault and position, and quotes at most one byte
         raise RefusedError(400, f"the body is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise RefusedError(400, "the body has to be a JSON object")
@@ -42,7 +42,7 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 class _Objects:
-    """Makes the objects of one body."""
+    """Builds the objects of one body: counts them, and refuses duplicate keys."""
 
     def __init__(self) -> None:
         self._num_objects = 0
@@ -53,11 +53,11 @@ class _Objects:
             raise RefusedError(400, f"the body holds at most {MAX_OBJECTS} objects")
         made = dict(pairs)
         if len(made) < len(pairs):
-            raise _said_twice([key for key, _ in pairs])
+            raise _duplicate_key([key for key, _ in pairs])
         return made
 
 
-def _said_twice(keys: list[str]) -> RefusedError:
+def _duplicate_key(keys: list[str]) -> RefusedError:
     seen: set[str] = set()
     key = next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
     if NAME.fullmatch(key) is None:
@@ -66,7 +66,7 @@ def _said_twice(keys: list[str]) -> RefusedError:
 
 
 def _integer(digits: str) -> int:
-    """Returns a number; of one that is far beyond all bounds another such: long ones take long to read."""
+    """Parses an integer. Very long ones become another number out of range, since parsing them is slow."""
     return int(digits) if len(digits) <= _MAX_DIGITS else MAX_INTEGER + 1
 
 
@@ -79,7 +79,7 @@ def _too_deep() -> RefusedError:
 
 
 def _check(value: Any, param: str | None, depth: int) -> None:
-    """Refuses what is too deep, too large or no text. `param` is the parameter that it is said of, if it has a name."""
+    """Refuses values that are nested too deeply, out of range or not UTF-8. `param` names the parameter, if valid."""
     if type(value) is int:
         if not LEAST_INTEGER <= value <= MAX_INTEGER:
             raise RefusedError(400, f"{param or 'the body'} holds a whole number beyond 64 bits", param=param)
@@ -101,7 +101,7 @@ def _check(value: Any, param: str | None, depth: int) -> None:
 def _check_text(text: str, param: str | None) -> None:
     try:
         text.encode()
-    except UnicodeEncodeError:  # by an escape; the message would quote the text
+    except UnicodeEncodeError:  # a lone surrogate from an escape; the message would quote the text
         raise RefusedError(
             400, f"{param or 'the body'} holds characters that UTF-8 cannot encode", param=param
         ) from None

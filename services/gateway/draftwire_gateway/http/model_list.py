@@ -10,34 +10,34 @@ from draftwire_gateway.http.refusal import RefusedError
 
 
 class ListedDrafter(Protocol):
-    """A drafter, as far as it is shown."""
+    """A drafter in the list of models."""
 
     @property
     def description(self) -> ModelDescription:
-        """Its model."""
+        """The draft model."""
 
 
 ListDrafters = Callable[[], Sequence[ListedDrafter]]
 
 
 class ModelList:
-    """The models that there are now."""
+    """The target and the models of the connected drafters."""
 
     def __init__(self, core: GatewayCore, drafters: ListDrafters) -> None:
-        """Takes who knows them."""
+        """Stores the sources of the models; the current time becomes their creation time."""
         self._core = core
         self._drafters = drafters
         self._since = int(time.time())
 
     def all(self) -> dict[str, Any]:
-        """Returns all of them, the target first."""
+        """Returns all models, the target first."""
         return {"object": "list", "data": list(self._objects())}
 
     def one(self, name: str) -> dict[str, Any]:
-        """Returns the one of a name; the target, if a drafter's model is called alike.
+        """Returns the model of a name; the target, if a drafter's model has the same name.
 
         Raises:
-            RefusedError: there is none.
+            RefusedError: there is no model of this name.
         """
         for model in self._objects():
             if model["id"] == name:

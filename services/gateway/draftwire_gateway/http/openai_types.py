@@ -1,4 +1,4 @@
-"""OpenAI's objects: what both routes answer, and in what they differ."""
+"""Responses in OpenAI's format: the common parts of both routes, and their differences."""
 
 import json
 import secrets
@@ -14,18 +14,18 @@ from draftwire_gateway.text.text import REPLACEMENT
 Object = dict[str, Any]
 
 SLICE = 64
-"""Entries of a list that are written at once, of a whole answer: each is of one token, with at most 20 others."""
+"""List entries serialised at once in a response that is not streamed; an entry is a token with at most 20 others."""
 
 
 @dataclass(frozen=True, slots=True)
 class LazyList:
-    """A list with one entry for each token, made when it is written: of a long answer it is never there as a whole."""
+    """A list with one entry per token, built while it is serialised: a long response is never whole in memory."""
 
     tokens: Sequence[ReportedToken]
     entry_of: Callable[[ReportedToken], Any]
 
     def entries(self) -> list[Any]:
-        """Returns the list."""
+        """Builds the entries."""
         return [self.entry_of(token) for token in self.tokens]
 
     def __len__(self) -> int:
@@ -36,39 +36,39 @@ class LazyList:
 
 
 class ResponseFormatter(Protocol):
-    """In what the routes differ."""
+    """Differences between the responses of the routes."""
 
     whole: str
-    """What an answer calls itself, and a chunk of one."""
+    """`object` of a response, and below of a chunk."""
     chunk: str
     id_prefix: str
 
     def of_whole(self, delta: ChoiceDelta) -> Object:
-        """Returns the text of a choice that has ended."""
+        """Returns the fields with the text of a finished choice."""
 
     def of_chunk(self, delta: ChoiceDelta, *, is_first: bool) -> Object:
-        """Returns more of the text of a choice."""
+        """Returns the fields with the new text of a choice."""
 
     def logprobs(self, tokens: Sequence[ReportedToken]) -> Object:
-        """Returns what is reported of tokens, in lists of the kind `LazyList`."""
+        """Returns the log-probabilities of tokens, with `LazyList` in the place of lists."""
 
 
 class CompletionFormatter:
-    """POST /v1/completions."""
+    """Responses of POST /v1/completions."""
 
     whole = chunk = "text_completion"
     id_prefix = "cmpl-"
 
     def of_whole(self, delta: ChoiceDelta) -> Object:
-        """Returns the text of a choice that has ended."""
+        """Returns the text of a finished choice."""
         return {"text": delta.text}
 
     def of_chunk(self, delta: ChoiceDelta, *, is_first: bool) -> Object:
-        """Returns more of the text of a choice."""
+        """Returns the new text of a choice."""
         return {"text": delta.text}
 
     def logprobs(self, tokens: Sequence[ReportedToken]) -> Object:
-        """Returns a list for each thing that is reported, with an entry for each token."""
+        """Returns parallel lists with an entry for each token."""
         return {
             "tokens": LazyList(tokens, lambda token: token.text),
             "token_logprobs": LazyList(tokens, lambda token: token.logprob),
@@ -78,64 +78,64 @@ class CompletionFormatter:
 
 
 class ChatFormatter:
-    """POST /v1/chat/completions."""
+    """Responses of POST /v1/chat/completions."""
 
     whole, chunk = "chat.completion", "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
     def of_whole(self, delta: ChoiceDelta) -> Object:
-        """Returns the message of a choice that has ended."""
+        """Returns the message of a finished choice."""
         return {"message": {"role": "assistant", "content": delta.text}}
 
     def of_chunk(self, delta: ChoiceDelta, *, is_first: bool) -> Object:
-        """Returns more of the message of a choice; the first says whose it is, the last may have no text."""
-        said: Object = {"role": "assistant"} if is_first else {}
+        """Returns the new text of a choice's message. The first chunk holds the role; the last may have no text."""
+        message: Object = {"role": "assistant"} if is_first else {}
         if delta.reason is None or delta.text or is_first:
-            said["content"] = delta.text
-        return {"delta": said}
+            message["content"] = delta.text
+        return {"delta": message}
 
     def logprobs(self, tokens: Sequence[ReportedToken]) -> Object:
-        """Returns one list, with all that is reported of each token."""
+        """Returns one list with an object for each token."""
         return {"content": LazyList(tokens, _chat_entry), "refusal": None}
 
 
 def _likeliest_and_drawn(token: ReportedToken) -> dict[str, float] | None:
-    """Returns the likeliest tokens and the drawn one by what they read as; of several that read alike the likeliest."""
+    """Returns the log-probabilities of the likeliest tokens and the drawn one by text; of equal texts, the highest."""
     if token.logprob is None:
         return None
-    said: dict[str, float] = {}
+    logprobs: dict[str, float] = {}
     for text, logprob in (*token.top, (token.text, token.logprob)):
-        said.setdefault(text, logprob)
-    return said
+        logprobs.setdefault(text, logprob)
+    return logprobs
 
 
 def _chat_entry(token: ReportedToken) -> Object:
-    said = _with_bytes(token.text, IMPOSSIBLE if token.logprob is None else token.logprob)
-    return {**said, "top_logprobs": [_with_bytes(text, logprob) for text, logprob in token.top]}
+    entry = _with_bytes(token.text, IMPOSSIBLE if token.logprob is None else token.logprob)
+    return {**entry, "top_logprobs": [_with_bytes(text, logprob) for text, logprob in token.top]}
 
 
 def _with_bytes(text: str, logprob: float) -> Object:
-    # A token that is a part of a character has no text of its own, and what stands for it has other bytes.
+    # A token that is a part of a character decodes to U+FFFD, whose bytes are not the token's.
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 
 class ResponseWriter:
-    """Writes the answer to one request."""
+    """Serialises the response to one request."""
 
     def __init__(self, formatter: ResponseFormatter, options: ResponseOptions, model: str) -> None:
-        """Takes what is to be reported, and the name of the model."""
+        """Draws the response's id; `model` is the name of the model."""
         self._formatter = formatter
         self._options = options
         self._head = {"id": formatter.id_prefix + secrets.token_hex(16), "created": int(time.time()), "model": model}
-        # All chunks begin alike: what differs is made for each token, and so has to be made fast.
+        # The common start of all chunks is serialised once: there is a chunk for every round.
         self._chunk_head = _dumped({**self._head, "object": formatter.chunk})[:-1] + ',"choices":['
         self._begun: set[int] = set()
 
     def answer(self, deltas: Sequence[ChoiceDelta], endings: Sequence[Ending]) -> Iterator[str]:
-        """Yields a whole answer in parts, each made when it is asked for, of a size that takes milliseconds."""
+        """Yields a whole response in parts, built lazily, each of which takes milliseconds."""
         yield _dumped({**self._head, "object": self._formatter.whole})[:-1] + ',"choices":['
         separator = ""
-        for delta in sorted(deltas, key=lambda one: one.choice):
+        for delta in sorted(deltas, key=lambda delta: delta.choice):
             choice = self._choice(delta, self._formatter.of_whole(delta))
             if self._options.details:
                 choice["draftwire"] = {"tokens": delta.details, "rounds": delta.rounds}
@@ -145,11 +145,11 @@ class ResponseWriter:
         yield "]," + _dumped({"usage": usage_of(endings), "metrics": metrics_of(endings)})[1:]
 
     def chunk(self, delta: ChoiceDelta, *, reports_usage: bool) -> bytes:
-        """Returns one server-sent event.
+        """Returns a chunk as a server-sent event.
 
         Args:
-            delta: what came.
-            reports_usage: whether the last chunk will say what the request cost: then others say that they do not.
+            delta: new results of a choice.
+            reports_usage: whether the last chunk will report the usage; all others then hold `"usage": null`.
         """
         is_first = delta.choice not in self._begun
         self._begun.add(delta.choice)
@@ -157,17 +157,17 @@ class ResponseWriter:
         if delta.reason is not None and not delta.tokens:
             choice["logprobs"] = None
         if self._options.details:
-            num_draft_tokens = sum(one["num_draft_tokens"] for one in delta.rounds)
+            num_draft_tokens = sum(counts["num_draft_tokens"] for counts in delta.rounds)
             choice["draftwire"] = {"num_draft_tokens": num_draft_tokens, "tokens": delta.details}
         return event(self._chunk_head + _dumped(choice) + ('],"usage":null}' if reports_usage else "]}"))
 
     def cost(self, endings: Sequence[Ending]) -> bytes:
-        """Returns the server-sent event that says what the request cost."""
+        """Returns the server-sent event with usage and metrics of the request."""
         cost = {"usage": usage_of(endings), "metrics": metrics_of(endings)}
         return event(self._chunk_head + "]," + _dumped(cost)[1:])
 
-    def _choice(self, delta: ChoiceDelta, said: Object) -> Object:
-        choice = {"index": delta.choice, **said, "logprobs": None, "finish_reason": delta.reason}
+    def _choice(self, delta: ChoiceDelta, fields: Object) -> Object:
+        choice = {"index": delta.choice, **fields, "logprobs": None, "finish_reason": delta.reason}
         if self._options.num_top is not None:
             choice["logprobs"] = self._formatter.logprobs(delta.tokens)
         if delta.prompt:
@@ -185,7 +185,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _in_parts(value: object) -> Iterator[str]:
-    """Yields JSON: an object member by member, a long list slice by slice, anything else at once."""
+    """Yields JSON: an object member by member, a long list slice by slice, other values at once."""
     if isinstance(value, dict) and value:
         for index, (name, member) in enumerate(value.items()):
             yield ("," if index else "{") + _dumped(name) + ":"
@@ -205,4 +205,4 @@ def event(data: str) -> bytes:
 
 
 END = event("[DONE]")
-"""Ends a stream that has come to its end."""
+"""Last event of a complete stream."""

@@ -1,4 +1,4 @@
-"""The playground: static files that come with the package."""
+"""Static files of the playground."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A file as it is sent."""
+    """Content and type of a static file."""
 
     content: bytes
     content_type: str
 
 
 def read_pages(folder: Path = FOLDER) -> Mapping[str, Page]:
-    """Returns the files of a folder by the paths that they are served at, `/` for index.html."""
+    """Returns the files of a folder by URL path; index.html is `/`."""
     files = [path for path in sorted(folder.glob("*")) if path.suffix in TYPES]
     return {
         "/" if path.name == "index.html" else f"/{path.name}": Page(path.read_bytes(), TYPES[path.suffix])

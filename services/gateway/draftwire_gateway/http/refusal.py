@@ -1,8 +1,8 @@
-"""What this edge refuses itself."""
+"""Errors that the HTTP edge raises itself."""
 
 
 class RefusedError(Exception):
-    """A request that this edge refuses itself. The message holds nothing of the request but names and numbers."""
+    """A request that the HTTP edge refuses. The message quotes only names and numbers of the request."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)

@@ -1,5 +1,5 @@
-"""Stands before all routes: answers what they raise, and refuses requests while the service is not ready, and those of
-pages of other origins to a gateway that believes whoever reaches this machine.
+"""Middleware around all routes: converts exceptions into responses, and refuses requests while the service is not
+ready. On a gateway without authentication it also refuses pages of other origins.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from draftwire_gateway.http.refusal import RefusedError
 
 log = structlog.get_logger()
 
-LAST_WORD_SECONDS = 1.0
-"""How long a stream that is cut waits for its reader to take the reason."""
+FINAL_ERROR_SECONDS = 1.0
+"""How long a stream that is cut waits for the client to read the error."""
 
 
 class Gate(Protocol):
@@ -28,27 +28,27 @@ class Gate(Protocol):
 
     @property
     def refusal(self) -> str:
-        """Why requests are refused now; empty while the service is ready."""
+        """Why requests are refused; empty while the service is ready."""
 
 
 class Guard:
     """ASGI middleware around the routes."""
 
     def __init__(self, app: ASGIApp, gate: Gate, *, is_open: bool = False) -> None:
-        """Takes what it guards.
+        """Wraps an application.
 
         Args:
             app: the routes.
             gate: whether the service is ready.
-            is_open: whether it answers everybody on this machine, and so has to see to it that no page of another
-                origin asks for them.
+            is_open: whether the gateway serves every caller on this machine without authentication, so that pages of
+                other origins must be refused (CSRF, DNS rebinding).
         """
         self._app = app
         self._gate = gate
         self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes a request on."""
+        """Handles one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -61,7 +61,7 @@ class Guard:
             await self._app(scope, receive, answer.send)
         except asyncio.CancelledError:  # the drain has ended
             with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORD_SECONDS):
+                async with asyncio.timeout(FINAL_ERROR_SECONDS):
                     await answer.fail(UnavailableError("the gateway stops"))
             raise
         except Exception as error:
@@ -71,7 +71,7 @@ class Guard:
 
 
 class _Answer:
-    """What was sent of an answer."""
+    """Tracks how much of a response was sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -80,7 +80,7 @@ class _Answer:
         self._is_stream = False
 
     async def send(self, message: Message) -> None:
-        # Sending waits for the reader, and may be cut before anything went out.
+        # State changes only after sending, which waits for the client and may be cancelled before anything was sent.
         await self._send(message)
         if message["type"] == "http.response.start":
             self._has_begun = True
@@ -90,7 +90,7 @@ class _Answer:
         self._has_ended |= message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def fail(self, error: BaseException) -> None:
-        """Says why there is no answer, or no more of a stream. Another answer just ends, before its end."""
+        """Sends an error as the response, or as the last event of a stream. Other begun responses stay incomplete."""
         if self._has_ended or (self._has_begun and not self._is_stream):
             return
         content = body_of(error)
@@ -109,19 +109,19 @@ class _Answer:
 
 
 def _route_of(scope: Scope) -> str:
-    """Returns the path of a route; what else callers may write there is not logged."""
+    """Returns the path if it is a known route; other paths are user data, and are not logged."""
     path = str(scope["path"])
     return path if path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics") else "another"
 
 
 def refuse_other_origins(scope: Scope) -> None:
-    """Refuses what only a page of another origin sends, under a name of its own that leads here perhaps.
+    """Refuses requests from browser pages of other origins, including those by DNS rebinding.
 
     Raises:
-        RefusedError: the request is for another host than this machine, or comes from a page of another one.
+        RefusedError: the host header does not name this machine, or the origin header names another host.
     """
     host = header(scope, "host")
-    if host is None:  # which no browser leaves out
+    if host is None:  # not a browser: these always send it
         return
     if not _is_here(host):
         message = "host: without tokens this gateway answers under localhost and IP addresses alone"

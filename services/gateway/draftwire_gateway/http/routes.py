@@ -1,4 +1,4 @@
-"""From the bodies of requests to what the core carries out."""
+"""The two generating routes: conversion of their bodies to requests of the core."""
 
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,27 +30,27 @@ class Route(Protocol, Generic[Body]):
 
     @property
     def body(self) -> type[Body]:
-        """What it takes."""
+        """Model of the request body."""
 
     @property
     def formatter(self) -> ResponseFormatter:
-        """What it answers."""
+        """Format of the response."""
 
     def num_prompts(self, body: Body) -> int:
-        """Returns how many prompts there are."""
+        """Returns the number of prompts."""
 
     def options(self, body: Body) -> ResponseOptions:
-        """Returns what is to be reported beside the text."""
+        """Returns what the response reports beside the text."""
 
     def names(self, body: Body) -> Mapping[str, str]:
-        """Returns how this route calls what errors of the core call otherwise."""
+        """Returns this route's names of parameters that the core's errors name differently."""
 
     async def requested(self, body: Body, core: GatewayCore) -> RequestedGeneration:
-        """Reads the prompts, and returns all that is asked for.
+        """Tokenises the prompts, and returns the request for the core.
 
         Raises:
-            InvalidRequestError: a value is out of range, or a prompt cannot be read.
-            NoRoomError: too many conversations are rendered.
+            InvalidRequestError: a value is out of range, or a prompt is invalid.
+            NoRoomError: too many conversations are being rendered.
         """
 
 
@@ -62,21 +62,21 @@ class Completions:
     formatter: ResponseFormatter = field(default_factory=CompletionFormatter)
 
     def num_prompts(self, body: CompletionBody) -> int:
-        """Returns how many prompts there are."""
+        """Returns the number of prompts."""
         return len(body.prompt)
 
     def options(self, body: CompletionBody) -> ResponseOptions:
-        """Returns what is to be reported beside the text."""
+        """Returns what the response reports beside the text."""
         return ResponseOptions(body.n, body.logprobs, body.prompt_logprobs, body.token_details)
 
     def names(self, body: CompletionBody) -> Mapping[str, str]:
-        """Returns what HTTP calls otherwise than the core."""
+        """Returns the HTTP names of parameters."""
         return HTTP_NAMES
 
     async def requested(self, body: CompletionBody, core: GatewayCore) -> RequestedGeneration:
-        """Tokenises the prompts that are text, and returns all that is asked for."""
+        """Tokenises the prompts that are text, and returns the request for the core."""
         prompts = [await core.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-        # Text and log-probabilities of an echo go together, so those of the prompt are needed too.
+        # An echo with log-probabilities includes those of the prompt.
         tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
         return RequestedGeneration(
             prompts=prompts,
@@ -102,16 +102,16 @@ class Chat:
         return 1
 
     def options(self, body: ChatBody) -> ResponseOptions:
-        """Returns what is to be reported beside the text."""
+        """Returns what the response reports beside the text."""
         return ResponseOptions(body.n, _num_top(body), body.prompt_logprobs, body.token_details)
 
     def names(self, body: ChatBody) -> Mapping[str, str]:
-        """Returns what HTTP calls otherwise than the core; a prompt is `messages` here."""
+        """Returns the HTTP names of parameters; the prompt is `messages`."""
         length = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         return {**HTTP_NAMES, **length, "the prompt": "messages"}
 
     async def requested(self, body: ChatBody, core: GatewayCore) -> RequestedGeneration:
-        """Renders the conversation, and returns all that is asked for."""
+        """Renders the conversation, and returns the request for the core."""
         return RequestedGeneration(
             prompts=[await core.render_chat(_conversation(body))],
             sampling=_sampling(body, _chat_form(body)),
@@ -124,10 +124,10 @@ class Chat:
 
 
 async def in_names_of(route: Route[Body], body: Body, work: Coroutine[Any, Any, None]) -> None:
-    """Waits for work; what is wrong with a request is said in the words of its route.
+    """Awaits work, and renames the parameters in its errors to those of the route.
 
     Raises:
-        RefusedError: for an `InvalidRequestError`.
+        RefusedError: the work raised an `InvalidRequestError`.
     """
     try:
         await work
@@ -136,7 +136,7 @@ async def in_names_of(route: Route[Body], body: Body, work: Coroutine[Any, Any, 
 
 
 def _common(body: GenerateBody) -> dict[str, Any]:
-    """Returns what both routes ask for alike."""
+    """Returns the parameters that both routes share."""
     return {
         "num_choices": body.n,
         "stop": tuple(body.stop),
@@ -210,7 +210,7 @@ def _tool(tool: ToolBody) -> Tool:
 
 
 def model_fault(model: str, target: str, drafters: Sequence[str]) -> RefusedError | None:
-    """Returns why a request cannot be for a model; None if it can."""
+    """Returns why a request cannot name this model; None if it can."""
     if model == target:
         return None
     if model in drafters:

@@ -1,4 +1,4 @@
-"""Carries out a request: who asks, what for, and how the answer goes out."""
+"""ASGI application of the generating routes: authentication, admission, and sending of the response."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
@@ -20,31 +20,31 @@ from draftwire_gateway.session.committed_text import Delta
 from draftwire_gateway.session.generation import Generation, check_num_choices
 
 PART_BYTES = 2**16
-"""How much of a whole answer is sent at once: other requests have their turn between two parts."""
+"""Size of the parts of a response that is not streamed: other requests run between two parts."""
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # a proxy must not collect events
+    (b"x-accel-buffering", b"no"),  # proxies must not buffer events
 ]
 
 
 class GeneratingRoute(Generic[Body]):
-    """An ASGI application that answers one route. What it raises is answered by `Guard`, which stands before it.
+    """An ASGI application for one route. `Guard` around it converts its exceptions into responses.
 
-    Written against ASGI itself: an event goes out with one call, and a client that goes away is noticed at once.
+    Plain ASGI, without a framework: an event is sent with one call, and a disconnect is noticed at once.
     """
 
     def __init__(
         self, route: Route[Body], core: GatewayCore, drafters: ListDrafters, access: Access, most_bytes: int
     ) -> None:
-        """Prepares.
+        """Stores its collaborators.
 
         Args:
-            route: what is asked for and answered.
-            core: carries it out.
-            drafters: those that there are now.
-            access: knows who may ask.
-            most_bytes: of a body.
+            route: conversion of bodies and responses.
+            core: runs requests.
+            drafters: returns the connected drafters.
+            access: authenticates callers.
+            most_bytes: largest body.
         """
         self._route = route
         self._core = core
@@ -84,19 +84,19 @@ class GeneratingRoute(Generic[Body]):
     async def _deltas(
         self, generations: Sequence[Generation], maker: DeltaMaker, caller: Caller, traceparent: str
     ) -> AsyncGenerator[ChoiceDelta]:
-        """Yields what comes of the choices, and charges the caller for it."""
+        """Yields the deltas of all choices, and charges the caller for their tokens."""
         async with aclosing(self._core.generate(generations, traceparent)) as events:
-            async for said in events:
-                if isinstance(said.event, Delta):
-                    caller.charge(len(said.event.token_ids))
-                for delta in await maker.deltas(said):
+            async for event in events:
+                if isinstance(event.event, Delta):
+                    caller.charge(len(event.event.token_ids))
+                for delta in await maker.deltas(event):
                     yield delta
 
 
 async def _stream(
     body: GenerateBody, deltas: AsyncIterator[ChoiceDelta], maker: DeltaMaker, writer: ResponseWriter, send: Send
 ) -> None:
-    """Sends each delta as soon as it has come. The status goes out with the first: until then a request may fail."""
+    """Sends each delta at once. The status is sent with the first one: until then, an error sets the status."""
     reports_usage = body.stream_options is not None and body.stream_options.include_usage
     has_begun = False
     async for delta in deltas:
@@ -109,7 +109,7 @@ async def _stream(
 
 
 async def send_whole(send: Send, texts: Iterator[str]) -> None:
-    """Sends an answer as fast as it is read. A long one is never there as a whole, and so cannot say how long it is."""
+    """Sends a response as fast as the client reads it. A long one is built in parts, and so has no content-length."""
     parts = _parts(texts)
     part, following = next(parts), next(parts, None)
     headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
@@ -119,14 +119,14 @@ async def send_whole(send: Send, texts: Iterator[str]) -> None:
     if following is None:
         await send(_part(part, is_last=True))
         return
-    for one in chain((part, following), parts):
-        await send(_part(one))
-        await asyncio.sleep(0)  # sending waits for the reader alone
-    await send(_part(b"", is_last=True))  # waits until the parts are read: a drain cuts nothing off
+    for content in chain((part, following), parts):
+        await send(_part(content))
+        await asyncio.sleep(0)  # lets other requests run: `send` yields only if the client is slow
+    await send(_part(b"", is_last=True))  # waits until the parts are read, so that a drain cuts nothing off
 
 
 def _parts(texts: Iterator[str]) -> Iterator[bytes]:
-    """Yields parts of `PART_BYTES` or a little more, but for the last one."""
+    """Joins texts to parts of at least `PART_BYTES`; the last one may be shorter."""
     collected = bytearray()
     for text in texts:
         collected += text.encode()
@@ -142,7 +142,7 @@ def _part(content: bytes, *, is_last: bool = False) -> Message:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs work until it is done, or whoever waits for it has gone: then it is cancelled."""
+    """Runs work until it is done; cancels it if the client disconnects."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(receive))
     try:

@@ -1,4 +1,4 @@
-"""What a request cost, as an answer tells it."""
+"""Token usage and speculation metrics of a response."""
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
@@ -21,10 +21,10 @@ _SUMMED_LISTS = ("num_accepted_tokens_per_pos", "acceptance_histogram")
 
 
 def usage_of(endings: Sequence[Ending]) -> dict[str, Any]:
-    """Returns how many tokens there were. The tokens of a prompt count once, whatever the number of its choices."""
+    """Returns OpenAI's usage object. The tokens of a prompt count once, whatever the number of its choices."""
     total = _sum(ending.statistics for ending in endings)
     prompts: dict[int, Statistics] = {}
-    for ending in sorted(endings, key=lambda one: one.generation.choice):
+    for ending in sorted(endings, key=lambda ending: ending.generation.choice):
         prompts.setdefault(ending.generation.prompt_index, ending.statistics)
     num_prompt_tokens = sum(statistics.num_prompt_tokens for statistics in prompts.values())
     return {
@@ -40,17 +40,17 @@ def usage_of(endings: Sequence[Ending]) -> dict[str, Any]:
 
 
 def metrics_of(endings: Sequence[Ending]) -> dict[str, Any]:
-    """Returns how speculation went, over all choices and, where there are several, of each."""
-    said = _speculation(endings)
+    """Returns metrics of speculation over all choices and, if there are several, of each."""
+    metrics = _speculation(endings)
     if len(endings) > 1:
-        ordered = sorted(endings, key=lambda one: one.generation.choice)
-        said["choices"] = [{"index": one.generation.choice, **_speculation([one])} for one in ordered]
-    return {"speculative_decoding": said}
+        ordered = sorted(endings, key=lambda ending: ending.generation.choice)
+        metrics["choices"] = [{"index": ending.generation.choice, **_speculation([ending])} for ending in ordered]
+    return {"speculative_decoding": metrics}
 
 
 def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
     total = _sum(ending.statistics for ending in endings)
-    generation = endings[0].generation  # rule and seed are those of the request
+    generation = endings[0].generation  # rule and seed are the same for all choices
     return {
         "mean_acceptance_length": total.mean_acceptance_length,
         "draft_acceptance_rate": total.draft_acceptance_rate,
@@ -73,7 +73,7 @@ def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
 
 
 def _sum(statistics: Iterable[Statistics]) -> Statistics:
-    """Returns the sums of counts, the time of the first of all first tokens and that of the last of all."""
+    """Returns the sums of counts, with the earliest time to first token and the longest duration."""
     parts = list(statistics)
     total = Statistics()
     for name in _SUMMED:

@@ -1,1 +1,1 @@
-"""Verifiers and drafters: where they are, which are ready, and what is said to them."""
+"""Verifiers and drafters: discovery, selection, and the gRPC streams to them."""

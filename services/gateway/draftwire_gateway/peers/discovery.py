@@ -1,4 +1,4 @@
-"""Where verifiers and drafters are: a list, names that are looked up again and again, or Kubernetes."""
+"""Discovery of verifiers and drafters: static addresses and DNS names. Kubernetes: see `endpoint_slices`."""
 
 import asyncio
 import socket
@@ -10,60 +10,60 @@ from typing import Protocol
 import structlog
 
 DNS_SECONDS = 5.0
-"""Between two look-ups of the same names."""
+"""Pause between two look-ups of the same names."""
 
 DNS_TIMEOUT_SECONDS = 10.0
-"""How long a look-up may take."""
+"""Timeout of a look-up."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One place where a service is."""
+    """Address and state of one instance of a service."""
 
     address: str
     """host:port."""
     zone: str | None = None
-    """Where the machine stands, if that is known: two with the same zone are near each other."""
+    """Zone of the machine, if known: instances in the same zone are near each other."""
     is_ready: bool = True
-    """Whether it says that it is ready for new work."""
+    """Whether the instance is ready for new sessions."""
     is_serving: bool = True
-    """Whether it works, be it on its way out."""
+    """Whether the instance works, even while it terminates."""
     is_terminating: bool = False
-    """Whether it is on its way out."""
+    """Whether the instance is shutting down."""
 
     @property
     def takes_sessions(self) -> bool:
-        """Whether new sessions may be opened there."""
+        """Whether new sessions may be opened on it."""
         return self.is_ready and not self.is_terminating
 
 
 @dataclass(slots=True)
 class SourceStatus:
-    """How well a source knows what it says. Written on the event loop, read on any thread."""
+    """Synchronisation state of a source. Written on the event loop, read on any thread."""
 
     num_failures: int = 0
-    """Times that it could not be asked."""
+    """Number of failed queries."""
     synced_at: float | None = None
-    """When what it says was last known to be true, by `time.monotonic`; None before that, or if it cannot change."""
+    """When the endpoints were last confirmed, by `time.monotonic`; None before that, or if they never change."""
     fault: str = ""
-    """Why it cannot be asked now; empty while it can."""
+    """Why the last query failed; empty after a success."""
 
-    def note_success(self, where: str) -> None:
-        """Takes note that what is known is true now."""
+    def record_success(self, where: str) -> None:
+        """Records that the endpoints were confirmed now."""
         self.synced_at = time.monotonic()
         if self.fault:
             self.fault = ""
             log.info("gateway.discovery_recovered", source=where)
 
-    def note_failure(self, where: str, reason: str, *, is_lasting: bool = False) -> None:
+    def record_failure(self, where: str, reason: str, *, is_lasting: bool = False) -> None:
         """Counts a failure, and logs the first one after a success.
 
         Args:
-            where: names the source.
-            reason: what happened.
-            is_lasting: whether somebody has to do something about it. That is logged after other failures too.
+            where: name of the source.
+            reason: the fault.
+            is_lasting: whether an operator has to act. Such a failure is logged even after other failures.
         """
         self.num_failures += 1
         if is_lasting and reason != self.fault:
@@ -74,20 +74,20 @@ class SourceStatus:
 
 
 class Source(Protocol):
-    """Knows where the services of one kind are."""
+    """Source of the endpoints of verifiers or of drafters."""
 
     @property
     def name(self) -> str:
-        """Names the source to people."""
+        """Name of the source in logs and messages."""
 
     @property
     def status(self) -> SourceStatus:
-        """How well it knows."""
+        """Synchronisation state."""
 
     def endpoints(self) -> AsyncGenerator[frozenset[Endpoint]]:
         """Yields the whole set of endpoints whenever it may have changed. Ends if it never changes again.
 
-        A source that cannot be asked yields nothing: what it said before stays in force.
+        While queries fail, nothing is yielded: the last set stays valid.
         """
 
 
@@ -111,12 +111,12 @@ class StaticSource:
 
 @dataclass(frozen=True, slots=True)
 class DnsSource:
-    """Names with an address record for each service, such as those of headless services in Kubernetes."""
+    """DNS names with an address record for each instance, such as headless services in Kubernetes."""
 
     names: tuple[str, ...]
     """name:port of each."""
     pause_s: float = DNS_SECONDS
-    """Between two look-ups, seconds."""
+    """Pause between two look-ups, seconds."""
     status: SourceStatus = field(default_factory=SourceStatus)
 
     @property
@@ -125,7 +125,7 @@ class DnsSource:
         return ", ".join(self.names)
 
     async def endpoints(self) -> AsyncGenerator[frozenset[Endpoint]]:
-        """Yields the addresses of all names after each look-up. A name without one counts as a failed look-up."""
+        """Yields the addresses of all names after each look-up. A name that fails keeps its last addresses."""
         known: dict[str, frozenset[Endpoint]] = {}
         while True:
             faults = []
@@ -135,19 +135,19 @@ class DnsSource:
                 except (OSError, UnicodeError) as error:  # TimeoutError and gaierror are OSErrors
                     faults.append(f"{name}: {str(error) or type(error).__name__}")
             if faults:
-                self.status.note_failure(self.name, "; ".join(faults))
+                self.status.record_failure(self.name, "; ".join(faults))
             else:
-                self.status.note_success(self.name)
+                self.status.record_success(self.name)
             if known:
                 yield frozenset().union(*known.values())
             await asyncio.sleep(self.pause_s)
 
 
 async def _look_up(name: str) -> Sequence[str]:
-    """Returns host:port of all addresses of a name.
+    """Returns host:port for each address of a name.
 
     Raises:
-        OSError: it cannot be looked up, or not in time.
+        OSError: the look-up failed or timed out.
     """
     host, _, port = name.rpartition(":")
     async with asyncio.timeout(DNS_TIMEOUT_SECONDS):
@@ -156,5 +156,5 @@ async def _look_up(name: str) -> Sequence[str]:
 
 
 def host_and_port(host: str, port: int) -> str:
-    """Returns an address as gRPC takes it."""
+    """Returns an address in gRPC's format, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

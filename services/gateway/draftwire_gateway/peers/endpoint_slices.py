@@ -30,25 +30,26 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 PORT_NAME = "grpc"
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Between attempts while the API cannot be asked; doubled from one to the next."""
+"""Pauses between attempts while the API fails; each is twice the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchTimes:
-    """How long the API may take."""
+    """Timeouts of the Kubernetes API."""
 
     watch_s: int = 60
-    """The server ends a watch after this time, and a new one goes on where it ended."""
+    """The server ends a watch after this time; the next watch resumes at its version."""
     answer_s: float = 10.0
-    """How long an answer may take to begin, and a watch may go on after it should have ended: a connection that was cut
-    without being closed is noticed by that."""
+    """How long an answer may take to begin, and how long a watch may exceed `watch_s`, which detects a dead
+    connection."""
 
 
 async def read_configuration() -> Configuration:
-    """Returns how to reach the cluster that KUBECONFIG names, or that this pod is in. The library renews the token.
+    """Returns the configuration of the cluster that KUBECONFIG names, or that this pod is in. The library renews the
+    token.
 
     Raises:
-        InvalidRequestError: there is no cluster, or no library.
+        InvalidRequestError: no cluster is configured, or the library kubernetes is not installed.
     """
     try:
         from kubernetes.aio import client, config
@@ -61,9 +62,9 @@ async def read_configuration() -> Configuration:
             await config.load_kube_config(path, client_configuration=configuration, persist_config=False)
         else:
             config.load_incluster_config(client_configuration=configuration)
-    except Exception as error:  # the library raises what its parsers raise
+    except Exception as error:  # the library does not wrap the errors of its parsers
         raise InvalidRequestError(f"discovery kubernetes needs a pod, or KUBECONFIG: {error}") from error
-    configuration.retries = None  # failures are dealt with here
+    configuration.retries = None  # retries are done here
     return configuration
 
 
@@ -71,7 +72,7 @@ def own_namespace() -> str:
     """Returns the namespace of this pod.
 
     Raises:
-        InvalidRequestError: this is no pod.
+        InvalidRequestError: this process does not run in a pod.
     """
     try:
         return NAMESPACE_FILE.read_text().strip()
@@ -82,14 +83,13 @@ def own_namespace() -> str:
 class EndpointSliceSource:
     """Follows the EndpointSlices of one service.
 
-    With the library's `Watch`, not its `SharedInformer`: that one lives on a thread, and waits for ever on a connection
-    that is dead.
+    Uses the library's `Watch`, not its `SharedInformer`, which needs a thread and waits for ever on a dead connection.
     """
 
     def __init__(
         self, configuration: Configuration, namespace: str, service: str, times: WatchTimes | None = None
     ) -> None:
-        """Prepares; nothing is asked before `endpoints`."""
+        """Sends no request before `endpoints`."""
         self.name = f"service {namespace}/{service}"
         self.status = SourceStatus()
         self._configuration = configuration
@@ -98,10 +98,10 @@ class EndpointSliceSource:
         self._times = times or WatchTimes()
         self._slices: dict[str, V1EndpointSlice] = {}
         self._version = ""
-        """Of what is known; empty where it has to be listed again."""
+        """Resource version of `_slices`; empty if they have to be listed again."""
 
     async def endpoints(self) -> AsyncGenerator[frozenset[Endpoint]]:
-        """Lists the slices, then watches them; lists them again where changes may have been missed."""
+        """Lists the slices, then watches them; lists them again if changes may have been missed."""
         from kubernetes.aio import client, watch
 
         watcher, pause_s = watch.Watch("V1EndpointSlice"), FIRST_PAUSE_S
@@ -118,23 +118,23 @@ class EndpointSliceSource:
                                 yield endpoints_of(self._slices.values())
                             pause_s = FIRST_PAUSE_S
                 except Exception as error:  # of the network, of the HTTP library, of the client library, of its models
-                    self._version = ""  # who knows what was missed
-                    self._note_failure(error)
-                    # All gateways lose the same server at once: they must not all come back at once.
+                    self._version = ""  # changes may have been missed
+                    self._record_failure(error)
+                    # All gateways lose the same server at once: jitter spreads their reconnects.
                     await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                     pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
 
     async def _list(self, api: DiscoveryV1Api) -> None:
-        """Learns all slices, as they are now."""
+        """Lists all slices."""
         async with asyncio.timeout(self._times.answer_s):
             answer = await api.list_namespaced_endpoint_slice(self._namespace, label_selector=self._selector)
         slices = {slice_.metadata.name: slice_ for slice_ in answer.items}
         endpoints_of(slices.values())
         self._slices, self._version = slices, answer.metadata.resource_version
-        self.status.synced_at = time.monotonic()  # all is well only when they can be watched too
+        self.status.synced_at = time.monotonic()  # no `record_success` yet: the watch may still fail
 
     async def _watch(self, api: DiscoveryV1Api, watcher: Watch) -> AsyncGenerator[bool]:
-        """Takes changes as they come, until the server ends the watch, and yields whether slices changed."""
+        """Applies changes until the server ends the watch, and yields for each whether slices changed."""
         started, num_events = time.monotonic(), 0
         changes = watcher.stream(
             partial(self._begin_watch, api),
@@ -146,20 +146,20 @@ class EndpointSliceSource:
         async with watcher:
             async for event in changes:
                 num_events += 1
-                yield self._take(event, watcher.resource_version)
-                self.status.note_success(self.name)
+                yield self._apply(event, watcher.resource_version)
+                self.status.record_success(self.name)
         if time.monotonic() - started < min(1.0, self._times.watch_s / 2):
             if not num_events:
                 raise ConnectionError("the server ended a watch at once")
             await asyncio.sleep(FIRST_PAUSE_S)
-        self.status.note_success(self.name)
+        self.status.record_success(self.name)
         yield False
 
     async def _begin_watch(self, api: DiscoveryV1Api, _preload_content: bool, **parameters: object) -> ClientResponse:
-        """Returns an answer whose lines the library reads, with what it asks for.
+        """Starts a watch and returns the response, whose lines the library reads.
 
-        By itself it would notice an answer that does not begin only when the watch should have ended, and that one has
-        begun only when something happens.
+        The library by itself would detect a missing response only at the end of the watch, and a started one only at
+        the first change.
         """
         from kubernetes.aio.client import ApiException
 
@@ -169,11 +169,11 @@ class EndpointSliceSource:
             )
             if response.status != HTTPStatus.OK:
                 raise ApiException(response.status, response.reason, body=await response.text())
-        self.status.note_success(self.name)
+        self.status.record_success(self.name)
         return response
 
-    def _take(self, event: Mapping[str, Any], version: str) -> bool:
-        """Takes one change; returns whether slices changed, and not the version alone."""
+    def _apply(self, event: Mapping[str, Any], version: str) -> bool:
+        """Applies one change; returns whether slices changed, not only the version."""
         kind, item, slices = event["type"], event["object"], dict(self._slices)
         match kind:
             case "ADDED" | "MODIFIED":
@@ -188,26 +188,26 @@ class EndpointSliceSource:
         self._slices, self._version = slices, version
         return bool(kind != "BOOKMARK")
 
-    def _note_failure(self, error: Exception) -> None:
-        """Counts a failure, unless the watch was too far behind: that is normal, and mended by listing again."""
-        status = getattr(error, "status", 0)  # of HTTP
+    def _record_failure(self, error: Exception) -> None:
+        """Counts a failure, unless the watch's version has expired: that is normal, and the slices are listed again."""
+        status = getattr(error, "status", 0)  # HTTP status
         if status == HTTPStatus.GONE:
             return
-        is_refusal = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)  # somebody has to give us rights
+        is_refusal = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)  # an operator has to grant access
         needed = f"; the gateway needs get, list and watch of endpointslices in namespace {self._namespace}"
-        self.status.note_failure(self.name, _reason_of(error) + needed * is_refusal, is_lasting=is_refusal)
+        self.status.record_failure(self.name, _reason_of(error) + needed * is_refusal, is_lasting=is_refusal)
 
 
 def _reason_of(error: Exception) -> str:
-    """Returns in a line why the API did not give what was asked for."""
+    """Returns one line with the reason of a failed API call."""
     from kubernetes.aio.client import ApiException
 
     if isinstance(error, ApiException):
         try:
-            said = json.loads(error.body)["message"]
+            message = json.loads(error.body)["message"]
         except (ValueError, KeyError, TypeError):
-            said = error.reason
-        return f"HTTP {error.status}: {said}"
+            message = error.reason
+        return f"HTTP {error.status}: {message}"
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, (LookupError, TypeError, AttributeError, ValueError)):
@@ -216,11 +216,10 @@ def _reason_of(error: Exception) -> str:
 
 
 def endpoints_of(slices: Iterable[V1EndpointSlice]) -> frozenset[Endpoint]:
-    """Returns each endpoint of some slices once.
+    """Returns the endpoints of slices, one per pod.
 
-    The addresses of one endpoint lead to the same pod, and so do those that a service with two IP families has in
-    slices of their own: the first one is taken, IPv4 before IPv6. An endpoint that is being moved from one slice to
-    another is in both for a while.
+    All addresses of an endpoint belong to the same pod. A dual-stack service has a slice per IP family: the first
+    address is used, IPv4 before IPv6. An endpoint that moves between slices is in both for a while.
 
     Raises:
         LookupError: an endpoint has no address.
@@ -233,7 +232,7 @@ def endpoints_of(slices: Iterable[V1EndpointSlice]) -> frozenset[Endpoint]:
         for item in slice_.endpoints or ():
             found = _endpoint(item, port)
             pod = getattr(item.target_ref, "uid", None) or found.address
-            by_pod[pod] = _both(by_pod[pod], found) if pod in by_pod else found
+            by_pod[pod] = _merged(by_pod[pod], found) if pod in by_pod else found
     return frozenset(by_pod.values())
 
 
@@ -246,7 +245,7 @@ def _port_of(slice_: V1EndpointSlice) -> int | None:
 
 def _endpoint(item: V1Endpoint, port: int) -> Endpoint:
     ready, serving, terminating = (getattr(item.conditions, name, None) for name in ("ready", "serving", "terminating"))
-    is_ready = ready is None or ready  # what nobody knows counts as ready
+    is_ready = ready is None or ready  # unknown counts as ready, as Kubernetes specifies
     return Endpoint(
         address=host_and_port(item.addresses[0], port),
         zone=item.zone or None,
@@ -256,8 +255,8 @@ def _endpoint(item: V1Endpoint, port: int) -> Endpoint:
     )
 
 
-def _both(first: Endpoint, second: Endpoint) -> Endpoint:
-    """Returns what two slices say of one endpoint. One of them may be behind; what terminates does not come back."""
+def _merged(first: Endpoint, second: Endpoint) -> Endpoint:
+    """Merges the states of one endpoint in two slices, one of which may be stale. Termination is never reverted."""
     return replace(
         first,
         zone=first.zone or second.zone,

@@ -1,4 +1,4 @@
-"""The verifiers and drafters of one gateway, and which of them serves what."""
+"""The verifiers and drafters of one gateway, and their selection for sessions."""
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -16,10 +16,10 @@ POLL_SECONDS = 0.02
 
 
 class Pool:
-    """The peers that there are, connected or not. Of several that could serve, the one with the fewest sessions does.
+    """All known peers, connected or not. Of the eligible ones, the peer with the fewest sessions is selected.
 
-    The first verifier that answers and offers the default rule decides which model the gateway serves, for as long as
-    it lives. Other rules need not be offered by all: a session is opened where its own is.
+    The first verifier that answers and offers the default rule determines the model of the gateway until it restarts.
+    Verifiers may differ in their other rules: a session is opened on one that offers its rule.
     """
 
     def __init__(
@@ -30,13 +30,14 @@ class Pool:
         near_drafter_sessions: int,
         default_rule: str,
     ) -> None:
-        """Prepares; what `maintain` returns does the work.
+        """Connects nothing before `maintain`.
 
         Args:
-            verifiers: follows where they are.
-            drafters: the same of drafters.
-            largest_bytes: the largest message that may be sent.
-            near_drafter_sessions: how many sessions more a drafter near the verifier may have than one that is not.
+            verifiers: links to the verifiers.
+            drafters: links to the drafters.
+            largest_bytes: largest gRPC message.
+            near_drafter_sessions: how many more sessions a drafter in the verifier's zone may have than one in another
+                zone.
             default_rule: the rule that every verifier has to offer.
         """
         self.verifiers = verifiers
@@ -45,23 +46,23 @@ class Pool:
         self._near_drafter_sessions = near_drafter_sessions
         self._default_rule = default_rule
         self.description: ModelDescription
-        """The target model; there once `meet` has returned."""
+        """The target model; set when `meet` has returned."""
         self._reference: SessionLink[Any, Any] | None = None
         self._met = asyncio.Event()
 
     @property
     def connected_drafters(self) -> Sequence[DrafterLink]:
-        """Those that sessions can be opened on now."""
+        """Drafters that sessions can be opened on now."""
         return self.drafters.connected
 
     def targets(self) -> Sequence[TargetPort]:
-        """Returns the connected verifiers, those with the fewest sessions first, and those that rest last."""
-        return sorted(self.verifiers.connected, key=lambda verifier: (verifier.is_resting, verifier.num_sessions))
+        """Returns the connected verifiers, by number of sessions; those that cool down come last."""
+        return sorted(self.verifiers.connected, key=lambda verifier: (verifier.is_cooling_down, verifier.num_sessions))
 
     def drafter_for(self, target: TargetPort, but: Collection[int]) -> DrafterLink | None:
-        """Returns the drafter with the fewest sessions, one that rests last.
+        """Returns the drafter with the fewest sessions; those that cool down come last.
 
-        One in another zone than the verifier counts as if it had some sessions more.
+        A drafter in another zone than the verifier counts as if it had `near_drafter_sessions` more.
         """
         usable = [
             drafter
@@ -71,20 +72,20 @@ class Pool:
 
         def load(drafter: DrafterLink) -> tuple[bool, int, bool]:
             is_far = None not in (drafter.zone, target.zone) and drafter.zone != target.zone
-            return drafter.is_resting, drafter.num_sessions + is_far * self._near_drafter_sessions, is_far
+            return drafter.is_cooling_down, drafter.num_sessions + is_far * self._near_drafter_sessions, is_far
 
         return min(usable, key=load, default=None)
 
     def maintain(self) -> list[Coroutine[Any, Any, None]]:
-        """Returns what finds the peers and keeps the links to them open, to be run for ever."""
+        """Returns coroutines that discover the peers and keep the links open, to be run for ever."""
         return [self.verifiers.run(self._check), self.drafters.run(self._check)]
 
     async def meet(self, timeout_s: float) -> ModelPeer:
-        """Waits for the first verifier to answer, and returns it as a model server.
+        """Waits for the first usable verifier, and returns it as a model server.
 
         Raises:
-            UnavailableError: none did in time.
-            ModelMismatchError: none speaks this version of the protocol.
+            UnavailableError: no verifier answered in time.
+            ModelMismatchError: no verifier has this version of the protocol.
             InvalidRequestError: a prompt as long as the context would not fit into a message.
         """
         await self._wait(self.verifiers, timeout_s, self._met.is_set)
@@ -92,12 +93,12 @@ class Pool:
         return self._reference.peer
 
     async def wait_connected(self, timeout_s: float) -> None:
-        """Waits for one verifier and, if drafters are known, for one of them.
+        """Waits for one connected verifier and, if drafters are known, one connected drafter.
 
         Raises:
-            ModelMismatchError: those that are there serve other models than are wanted.
+            ModelMismatchError: the peers serve other models.
             InvalidRequestError: a prompt as long as the context would not fit into a message.
-            UnavailableError: none came up in time.
+            UnavailableError: no peer became ready in time.
         """
         await self._wait(self.verifiers, timeout_s, lambda: bool(self.verifiers.connected))
         drafters = self.drafters
@@ -115,7 +116,7 @@ class Pool:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _check(self, link: SessionLink[Any, Any], model: ModelDescription) -> None:
-        """Raises why a service cannot be used."""
+        """Raises if a service cannot be used."""
         check_prompt_fits(model, self._largest_bytes)
         if isinstance(link, DrafterLink):
             await self._met.wait()

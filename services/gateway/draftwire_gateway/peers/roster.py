@@ -1,4 +1,4 @@
-"""The links to all services of one kind, which come and go as a source says."""
+"""Links to all instances of a service, which follow the endpoints of a source."""
 
 import asyncio
 from collections import Counter
@@ -13,7 +13,7 @@ from draftwire_gateway.peers.discovery import Endpoint, Source, SourceStatus
 from draftwire_gateway.peers.wire import Check, DrafterLink, VerifierLink
 
 IDLE_POLL_SECONDS = 0.2
-"""How often it is looked whether a service that left has lost its last session."""
+"""Interval of checking whether a service that left has ended its last session."""
 
 log = structlog.get_logger()
 
@@ -21,19 +21,19 @@ Link = TypeVar("Link", VerifierLink, DrafterLink)
 
 
 class Roster(Generic[Link]):
-    """Holds a link to each service that takes sessions, and to those that left and still have some.
+    """Holds a link to each service that takes sessions, and to those that left with open sessions.
 
     A service leaves when its endpoint is gone, terminates or is not ready. Its sessions go on; when the last one has
-    ended, the link is closed and freed. If the endpoint is back before that, the link is taken again.
+    ended, the link is closed and dropped. If the endpoint returns before that, its link is reused.
     """
 
     def __init__(self, role: str, source: Source, connect: Callable[[str], Link]) -> None:
-        """Prepares; `run` does the work.
+        """Connects nothing before `run`.
 
         Args:
-            role: names the kind of service in logs and metrics.
-            source: knows where the services are.
-            connect: makes the link to host:port, which is not open yet.
+            role: "verifier" or "drafter", for logs and metrics.
+            source: source of the endpoints.
+            connect: makes an unopened link to host:port.
         """
         self.role = role
         self._source = source
@@ -43,52 +43,53 @@ class Roster(Generic[Link]):
 
     @property
     def links(self) -> Sequence[Link]:
-        """Those to services that take sessions, connected or not."""
+        """Links to services that take sessions, connected or not."""
         return [link for link in self._links.values() if not link.is_leaving]
 
     @property
     def connected(self) -> Sequence[Link]:
-        """Those that sessions can be opened on now."""
+        """Links that sessions can be opened on now."""
         return [link for link in self.links if link.connected]
 
     @property
     def where(self) -> str:
-        """Where the services are sought, and why they cannot be."""
+        """Name of the source, and its fault if queries fail."""
         fault = self._source.status.fault
         return f"{self._source.name} ({fault})" if fault else self._source.name
 
     @property
     def fault(self) -> DraftwireError | None:
-        """Why no service can be used, if there are some and none can."""
+        """The fault of the first link if all links have one; else None."""
         faults = [link.fault for link in self.links]
         return faults[0] if all(faults) and faults else None
 
     @property
     def status(self) -> SourceStatus:
-        """How well the source knows what it says."""
+        """Synchronisation state of the source."""
         return self._source.status
 
     def num_by_state(self) -> Mapping[str, int]:
-        """Returns how many services are in which state. May be called on any thread."""
+        """Returns the number of services in each state. Thread-safe."""
         states = dict.fromkeys(("connected", "connecting", "unfit", "unready", "leaving"), 0)
         links = dict(self._links)
         unready = sum(address not in links for address in tuple(self._endpoints))
         return states | Counter(map(_state, links.values())) | ({"unready": unready} if unready else {})
 
     async def run(self, check: Check) -> None:
-        """Keeps the links as the source says, for ever.
+        """Keeps a link to each endpoint of the source, for ever.
 
         Args:
-            check: raises why a service with some model cannot be used.
+            check: raises if a service with a given model cannot be used.
         """
         async with asyncio.TaskGroup() as group, aclosing(self._source.endpoints()) as changes:
             async for endpoints in changes:
-                ranked = sorted(endpoints, key=lambda endpoint: endpoint.takes_sessions)  # of two, the one that does
+                # Of two endpoints with the same address, the one that takes sessions counts.
+                ranked = sorted(endpoints, key=lambda endpoint: endpoint.takes_sessions)
                 for address in self._follow({endpoint.address: endpoint for endpoint in ranked}):
                     group.create_task(self._keep(self._links[address], check))
 
     def _follow(self, endpoints: Mapping[str, Endpoint]) -> Sequence[str]:
-        """Takes what the source says now, and returns the addresses of links that are new."""
+        """Updates the links for a new set of endpoints, and returns the addresses of new links."""
         self._endpoints = endpoints
         wanted = {address: endpoint for address, endpoint in endpoints.items() if endpoint.takes_sessions}
         new = sorted(wanted.keys() - self._links.keys())
@@ -112,7 +113,7 @@ class Roster(Generic[Link]):
                 while not link.is_leaving or link.num_sessions:
                     await link.has_left.wait()
                     await asyncio.sleep(IDLE_POLL_SECONDS)
-                del self._links[link.address]  # from here on, an endpoint that is back gets a new link
+                del self._links[link.address]  # from here on, a returning endpoint gets a new link
                 upkeep.cancel()
         finally:
             await link.disconnect()

@@ -1,4 +1,4 @@
-"""The sources that a gateway's configuration asks for."""
+"""Discovery sources from a gateway's configuration."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from draftwire_gateway.peers.discovery import DnsSource, Source, StaticSource
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Who says where which services are."""
+    """Discovery sources of verifiers and drafters."""
 
     verifiers: Source
     drafters: Source
 
 
 async def sources_of(config: GatewayConfig) -> Sources:
-    """Makes the sources; none of them is asked yet.
+    """Makes the sources, without querying them.
 
     Raises:
-        InvalidRequestError: Kubernetes is to be asked, and this is no pod and no cluster is named.
+        InvalidRequestError: Kubernetes is configured, but no cluster or namespace can be determined.
     """
     settings = config.discovery
     if settings.verifier_service is None:

@@ -1,4 +1,4 @@
-"""The gateway's ends of its streams to verifiers and drafters."""
+"""Streams to verifiers and drafters over gRPC."""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
@@ -32,43 +32,43 @@ Event = TypeVar("Event")
 RECONNECT_SECONDS = 0.5
 
 OPEN_SECONDS = 10.0
-"""How long a verifier may take to accept a session, whose prompt it reads later."""
+"""Timeout of opening a session on a verifier, which reads the prompt later."""
 
-REST_SECONDS = 1.0
-"""A service that was not ready for a session gets no other one for so long, if there is another service."""
+COOLDOWN_SECONDS = 1.0
+"""How long a service that was unavailable for a session is avoided, if there is another one."""
 
 
 class SessionLink(ABC, Generic[SessionCommand, Event]):
-    """A stream under a lease, kept open for ever, that carries the events of many sessions to their inboxes.
+    """A stream under a lease, reopened for ever, that delivers the events of many sessions to their inboxes.
 
-    Prompts travel on a connection of their own. When the stream breaks, every session on it is told, and a new stream
-    is opened for new sessions.
+    Prompts are sent on a separate connection. When the stream breaks, every session on it gets a loss event, and a new
+    stream is opened for new sessions.
     """
 
     def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
-        """Prepares.
+        """Connects nothing before `maintain`.
 
         Args:
             address: host:port of the service.
             dialler: opens this gateway's connections.
-            timeout_s: how long the service may take to answer a call, or to come up at the start.
+            timeout_s: timeout of the service's calls.
         """
         self.address = address
         self.zone: str | None = None
-        """Where the service stands, if that is known. Set by the roster."""
+        """Zone of the service, if known. Set by the roster."""
         self.has_left = asyncio.Event()
-        """Set by the roster while the service is to get no new sessions."""
+        """Set by the roster while no new sessions may be opened on the service."""
         self.description: ModelDescription
         self._timeout_s = timeout_s
         self._control = RenewedChannel(dialler, address, bulk=False)
         self._bulk = RenewedChannel(dialler, address, bulk=True)
         self._inboxes: dict[tuple[int, int], Inbox] = {}
         self.instance_id = 0
-        """Names the process that granted the lease."""
+        """Identifies the process that granted the lease."""
         self.fault: DraftwireError | None = None
-        """Why the service cannot be used, though it is there: another model than is wanted."""
+        """Why the service cannot be used although it answers, such as another model."""
         self._lease_id: int | None = None
-        self._rests_until = 0.0
+        self._cooldown_until = 0.0
         self._outbox = Outbox[SessionCommand]()
 
     @property
@@ -78,18 +78,18 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the service is to get no new sessions; those that it has go on."""
+        """Whether no new sessions may be opened on the service; open ones go on."""
         return self.has_left.is_set()
 
     @property
     def num_sessions(self) -> int:
-        """Sessions that this gateway has open there."""
+        """Sessions that this gateway has open on the service."""
         return len(self._inboxes)
 
     @property
-    def is_resting(self) -> bool:
-        """Whether it was not ready for a session a moment ago: it drains, say."""
-        return time.monotonic() < self._rests_until
+    def is_cooling_down(self) -> bool:
+        """Whether the service was unavailable for a session within `COOLDOWN_SECONDS`, as while it drains."""
+        return time.monotonic() < self._cooldown_until
 
     @property
     def peer(self) -> ModelPeer:
@@ -100,12 +100,12 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
         """Keeps the stream open, for ever.
 
         Args:
-            check: raises why a service with this model cannot be used.
+            check: raises if a service with a given model cannot be used.
         """
         logged = ""
         while True:
             try:
-                await self._get_to_know(check)
+                await self._describe(check)
                 await self._run_stream()
                 reason = "the service ended the stream"
             except grpc.aio.AioRpcError as error:
@@ -125,12 +125,12 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
             await asyncio.sleep(RECONNECT_SECONDS)
 
     def close(self, session_id: int, epoch: int) -> None:
-        """Ends a session, without waiting. Its inbox gets nothing more."""
+        """Closes a session, without waiting. Its inbox gets no more events."""
         if self._inboxes.pop((session_id, epoch), None) is not None:
             self._outbox.put(self._close_command(session_pb2.CloseSession(session_id=session_id, epoch=epoch)))
 
     def _leased(self, session_id: int, epoch: int, inbox: Inbox) -> int:
-        """Registers a session and returns the lease to open it under."""
+        """Registers the inbox of a session, and returns the id of the lease to open it under."""
         if self._lease_id is None:
             raise UnavailableError(f"no connection to {self.address}")
         self._inboxes[session_id, epoch] = inbox
@@ -146,12 +146,12 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
         self._deliver((failure.session_id, failure.epoch), self._lost(error))
 
     async def disconnect(self) -> None:
-        """Closes the connections of a link that is not maintained any more."""
+        """Closes the connections of a link that is no longer maintained."""
         await self._control.close()
         await self._bulk.close()
 
-    async def _get_to_know(self, check: Check) -> None:
-        """Learns which model is served, which may be another one than before."""
+    async def _describe(self, check: Check) -> None:
+        """Requests and checks the description of the served model, which may have changed since the last connection."""
         try:
             description = await self.peer.describe()
             await check(self, description)
@@ -161,17 +161,17 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
         self.description, self.fault = description, None
 
     async def _open_session(self, call: Awaitable[Any]) -> None:
-        """Waits for the answer to an opening."""
+        """Awaits the call that opens a session, and converts its error."""
         try:
             await call
         except grpc.aio.AioRpcError as error:
             refusal = error_of(error)
             if isinstance(refusal, UnavailableError):
-                self._rests_until = time.monotonic() + REST_SECONDS
+                self._cooldown_until = time.monotonic() + COOLDOWN_SECONDS
             raise refusal from error
 
     async def _run_stream(self) -> None:
-        """Opens a stream and reads it to its end."""
+        """Opens a stream and delivers its events until it ends."""
         self._outbox = Outbox[SessionCommand]()
         call = self._open_stream(self._requests(self._outbox))
         try:
@@ -183,7 +183,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
 
     def _take_lease(self, lease: session_pb2.Lease) -> None:
         self._lease_id, self.instance_id = lease.lease_id, lease.instance_id
-        self._rests_until = 0.0
+        self._cooldown_until = 0.0
         log.info("gateway.peer_connected", address=self.address, model=self.description.name)
 
     async def _requests(self, outbox: Outbox[SessionCommand]) -> AsyncIterator[Any]:
@@ -208,7 +208,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
 
 
 Check = Callable[[SessionLink[Any, Any], ModelDescription], Awaitable[None]]
-"""Raises why a service with some model cannot be used."""
+"""Raises if a service with a given model cannot be used."""
 
 
 class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEvent]):
@@ -219,18 +219,18 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
         self._quarantined: set[int] = set()
 
     def takes_blocks_of(self, drafter_id: int) -> bool:
-        """Whether the verifier has not said that a drafter is in quarantine."""
+        """Whether the verifier has not reported a drafter as quarantined."""
         return drafter_id not in self._quarantined
 
     async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
-        """Opens a session by a call of its own, whose verdicts then come on the stream."""
+        """Opens a session by a unary call; its verdicts arrive on the stream."""
         lease_id = self._leased(spec.session_id, spec.epoch, inbox)
         stub = verifier_pb2_grpc.VerifierServiceStub(self._bulk.get())
         request = messages.target_spec_to_proto(spec, lease_id)
         await self._open_session(stub.OpenTargetSession(request, timeout=min(OPEN_SECONDS, self._timeout_s)))
 
     def run_plain(self, run: PlainRun) -> None:
-        """Asks for plain rounds, without waiting."""
+        """Requests plain rounds, without waiting."""
         self._outbox.put(verifier_pb2.TargetCommand(plain_run=messages.plain_run_to_proto(run)))
 
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]:
@@ -245,8 +245,8 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
                 verdict = messages.verdict_from_proto(event.verdict)
                 self._deliver((verdict.fence.session_id, verdict.fence.epoch), verdict)
             case "prompt_read":
-                read = messages.prompt_read_from_proto(event.prompt_read)
-                self._deliver((read.session_id, read.epoch), read)
+                prompt_read = messages.prompt_read_from_proto(event.prompt_read)
+                self._deliver((prompt_read.session_id, prompt_read.epoch), prompt_read)
             case "refusal":
                 if event.refusal.HasField("quarantined_drafter_id"):
                     self._quarantined.add(event.refusal.quarantined_drafter_id)
@@ -273,18 +273,18 @@ class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent])
         self.round_trip = RoundTripEstimate()
 
     async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
-        """Opens a session by a call of its own, and returns when the drafter has read the prompt."""
+        """Opens a session by a unary call, which returns after the prefill."""
         lease_id = self._leased(spec.session_id, spec.epoch, inbox)
         stub = drafter_pb2_grpc.DrafterServiceStub(self._bulk.get())
         request = messages.draft_spec_to_proto(spec, lease_id)
         await self._open_session(stub.OpenDraftSession(request, timeout=self._timeout_s))
 
     def calibrate(self, calibration: Calibration) -> None:
-        """Asks for a block, without waiting."""
+        """Requests a block, without waiting."""
         self._outbox.put(drafter_pb2.DraftCommand(calibration=messages.calibration_to_proto(calibration)))
 
     def send_drafted(self, command: SendDrafted) -> None:
-        """Asks for a block under way as far as it is drawn, without waiting."""
+        """Requests the tokens drawn so far of the block in progress, without waiting."""
         self._outbox.put(drafter_pb2.DraftCommand(send_drafted=messages.send_drafted_to_proto(command)))
 
     def _open_stream(self, requests: AsyncIterator[Any]) -> grpc.aio.StreamStreamCall[Any, Any]:

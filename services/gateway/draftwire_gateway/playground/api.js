@@ -1,18 +1,18 @@
-/** The gateway's HTTP interface, as far as the page uses it. */
+/** Client of the gateway's HTTP API, for the parts that the page uses. */
 
 import { readEvents } from "./sse.js";
 
 /**
  * @typedef {object} Token
  * @property {number} id
- * @property {string} text What part of the text it made certain; may be empty.
+ * @property {string} text The part of the text that the token made final; may be empty.
  * @property {"accepted" | "recovered" | "bonus" | "plain"} source
- * @property {number | null} [logprob] Natural logarithm, of what the target draws from.
- * @property {number | null} [draft_logprob] The same of the drafter; null where nothing was drafted.
+ * @property {number | null} [logprob] Log-probability (natural) in the distribution that the target draws from.
+ * @property {number | null} [draft_logprob] The same for the drafter; null without a draft token.
  *
  * @typedef {object} Choice
  * @property {string} text
- * @property {{num_draft_tokens: number, tokens?: Token[]}} [draftwire] What is told of the chunk, which is one round.
+ * @property {{num_draft_tokens: number, tokens?: Token[]}} [draftwire] Details of the chunk, which is one round.
  *
  * @typedef {object} Metrics
  * @property {number} num_rounds
@@ -33,11 +33,11 @@ import { readEvents } from "./sse.js";
  * @typedef {{id: string, draftwire?: {role?: string, max_speculative_tokens?: number}}} Model
  */
 
-/** What went wrong, in words for users. */
+/** An error with a message for users. */
 export class ApiError extends Error {
   /**
    * @param {string} message
-   * @param {number} [status] HTTP status; 0 if none came.
+   * @param {number} [status] HTTP status; 0 without a response.
    */
   constructor(message, status = 0) {
     super(message);
@@ -61,7 +61,7 @@ export async function fetchModels(token) {
  * @param {string} token Bearer token; may be empty.
  * @param {AbortSignal} signal
  * @returns {AsyncGenerator<Chunk, void>}
- * @throws {ApiError} It was refused, failed, or ended too early.
+ * @throws {ApiError} The request was refused or failed, or the stream ended too early.
  */
 export async function* streamCompletion(body, token, signal) {
   const options = { ...body, stream: true, stream_options: { include_usage: true } };

@@ -1,4 +1,4 @@
-/** Bars: how often the draft token in each place of the block was accepted. */
+/** Bar chart of the acceptance rate by position in the draft block. */
 
 import { element, fillMeter, format } from "./page.js";
 

@@ -1,4 +1,4 @@
-/** A speculative run and a plain one of the same prompt, side by side. */
+/** Comparison of a speculative run with a plain one of the same prompt. */
 
 import { element, fillMeter, format } from "./page.js";
 
@@ -7,7 +7,7 @@ import { element, fillMeter, format } from "./page.js";
  * @typedef {{tally: Tally, text: string}} Outcome
  */
 
-/** Forgets the last comparison. */
+/** Clears the last comparison. */
 export function clearComparison() {
   element("comparison").hidden = true;
 }
@@ -15,7 +15,7 @@ export function clearComparison() {
 /**
  * @param {Outcome} speculative
  * @param {Outcome} plain
- * @param {boolean} mustBeEqual Whether nothing random may tell the texts apart.
+ * @param {boolean} mustBeEqual Whether the texts must be equal: greedy decoding, or the coupled rule.
  */
 export function compare(speculative, plain, mustBeEqual) {
   const [fast, slow] = [speculative.tally.tokensPerSecond, plain.tally.tokensPerSecond];

@@ -1,9 +1,9 @@
-/** Work that is done at most once per frame. */
+/** Runs work at most once per animation frame. */
 
 const LONGEST_WAIT_MS = 250;
 
 /**
- * Runs something at the next frame, or soon where there are no frames because the page is hidden.
+ * Runs work at the next animation frame, or after a timeout if the page is hidden and has no frames.
  *
  * @param {() => void} work
  */
@@ -21,7 +21,7 @@ export function nextFrame(work) {
 }
 
 /**
- * Returns a function that asks for `render`; asking twice before the next frame renders once.
+ * Returns a function that schedules `render`; several calls before the next frame render once.
  *
  * @param {() => void} render
  * @returns {() => void}

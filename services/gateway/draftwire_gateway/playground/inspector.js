@@ -1,4 +1,4 @@
-/** What is known of one token. */
+/** Details of one token. */
 
 import { element, fillMeter } from "./page.js";
 

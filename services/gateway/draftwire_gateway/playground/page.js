@@ -3,7 +3,7 @@
 /**
  * @param {string} id
  * @returns {HTMLElement}
- * @throws {Error} There is none.
+ * @throws {Error} There is no such element.
  */
 export function element(id) {
   const found = document.getElementById(id);
@@ -21,7 +21,7 @@ export function input(id) {
 
 /**
  * @param {HTMLElement} meter
- * @param {number} share From 0 to 1; what is no number counts as 0.
+ * @param {number} share From 0 to 1; NaN counts as 0.
  */
 export function fillMeter(meter, share) {
   meter.style.setProperty("--share", String(Math.min(1, share) || 0));
@@ -29,8 +29,8 @@ export function fillMeter(meter, share) {
 
 /**
  * @param {number} value
- * @param {number} digits After the point.
- * @returns {string} A dash for what is no number yet.
+ * @param {number} digits Decimal places.
+ * @returns {string} A dash for NaN.
  */
 export function format(value, digits) {
   return Number.isFinite(value) ? value.toFixed(digits) : "–";

@@ -18,12 +18,12 @@ import { TokenText } from "./tokens.js";
 const speculative = new TokenText(element("speculative"), inspect);
 const plain = new TokenText(element("plain"), inspect);
 let tally = new Tally();
-/** The name of the target, if it is known. @type {string | undefined} */
+/** The name of the target, if known. @type {string | undefined} */
 let target;
-/** Stops what is running. @type {AbortController | null} */
+/** Cancels the current run. @type {AbortController | null} */
 let running = null;
 
-/** Shows the numbers of the speculative run. */
+/** Shows the statistics of the speculative run. */
 function drawFigures() {
   element("block_efficiency").textContent = format(tally.blockEfficiency, 2);
   element("acceptance_rate").textContent = format(tally.acceptanceRate, 3);
@@ -41,7 +41,7 @@ const showFigures = oncePerFrame(drawFigures);
 
 /** @returns {CompletionRequest} */
 function readForm() {
-  // A seed of our own can be given to the plain run too. Larger ones are no exact numbers here.
+  // The seed is drawn here so that the plain run can use the same. Larger integers are not exact in JavaScript.
   if (input("seed").value === "") input("seed").placeholder = String(crypto.getRandomValues(new Uint32Array(1))[0]);
   return {
     ...(target === undefined ? {} : { model: target }),
@@ -59,7 +59,7 @@ function readForm() {
   };
 }
 
-/** Runs what the form says, and shows how it went. */
+/** Runs the request of the form, and shows the outcome. */
 async function run() {
   if (running || !(/** @type {HTMLFormElement} */ (element("form")).reportValidity())) return;
   const request = readForm();
@@ -88,7 +88,7 @@ async function runBoth(request, signal) {
   say(summary(first.tally));
   if (!input("compare").checked || request.num_speculative_tokens === 0) return;
   say(`${summary(first.tally)} Now the same prompt, plainly.`);
-  // Under another salt, it has to read the prompt itself, as the first one had to.
+  // Another salt prevents a prefix cache hit, so that the plain run has a prefill of its own.
   const again = { ...request, num_speculative_tokens: 0, cache_salt: `${request.cache_salt}-plain` };
   const second = await complete(again, plain, new Tally(), signal);
   const mustBeEqual = request.temperature === 0 || request.rejection_sample_method === "coupled";
@@ -172,7 +172,7 @@ function setState(state) {
   if (isRunning) element("error").hidden = true;
 }
 
-/** Shows who answers here. */
+/** Shows the models of the gateway. */
 async function showModels() {
   try {
     const models = await fetchModels(input("token").value.trim());

@@ -1,7 +1,7 @@
 /** Server-sent events of a response. */
 
 /**
- * Yields the data of each event. What follows the last whole event is dropped, as the standard has it.
+ * Yields the data of each event. An incomplete event at the end is dropped, as the standard requires.
  *
  * @param {ReadableStream<Uint8Array>} body
  * @returns {AsyncGenerator<string, void>}
@@ -15,7 +15,7 @@ export async function* readEvents(body) {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      // A carriage return at the very end may be half of a line's end.
+      // A carriage return at the very end may be the first half of a CRLF.
       const lines = (rest + value).split(/\r\n|\n|\r(?!$)/);
       rest = lines.pop() ?? "";
       for (const line of lines) {
@@ -26,6 +26,6 @@ export async function* readEvents(body) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // else a stream that is left before its end stays open
+    reader.cancel().catch(() => {}); // otherwise a stream that is not read to its end stays open
   }
 }

@@ -1,4 +1,4 @@
-/** What a run has cost so far: counted while it streams, settled by the gateway's own numbers at its end. */
+/** Statistics of a run: counted while it streams, replaced by the gateway's metrics at its end. */
 
 /**
  * @typedef {import("./api.js").Token} Token
@@ -14,11 +14,11 @@ export class Tally {
     this.numRounds = 0;
     this.numDraftTokens = 0;
     this.numAccepted = 0;
-    /** Rounds whose block had a token in this place. @type {number[]} */
+    /** Rounds whose block had a token at this position. @type {number[]} */
     this.judged = [];
-    /** Rounds that accepted the token in this place. @type {number[]} */
+    /** Rounds that accepted the token at this position. @type {number[]} */
     this.accepted = [];
-    /** Tokens that are shown, by where they came from. @type {Record<string, number>} */
+    /** Shown tokens by source. @type {Record<string, number>} */
     this.bySource = Object.fromEntries(SOURCES.map((source) => [source, 0]));
     this.firstTokenMs = NaN;
     this.durationMs = NaN;
@@ -44,7 +44,7 @@ export class Tally {
   }
 
   /**
-   * Takes the gateway's numbers, which also know what the last round accepted beyond the end of the text.
+   * Replaces the counts by the gateway's, which include tokens that the last round accepted beyond the end of the text.
    *
    * @param {Metrics} metrics
    */
@@ -63,7 +63,7 @@ export class Tally {
     return this.metrics ? this.metrics.block_efficiency : this.numTokens / this.numRounds;
   }
 
-  /** Accepted draft tokens over draft tokens; NaN where none were drafted. */
+  /** Accepted draft tokens over draft tokens; NaN if none were drafted. */
   get acceptanceRate() {
     return this.numAccepted / this.numDraftTokens;
   }

@@ -1,4 +1,4 @@
-/** Light, dark, or as the system has it. */
+/** Colour theme: light, dark, or the system's. */
 
 const KEY = "draftwire.theme";
 
@@ -11,7 +11,7 @@ export function followTheme(select) {
     try {
       localStorage.setItem(KEY, select.value);
     } catch {
-      // A browser that keeps nothing still shows the theme.
+      // Without storage the theme still applies to this page.
     }
   });
 }

@@ -1,4 +1,4 @@
-/** A text whose tokens show where they came from. */
+/** A text with its tokens marked by source. */
 
 import { nextFrame } from "./frames.js";
 
@@ -27,7 +27,7 @@ export class TokenText {
 
   /**
    * @param {HTMLElement} root Shows nothing else.
-   * @param {(token: PlacedToken | null) => void} onInspect Is told which token is looked at.
+   * @param {(token: PlacedToken | null) => void} onInspect Called with the inspected token.
    */
   constructor(root, onInspect) {
     this.root = root;
@@ -40,7 +40,7 @@ export class TokenText {
   }
 
   /**
-   * Forgets everything and shows a prompt.
+   * Clears the text and shows a prompt.
    *
    * @param {string} prompt
    */
@@ -58,7 +58,7 @@ export class TokenText {
   }
 
   /**
-   * Shows a round, soon.
+   * Adds a round, which is shown at the next frame.
    *
    * @param {Round} round
    */
@@ -68,7 +68,7 @@ export class TokenText {
   }
 
   /**
-   * Resolves when all that was added is shown.
+   * Resolves when all added rounds are shown.
    *
    * @returns {Promise<void>}
    */
@@ -160,7 +160,7 @@ export class TokenText {
   /**
    * @param {number} index
    * @param {string} key
-   * @returns {number | null} Where a key leads, null if it leads nowhere.
+   * @returns {number | null} Index of the token that the key moves to; null if it does not move.
    */
   #neighbour(index, key) {
     const last = this.#tokens.length - 1;

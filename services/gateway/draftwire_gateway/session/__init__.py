@@ -1,1 +1,1 @@
-"""One completion: the outer loop, what it asks of its peers, and what it reports."""
+"""Generation of one completion: the outer loop, its ports to peers, and its results."""

@@ -1,4 +1,4 @@
-"""What of the committed tokens is shown: their text, where it ends, and why."""
+"""Text of the committed tokens, stop conditions and finish reasons."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,15 +25,15 @@ class Delta:
     token_ids: list[int]
     text: str
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each of the tokens, if they are asked for."""
+    """One for each of the tokens, if requested."""
     sources: list[TokenSource] = field(default_factory=list)
-    """Where each of the tokens came from."""
+    """Source of each token."""
     num_draft_tokens: int = 0
-    """Draft tokens that the round judged."""
+    """Draft tokens that the round verified."""
     draft_logprobs: list[float] = field(default_factory=list)
-    """What the drafter gave each of the tokens, if it is asked for; see `Verdict.draft_logprobs`."""
+    """The drafter's log-probability of each token, if requested; see `Verdict.draft_logprobs`."""
     text_lengths: list[int] = field(default_factory=list)
-    """Characters of the text that became certain with each of the tokens, if they are asked for."""
+    """Characters of the text that became final with each token, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,36 +43,36 @@ class Finish:
     reason: FinishReason
     statistics: Statistics
     drafter_error: str
-    """Why the last drafter that was given up was; empty if none was."""
+    """Error of the drafter that was lost last; empty if none was lost."""
 
 
 class CommittedText:
-    """Makes the completion of a session's rounds: commits them, cuts them at a stop, and shows what is left."""
+    """Commits the rounds of a session, cuts them at a stop, and converts them to text."""
 
     def __init__(self, session: SessionState, text: TextStream) -> None:
-        """Takes the session, and a text that has taken what was generated before."""
+        """`text` already contains the tokens that a resumed completion starts with."""
         self._session = session
         self._text = text
 
     @property
     def may_stop(self) -> bool:
-        """Whether text may end the completion: then a round is shown before the next one is asked for."""
+        """Whether there are stop strings: then a round's text is checked before the next round is requested."""
         return self._text.may_stop
 
     def reason_before(self) -> FinishReason | None:
-        """Returns why what was generated before is complete already, if it is. All of its text was shown, then."""
+        """Returns the finish reason if a resumed completion is already complete: its whole text was sent before."""
         generation = self._session.generation
         stops = bool(generation.generated_ids) and generation.generated_ids[-1] in generation.stop_token_ids
         if not self._session.num_left:
             self._text.finish()  # may complete a stop string
         if stops or self._text.stopped:
             return FinishReason.STOP
-        if self._session.prompt.is_missing:  # a verifier tells it along with a token, also where none is to be shown
+        if self._session.prompt.is_missing:  # a verifier sends the log-probabilities only along with a token
             return None
         return None if self._session.num_left else FinishReason.LENGTH
 
     def commit(self, verdict: Verdict) -> tuple[list[int], FinishReason | None]:
-        """Commits a round and returns its tokens up to a stop token or the limit, and whether one of these ends it."""
+        """Commits a round. Returns its tokens up to a stop token or the limit, and the finish reason, if any."""
         self._session.commit(verdict)
         shown = verdict.token_ids[: self._session.num_left]
         stops = [index for index, token in enumerate(shown) if token in self._session.generation.stop_token_ids]
@@ -86,11 +86,11 @@ class CommittedText:
     def show(
         self, verdict: Verdict, token_ids: list[int], reason: FinishReason | None
     ) -> tuple[Delta, FinishReason | None]:
-        """Returns what a committed round adds to the completion, and why all ends, if so.
+        """Returns the delta of a committed round, and the finish reason, if any.
 
         Args:
             verdict: the round.
-            token_ids: those of its tokens that `commit` returned. Any after one that completes a stop string are cut.
+            token_ids: the tokens that `commit` returned. Tokens after one that completes a stop string are cut.
             reason: the reason that `commit` returned.
         """
         visible = token_ids[:-1] if reason is FinishReason.STOP else token_ids  # a stop token has no text
@@ -106,10 +106,10 @@ class CommittedText:
         return self._delta(verdict, token_ids, text, lengths), reason
 
     def _delta(self, verdict: Verdict, token_ids: list[int], text: str, lengths: list[int]) -> Delta:
-        """Returns what is told of a round, of whose tokens the first may be part of the completion alone."""
+        """Returns the delta of a round, of which `token_ids` are the first tokens, maybe not all."""
         num_tokens = len(token_ids)
         lengths = lengths + [0] * (num_tokens - len(lengths)) if self._session.generation.token_details else []
-        if lengths:  # what was held back until the end became certain with the last token
+        if lengths:  # text that was held back until the end counts for the last token
             lengths[-1] += len(text) - sum(lengths)
         return Delta(
             token_ids,

@@ -1,4 +1,4 @@
-"""Who drafts for a session: one drafter after the other, each with a permit of its own, or none. Knows no text."""
+"""The drafter of a session: at most one at a time, each with a permit of its own. Independent of text."""
 
 import asyncio
 
@@ -8,22 +8,30 @@ from draftwire.errors import DraftwireError
 from draftwire.method.keys import Role
 from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit, SendDrafted
 from draftwire.models.description import PARTIAL_BLOCKS, ModelDescription
-from draftwire_gateway.session.ports import DrafterLost, DrafterPort, DrafterReady, Peers, Said, TaggedInbox, TargetPort
+from draftwire_gateway.session.ports import (
+    DrafterLost,
+    DrafterPort,
+    DrafterReady,
+    PeerEvent,
+    Peers,
+    TaggedInbox,
+    TargetPort,
+)
 from draftwire_gateway.session.session_state import SessionState
 
 log = structlog.get_logger()
 
 
 class DrafterSeat:
-    """Holds the drafter that is asked for blocks, and seeks it beside everything else."""
+    """Holds the current drafter of a session, and opens the session on the next one in the background."""
 
-    def __init__(self, session: SessionState, peers: Peers, queue: asyncio.Queue[Said]) -> None:
-        """Seeks nobody yet.
+    def __init__(self, session: SessionState, peers: Peers, queue: asyncio.Queue[PeerEvent]) -> None:
+        """Opens no session before `seek`.
 
         Args:
-            session: what drafters are told of.
-            peers: who may be asked.
-            queue: where what drafters say arrives.
+            session: the session to draft for.
+            peers: the available drafters.
+            queue: receives the drafters' events.
         """
         self._session = session
         self._peers = peers
@@ -34,39 +42,39 @@ class DrafterSeat:
         self._known_len = 0
         self._asked_at = 0.0
         self.permit_number = -1
-        """Of the latest drafter; each has a higher one."""
+        """Permit number of the latest drafter; each drafter has a higher one."""
         self.is_ready = False
-        """Whether a drafter is there that has read the prompt."""
+        """Whether there is a drafter that has finished its prefill."""
         self.is_awaited = False
-        """Whether it was asked for a block of the open round."""
+        """Whether the drafter was asked for a block of the open round."""
         self.flush_requested = False
-        """Whether it was asked for what it has drawn of that block."""
+        """Whether the drafter was asked for the tokens drawn so far of that block."""
         self.error = ""
-        """Why the last drafter that was given up was; empty if none was."""
+        """Error of the drafter that was lost last; empty if none was lost."""
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether a drafter still reads the prompt."""
+        """Whether a drafter is still in its prefill."""
         return self._drafter is not None and not self.is_ready
 
     @property
     def room(self) -> int:
-        """How many more tokens fit into the context of the drafter; 0 where none is ready."""
+        """How many more tokens fit into the context of the drafter; 0 if no drafter is ready."""
         if self._drafter is None or not self.is_ready:
             return 0
         return self._drafter.description.context_length - len(self._session.committed)
 
     def restart(self, target: TargetPort) -> bool:
-        """Makes all drafters new to the session, which is about to go to a verifier.
+        """Makes all drafters eligible again, before the session is opened on a verifier.
 
         Returns:
-            Whether there is one that could draft for that verifier.
+            Whether there is a drafter that could draft for that verifier.
         """
         self._tried = set()
         return self._next(target) is not None
 
     def seek(self, target: TargetPort) -> None:
-        """Opens the session on the next drafter, unless there is one already; the queue learns how it went.
+        """Opens the session on the next drafter, unless there is one already. The queue receives the outcome.
 
         Args:
             target: the verifier that its blocks go to.
@@ -81,18 +89,18 @@ class DrafterSeat:
         inbox = TaggedInbox(self._queue, self._session.epoch, self.permit_number)
         self._opening = asyncio.create_task(_open(drafter, self._spec(drafter.description, target), inbox))
 
-    def take_ready(self) -> None:
-        """Notes that the drafter has read the prompt, unless it was lost meanwhile."""
+    def mark_ready(self) -> None:
+        """Marks the drafter as ready after its prefill, unless it was lost meanwhile."""
         if self._drafter is not None:
             self.is_ready = True
-            self._session.note("drafter ready", epoch=self._session.epoch)
+            self._session.add_event("drafter ready", epoch=self._session.epoch)
 
     def timeout_s(self, most: float) -> float:
-        """Returns how long its next block may take before it is hurried, at most `most`."""
-        return self._asked.round_trip.timeout_s(most)
+        """Returns the timeout of the drafter's next block, after which `request_flush` is due; at most `most`."""
+        return self._ready_drafter.round_trip.timeout_s(most)
 
     def ask_for_block(self, num_draft_tokens: int) -> None:
-        """Asks for a block of the open round, and tells what was committed since the last one.
+        """Requests a block of the open round, and sends the tokens committed since the last one.
 
         Raises:
             DraftwireError: the drafter cannot be asked.
@@ -101,41 +109,43 @@ class DrafterSeat:
         self._known_len = len(self._session.committed)
         self.is_awaited, self.flush_requested = True, False
         self._asked_at = asyncio.get_running_loop().time()
-        news = self._session.committed.ids[base_len:]
-        self._asked.calibrate(Calibration(self._session.fence, base_len, news, num_draft_tokens))
+        new_ids = self._session.committed.ids[base_len:]
+        self._ready_drafter.calibrate(Calibration(self._session.fence, base_len, new_ids, num_draft_tokens))
 
     @property
     def can_flush(self) -> bool:
-        """Whether it may be asked for what it has drawn of the block, which it was not yet."""
-        return not self.flush_requested and PARTIAL_BLOCKS in self._asked.description.capabilities
+        """Whether the drafter supports partial blocks, and was not asked for this one yet."""
+        return not self.flush_requested and PARTIAL_BLOCKS in self._ready_drafter.description.capabilities
 
     def request_flush(self) -> None:
-        """Asks for what is drawn of the block.
+        """Requests the tokens drawn so far of the block.
 
         Raises:
             DraftwireError: the drafter cannot be asked.
         """
         self.flush_requested = True
-        self._asked.send_drafted(SendDrafted(self._session.session_id, self._session.epoch, self._session.round))
+        self._ready_drafter.send_drafted(
+            SendDrafted(self._session.session_id, self._session.epoch, self._session.round)
+        )
 
     def end_round(self) -> None:
-        """Notes that the open round was decided: if by a block, its time is one of the drafter's."""
+        """Ends the open round; if a block was requested, updates the drafter's round-trip estimate."""
         if self.is_awaited and self._drafter is not None:
-            self._drafter.round_trip.learn(asyncio.get_running_loop().time() - self._asked_at)
+            self._drafter.round_trip.add(asyncio.get_running_loop().time() - self._asked_at)
         self.is_awaited = False
 
     def give_up(self, error: Exception) -> bool:
-        """Goes on without this drafter, if it has not gone already: a loss is told in several ways.
+        """Drops the drafter, unless it was dropped before: one loss may cause several events.
 
         Returns:
-            Whether a block of it was awaited, so that the open round is to be asked for in another way.
+            Whether a block was awaited, so that the open round must be requested in another way.
         """
         if self._drafter is None:
             return False
-        # What is not one of our own errors may quote the prompt.
+        # Messages of other exceptions may quote the prompt.
         reason = str(error) if isinstance(error, DraftwireError) else f"internal error: {type(error).__name__}"
         log.warning("gateway.drafter_lost", session_id=self._session.session_id, reason=reason)
-        self._session.note("drafter lost", epoch=self._session.epoch, reason=reason)
+        self._session.add_event("drafter lost", epoch=self._session.epoch, reason=reason)
         self.error = reason
         self._session.statistics.num_drafters_lost += 1
         was_awaited = self.is_awaited
@@ -143,7 +153,7 @@ class DrafterSeat:
         return was_awaited
 
     def drop(self) -> None:
-        """Ends the session on the drafter, if there is one, or its opening. To be done before the epoch ends."""
+        """Closes the session on the drafter, or cancels its opening. To be called before the epoch ends."""
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
@@ -152,12 +162,12 @@ class DrafterSeat:
         self._drafter, self.is_ready, self.is_awaited = None, False, False
 
     @property
-    def _asked(self) -> DrafterPort:
+    def _ready_drafter(self) -> DrafterPort:
         assert self._drafter is not None, "only a drafter that is ready is asked"
         return self._drafter
 
     def _next(self, target: TargetPort) -> DrafterPort | None:
-        """Returns the drafter to ask next, if there is one that was not asked yet and could draft something."""
+        """Returns the next drafter that was not tried yet and whose context is long enough; None if there is none."""
         unwanted = set(self._tried)
         longest = 0
         while self._session.generation.num_speculative_tokens:
@@ -168,7 +178,7 @@ class DrafterSeat:
                 return drafter
             longest = max(longest, drafter.description.context_length)
             unwanted.add(drafter.instance_id)
-        if longest and self.permit_number < 0:  # else one has drafted as far as it could
+        if longest and self.permit_number < 0:  # otherwise a drafter was used until its context was full
             self.error = f"the text is longer than the drafter's context of {longest}"
         return None
 

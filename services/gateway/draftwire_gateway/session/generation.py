@@ -1,4 +1,4 @@
-"""What a user asks for, checked and completed with the server's defaults."""
+"""Validation of requests, and completion with the server's defaults."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ MAX_CHOICES = 128
 
 @dataclass(frozen=True, slots=True)
 class SpeculationDefaults:
-    """What a request gets that does not say."""
+    """Defaults of speculation parameters that a request leaves out."""
 
     num_speculative_tokens: int
     max_speculative_tokens: int
@@ -28,20 +28,20 @@ class SpeculationDefaults:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedChoice:
-    """What came of one choice before the request was interrupted."""
+    """Tokens of one choice that were generated before the request was interrupted."""
 
     choice: int
     token_ids: tuple[int, ...] = ()
     is_finished: bool = False
-    """Nothing of it is generated or sent again."""
+    """Whether the choice was complete: it is not generated or sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedGeneration:
-    """A request as it arrived; None is what the user left out."""
+    """A request before validation; None stands for parameters that were left out."""
 
     prompts: list[list[int]]
-    """Ids of each."""
+    """Token ids of each prompt."""
     sampling: SamplingParams
     num_choices: int | None = None
     """Completions of each prompt."""
@@ -62,37 +62,37 @@ class RequestedGeneration:
 
     @property
     def num_ids(self) -> int:
-        """How many token ids it has in all."""
-        return sum(map(len, self.prompts)) + sum(len(came.token_ids) for came in self.generated_choices)
+        """Total number of token ids."""
+        return sum(map(len, self.prompts)) + sum(len(generated.token_ids) for generated in self.generated_choices)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One choice of a request that can be carried out."""
+    """One choice of a validated request."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
     max_tokens: int
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
-    """The request's and, unless they are ignored, the model's."""
+    """The request's stop tokens and, without `ignore_eos`, the model's."""
     seed: int
-    """The same for all choices of a request: their random numbers are told apart by `choice`."""
+    """The same for all choices of a request: their random numbers differ by `choice`."""
     num_speculative_tokens: int
     rule: RuleFacts
     cache_salt: str = ""
     generated_ids: tuple[int, ...] = ()
-    """What was generated before; counts in `max_tokens`."""
+    """Tokens that were generated before an interruption; they count in `max_tokens`."""
     logprobs: LogprobsRequest = NO_LOGPROBS
-    """Of the prompt they are asked for by its first choice alone."""
+    """Those of the prompt are requested only by its first choice."""
     choice: int = 0
-    """Which choice of the request."""
+    """Index of the choice in the request."""
     prompt_index: int = 0
-    """Which prompt of the request."""
+    """Index of the prompt in the request."""
     echo: bool = False
-    """Whether the prompt is sent back, which the first choice of each alone asks for."""
+    """Whether the prompt is sent back; true only for the first choice of each prompt."""
     token_details: bool = False
-    """Whether it is told of each token what part of the text it made certain, and what the drafter gave it."""
+    """Whether the text and the drafter's log-probability of each token are reported."""
 
     @property
     def is_lossy(self) -> bool:
@@ -100,10 +100,10 @@ class Generation:
         return not self.rule.is_lossless
 
     def session_parameters(self, traceparent: str = "") -> SessionParameters:
-        """Returns what both services have to know of it.
+        """Returns the parameters that both services need.
 
         Args:
-            traceparent: the span that the services' spans are below; empty if nothing is traced.
+            traceparent: parent of the services' spans; empty if nothing is traced.
         """
         return SessionParameters(
             prompt_len=len(self.prompt_ids),
@@ -118,7 +118,7 @@ class Generation:
 
     @property
     def max_len(self) -> int:
-        """Most tokens of prompt and completion together. A verifier emits one at least, shown or not."""
+        """Most tokens of prompt and completion together. A verifier emits at least one token, shown or not."""
         return len(self.prompt_ids) + max(1, self.max_tokens)
 
 
@@ -128,10 +128,10 @@ def complete_request(
     """Checks a request against the target and fills in the defaults.
 
     Returns:
-        What is to be carried out, in the order of choices. Those that were finished before are left out.
+        The choices to run, in their order, without those that were complete before.
 
     Raises:
-        InvalidRequestError: a value is out of range; the message names it and its range.
+        InvalidRequestError: a value is out of range; the message names the parameter and its range.
     """
     num_choices = check_num_choices(len(request.prompts), request.num_choices)
     stop_token_ids = _stop_token_ids(request, target)
@@ -153,7 +153,7 @@ def complete_request(
         logprobs=_wanted_logprobs(request),
         token_details=request.token_details,
     )
-    before = _checked_by_choice(request, len(request.prompts) * num_choices)
+    before = _generated_by_choice(request, len(request.prompts) * num_choices)
     generations: list[Generation] = []
     for index, prompt_ids in enumerate(request.prompts):
         name = "the prompt" if len(request.prompts) == 1 else f"prompt {index}"
@@ -164,19 +164,19 @@ def complete_request(
             max_tokens=_max_tokens(request, prompt_ids, name, target),
         )
         for choice in range(index * num_choices, (index + 1) * num_choices):
-            came = before.get(choice, GeneratedChoice(choice))
-            _check_came(came, prompt, target)
-            if not came.is_finished:
-                reports_prompt = choice == index * num_choices and not came.token_ids
-                generations.append(_choice_of(prompt, came, request, reports_prompt=reports_prompt))
+            generated = before.get(choice, GeneratedChoice(choice))
+            _check_generated(generated, prompt, target)
+            if not generated.is_finished:
+                reports_prompt = choice == index * num_choices and not generated.token_ids
+                generations.append(_choice_of(prompt, generated, request, reports_prompt=reports_prompt))
     return generations
 
 
 def check_num_choices(num_prompts: int, num_choices: int | None) -> int:
-    """Returns how many completions of each prompt are asked for.
+    """Returns the number of choices per prompt, by default 1.
 
     Raises:
-        InvalidRequestError: none, or too many.
+        InvalidRequestError: the number of prompts or choices is 0 or too large.
     """
     if num_prompts < 1:
         raise InvalidRequestError("prompts is empty")
@@ -193,20 +193,20 @@ def check_num_choices(num_prompts: int, num_choices: int | None) -> int:
 
 
 def _choice_of(
-    prompt: Generation, came: GeneratedChoice, request: RequestedGeneration, *, reports_prompt: bool
+    prompt: Generation, generated: GeneratedChoice, request: RequestedGeneration, *, reports_prompt: bool
 ) -> Generation:
-    """Returns one choice. What is told of a prompt comes before its first choice's first token, and so only once."""
+    """Returns one choice of a prompt. Only a choice with `reports_prompt` reports echo and prompt log-probabilities."""
     return replace(
         prompt,
-        choice=came.choice,
-        generated_ids=came.token_ids,
+        choice=generated.choice,
+        generated_ids=generated.token_ids,
         logprobs=prompt.logprobs if reports_prompt else replace(prompt.logprobs, prompt_logprobs=None),
         echo=request.echo and reports_prompt,
     )
 
 
 def _max_tokens(request: RequestedGeneration, prompt_ids: list[int], name: str, target: ModelDescription) -> int:
-    """Checks a prompt, and returns how many tokens may follow it."""
+    """Checks a prompt, and returns the largest number of tokens to generate after it."""
     prompt_len = len(prompt_ids)
     if prompt_len == 0:
         raise InvalidRequestError(f"{name} is empty")
@@ -230,7 +230,7 @@ def _max_tokens(request: RequestedGeneration, prompt_ids: list[int], name: str, 
 
 
 def _stop_token_ids(request: RequestedGeneration, target: ModelDescription) -> frozenset[int]:
-    """Checks where the text may end, and returns the tokens that end it."""
+    """Checks stop strings and stop tokens, and returns the stop tokens."""
     if len(request.stop) > MAX_STOP_STRINGS or any(not 1 <= len(stop) <= MAX_STOP_LENGTH for stop in request.stop):
         raise InvalidRequestError(
             f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters each"
@@ -260,9 +260,9 @@ def _num_speculative_tokens(request: RequestedGeneration, defaults: SpeculationD
     return 0 if request.max_tokens == 0 else speculative
 
 
-def _checked_by_choice(request: RequestedGeneration, num_choices: int) -> dict[int, GeneratedChoice]:
-    """Returns what came of each choice of which something came."""
-    before = {came.choice: came for came in request.generated_choices}
+def _generated_by_choice(request: RequestedGeneration, num_choices: int) -> dict[int, GeneratedChoice]:
+    """Returns the choices that were begun before an interruption, by index."""
+    before = {generated.choice: generated for generated in request.generated_choices}
     if len(before) < len(request.generated_choices):
         raise InvalidRequestError("generated_choices names a choice twice")
     if not all(0 <= choice < num_choices for choice in before):
@@ -270,17 +270,17 @@ def _checked_by_choice(request: RequestedGeneration, num_choices: int) -> dict[i
     return before
 
 
-def _check_came(came: GeneratedChoice, prompt: Generation, target: ModelDescription) -> None:
-    """Refuses what cannot have come of a choice of this prompt."""
-    if len(came.token_ids) > prompt.max_tokens:
+def _check_generated(generated: GeneratedChoice, prompt: Generation, target: ModelDescription) -> None:
+    """Refuses generated tokens that this prompt's choice cannot have had."""
+    if len(generated.token_ids) > prompt.max_tokens:
         raise InvalidRequestError(
-            f"generated_choices has {len(came.token_ids)} ids of choice {came.choice}, more than max_tokens, "
+            f"generated_choices has {len(generated.token_ids)} ids of choice {generated.choice}, more than max_tokens, "
             f"{prompt.max_tokens}"
         )
-    if not _are_ids(came.token_ids, target):
+    if not _are_ids(generated.token_ids, target):
         raise InvalidRequestError(f"token ids of generated_choices must be in 0..{target.vocab_size - 1}")
-    if not prompt.stop_token_ids.isdisjoint(came.token_ids[:-1]):
-        raise InvalidRequestError(f"generated_choices: choice {came.choice} goes on after a stop token")
+    if not prompt.stop_token_ids.isdisjoint(generated.token_ids[:-1]):
+        raise InvalidRequestError(f"generated_choices: choice {generated.choice} goes on after a stop token")
 
 
 def _are_ids(token_ids: Sequence[int], target: ModelDescription) -> bool:

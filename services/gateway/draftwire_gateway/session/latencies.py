@@ -1,4 +1,4 @@
-"""What users wait for: the first token, each further one, and the end."""
+"""Latencies of requests: time to first token, inter-token latency, end-to-end latency."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from draftwire.runtime.histogram import Tally
 
 
 class LatencyTallies(Protocol):
-    """Where waiting is counted, seconds."""
+    """Histograms of latencies, seconds."""
 
     time_to_first_token_s: Tally
     inter_token_latency_s: Tally
@@ -18,21 +18,21 @@ class LatencyTallies(Protocol):
 
 @dataclass(slots=True)
 class Latencies:
-    """Times the choices of one request, from when it was taken on. All that a round brings comes at once, so the time
-    since the round before is shared equally among its tokens: each counts as one value.
+    """Measures the choices of one request, from when its prompts were tokenised. The tokens of a round arrive together,
+    so the time since the round before is divided equally among them: each counts as one value.
     """
 
     tallies: LatencyTallies
     clock: Callable[[], float] = time.perf_counter
     _began_at: float = field(init=False)
     _last_at: dict[int, float] = field(default_factory=dict)
-    """When the last tokens of each choice came."""
+    """Time of the last tokens of each choice."""
 
     def __post_init__(self) -> None:
         self._began_at = self.clock()
 
     def count_tokens(self, choice: int, num_tokens: int) -> None:
-        """Notes that tokens of a choice have come."""
+        """Observes the latency of new tokens of a choice."""
         if not num_tokens:
             return
         now, last = self.clock(), self._last_at.get(choice)
@@ -43,5 +43,5 @@ class Latencies:
             self.tallies.inter_token_latency_s.observe((now - last) / num_tokens, num_tokens)
 
     def count_end(self) -> None:
-        """Notes that a choice is complete."""
+        """Observes the latency of a complete choice."""
         self.tallies.e2e_request_latency_s.observe(self.clock() - self._began_at)

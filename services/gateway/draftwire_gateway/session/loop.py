@@ -1,14 +1,14 @@
-"""The outer loop of speculative decoding, for one session. Knows neither gRPC nor models.
+"""The outer loop of speculative decoding, for one session. Independent of gRPC and models.
 
-    open a session on a verifier, and beside it one on a drafter; the verifier decodes the first token by itself
+    open a session on a verifier and, concurrently, on a drafter; the verifier decodes the first token by itself
     repeat:
-        take the verdict of the round: commit its tokens, show their text, stop if it is time to
-        ask for the next round: a block of the drafter, or a plain run where there is no drafter
+        receive the verdict of the round: commit its tokens, emit their text, finish at a stop condition
+        request the next round: a block of the drafter, or a plain run without a drafter
 
-The loop owns what is committed (`session_state`, `committed_text`), so it survives its peers. A drafter that is lost is
-replaced by another one, and until then by plain runs (`drafter_seat`). A verifier that is lost is replaced too
+The loop owns the committed tokens (`session_state`, `committed_text`), so it survives its peers. A lost drafter is
+replaced by another one, and until then by plain runs (`drafter_seat`). A lost verifier is replaced too
 (`verifier_seat`): the session is opened elsewhere with all committed ids, under the next epoch, and goes on with the
-round that was open. Whatever the lost ones still say is fenced off.
+round that was open. Late events of lost peers are fenced off.
 
 Source: Sun et al. 2024 (arXiv 2403.10444), Algorithm 3.
 """
@@ -28,8 +28,8 @@ from draftwire_gateway.session.ports import (
     BlocksRefused,
     DrafterLost,
     DrafterReady,
+    PeerEvent,
     Peers,
-    Said,
     TargetLost,
     TargetPort,
 )
@@ -41,7 +41,7 @@ from draftwire_gateway.text.text import TextStream
 
 
 class GenerationLoop:
-    """Carries out one generation. Use once."""
+    """Runs one generation. Use once."""
 
     def __init__(
         self,
@@ -52,31 +52,31 @@ class GenerationLoop:
         observer: RoundObserver | None = None,
         spans: ChoiceSpans | None = None,
     ) -> None:
-        """Prepares; `run` does the work.
+        """Opens no session before `run`.
 
         Args:
-            generation: what is wanted.
-            peers: who can do it.
-            text: has taken what was generated before, if something was.
-            settings: how long to wait.
-            observer: hears of each committed round.
-            spans: records what becomes of the session; None records nothing.
+            generation: the choice to generate.
+            peers: the available verifiers and drafters.
+            text: the text so far of a resumed completion, else empty.
+            settings: timeouts and lengths of plain runs.
+            observer: called for each committed round.
+            spans: traces the session; None traces nothing.
         """
         self._settings = settings
-        # Peers never wait here, but there is a bound to what they say unasked: the verdicts of a block and a plain run,
-        # and of a prompt that is reported, MAX_LOGPROBS + 1 entries for each of its tokens.
-        self._queue: asyncio.Queue[Said] = asyncio.Queue()
+        # Unbounded, so that peers never block, but what they send unrequested is limited: the verdicts of a block and a
+        # plain run, and for a reported prompt MAX_LOGPROBS + 1 entries for each of its tokens.
+        self._queue: asyncio.Queue[PeerEvent] = asyncio.Queue()
         self._session = SessionState(generation, spans)
         self._text = CommittedText(self._session, text)
         self._verifier = VerifierSeat(self._session, peers, self._queue, settings)
         self._drafter = DrafterSeat(self._session, peers, self._queue)
         self._watch = RoundWatch(observer)
-        self._due = 0.0
+        self._deadline = 0.0
         self.statistics = self._session.statistics
 
     @property
     def verifier_address(self) -> str:
-        """Where the session is open; empty if it is not."""
+        """Address of the verifier; empty if the session is not open."""
         return self._verifier.address
 
     async def run(
@@ -87,18 +87,19 @@ class GenerationLoop:
         waits_for_room: bool = False,
         on_open: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[Delta | PromptPart | Finish]:
-        """Yields what is reported of the prompt, then deltas as their tokens are committed, then one finish.
+        """Yields the prompt's log-probabilities if requested, then deltas as their tokens are committed, then one
+        finish.
 
         Args:
-            arrived_at: when the request came, by `time.perf_counter`; without it, now.
-            verifier: address of the one that holds the prompt already, and is tried first.
-            waits_for_room: whether full verifiers are tried for `failover_timeout_s`.
-            on_open: called when the session is open for the first time, long before the first token may come; not if
-                all was generated before.
+            arrived_at: when the request arrived, by `time.perf_counter`; by default now.
+            verifier: address of a verifier with the prompt in its KV cache, which is tried first.
+            waits_for_room: whether full verifiers are retried for `failover_timeout_s`.
+            on_open: called when the session is opened for the first time, before the prefill; not if the completion
+                was already complete.
 
         Raises:
             InvalidRequestError: the verifier refused the session.
-            NoRoomError: no verifier has room for it. Nothing was yielded.
+            NoRoomError: no verifier has room for the session. Nothing was yielded.
             CompletionInterruptedError: no verifier is left.
         """
         started = time.perf_counter() if arrived_at is None else arrived_at
@@ -116,13 +117,13 @@ class GenerationLoop:
                     continue
                 self._drafter.end_round()
                 self._verifier.end_round()
-                self._expect(self._settings.verdict_timeout_s)  # of a plain run, the verifier goes on
+                self._set_timeout(self._settings.verdict_timeout_s)  # for the next round of a plain run
                 token_ids, reason = self._text.commit(verdict)
                 asks = verdict.plain_rounds_left == 0
                 if asks and reason is None and not self._text.may_stop:
                     self._ask_for_round()
                     asks = False
-                    await asyncio.sleep(0)  # lets the request leave before we turn to the text
+                    await asyncio.sleep(0)  # lets the request be sent before the text is decoded
                 delta, reason = self._text.show(verdict, token_ids, reason)
                 if asks and reason is None:
                     self._ask_for_round()
@@ -138,20 +139,20 @@ class GenerationLoop:
             self._session.end(reason.value if reason is not None else "")
 
     async def _next_verdict(self) -> Verdict | PromptPart:
-        """Returns the verdict of the current round, or more of the prompt, and deals with all else that arrives."""
+        """Returns the verdict of the current round, or prompt log-probabilities, and handles all other events."""
         while True:
             try:
-                async with asyncio.timeout_at(self._due):
-                    said = await self._queue.get()
+                async with asyncio.timeout_at(self._deadline):
+                    event = await self._queue.get()
             except TimeoutError:
-                await self._deal_with_silence()
+                await self._handle_timeout()
                 continue
-            if said.epoch != self._session.epoch or said.permit_number not in (None, self._drafter.permit_number):
-                continue  # of a peer that was given up
-            match said.event:
+            if event.epoch != self._session.epoch or event.permit_number not in (None, self._drafter.permit_number):
+                continue  # of a peer that was dropped
+            match event.event:
                 case Verdict() as verdict if verdict.fence == self._session.fence:
                     if self._session.has_all_of(verdict):
-                        self._watch.take(verdict, said.at)
+                        self._watch.take(verdict, event.at)
                         return verdict
                     await self._move(UnavailableError("the verifier left out log-probabilities"))
                 case PromptRead(part=part):
@@ -166,38 +167,38 @@ class GenerationLoop:
                 case DrafterLost(error):
                     self._give_up_drafter(error)
                 case DrafterReady():
-                    self._drafter.take_ready()
+                    self._drafter.mark_ready()
 
     async def _take_prompt(self, part: PromptPart) -> PromptPart | None:
-        """Returns what is new in a part of the prompt, if anything is."""
+        """Returns the new tokens of a part of the prompt's log-probabilities, if any."""
         try:
             new = self._session.prompt.take(part)
         except ProtocolViolationError as error:
             await self._move(UnavailableError(str(error)))
             return None
         if new is not None:
-            self._expect(self._settings.prompt_timeout_s)
+            self._set_timeout(self._settings.prompt_timeout_s)
         return new
 
-    async def _deal_with_silence(self) -> None:
-        """Does what is to be done when the current round takes too long."""
+    async def _handle_timeout(self) -> None:
+        """Moves the session, flushes the block or drops the drafter, when the current round takes too long."""
         if not self._drafter.is_awaited:
             await self._move(UnavailableError("the verifier was silent for too long"))
         elif not self._drafter.can_flush:
             self._give_up_drafter(UnavailableError("no block in time, not even a part of one"))
         else:
-            self._expect(self._settings.block_timeout_s)
+            self._set_timeout(self._settings.block_timeout_s)
             try:
                 self._drafter.request_flush()
             except DraftwireError as error:
                 self._give_up_drafter(error)
 
-    def _expect(self, seconds: float) -> None:
-        """Says how long the current round may take from now on."""
-        self._due = asyncio.get_running_loop().time() + seconds
+    def _set_timeout(self, seconds: float) -> None:
+        """Sets the timeout of the current round, from now on."""
+        self._deadline = asyncio.get_running_loop().time() + seconds
 
     def _ask_for_round(self) -> None:
-        """Asks for the next round: a block if a drafter can make one, else plain rounds."""
+        """Requests the next round: a block if a drafter is ready and has room, else plain rounds."""
         self._drafter.seek(self._verifier.target)
         num_draft_tokens = self._num_draft_tokens()
         if num_draft_tokens >= 1:
@@ -206,49 +207,49 @@ class GenerationLoop:
         bridging = self._drafter.is_warming_up
         rounds = self._settings.bridge_rounds if bridging else self._settings.plain_run_rounds
         self._watch.ask(WhyPlain.NO_ROOM if self._drafter.is_ready else self._why_no_block(bridging))
-        self._expect(self._settings.verdict_timeout_s)
+        self._set_timeout(self._settings.verdict_timeout_s)
         self._verifier.run_plain(min(rounds, self._session.num_left))
 
     def _num_draft_tokens(self) -> int:
-        """Returns how many tokens are to be drafted for the next round, if any.
+        """Returns how many tokens to draft for the next round; less than 1 for none.
 
-        Depends on lengths alone, never on what is drafted: see docs/exactness.md. The verifier's own token is the last.
+        Depends only on lengths, never on the drafted tokens: see docs/exactness.md. One token is left for the verifier.
         """
         wanted = self._session.generation.num_speculative_tokens
         return min(wanted, self._session.num_left - 1, self._drafter.room)
 
     def _ask_for_block(self, num_draft_tokens: int) -> None:
         self._watch.ask(WhyPlain.EMPTY_BLOCK)
-        self._expect(self._drafter.timeout_s(self._settings.block_timeout_s))
+        self._set_timeout(self._drafter.timeout_s(self._settings.block_timeout_s))
         try:
             self._drafter.ask_for_block(num_draft_tokens)
         except DraftwireError as error:
             self._give_up_drafter(error)
 
     def _why_no_block(self, has_drafter: bool) -> WhyPlain:
-        """Returns why a round is plain, which it need not be once a drafter is ready."""
+        """Returns why a round is plain before a drafter is ready."""
         if not self._session.generation.num_speculative_tokens:
             return WhyPlain.NOT_ASKED_FOR
         return WhyPlain.WARMING_UP if has_drafter else WhyPlain.NO_DRAFTER
 
     def _prepare(self, target: TargetPort) -> int:
-        """Makes ready for a verifier that is to be asked to take the session; a `Prepare`."""
+        """Prepares an attempt to open the session on a verifier, and returns its plain rounds; a `Prepare`."""
         has_drafter = self._drafter.restart(target)
         self._watch.ask(self._why_no_block(has_drafter), opens=True)
         return 1 if has_drafter else self._settings.plain_run_rounds
 
     def _begin(self) -> None:
-        """Goes on with the open round on the verifier that took the session."""
-        self._expect(self._settings.prompt_timeout_s)
+        """Continues the open round on a verifier that accepted the session."""
+        self._set_timeout(self._settings.prompt_timeout_s)
         self._drafter.seek(self._verifier.target)
 
     async def _move(self, error: Exception) -> None:
-        """Opens the session elsewhere; see `VerifierSeat.move`. The drafter's blocks went to the one that is lost."""
+        """Moves the session to another verifier. The drafter is dropped, since it sends its blocks to the lost one."""
         self._drafter.drop()
         await self._verifier.move(error, self._prepare)
         self._begin()
 
     def _give_up_drafter(self, error: Exception) -> None:
-        """Goes on without this drafter; a block that was asked for becomes a plain round, whichever comes first."""
+        """Drops the drafter. If a block was awaited, requests the round again; the first verdict of either counts."""
         if self._drafter.give_up(error):
             self._ask_for_round()

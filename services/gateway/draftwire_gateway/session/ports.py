@@ -1,4 +1,4 @@
-"""What the gateway needs of verifiers and drafters, and what it hears from them."""
+"""Ports to verifiers and drafters, and their events."""
 
 import asyncio
 import time
@@ -21,37 +21,37 @@ from draftwire_gateway.session.round_trip_estimate import RoundTripEstimate
 
 @dataclass(frozen=True, slots=True)
 class TargetLost:
-    """The session on the verifier is gone."""
+    """The session on the verifier is lost."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRefused:
-    """The verifier takes no more blocks from a drafter of the session; the round is still open."""
+    """The verifier accepts no more blocks from a drafter of the session; the round is still open."""
 
     error: Exception
     permit_number: int
-    """Which drafter."""
+    """Permit number of that drafter."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterLost:
-    """The session on the drafter is gone."""
+    """The session on the drafter is lost."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterReady:
-    """The drafter has read the prompt."""
+    """The drafter has finished its prefill."""
 
 
 SessionEvent = Verdict | PromptRead | TargetLost | BlocksRefused | DrafterLost | DrafterReady
 
 
 class Inbox(Protocol):
-    """Where everything that one peer says about one session arrives, in order."""
+    """Receives the events of one peer for one session, in order."""
 
     def put_nowait(self, item: SessionEvent) -> None:
         """Adds an event."""
@@ -66,20 +66,20 @@ class TargetPort(Protocol):
 
     @property
     def address(self) -> str:
-        """Where drafters reach it."""
+        """Address at which drafters reach the verifier."""
 
     @property
     def zone(self) -> str | None:
-        """Where it stands, if that is known."""
+        """Zone of the verifier, if known."""
 
     def takes_blocks_of(self, drafter_id: int) -> bool:
-        """Whether a drafter is not in quarantine there, as far as is known."""
+        """Whether the verifier has not reported a drafter as quarantined."""
 
     async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
-        """Opens a session, whose verdicts then go to the inbox, or raises why not."""
+        """Opens a session, whose verdicts then go to the inbox. Raises if the verifier refuses or cannot be reached."""
 
     def run_plain(self, run: PlainRun) -> None:
-        """Asks for plain rounds, without waiting."""
+        """Requests plain rounds, without waiting."""
 
     def close(self, session_id: int, epoch: int) -> None:
         """Ends a session, without waiting. Its inbox gets nothing more."""
@@ -94,27 +94,27 @@ class DrafterPort(Protocol):
 
     @property
     def instance_id(self) -> int:
-        """Names the drafter's process."""
+        """Identifies the drafter's process."""
 
     @property
     def round_trip(self) -> RoundTripEstimate:
-        """How long its blocks take, whoever asks."""
+        """Estimate of the time that its blocks take, over all sessions."""
 
     async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
-        """Opens a session and returns when it is ready to draft, or raises why not."""
+        """Opens a session and returns after the prefill. Raises if the drafter refuses or cannot be reached."""
 
     def calibrate(self, calibration: Calibration) -> None:
-        """Asks for a block, without waiting."""
+        """Requests a block, without waiting."""
 
     def send_drafted(self, command: SendDrafted) -> None:
-        """Asks for a block under way as far as it is drawn, without waiting."""
+        """Requests the tokens drawn so far of the block in progress, without waiting."""
 
     def close(self, session_id: int, epoch: int) -> None:
         """Ends a session, without waiting. Its inbox gets nothing more."""
 
 
 class Peers(Protocol):
-    """The verifiers and drafters that there are now."""
+    """The available verifiers and drafters."""
 
     def targets(self) -> Sequence[TargetPort]:
         """Returns the verifiers that sessions can be opened on, the best first."""
@@ -124,30 +124,30 @@ class Peers(Protocol):
 
         Args:
             target: the verifier.
-            but: instance ids of drafters that are not wanted.
+            but: instance ids of drafters to leave out.
         """
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """An event, and which of the session's peers, one after the other, it comes from."""
+class PeerEvent:
+    """An event, and the peer of the session that sent it."""
 
     epoch: int
     permit_number: int | None
-    """None of a verifier."""
+    """Identifies the drafter; None for events of a verifier."""
     event: SessionEvent
     at: float = field(default_factory=time.perf_counter)
-    """When it arrived."""
+    """Time of arrival, by `time.perf_counter`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedInbox:
-    """An `Inbox` that remembers who speaks."""
+    """An `Inbox` that adds the sender to each event."""
 
-    queue: asyncio.Queue[Said]
+    queue: asyncio.Queue[PeerEvent]
     epoch: int
     permit_number: int | None = None
 
     def put_nowait(self, item: SessionEvent) -> None:
-        """Adds an event, with its sender and the time."""
-        self.queue.put_nowait(Said(self.epoch, self.permit_number, item))
+        """Adds an event, with its sender and time of arrival."""
+        self.queue.put_nowait(PeerEvent(self.epoch, self.permit_number, item))

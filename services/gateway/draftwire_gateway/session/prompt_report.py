@@ -1,32 +1,32 @@
-"""How far the log-probabilities of a prompt have come. Survives the verifiers that compute them."""
+"""Progress of a prompt's log-probabilities, which continues when the session moves to another verifier."""
 
 from draftwire.errors import ProtocolViolationError
 from draftwire.requests.logprobs import PromptPart
 
 
 class PromptReport:
-    """Puts parts together, each token once: a verifier that takes over from another one begins anew."""
+    """Reports each token of a prompt once: a verifier that takes over starts again at the first token."""
 
     def __init__(self, prompt_ids: list[int], is_wanted: bool) -> None:
-        """Has nothing yet.
+        """Starts at the second token.
 
         Args:
-            prompt_ids: the prompt. Of its first token nothing is said.
-            is_wanted: whether anything is to be reported.
+            prompt_ids: the prompt. Its first token has no log-probability.
+            is_wanted: whether log-probabilities were requested.
         """
         self._prompt_ids = prompt_ids
         self._position = 1 if is_wanted else len(prompt_ids)
 
     @property
     def is_missing(self) -> bool:
-        """Whether tokens are to come."""
+        """Whether log-probabilities are missing."""
         return self._position < len(self._prompt_ids)
 
     def take(self, part: PromptPart) -> PromptPart | None:
-        """Returns what is new in a part; None if nothing is.
+        """Returns the new tokens of a part; None if all were reported before.
 
         Raises:
-            ProtocolViolationError: tokens are left out, or are not the prompt's.
+            ProtocolViolationError: tokens are missing, or are not those of the prompt.
         """
         start = part.first_position
         expected = self._prompt_ids[start : start + len(part.tokens)]

@@ -1,9 +1,9 @@
-"""Where the time of each round goes, as the gateway sees it.
+"""Breakdown of the time of each round, measured at the gateway.
 
     asked for ── draft ── wire ── queue ── verify ── wire ──▶ verdict ── gateway ──▶ the next round is asked for
 
-The rounds of a session lie end to end: each starts when the one before it left the gateway, so that no time is counted
-twice. Left out are the time before the first round is asked for, and rounds that are cut short.
+The rounds of a session are contiguous: each starts at the end of the one before, so that no time is counted twice. The
+time before the first request of a round, and rounds that are cut short, are left out.
 """
 
 import time
@@ -15,14 +15,14 @@ from draftwire.method.rounds import Verdict
 
 
 class WhyPlain(Enum):
-    """Why no draft token was judged in a round."""
+    """Why no draft token was verified in a round."""
 
     NOT_ASKED_FOR = "not_asked_for"
-    """The request wants no speculation."""
+    """The request disables speculation."""
     NO_DRAFTER = "no_drafter"
-    """None is there, or none that the session has not tried and whose context is long enough."""
+    """There is no untried drafter whose context is long enough."""
     WARMING_UP = "warming_up"
-    """The drafter still reads the prompt."""
+    """The drafter is in its prefill."""
     NO_ROOM = "no_room"
     """One token is left, or the drafter's context is full."""
     EMPTY_BLOCK = "empty_block"
@@ -31,44 +31,44 @@ class WhyPlain(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RoundTimes:
-    """One committed round. Times are by `time.perf_counter`, durations in seconds.
+    """Times of one committed round. Times are by `time.perf_counter`, durations in seconds.
 
-    `lost_s` to `wire_s` sum to `ended_at - started_at`, and with `gateway_s` to `duration_s`. What the services report
-    of themselves never makes more than what the gateway measured: what is beyond it is cut off.
+    `lost_s` to `wire_s` sum to `ended_at - started_at`, and with `gateway_s` to `duration_s`. Durations reported by the
+    services are capped so that their sum does not exceed the time that the gateway measured.
     """
 
     epoch: int
     round: int
     started_at: float
-    """When the round was asked for; within a plain run, when the verdict before it arrived."""
+    """When the round was requested; within a plain run, when the verdict before it arrived."""
     ended_at: float
     """When its verdict arrived."""
     num_draft_tokens: int
     num_accepted_tokens: int
     num_tokens: int
-    """Tokens that it committed."""
+    """Tokens that the round committed."""
     why_plain: WhyPlain | None
-    """None where draft tokens were judged."""
+    """None if draft tokens were verified."""
     is_first: bool
-    """Whether it is the first of the session at this verifier, which reads the prompt for it."""
+    """Whether the round is the session's first at this verifier, and includes the prefill."""
     lost_s: float
-    """Waiting for drafters and verifiers that were then given up, or that refused."""
+    """Waiting for drafters and verifiers that were then dropped, or that refused."""
     prefill_s: float
-    """In a first round, in place of the next four: from its asking to its verdict, most of it the reading of the
-    prompt."""
+    """Only in a first round, in place of the following parts up to `wire_s`: from its request to its verdict, mostly
+    the prefill."""
     calibration_s: float
-    """The drafter read what was committed since its last block."""
+    """The drafter's forward pass over the tokens committed since its last block."""
     draft_s: float
-    """The drafter drew the block."""
+    """Drawing of the block by the drafter."""
     queue_s: float
-    """The block, or the plain round, waited for a step of the verifier."""
+    """Wait of the block, or of the plain round, for a step of the verifier."""
     verify_s: float
-    """That step."""
+    """That step of the verifier."""
     wire_s: float
-    """What is left: the network, packing and unpacking, and waiting for a step of the drafter."""
+    """The rest: network, encoding and decoding, and the wait for a step of the drafter."""
     gateway_s: float
-    """From the verdict's arrival until the next round was asked for, or until all was done; 0 within a plain run. A
-    client that reads too slowly holds up its rounds here."""
+    """From the verdict's arrival to the request of the next round, or to the end; 0 within a plain run. Includes
+    backpressure of a slow client."""
 
     @property
     def duration_s(self) -> float:
@@ -77,15 +77,14 @@ class RoundTimes:
 
 
 RoundObserver = Callable[[RoundTimes], None]
-"""Hears of each committed round of a session, on the event loop, when it is known how long the gateway took over it.
-Must not raise."""
+"""Called on the event loop for each committed round of a session, when its `gateway_s` is known. Must not raise."""
 
 
 class RoundWatch:
-    """Times the rounds of one session for an observer. Without one, does nothing."""
+    """Measures the rounds of one session for an observer. Without an observer, does nothing."""
 
     def __init__(self, observer: RoundObserver | None, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Takes who hears of the rounds, and the clock that verdicts are stamped by."""
+        """`clock` must be the one that the arrival times of verdicts are from."""
         self._observer = observer
         self._clock = clock
         self._started_at: float | None = None
@@ -93,46 +92,46 @@ class RoundWatch:
         self._is_first = False
         self._why = WhyPlain.NO_DRAFTER
         self._verdict: Verdict | None = None
-        """Of a round that is not told yet."""
+        """Verdict of a round that was not reported yet."""
         self._arrived_at = 0.0
 
     def ask(self, why_plain: WhyPlain, *, opens: bool = False) -> None:
-        """Notes that a round is asked for, or the open one once more, of others.
+        """Records the request of a round, or a repeated request of the open round after a loss.
 
         Args:
-            why_plain: why no draft token is judged in it, if none is.
-            opens: whether it is asked for by opening the session.
+            why_plain: why no draft token is verified in it, if none is.
+            opens: whether the request opens the session on a verifier.
         """
         if self._observer is None:
             return
         now = self._clock()
-        self._tell(now)
+        self._report(now)
         if self._started_at is None:
             self._started_at = now
         self._asked_at, self._why = now, why_plain
         self._is_first = self._is_first or opens
 
     def take(self, verdict: Verdict, arrived_at: float) -> None:
-        """Notes the verdict of the open round."""
+        """Records the verdict of the open round."""
         if self._observer is None:
             return
         self._verdict, self._arrived_at = verdict, arrived_at
         if verdict.plain_rounds_left:
-            self._tell(arrived_at)
+            self._report(arrived_at)
             self._asked_at = arrived_at
 
     def end(self) -> None:
-        """Notes that no more rounds are wanted."""
+        """Reports the last round."""
         if self._observer is not None:
-            self._tell(self._clock())
+            self._report(self._clock())
 
-    def _tell(self, left_at: float) -> None:
-        """Tells of the round whose verdict is there, if one is, and begins the next."""
+    def _report(self, left_at: float) -> None:
+        """Reports the round whose verdict has arrived, if any, and starts the next."""
         verdict, started_at = self._verdict, self._started_at
         if verdict is None or started_at is None or self._observer is None:
             return
         arrived_at = max(self._arrived_at, started_at)
-        # A block that came after its drafter was given up was not asked for in vain.
+        # A block that arrived after its drafter was dropped still counts from its own request.
         asked_at = started_at if verdict.num_draft_tokens else min(self._asked_at, arrived_at)
         left_s, is_first = arrived_at - asked_at, self._is_first
         parts = []

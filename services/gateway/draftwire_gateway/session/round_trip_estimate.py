@@ -1,22 +1,22 @@
-"""How long a drafter usually takes, so that one that is slow can be told from one that is lost."""
+"""Estimate of a drafter's block time, to distinguish a slow drafter from a lost one."""
 
-LEAST_PATIENCE_S = 0.1
-"""A drafter is never hurried sooner: what a busy machine can take away from it at any time."""
+LEAST_TIMEOUT_S = 0.1
+"""Least timeout of a block: delays of this size occur on any busy machine."""
 
 
 class RoundTripEstimate:
-    """A running estimate of the time from asking for a block to its verdict, and of its spread.
+    """A running estimate of the time from the request of a block to its verdict, and of its deviation.
 
-    The verifier's time is part of it, as it is part of the wait that is to be judged. The estimate is the one that TCP
-    makes of its round-trip time. Source: RFC 6298.
+    Includes the verifier's time, as does the wait that it is compared with. The estimator is TCP's for round-trip
+    times. Source: RFC 6298.
     """
 
     def __init__(self) -> None:
         self._mean_s: float | None = None
         self._deviation_s = 0.0
 
-    def learn(self, seconds: float) -> None:
-        """Takes the time of one block."""
+    def add(self, seconds: float) -> None:
+        """Adds the time of one block."""
         if self._mean_s is None:
             self._mean_s, self._deviation_s = seconds, seconds / 2
             return
@@ -24,7 +24,7 @@ class RoundTripEstimate:
         self._mean_s += (seconds - self._mean_s) / 8
 
     def timeout_s(self, most: float) -> float:
-        """Returns how long a block may take before the drafter is asked to send what it has, at most `most`."""
+        """Returns how long a block may take before the drafter is asked for its partial block; at most `most`."""
         if self._mean_s is None:
             return most
-        return min(most, max(LEAST_PATIENCE_S, 2.0 * self._mean_s + 4.0 * self._deviation_s))
+        return min(most, max(LEAST_TIMEOUT_S, 2.0 * self._mean_s + 4.0 * self._deviation_s))

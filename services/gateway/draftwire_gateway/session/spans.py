@@ -1,4 +1,4 @@
-"""What a gateway records of a traced request: the request, its choices, and each round of these.
+"""Spans of a traced request: the request, its choices, and their rounds.
 
 generate                 the request, as the client's own span continues
 choice                 one completion; the services' spans are below it too
@@ -15,25 +15,25 @@ from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.session.statistics import Statistics
 
 _PARTS = ("lost", "prefill", "calibration", "draft", "queue", "verify", "wire", "gateway")
-"""Of a round; see `RoundTimes`."""
+"""Parts of a round's time; see `RoundTimes`."""
 
 
 class ChoiceSpans:
-    """Records one choice. Used on the event loop only."""
+    """Span of one choice, and those of its rounds. Used on the event loop only."""
 
     def __init__(self, tracer: Tracer, span: TraceSpan) -> None:
-        """Takes the choice's span, which has begun."""
+        """`span` is the choice's, already started."""
         self._tracer = tracer
         self._span = span
         self.traceparent = traceparent_of(span.context)
-        """What the choice's sessions are opened with; empty if nobody records the span."""
+        """Parent of the services' spans; empty if the span is not recorded."""
 
-    def note(self, event: str, **attributes: int | str) -> None:
-        """Notes that something happened now."""
+    def add_event(self, event: str, **attributes: int | str) -> None:
+        """Adds an event with the current time."""
         self._span.add_event(event, {PREFIX + name: value for name, value in attributes.items()})
 
     def add_round(self, times: RoundTimes) -> None:
-        """Records a round that was committed; a `RoundObserver`."""
+        """Records the span of a committed round; a `RoundObserver`."""
         attributes: dict[str, int | str] = {
             PREFIX + "round": times.round,
             PREFIX + "epoch": times.epoch,
@@ -53,9 +53,9 @@ class ChoiceSpans:
         """Ends the choice.
 
         Args:
-            session_id: as it stands in log lines.
-            statistics: what it cost.
-            reason: why it ended; empty if it was not finished.
+            session_id: the id in log lines.
+            statistics: of the choice.
+            reason: the finish reason; empty if the choice was not finished.
         """
         attributes: dict[str, int | str] = {
             PREFIX + "session_id": str(session_id),  # does not fit into an attribute's 63 bits
@@ -74,15 +74,15 @@ class ChoiceSpans:
 
 
 class RequestSpans:
-    """Records one request. Used on the event loop only."""
+    """Span of one request. Used on the event loop only."""
 
     def __init__(self, tracer: Tracer, span: TraceSpan) -> None:
-        """Takes the request's span, which has begun."""
+        """`span` is the request's, already started."""
         self._tracer = tracer
         self._span = span
 
     def choice(self, generation: Generation) -> ChoiceSpans:
-        """Begins a choice, or begins it once more if there was no room for it."""
+        """Starts the span of a choice. A choice that is retried because there was no room has several."""
         attributes: dict[str, int | str] = {
             PREFIX + "choice": generation.choice,
             PREFIX + "rejection_sample_method": generation.rule.name,
@@ -96,7 +96,7 @@ class RequestSpans:
 
         Args:
             result: finished, invalid, failed or cancelled.
-            error: what ended it, if it is invalid or failed. Its message is left out: it may quote the prompt.
+            error: the error of an invalid or failed request. Its message is left out, as it may quote the prompt.
         """
         self._span.end({PREFIX + "result": result}, type(error).__name__ if error is not None else "")
 
@@ -105,17 +105,17 @@ class RequestTracing:
     """Decides which requests are traced."""
 
     def __init__(self, tracer: Tracer, sample_ratio: float, generator: random.Random) -> None:
-        """Takes what makes spans, and the share of those requests that do not say whether they are to be traced."""
+        """`sample_ratio` is the share of traced requests among those without a traceparent of their own."""
         self._tracer = tracer
         self._sample_ratio = sample_ratio
         self._generator = generator
 
     def begin(self, traceparent: str, num_choices: int) -> RequestSpans | None:
-        """Begins the trace of a request, or goes on with its client's; returns None if it is not traced.
+        """Starts the trace of a request, or continues its client's; returns None if it is not traced.
 
         Args:
-            traceparent: the header of that name, as it came; what cannot be understood counts as none.
-            num_choices: completions that it asks for.
+            traceparent: the request's traceparent header; an invalid one counts as none.
+            num_choices: requested completions.
         """
         given = parse_traceparent(traceparent)
         if not (given.trace_flags.sampled if given is not None else self._generator.random() < self._sample_ratio):
@@ -125,7 +125,7 @@ class RequestTracing:
 
 
 def _extra(times: RoundTimes) -> TokenSource:
-    """Returns where the last token of a round came from."""
+    """Returns the source of a round's last token."""
     if not times.num_draft_tokens:
         return TokenSource.PLAIN
     return TokenSource.BONUS if times.num_accepted_tokens == times.num_draft_tokens else TokenSource.RECOVERED

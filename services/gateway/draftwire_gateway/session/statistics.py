@@ -1,4 +1,4 @@
-"""What a completion cost."""
+"""Statistics of a completion."""
 
 from dataclasses import dataclass, field
 
@@ -7,23 +7,23 @@ from draftwire.method.rounds import Verdict
 
 @dataclass(slots=True)
 class Statistics:
-    """What a completion cost. Durations are sums over its rounds, microseconds."""
+    """Token counts and times of a completion. Durations are sums over its rounds, microseconds."""
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
-    """Tokens of the prompt that the target did not have to read."""
+    """Prompt tokens that were in the verifier's prefix cache."""
     num_generated_tokens: int = 0
     num_emitted_tokens: int = 0
     """Tokens that the rounds committed, before the output was cut at a stop."""
     num_near_ties: int = 0
-    """Tokens that rounding could have changed, under a rule that counts them."""
+    """Tokens that floating-point rounding could have changed, under a rule that counts them."""
     num_rounds: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)
-    """Rounds that judged a block, by how many of its tokens were accepted: 0, 1, 2, ..."""
+    """Rounds that verified a block, by how many of its tokens were accepted: 0, 1, 2, ..."""
     time_to_first_token_us: int = 0
     duration_us: int = 0
     calibration_us: int = 0
@@ -35,23 +35,23 @@ class Statistics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens that a round with a block emitted, on average; 0 where there was none."""
+        """Mean number of tokens emitted in a round with a block; 0 if there was none."""
         return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted draft tokens over draft tokens; 0 where none were drafted."""
+        """Accepted draft tokens over draft tokens; 0 if none were drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def count_time(self, seconds: float) -> None:
-        """Counts the time until the tokens of a round, since the request came."""
+        """Records the time from the request's arrival to the tokens of a round."""
         self.duration_us = int(seconds * 1e6)
         self.time_to_first_token_us = self.time_to_first_token_us or self.duration_us
 
     def count(self, verdict: Verdict) -> None:
         """Counts one round."""
         self.num_rounds += 1
-        # A session that moved may find generated tokens cached too.
+        # After a move, generated tokens may be cached too.
         self.num_cached_prompt_tokens = min(verdict.num_cached_tokens, self.num_prompt_tokens)
         self.num_emitted_tokens += len(verdict.token_ids)
         self.num_near_ties += verdict.num_near_ties
@@ -65,7 +65,7 @@ class Statistics:
             self.draft_us += verdict.timings.draft_us
             missing = verdict.num_draft_tokens - len(self.num_accepted_tokens_per_pos)
             self.num_accepted_tokens_per_pos += [0] * missing
-            # As many accepted tokens as could be: one entry more than positions.
+            # From 0 to all tokens accepted: one entry more than positions.
             self.acceptance_histogram += [0] * (verdict.num_draft_tokens + 1 - len(self.acceptance_histogram))
             self.acceptance_histogram[verdict.num_accepted_tokens] += 1
             for position in range(verdict.num_accepted_tokens):

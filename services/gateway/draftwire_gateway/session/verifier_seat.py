@@ -1,4 +1,4 @@
-"""Who verifies a session: one verifier after the other, each under its own epoch. Knows no drafters and no text."""
+"""The verifier of a session: one at a time, each under its own epoch. Independent of drafters and text."""
 
 import asyncio
 import random
@@ -18,37 +18,38 @@ from draftwire.errors import (
 from draftwire.method.keys import Role
 from draftwire.method.rounds import PlainRun, TargetSessionSpec
 from draftwire_gateway.config import LoopSettings
-from draftwire_gateway.session.ports import Peers, Said, TaggedInbox, TargetPort
+from draftwire_gateway.session.ports import PeerEvent, Peers, TaggedInbox, TargetPort
 from draftwire_gateway.session.session_state import SessionState
 
 log = structlog.get_logger()
 
 FIRST_WAIT_SECONDS = 5.0
-"""How long a new completion waits for a verifier where none is ready: they may be restarted, one after the other."""
+"""How long a new completion waits if no verifier is ready, as during a rolling restart."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Between attempts to open a session elsewhere; doubled from one to the next."""
+"""Pauses between attempts to open a session; each is twice the one before."""
 
 MAX_FUTILE_MOVES = 3
-"""A session that was lost so often without committing a token in between is given up: it may be what its verifiers die
-of."""
+"""A session that is lost more often than this without committing a token is ended: it may crash its verifiers."""
 
 Prepare = Callable[[TargetPort], int]
-"""Called before each attempt to open the session, under its epoch. Returns how many rounds the verifier is to decode by
-itself at first."""
+"""Called before each attempt to open the session, under its epoch. Returns how many plain rounds the verifier starts
+with."""
 
 
 class VerifierSeat:
-    """Holds the verifier that a session is open on, and opens it on another one when that is lost."""
+    """Holds the verifier that a session is open on, and opens the session on another one when it is lost."""
 
-    def __init__(self, session: SessionState, peers: Peers, queue: asyncio.Queue[Said], settings: LoopSettings) -> None:
+    def __init__(
+        self, session: SessionState, peers: Peers, queue: asyncio.Queue[PeerEvent], settings: LoopSettings
+    ) -> None:
         """Opens nothing yet.
 
         Args:
-            session: what is opened, with all that it has committed by then.
-            peers: who may be asked.
-            queue: where what verifiers say arrives.
-            settings: how long to wait.
+            session: the session to open, with all tokens committed by then.
+            peers: the available verifiers.
+            queue: receives the verifiers' events.
+            settings: timeouts.
         """
         self._session = session
         self._peers = peers
@@ -58,7 +59,7 @@ class VerifierSeat:
         self._lost_by: list[str] = []
         self._futile_moves = 0
         self.preferred_address = ""
-        """Of the one that holds the prompt already, and is tried first."""
+        """Address of a verifier with the prompt in its KV cache, which is tried first."""
 
     @property
     def target(self) -> TargetPort:
@@ -68,62 +69,62 @@ class VerifierSeat:
 
     @property
     def address(self) -> str:
-        """Where the session is open; empty if it is not."""
+        """Address of the verifier; empty if the session is not open."""
         return "" if self._target is None else self._target.address
 
     async def open(self, prepare: Prepare, *, waits_for_room: bool) -> None:
-        """Opens the session on the best verifier that takes it.
+        """Opens the session on the best verifier that accepts it.
 
         Args:
-            prepare: what is to be done before each attempt.
-            waits_for_room: whether verifiers that are full are tried again, all of them for `failover_timeout_s`.
+            prepare: called before each attempt.
+            waits_for_room: whether to retry for `failover_timeout_s`, full verifiers included.
 
         Raises:
-            DraftwireError: none takes it.
+            DraftwireError: no verifier accepts the session.
         """
         clock = asyncio.get_running_loop().time
         deadline = clock() + (self._settings.failover_timeout_s if waits_for_room else FIRST_WAIT_SECONDS)
         pause_s = FIRST_PAUSE_S
         while True:
             refusals: list[DraftwireError] = []
-            # Those that lost the session come last: one that hangs has few sessions, and so would be chosen again.
+            # Verifiers that lost the session come last: one that hangs has few sessions, and would be chosen again.
             for target in sorted(self._offering(), key=self._rank):
-                self._session.epoch += 1  # also after a refusal, which may have come too late to be one
+                self._session.epoch += 1  # also after a refusal: a timeout may have opened it
                 try:
                     await self._open_at(target, prepare(target))
                 except ProtocolViolationError as error:
-                    # It does not know its lease, say, because it was restarted a moment ago.
+                    # The verifier was restarted, for example, and does not know its lease.
                     refusals.append(UnavailableError(f"{target.address}: {error}"))
                 except (UnavailableError, NoRoomError) as error:
                     refusals.append(error)
                 else:
                     return
-            full = [error for error in refusals if isinstance(error, NoRoomError)]  # trying again helps
+            full = [error for error in refusals if isinstance(error, NoRoomError)]
             if clock() >= deadline or (full and not waits_for_room):
-                raise [*full, *refusals, UnavailableError(self._nobody())][0]
+                raise [*full, *refusals, UnavailableError(self._no_verifier())][0]
             if full:
                 pause_s = max(pause_s, full[0].retry_after_s)
-            # Many sessions may have been lost at once: they must not all come back at once, again and again.
+            # Many sessions may have been lost at once: jitter spreads their retries.
             await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), max(0.0, deadline - clock())))
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
 
     async def move(self, error: Exception, prepare: Prepare) -> None:
-        """Opens the session elsewhere, since its verifier is lost. Whatever that one still says is of an old epoch.
+        """Opens the session on another verifier after a loss. Late events of the lost one have an old epoch.
 
         Args:
-            error: how it was lost.
-            prepare: what is to be done before each attempt.
+            error: the error of the loss.
+            prepare: called before each attempt.
 
         Raises:
-            DraftwireError: it was not the verifier's fault, or no verifier is left.
+            DraftwireError: the error was not the verifier's fault, or no verifier is left.
         """
-        if isinstance(error, NoRoomError):  # what has begun is moved; only what has not may be tried again as a whole
+        if isinstance(error, NoRoomError):  # tells clients to retry from the start, but this session has begun
             error = UnavailableError(str(error))
         if not isinstance(error, UnavailableError):
             raise error
         epoch = self._session.epoch
         log.warning("gateway.verifier_lost", session_id=self._session.session_id, epoch=epoch, reason=str(error))
-        self._session.note("verifier lost", epoch=epoch, reason=str(error))
+        self._session.add_event("verifier lost", epoch=epoch, reason=str(error))
         self._lost_by.append(self.target.address)
         self._session.statistics.num_verifiers_lost += 1
         self._futile_moves += 1
@@ -136,16 +137,16 @@ class VerifierSeat:
             raise CompletionInterruptedError(str(refusal), self._session.num_generated) from error
 
     def end_round(self) -> None:
-        """Notes that the open round was committed: the session gets on here."""
+        """Ends the open round: the session makes progress on this verifier."""
         self._futile_moves = 0
 
     def run_plain(self, num_rounds: int) -> None:
-        """Asks for plain rounds, beginning with the open one."""
-        with suppress(DraftwireError):  # if it is lost, we hear of it
+        """Requests plain rounds, starting with the open one."""
+        with suppress(DraftwireError):  # a loss arrives as an event
             self.target.run_plain(PlainRun(self._session.fence, num_rounds))
 
     def drop(self) -> None:
-        """Ends the session where it is open, if it is."""
+        """Closes the session, if it is open."""
         if self._target is not None:
             self._session.close_at(self._target)
             self._target = None
@@ -155,24 +156,24 @@ class VerifierSeat:
         rule = self._session.generation.rule
         return [target for target in self._peers.targets() if rule in target.description.rules]
 
-    def _nobody(self) -> str:
-        """Returns why there is no verifier to ask."""
+    def _no_verifier(self) -> str:
+        """Returns the message for a session without an eligible verifier."""
         name = self._session.generation.rule.name
         return f"no verifier offers {name} now" if self._peers.targets() else "no verifier can be reached"
 
     def _rank(self, target: TargetPort) -> tuple[int, bool]:
-        """Returns how well a verifier suits, the least the best."""
+        """Returns the sort key of a verifier; the smallest is tried first."""
         return self._lost_by.count(target.address), target.address != self.preferred_address
 
     async def _open_at(self, target: TargetPort, plain_rounds: int) -> None:
-        """Opens the session on a verifier, or raises why not, and then it is closed there."""
+        """Opens the session on a verifier. On failure, closes the session there and raises."""
         try:
             await target.open(self._spec(plain_rounds), TaggedInbox(self._queue, self._session.epoch))
         except BaseException:
             self._session.close_at(target)
             raise
         self._target = target
-        self._session.note("verifier opened", address=target.address, epoch=self._session.epoch)
+        self._session.add_event("verifier opened", address=target.address, epoch=self._session.epoch)
 
     def _spec(self, plain_rounds: int) -> TargetSessionSpec:
         session, generation = self._session, self._session.generation

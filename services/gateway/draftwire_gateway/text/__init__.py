@@ -1,1 +1,1 @@
-"""Text and tokens: conversations to ids, ids to text."""
+"""Chat templates, and incremental detokenisation."""

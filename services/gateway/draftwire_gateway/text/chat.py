@@ -1,7 +1,7 @@
 """Conversations, rendered by the target's own chat template.
 
-A template is free to leave out what it has no place for: tools, names, roles that it does not know. Here nothing is
-left out silently: what a user says and the template does not is refused.
+Templates may silently ignore parts of a conversation: tools, names, unknown roles. Here such a conversation is refused,
+by comparing renderings with and without each part.
 """
 
 import asyncio
@@ -27,52 +27,50 @@ from draftwire.runtime.time_limits import Deadline
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
 MAX_JSON_DEPTH = 32
-"""Objects and lists within each other, at most. Indented, the text of n brackets in d levels has 4 * n * d spaces."""
+"""Deepest nesting of objects and lists. Indented, the text of n brackets in d levels has 4 * n * d spaces."""
 RENDER_SECONDS = 10.0
-"""How long one conversation may take, with what it waits for others."""
+"""Timeout of rendering one conversation, with its time in the queue."""
 RENDER_THREADS = 2
-"""So that one conversation that takes long does not hold back all others. More would not help: Python runs one at a
-time."""
+"""More than one, so that a slow conversation does not block all others. Because of the GIL, more would not help."""
 MAX_WAITING = 256
-"""Conversations that are rendered or are to be."""
+"""Most conversations being rendered or in the queue."""
 
 _OWN_ARGUMENTS = (
     frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
     | frozenset(jinja2.defaults.DEFAULT_NAMESPACE)
     | {"messages", "conversations", "raise_exception", "strftime_now"}
 ) - {"documents"}
-"""Names that mean something to transformers or to every template, and are not users' to set."""
+"""Names that transformers or every template defines, and that users cannot set."""
 
 _MARK = re.compile("Draftwire([0-9]{6})mark")
 
 
 def _late_error(render_time: Deadline) -> DraftwireError:
-    """Returns what is to be said when the time is over: whether the conversation or others have used it up."""
+    """Returns the error of a timeout: no room if the conversation waited for others, else an invalid request."""
     if render_time.has_waited:
         return NoRoomError("other conversations keep the chat template busy")
     return InvalidRequestError(f"the chat template needs more than {RENDER_SECONDS:g} s for this conversation")
 
 
 class ChatTemplate:
-    """A model's chat template. transformers renders it, in a sandbox, on threads that do nothing else: a conversation
-    that takes seconds delays neither the event loop nor the prompts that are text.
+    """A model's chat template. transformers renders it, in a sandbox, on dedicated threads: a conversation that takes
+    seconds delays neither the event loop nor text prompts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name: str) -> None:
-        """Takes a tokenizer with its template, if it has one, and how errors call the model."""
+        """`model_name` is for error messages. The tokenizer may have no template."""
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="chat")
         self._num_waiting = 0
 
     async def render(self, conversation: Conversation) -> str:
-        """Returns a conversation as text, ready for the answer. Runs on the event loop.
+        """Renders a conversation up to the start of the answer. Runs on the event loop.
 
         Raises:
-            InvalidRequestError: there is no template, it refuses the conversation or leaves something out, or it takes
-                longer than `RENDER_SECONDS`.
-            NoRoomError: too many conversations are rendered, or this one waited for others for so long that its time
-                was over.
+            InvalidRequestError: there is no template, the template refuses the conversation or leaves something out, or
+                rendering takes longer than `RENDER_SECONDS`.
+            NoRoomError: the queue is full, or the timeout passed because of other conversations.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequestError(f"{self._model_name} has no chat template; send a text prompt")
@@ -97,34 +95,34 @@ class ChatTemplate:
 def render(
     tokenizer: PreTrainedTokenizerBase, model_name: str, conversation: Conversation, render_time: Deadline
 ) -> str:
-    """Returns a conversation as text; see `ChatTemplate.render`, which calls it on a thread.
+    """Renders a conversation; `ChatTemplate.render` calls this on a thread.
 
     Raises:
-        InvalidRequestError, NoRoomError: as there. The time is looked at between renderings; what a single one can take
-            is bounded by the size of the conversation.
+        InvalidRequestError, NoRoomError: as `ChatTemplate.render`. The timeout is checked between renderings; the time
+            of a single one is bounded by the size of the conversation.
     """
     rendering = _Rendering(tokenizer, model_name, conversation, render_time)
     text = rendering.text()
     rendering.check_nothing_is_left_out(text)
     try:
         text.encode()
-    except UnicodeError as error:  # by an escape in JSON; the message would quote the prompt
+    except UnicodeError as error:  # a lone surrogate from a JSON escape; the message would quote the prompt
         raise InvalidRequestError("a text holds characters that UTF-8 cannot encode") from error
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where something is said, in what the template gets."""
+    """A text among the template's inputs."""
 
     what: str
-    """For errors."""
+    """Name in error messages."""
     owner: dict[str, Any]
     key: str
 
 
 class _Rendering:
-    """One conversation, which is rendered again with changes to see what they make of the text."""
+    """One conversation, which is rendered repeatedly with changes to see whether the text changes."""
 
     def __init__(
         self,
@@ -147,16 +145,16 @@ class _Rendering:
             raise InvalidRequestError(f"the chat template of {model_name} has no place for tools")
         self._arguments = _json_object("template_arguments", conversation.template_arguments or "{}")
         known = self._template.variables - _OWN_ARGUMENTS
-        if self._arguments.keys() - known:  # whose names are not ours to show
+        if self._arguments.keys() - known:  # unknown names may be user data, and are not quoted
             names = ", ".join(sorted(known)) or "none"
             raise InvalidRequestError(f"template_arguments: the variables of the chat template are: {names}")
 
     def text(self) -> str:
-        """Renders the conversation as it is now.
+        """Renders the conversation with the current changes.
 
         Raises:
-            InvalidRequestError: the template refuses it, or there is no time left.
-            NoRoomError: there is none left because others used it up.
+            InvalidRequestError: the template refuses the conversation, or the timeout has passed.
+            NoRoomError: the timeout passed because of other conversations.
         """
         if self._render_time.left_s < 0.0:
             raise _late_error(self._render_time)
@@ -170,66 +168,66 @@ class _Rendering:
                 continue_final_message=continues,
                 **self._arguments,
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise any exception
             raise InvalidRequestError(f"the chat template refuses the messages: {self._reason(error)}") from error
         assert isinstance(text, str), "one conversation, not tokenized"
         return text
 
     def _reason(self, error: Exception) -> str:
-        """Returns what a template says in its own words: what it quotes of the conversation is left out."""
-        said = str(error)
+        """Returns the template's own literal from its error message, without parts of the conversation."""
+        message = str(error)
         if type(error) is jinja2.TemplateError:  # raise_exception
-            begins = [literal for literal in self._template.literals if said.startswith(literal)]
-            if begins:
-                return max(begins, key=len).strip()
-        if self._conversation.continues_last and isinstance(error, ValueError) and "continue_final_message" in said:
+            prefixes = [literal for literal in self._template.literals if message.startswith(literal)]
+            if prefixes:
+                return max(prefixes, key=len).strip()
+        if self._conversation.continues_last and isinstance(error, ValueError) and "continue_final_message" in message:
             return "continue_final_message: the last message has no content that the template ends with"
         return type(error).__name__
 
     def check_nothing_is_left_out(self, text: str) -> None:
-        """Compares with renderings of other conversations.
+        """Compares `text` with renderings of changed conversations.
 
         Raises:
-            InvalidRequestError: something that is said makes no difference to the text.
+            InvalidRequestError: a part of the conversation has no effect on the text.
         """
         places = list(self._places())
         with _Changes() as changes:
             for number, place in enumerate(places):
                 changes.append(place, _mark(number))
-            shown = {int(number) for number in _MARK.findall(self._text_or_nothing())}
+            shown = {int(number) for number in _MARK.findall(self._text_or_empty())}
         for number, place in enumerate(places):
             if number in shown:
                 continue
-            with _Changes() as changes:  # what is looked at, and not written, changes the text in another way
+            with _Changes() as changes:  # a part that is tested but not printed still changes the text
                 changes.append(place, _mark(number))
-                if self._text_or_nothing() == text:
+                if self._text_or_empty() == text:
                     raise InvalidRequestError(f"the chat template leaves out {place.what}")
         self._check_arguments(text)
         for what, owners, key in self._groups():
             with _Changes() as changes:
                 for owner in owners:
                     changes.remove(owner, key)
-                if not owners or self._text_or_nothing() != text:
+                if not owners or self._text_or_empty() != text:
                     continue
             if key != "tool_call_id":
                 raise InvalidRequestError(f"the chat template leaves out {what}")
             _check_order(self._conversation.turns)
 
     def _check_arguments(self, text: str) -> None:
-        """Refuses variables of no effect: the template sets them itself, say. One may say what holds anyway."""
+        """Refuses variables without effect, such as those that the template sets itself. Default values are allowed."""
         for name in self._arguments:
             with _Changes() as changes:
                 changes.remove(self._arguments, name)
                 for other in (None, False, True, _mark(0)):
                     if other is not None:
                         self._arguments[name] = other
-                    if self._text_or_nothing() != text:
+                    if self._text_or_empty() != text:
                         break
                 else:
                     raise InvalidRequestError(f"template_arguments: {name} makes no difference")
 
     def _places(self) -> Iterator[_Place]:
-        """Yields the texts of which each has to show."""
+        """Yields the texts that each must have an effect."""
         for index, message in enumerate(self._messages):
             for key in ("content", "name"):
                 if message.get(key):
@@ -242,15 +240,15 @@ class _Rendering:
                     yield _Place(f"tools[{index}].{key}", tool["function"], key)
 
     def _groups(self) -> Iterator[tuple[str, list[dict[str, Any]], str]]:
-        """Yields what has to make a difference together."""
+        """Yields name, dicts and key of the parts that must have an effect together."""
         functions = [tool["function"] for tool in self._tools]
         calls = [call["function"] for message in self._messages for call in message.get("tool_calls", ())]
-        yield "parameters of tools", [one for one in functions if one.get("parameters")], "parameters"
-        yield "arguments of tool calls", [one for one in calls if one["arguments"]], "arguments"
-        yield "tool_call_id", [one for one in self._messages if "tool_call_id" in one], "tool_call_id"
+        yield "parameters of tools", [tool for tool in functions if tool.get("parameters")], "parameters"
+        yield "arguments of tool calls", [call for call in calls if call["arguments"]], "arguments"
+        yield "tool_call_id", [message for message in self._messages if "tool_call_id" in message], "tool_call_id"
 
-    def _text_or_nothing(self) -> str:
-        """Renders a changed conversation; nothing if the template refuses it, which is a difference too."""
+    def _text_or_empty(self) -> str:
+        """Renders a changed conversation; empty if the template refuses it, which counts as an effect."""
         try:
             return self.text()
         except InvalidRequestError:
@@ -264,7 +262,7 @@ def _mark(number: int) -> str:
 
 
 class _Changes:
-    """Changes to what the template gets. A context manager that takes them back."""
+    """Changes to the template's inputs. A context manager that reverts them."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -278,12 +276,12 @@ class _Changes:
             owner.update(original)  # in the same order, which templates may show
 
     def append(self, place: _Place, mark: str) -> None:
-        """Adds to a text."""
+        """Appends a mark to a text."""
         self._originals.append((place.owner, dict(place.owner)))
         place.owner[place.key] += mark
 
     def remove(self, owner: dict[str, Any], key: str) -> None:
-        """Leaves something out; of arguments, which every call has, what they hold."""
+        """Removes a key; `arguments`, which every call must have, are emptied instead."""
         self._originals.append((owner, dict(owner)))
         if key == "arguments":
             owner[key] = {}
@@ -293,16 +291,16 @@ class _Changes:
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """What a template says of itself."""
+    """Variables and literals of a template."""
 
     variables: frozenset[str]
-    """That it looks up and does not set before."""
+    """Variables that it reads without setting them first."""
     literals: frozenset[str]
-    """Its own strings."""
+    """String literals in its source."""
 
 
 class _Generation(Extension):
-    """The block by which templates for training mark what the assistant says."""
+    """The `generation` block, with which training templates mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 - as in the base class
 
@@ -321,7 +319,7 @@ def _read_template(source: str) -> _Template:
 
 
 def _turn_to_json(index: int, turn: ChatTurn) -> dict[str, Any]:
-    """Returns a message as OpenAI writes it, but with arguments that are parsed: templates expect that."""
+    """Returns a message in OpenAI's format, but with parsed arguments, as templates expect."""
     message: dict[str, Any] = {"role": turn.role, "content": turn.content}
     if turn.name:
         message["name"] = turn.name
@@ -358,7 +356,7 @@ def _json_object(what: str, text: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=_object_of, parse_constant=_refuse_constant)
         if not isinstance(value, dict):
             raise ValueError("no object")
-    except (ValueError, RecursionError) as error:  # whose message could quote
+    except (ValueError, RecursionError) as error:  # its message could quote the text
         raise InvalidRequestError(f"{what} has to be a JSON object, without a key twice") from error
     if _is_deeper_than(MAX_JSON_DEPTH, value):
         raise InvalidRequestError(f"{what} holds more than {MAX_JSON_DEPTH} objects and lists within each other")
@@ -386,10 +384,10 @@ def _is_deeper_than(levels: int, value: Any) -> bool:
 
 
 def _check_order(turns: tuple[ChatTurn, ...]) -> None:
-    """Refuses ids that say something else than the order of the messages, which is all that the template shows.
+    """Refuses tool call ids that contradict the order of the messages, if the template shows no ids.
 
     Raises:
-        InvalidRequestError: the answers are not in the order of the calls, or answer none.
+        InvalidRequestError: the tool answers are not in the order of the calls, or have no call.
     """
     waiting: list[str] = []
     for index, turn in enumerate(turns):

@@ -1,4 +1,4 @@
-"""A conversation that a chat template is to render, as its user says it."""
+"""Input of a chat template: messages, tools and template arguments."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from draftwire.errors import InvalidRequestError
 
 MAX_CHAT_MESSAGES = 4096
-"""Turns of a conversation, at most."""
+"""Most messages of a conversation."""
 MAX_TOOLS = 1024
-"""Tools of a conversation, at most."""
+"""Most tools of a conversation."""
 MAX_TOOL_CALLS = 4096
-"""Calls in all messages of a conversation, at most."""
+"""Most tool calls, over all messages of a conversation."""
 MAX_TOOL_CHARACTERS = 1_000_000
-"""Of all tools together: templates write them indented, several times as long as they come."""
+"""Most characters of all tools and arguments together: templates indent them, which multiplies their length."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool that an assistant's message calls."""
+    """A tool call in an assistant's message."""
 
     id: str
-    """Empty is not said."""
+    """Empty if left out."""
     name: str
     arguments: str
     """A JSON object."""
@@ -28,7 +28,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """One message of a conversation; what is empty is not said."""
+    """One message of a conversation; empty fields were left out."""
 
     role: str
     content: str
@@ -39,13 +39,13 @@ class ChatTurn:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may ask for."""
+    """A function that the model may call."""
 
     name: str
     description: str = ""
-    """Empty is not said."""
+    """Empty if left out."""
     parameters: str = ""
-    """JSON schema, a JSON object; empty is not said."""
+    """JSON schema, a JSON object; empty if left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,15 @@ class Conversation:
     """A prompt that a chat template renders.
 
     Raises:
-        InvalidRequestError: it is empty or too large.
+        InvalidRequestError: the conversation is empty or too large.
     """
 
     turns: tuple[ChatTurn, ...]
     tools: tuple[Tool, ...] = ()
     template_arguments: str = ""
-    """A JSON object of further variables of the template; empty is none."""
+    """A JSON object of further variables of the template; empty for none."""
     continues_last: bool = False
-    """Whether the model goes on with the last message instead of answering it."""
+    """Whether the model continues the last message instead of answering it."""
 
     def __post_init__(self) -> None:
         if not self.turns:
@@ -71,7 +71,7 @@ class Conversation:
 
     @property
     def num_characters(self) -> int:
-        """Characters of everything that is said."""
+        """Total number of characters."""
         return sum(map(len, self._tool_texts())) + sum(map(len, self._turn_texts()))
 
     def _tool_texts(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Tokens to text, such that nothing is ever shown that would have to be taken back."""
+"""Incremental detokenisation and stop strings: text is emitted only when later tokens cannot change it."""
 
 from typing import NamedTuple
 
@@ -6,33 +6,33 @@ from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
 MAX_HELD = 16
-"""Replacement characters that are held back because they may still become others. A tokenizer that falls back to bytes
-shows every byte of a run as one until the whole run is valid."""
+"""Most trailing replacement characters (U+FFFD) that are held back because further bytes may complete them. A tokenizer
+with byte fallback decodes each byte of a run as one until the whole run is valid."""
 MAX_SILENT, KEPT_SILENT = 64, 4
-"""Tokens without text that are kept, such as special ones, and how many are left of them when they are more."""
+"""Most tokens without text, such as special tokens, in the decoding window, and how many are kept beyond that."""
 PROMPT_TOKENS = range(4, 17)
-"""Tokens of the prompt that are decoded along, because some tokenizers treat the start of a text in its own way: the
-fewest that do not begin inside a character."""
+"""Numbers of trailing prompt tokens to decode as context, because some tokenizers decode the start of a text
+differently: the fewest that do not begin inside a character are used."""
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
-    """Returns the text of ids, special tokens left out."""
+    """Decodes token ids, without special tokens."""
     return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class IncrementalDetokenizer:
-    """Decodes a growing list of ids; the pieces joined are the decoding of the whole."""
+    """Decodes a growing list of ids; the joined pieces equal the decoding of the whole list."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
-        """Starts after a prompt, whose text is not returned."""
+        """Starts after a prompt, whose text is not emitted."""
         self._tokenizer = tokenizer
         tails = [prompt_ids[-length:] for length in PROMPT_TOKENS]
         self._window = next((tail for tail in tails if REPLACEMENT not in self._decode(tail)), tails[0])
-        self._settled = len(self._window)  # tokens of the window that were settled before the last settled piece
-        self._shown = len(self._decode(self._window))  # characters of the window's text that were returned, or prompt
+        self._settled = len(self._window)  # tokens of the window before those of the last piece
+        self._shown = len(self._decode(self._window))  # characters of the window that were emitted, or of the prompt
 
     def push(self, token_ids: list[int]) -> str:
-        """Adds tokens and returns the text that they make certain."""
+        """Adds tokens and returns the text that they make final."""
         self._window += token_ids
         text = self._decode(self._window)
         certain = len(text)
@@ -40,8 +40,8 @@ class IncrementalDetokenizer:
             certain -= 1
         piece = text[self._shown : certain]
         self._shown = max(self._shown, certain)
-        if certain == len(text):  # no character is open
-            if piece:  # what came before it is not needed again
+        if certain == len(text):  # no character is incomplete
+            if piece:  # tokens before the last piece are no longer needed
                 self._window = self._window[self._settled :]
                 self._settled = len(self._window)
                 self._shown = len(self._decode(self._window))
@@ -50,13 +50,13 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """Returns what was held back because it could have been the start of a character."""
+        """Returns the text that was held back because its last character could have been incomplete."""
         text = self._decode(self._window)
         piece, self._shown = text[self._shown :], len(text)
         return piece
 
     def _drop_silent(self, text: str) -> None:
-        """Forgets most of the last tokens if they have no text, as special ones: each round would decode all again."""
+        """Drops most of the last tokens if they have no text, as special tokens: each round would decode them again."""
         shorter = self._window[: self._settled] + self._window[-KEPT_SILENT:]
         if self._decode(shorter) == text:
             self._window = shorter
@@ -66,19 +66,19 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Cuts a growing text before the stop string that is completed first, holding back what could still become one."""
+    """Cuts a growing text before the stop string that is completed first. Holds back a possible start of one."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        """Takes the stop strings, none of them empty."""
+        """The stop strings must not be empty."""
         self.any = bool(stops)
-        """Whether there is something to stop at."""
+        """Whether there are stop strings."""
         self._stops = stops
         self._held = ""
         self.stopped = False
-        """Whether a stop string was seen; no text comes after it."""
+        """Whether a stop string was found; no text is emitted after it."""
 
     def push(self, text: str) -> str:
-        """Adds text and returns what is certain to stay."""
+        """Adds text and returns the part that is final."""
         if self.stopped:
             return ""
         text = self._held + text
@@ -92,13 +92,13 @@ class StopStrings:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Returns what was held back; the text ended before it became a stop string."""
+        """Returns the text that was held back, since it did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that is a beginning of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length
@@ -106,13 +106,13 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Shown(NamedTuple):
-    """What tokens made certain of a text."""
+    """Text that tokens made final."""
 
     text: str
     num_tokens: int
-    """How many of the tokens belong to it: those after one that completes a stop string do not."""
+    """How many of the tokens belong to the text: tokens after one that completes a stop string do not."""
     lengths: list[int]
-    """Characters that became certain with each of them; empty unless they are told apart."""
+    """Characters that became final with each token; empty unless requested with `per_token`."""
 
 
 class TextStream:
@@ -128,10 +128,10 @@ class TextStream:
         """Starts after a prompt.
 
         Args:
-            tokenizer: the target's.
+            tokenizer: the target's tokenizer.
             prompt_ids: the prompt.
-            stops: what the text ends before.
-            per_token: whether it is told what each token made certain, which takes a decoding of each.
+            stops: stop strings.
+            per_token: whether to report text lengths per token, which decodes tokens one by one.
         """
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
         self._stops = StopStrings(stops)
@@ -144,17 +144,17 @@ class TextStream:
 
     @property
     def may_stop(self) -> bool:
-        """Whether there are stop strings at all."""
+        """Whether there are stop strings."""
         return self._stops.any
 
     def skip(self, token_ids: list[int], stop_token_ids: frozenset[int]) -> None:
-        """Adds tokens whose text was shown before, as far as it is certain. A stop token at their end has none."""
+        """Adds tokens whose final text was emitted before an interruption. A stop token at their end has no text."""
         visible = token_ids[:-1] if token_ids and token_ids[-1] in stop_token_ids else token_ids
         if visible:
             self.push(visible)
 
     def push(self, token_ids: list[int]) -> Shown:
-        """Adds tokens up to the one that completes a stop string, and returns the text that is certain to stay."""
+        """Adds tokens up to the one that completes a stop string, and returns their final text."""
         if not self.may_stop and not self._per_token:
             return Shown(self._detokenizer.push(token_ids), len(token_ids), [])
         pieces: list[str] = []
@@ -165,5 +165,5 @@ class TextStream:
         return Shown("".join(pieces), len(pieces), list(map(len, pieces)) if self._per_token else [])
 
     def finish(self) -> str:
-        """Returns the rest, when no more tokens come."""
+        """Returns the text that is still held back, after the last token."""
         return self._stops.push(self._detokenizer.finish()) + self._stops.finish()
