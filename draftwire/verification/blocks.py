@@ -15,7 +15,7 @@ SMALLEST_SCALE = 1e-30
 """Lower bound of a residual's scale, against division by 0. Smaller scales occur with a probability as small."""
 
 
-@dataclass(frozen=True)  # without slots, for what is computed once
+@dataclass(frozen=True)  # no slots: cached_property needs __dict__
 class BlockBatch:
     """Blocks of different lengths. Numbers per draft token are padded to the longest block; rows over the vocabulary,
     which are large, are neither padded nor copied, but looked up by index.

@@ -47,7 +47,7 @@ class Noise(Protocol):
         """
 
 
-@dataclass(frozen=True)  # without slots, for what is computed once
+@dataclass(frozen=True)  # no slots: cached_property needs __dict__
 class KeyedNoise:
     """Random numbers from the sessions' keys, the same on every device and in every batch."""
 

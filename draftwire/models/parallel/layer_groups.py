@@ -24,7 +24,7 @@ class LayerParallelism:
         if self.size < 1:
             raise InvalidRequestError(f"layers of a group must be at least 1, not {self.size}")
         if self.groups is not None:
-            _listed(self.groups)
+            _parsed(self.groups)
 
     def of(self, num_layers: int) -> LayerGroups:
         """Returns the groups of a model.
@@ -40,7 +40,7 @@ class LayerParallelism:
         return groups
 
     def _of_list(self, num_layers: int) -> LayerGroups:
-        groups = _listed(self.groups or "")
+        groups = _parsed(self.groups or "")
         if [index for group in groups for index in group] != list(range(num_layers)):
             raise InvalidRequestError(
                 f"groups of layers must name all {num_layers} of the model, 0 to {num_layers - 1}, in order, "
@@ -66,7 +66,7 @@ def written(groups: LayerGroups) -> str:
     return " ".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else f"{group[0]}" for group in groups)
 
 
-def _listed(text: str) -> LayerGroups:
+def _parsed(text: str) -> LayerGroups:
     """Parses groups such as `0 1-3 4-7 8`."""
     groups = []
     for word in re.split(r"[,\s]+", text.strip()):

@@ -52,7 +52,7 @@ class LayerParallelDecoder:
         self.vocab_size = base.vocab_size
         self._ranks = ranks
         self._groups: list[_Group] = [
-            _here(base, group) if ranks is None else ranks.shared(base, group) for group in groups
+            _local_group(base, group) if ranks is None else ranks.shared(base, group) for group in groups
         ]
 
     @property
@@ -119,9 +119,9 @@ class _Fused:
         return [output(own) for output, own in zip(self._outputs, attended, strict=True)]
 
 
-def _here(base: LeanDecoder, layers: tuple[int, ...]) -> "_OneByOne | _Fused":
+def _local_group(base: LeanDecoder, layers: tuple[int, ...]) -> "_OneByOne | _Fused":
     """Returns the group of layers as this process computes it."""
-    if len(layers) > 1 and len({_manner(part) for part in _attentions(base, layers)}) == 1:
+    if len(layers) > 1 and len({_fusion_key(part) for part in _attentions(base, layers)}) == 1:
         return _Fused(base, layers)
     return _OneByOne(base, layers)
 
@@ -131,7 +131,7 @@ def _attentions(base: LeanDecoder, layers: tuple[int, ...]) -> list[Attention]:
     return [part for part in parts if part is not None]
 
 
-def _manner(part: Attention) -> tuple[object, ...]:
+def _fusion_key(part: Attention) -> tuple[object, ...]:
     """Returns the properties that have to be equal for layers to be fused."""
     norms = [norm.epsilon for norm in (part.query_norm, part.key_norm) if norm is not None]
     return part.shape, {part.norm.epsilon, *norms} == {part.norm.epsilon}, part.norm.epsilon, len(norms)
@@ -165,15 +165,15 @@ class Ranks:
         """Layers whose attention this rank does not hold."""
         return [index for index, holder in enumerate(self.holders) if holder not in (None, self.group.rank)]
 
-    def shared(self, base: LeanDecoder, layers: tuple[int, ...]) -> "_OneByOne | _Sent | _Gathered":
+    def shared(self, base: LeanDecoder, layers: tuple[int, ...]) -> "_OneByOne | _Broadcast | _Gathered":
         """Returns a group as the ranks compute it; `layers` may also be a single layer of a larger group."""
         if len(layers) > 1:
             return _Gathered(base, layers, self.group)
         holder = self.holders[layers[0]]
-        return _OneByOne(base, layers) if holder is None else _Sent(base, layers, holder, self.group)
+        return _OneByOne(base, layers) if holder is None else _Broadcast(base, layers, holder, self.group)
 
 
-class _Sent:
+class _Broadcast:
     """A layer that one rank computes and broadcasts."""
 
     def __init__(self, base: LeanDecoder, layers: tuple[int, ...], holder: int, group: ProcessGroup) -> None:
@@ -197,7 +197,7 @@ class _Gathered:
         self.layers = layers
         self._group = group
         own = layers[group.rank :: group.size]
-        self.own = _here(base, own)
+        self.own = _local_group(base, own)
         self._most = -(-len(layers) // group.size)
 
     def outputs(self, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Sequence[Tensor]:

@@ -314,13 +314,13 @@ def _part_of(whole: Any, checkpoint: Checkpoint, group: ProcessGroup, on_progres
         raise InvalidRequestError(
             f"models of type {config.model_type} cannot be spread over processes: {odd[0]} is odd"
         )
-    _make_tables(part, group.device)  # before the weights are assigned: it would initialise them too
+    _make_buffers(part, group.device)  # before the weights are assigned: it would initialise them too
     part.load_state_dict(state, assign=True)
     model: PreTrainedModel = part.eval()
     return model
 
 
-def _make_tables(part: Any, device: torch.device) -> None:
+def _make_buffers(part: Any, device: torch.device) -> None:
     """Computes a model's buffers, such as the frequencies of position embeddings.
 
     Raises:
