@@ -1,17 +1,17 @@
-"""Everything that can go wrong in a way that a caller can act on, as one tree."""
+"""Exceptions that a caller can act on, as one hierarchy."""
 
 from enum import Enum
 
 RETRY_KEY = "grpc-retry-pushback-ms"
-"""Trailing metadata of a full server: when to try again, milliseconds. gRPC itself reads it where a client has retries
-configured. Source: gRPC proposal A6, "Client Retries"."""
+"""Trailing metadata key of a full server: delay before a retry, milliseconds. gRPC itself reads it where a client has
+retries configured. Source: gRPC proposal A6, "Client Retries"."""
 
 GENERATED_KEY = "draftwire-generated-tokens"
-"""Trailing metadata of a completion that was interrupted: how many tokens it had."""
+"""Trailing metadata key of an interrupted completion: number of tokens it had."""
 
 
 class DraftwireError(Exception):
-    """Base of all errors that are meant to be read by whoever caused them. The message holds no prompt and no token."""
+    """Base of all errors that are reported to the caller. The message holds no prompt and no token."""
 
 
 class InvalidRequestError(DraftwireError):
@@ -19,11 +19,11 @@ class InvalidRequestError(DraftwireError):
 
 
 class UnauthenticatedError(DraftwireError):
-    """The caller did not show a token that is good here. The message does not say why."""
+    """The caller sent no valid token. The message does not say why."""
 
 
 class UnknownSessionError(DraftwireError):
-    """No session, or no lease, of that id is open here."""
+    """No session or lease of that id is open on this server."""
 
 
 class ProtocolViolationError(DraftwireError):
@@ -34,28 +34,28 @@ class Violation(Enum):
     """How a draft block breaks the protocol."""
 
     ENCODING = "encoding"
-    """An encoding that is unknown or not accepted, or sizes that do not fit together."""
+    """An encoding that is unknown or not accepted, or inconsistent sizes."""
     TOKEN_ID = "token_id"
     """An id beyond the vocabulary, or twice in one distribution."""
     WEIGHTS = "weights"
-    """Numbers that are no distribution."""
+    """Weights that are not a distribution."""
     OUTSIDE_SUPPORT = "outside_support"
     """A draft token that its distribution makes impossible."""
     NO_DISTRIBUTIONS = "no_distributions"
-    """The session's rule needs them."""
+    """No distributions, although the session's rule needs them."""
     LENGTH = "length"
-    """More draft tokens than the session allows, or none."""
+    """More draft tokens than the session allows, or no tokens."""
     PREFIX = "prefix"
-    """Another prefix than the session's, or a round from the future."""
+    """Another prefix than the session's, or a future round."""
     PEER = "peer"
-    """From a drafter that is not the session's."""
+    """A block from a drafter that is not the session's."""
 
 
 class BlockViolationError(InvalidRequestError):
     """A draft block breaks the protocol.
 
     Attributes:
-        violation: how.
+        violation: the kind.
     """
 
     def __init__(self, violation: Violation, message: str) -> None:
@@ -64,14 +64,14 @@ class BlockViolationError(InvalidRequestError):
 
 
 class ModelMismatchError(DraftwireError):
-    """Two peers cannot work together: another protocol version, or vocabularies that differ."""
+    """Two peers are incompatible: different protocol versions or vocabularies."""
 
 
 class NoRoomError(DraftwireError):
     """The server is full. Retrying later helps.
 
     Attributes:
-        retry_after_s: when it is worth while to try again, seconds.
+        retry_after_s: delay before a retry, seconds.
     """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
@@ -80,7 +80,7 @@ class NoRoomError(DraftwireError):
 
     @classmethod
     def hinted(cls, message: str, hint: object) -> "NoRoomError":
-        """Makes one from a status and the value of its `RETRY_KEY`, which may be missing or nonsense."""
+        """Returns an error from a status message and the value of its `RETRY_KEY`, which may be missing or invalid."""
         text = str(hint)
         return cls(message, int(text) / 1e3) if text.isdecimal() else cls(message)
 
@@ -90,14 +90,14 @@ class UnavailableError(DraftwireError):
 
 
 class GroupLostError(UnavailableError):
-    """The processes of a group are no longer in step, because one of them ended, hangs or failed: none can go on."""
+    """The processes of a group are out of step, because one of them ended, hangs or failed: none can continue."""
 
 
 class CompletionInterruptedError(UnavailableError):
-    """A completion ended before its end. It can be resumed, here or elsewhere.
+    """A completion was interrupted. It can be resumed, on this server or another.
 
     Attributes:
-        num_generated_tokens: tokens that it had, resumed ones included.
+        num_generated_tokens: tokens of the completion so far, resumed ones included.
     """
 
     def __init__(self, message: str, num_generated_tokens: int) -> None:

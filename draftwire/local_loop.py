@@ -1,6 +1,6 @@
-"""Speculative decoding in one process: the whole method on one page, for reading, measuring and experiments.
+"""Speculative decoding in one process: the whole method on one page, for reading, benchmarks and experiments.
 
-The services do the same, with the drafter and the target on different machines.
+The services run the same method with the drafter and the target on different machines.
 
 Source: Sun et al. 2024 (arXiv 2403.10444), Algorithm 3.
 """
@@ -28,29 +28,30 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """What to generate and how."""
+    """Settings of one run."""
 
     sampling: SamplingParams
     num_tokens: int
     block_length: int
     """Draft tokens per round."""
     rule: str
-    """One that servers offer, or `greedy_block`, whose blocks are all of one length: its last round may be too long."""
+    """A rule that servers offer, or `greedy_block`, whose blocks are all of one length: its last round may be too long.
+    """
     seed: int
     stop_token_ids: frozenset[int] = frozenset()
-    """The tokens that `SamplingParams.min_tokens` keeps away; none ends the run."""
+    """The tokens that `SamplingParams.min_tokens` masks; they do not end the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopRound:
-    """What one round did."""
+    """Result of one round."""
 
     token_ids: list[int]
-    """The tokens that it committed."""
+    """The tokens that the round committed."""
     num_accepted: int
-    """How many of them were drafted."""
+    """How many of them are draft tokens."""
     blocks: BlockBatch
-    """What the rule saw: a batch of one."""
+    """The rule's input: a batch of one."""
 
 
 def speculate(
@@ -60,9 +61,9 @@ def speculate(
 
     Args:
         target: the model whose law the tokens follow.
-        drafter: guesses.
+        drafter: proposes the draft tokens.
         prompt_ids: at least one token.
-        run: what to generate.
+        run: the settings.
     """
     rule = new_rule(run.rule)
     roles = (Role.COUPLING, Role.COUPLING) if rule.is_coupled else (Role.DRAFTING, Role.VERIFYING)

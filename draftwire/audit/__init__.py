@@ -1,4 +1,4 @@
-"""The audit: tells from the verifier's side whether a drafter draws from the distributions that it declares."""
+"""Audit: a statistical test, run by the verifier, of whether a drafter samples from the distributions it declares."""
 
 from draftwire.audit.audit_sums import AuditSums, Statistic, audit_sums
 from draftwire.audit.first_uses import FirstUses

@@ -1,4 +1,4 @@
-"""What the draft tokens of a block say about whether they were drawn from the declared distributions.
+"""Statistics of draft tokens that show whether they were drawn from the declared distributions.
 
 With q the declared and p the target's distribution, two numbers of a draft token x have mean zero if x is drawn from q:
 
@@ -19,36 +19,36 @@ from draftwire.method.distributions import DenseRows
 from draftwire.verification.blocks import BlockBatch
 
 SMALLEST_PROB = 2.0**-16
-"""The surprise of less likely tokens is that of this probability, in the value and in its mean, which stays zero. It is
-the least that 16-bit weights can say."""
+"""Probabilities are clamped to this in the surprise and in its mean alike, so their difference keeps mean zero. It is
+the smallest that 16-bit weights can express."""
 
 MAX_SURPRISE = -math.log(SMALLEST_PROB)
 """Nats."""
 
 
 class Statistic(Enum):
-    """What is measured of each draft token."""
+    """A statistic of a draft token."""
 
     ACCEPTANCE = "acceptance"
-    """How likely token verification keeps it: 0 to 1."""
+    """Probability that token verification accepts the token: 0 to 1."""
     SURPRISE = "surprise"
-    """How unlikely it was to be drawn: 0 to `MAX_SURPRISE` nats."""
+    """Negative log of the declared probability: 0 to `MAX_SURPRISE` nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditSums:
-    """Sums over draft tokens. Those of consecutive blocks of one drafter can be added."""
+    """Sums over draft tokens. The sums of consecutive blocks of one drafter can be added."""
 
     num_positions: int = 0
-    """Draft tokens that say something: those with a choice, whose declared distribution is not one-hot."""
+    """Draft tokens that count: those whose declared distribution is not one-hot."""
     acceptance_sum: float = 0.0
-    """Of acceptance minus its mean."""
+    """Sum of acceptance minus its mean."""
     acceptance_variance: float = 0.0
-    """Of the variances that it has if the tokens were drawn as declared."""
+    """Sum of the variances of acceptance if the tokens were drawn as declared."""
     surprise_sum: float = 0.0
-    """Of surprise minus its mean, nats."""
+    """Sum of surprise minus its mean, nats."""
     surprise_variance: float = 0.0
-    """Of its variances, nats squared."""
+    """Sum of the variances of surprise, nats squared."""
 
     def __add__(self, other: "AuditSums") -> "AuditSums":
         return AuditSums(
@@ -67,19 +67,19 @@ class AuditSums:
 
 @torch.inference_mode()
 def audit_sums(blocks: BlockBatch) -> list[AuditSums]:
-    """Returns what each block of a batch says about its drafter, whatever became of its tokens.
+    """Returns the audit sums of each block of a batch, whichever of its tokens are accepted.
 
-    Runs on the torch thread. Of sparse rows it reads the support, of dense ones the vocabulary, block by block. It
-    computes in float64 and makes one transfer to the host.
+    Runs on the torch thread. Reads the support of sparse rows, and of dense rows the vocabulary, block by block.
+    Computes in float64 with one transfer to the host.
 
     The rows need not sum to 1 exactly: means and variances are those of a draw from the row divided by its sum, which
     is how `distributions.draw` draws. A token of declared probability 0 counts as drawn with the smallest.
 
     Args:
-        blocks: as they came, not cut before impossible tokens.
+        blocks: as received, not cut before impossible tokens.
 
     Returns:
-        Sums for each of the `batch_size` blocks, all finite; zeros for empty ones.
+        Sums for each of the `batch_size` blocks, all finite; zeros for empty blocks.
     """
     rows = blocks.draft.probs
     if not blocks.has_drafts or len(rows) == 0:
@@ -96,7 +96,7 @@ def audit_sums(blocks: BlockBatch) -> list[AuditSums]:
         is_choice, means, variances = _moments(target, rows[blocks.draft_rows])
     drawn = _statistics(blocks.target_probs_of_drafts(), blocks.draft_probs_of_drafts())
     terms = torch.cat([torch.ones_like(means[:1]), drawn - means, variances])
-    sums = terms.masked_fill_(~(is_choice & blocks.inside), 0.0).sum(dim=-1)  # also what padding made NaN
+    sums = terms.masked_fill_(~(is_choice & blocks.inside), 0.0).sum(dim=-1)  # padding may be NaN
     return [
         AuditSums(int(count), acceptance, acceptance_variance, surprise, surprise_variance)
         for count, acceptance, surprise, acceptance_variance, surprise_variance in sums.T.tolist()
@@ -104,11 +104,11 @@ def audit_sums(blocks: BlockBatch) -> list[AuditSums]:
 
 
 def _statistics(target: Tensor, draft: Tensor) -> Tensor:
-    """Returns acceptance and surprise of tokens of these probabilities.
+    """Returns acceptance and surprise of tokens.
 
     Args:
-        target: `[...] float64`.
-        draft: `[...] float64`.
+        target: `[...] float64`, their probabilities under the target.
+        draft: `[...] float64`, their declared probabilities.
 
     Returns:
         `[2, ...] float64`, finite.
@@ -118,11 +118,11 @@ def _statistics(target: Tensor, draft: Tensor) -> Tensor:
 
 
 def _moments(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns whether there is a choice, and means and variances of the statistics of a token drawn from a row.
+    """Returns whether a row has several possible tokens, and means and variances of the statistics of a draw from it.
 
     Args:
-        target: `[..., entries]` probabilities of the tokens of each row.
-        draft: `[..., entries]` their weights; those of weight 0 do not count.
+        target: `[..., entries]` target probabilities of the tokens of each row.
+        draft: `[..., entries]` their declared weights; tokens of weight 0 do not count.
 
     Returns:
         `[...] bool`, `[2, ...] float64`, `[2, ...] float64`.
@@ -132,5 +132,5 @@ def _moments(target: Tensor, draft: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     is_choice = (weights > 0.0).sum(dim=-1) > 1
     weights = weights / weights.sum(dim=-1, keepdim=True)
     means = (values * weights).sum(dim=-1)
-    values -= means.unsqueeze(-1)  # first the mean, then the squares: so the variance cannot become negative
+    values -= means.unsqueeze(-1)  # centred before squaring: the variance cannot become negative
     return is_choice, means, values.square_().mul_(weights).sum(dim=-1)

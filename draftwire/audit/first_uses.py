@@ -1,29 +1,29 @@
-"""Which sessions may be audited: those whose random numbers were not used before."""
+"""Selects the sessions that may be audited: those whose random numbers were not used before."""
 
 import hashlib
 
 BITS = 2**23
-"""1 MiB."""
+"""Size of the filter: 1 MiB."""
 
 
 class FirstUses:
-    """Remembers the keys of sessions in constant memory.
+    """Set of the keys of past sessions in constant memory: a Bloom filter with one hash.
 
-    Two sessions of one seed are drafted with the same random numbers, so that what the second one's tokens say is not
-    new, and clients that name one seed for all their requests would bring an honest drafter down. An audit therefore
-    takes the sums of the first session of each key alone. A new key is taken for a known one with a probability below
-    one half. When half of the bits are set, all are forgotten: in that many sessions a key can count once more.
+    Two sessions of one seed are drafted with the same random numbers, so the second one's tokens are no new evidence,
+    and clients that use one seed for all their requests would get an honest drafter flagged. An audit therefore counts
+    only the first session of each key. A false positive, a new key taken for a known one, has a probability below one
+    half. When half of the bits are set, all are cleared; after that a key can count once more.
     """
 
     def __init__(self, bits: int = BITS) -> None:
-        """Starts with nothing seen. `bits` is a multiple of 8, above 0."""
+        """Starts empty. `bits` is a multiple of 8, above 0."""
         if bits <= 0 or bits % 8:
             raise ValueError(f"{bits} bits, must be a multiple of 8 above 0")
         self._bits = bytearray(bits // 8)
         self._num_set = 0
 
     def claim(self, key: bytes, choice: int) -> bool:
-        """Returns whether a session is the first one with these random numbers; from now on none is.
+        """Returns whether a session is the first with these random numbers, and adds it to the set.
 
         Args:
             key: the verifying key, which drafters cannot know and which is derived from the same seed as theirs.

@@ -1,6 +1,6 @@
-"""The sequential test: when the sums of a drafter's tokens are too far from zero to be chance.
+"""Sequential test: raises an alarm when the sums of a drafter's tokens are too far from zero to be chance.
 
-Plain numbers, no tensors: it runs on the event loop. See docs/audit.md for why the bound holds at all times at once.
+Plain numbers, no tensors: runs on the event loop. See docs/audit.md for why the bound holds at all times at once.
 """
 
 import math
@@ -26,22 +26,22 @@ _COEFFICIENTS = np.array([np.concatenate([_RATES, -_RATES]), np.concatenate([-_C
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Why a drafter cannot be trusted."""
+    """Evidence that a drafter does not sample from the distributions it declares."""
 
     statistic: Statistic
-    """The one that is furthest from what was declared."""
+    """The statistic that is furthest from its mean."""
     is_high: bool
-    """Whether it is too high rather than too low."""
+    """Whether the statistic is too high rather than too low."""
     is_recent: bool
-    """Whether the last tokens alone gave the alarm, rather than all of them."""
+    """Whether the recent window raised the alarm, rather than the total."""
     num_positions: int
-    """Over how many draft tokens."""
+    """Draft tokens in that window or total."""
     excess: float
-    """Above the mean, per draft token; in nats for the surprise."""
+    """The statistic minus its mean, per draft token; in nats for the surprise."""
 
     @property
     def message(self) -> str:
-        """For people."""
+        """A sentence for logs and reports."""
         unit = " nats" if self.statistic is Statistic.SURPRISE else ""
         side = "high" if self.is_high else "low"
         tokens = f"{'the last ' if self.is_recent else ''}{self.num_positions:,} tokens"
@@ -49,25 +49,25 @@ class Alarm:
 
 
 class DrafterAudit:
-    """Follows one drafter and raises an alarm, once and for good, when it does not draw from what it declares.
+    """Sequential test of one drafter: raises one final alarm if it does not sample from its declared distributions.
 
-    An honest drafter is flagged with a probability of at most `alpha`, in all its life. That holds for tokens that were
-    drawn with fresh random numbers: leave out those of a key that was used before (`FirstUses`), and those of coupled
-    rules, which use a place's noise again. Memory and the time for each `add` are constant.
+    An honest drafter is flagged with a probability of at most `alpha` over its whole life. That holds for tokens that
+    were drawn with fresh random numbers: leave out tokens of a key that was used before (`FirstUses`), and those of
+    coupled rules, which reuse the noise of a position. Memory and the time for each `add` are constant.
 
     Source: Freedman 1975, "On tail probabilities for martingales"; Ville 1939; Howard et al. 2020, "Time-uniform
     Chernoff bounds via nonnegative supermartingales".
     """
 
     def __init__(self, alpha: float = ALPHA, window: int = WINDOW) -> None:
-        """Starts with nothing seen.
+        """Starts with no tokens.
 
         Args:
-            alpha: the probability that an honest drafter is ever flagged; above 0, below 1.
-            window: draft tokens; the recent ones are the last `window` to `2 * window`.
+            alpha: bound on the probability that an honest drafter is ever flagged; above 0, below 1.
+            window: draft tokens; the recent window spans the last `window` to `2 * window`.
 
         Raises:
-            ValueError: one of them is out of range.
+            ValueError: an argument is out of range.
         """
         if not 0.0 < alpha < 1.0:
             raise ValueError(f"alpha is {alpha}, must be between 0 and 1")
@@ -75,19 +75,19 @@ class DrafterAudit:
             raise ValueError(f"window of {window} draft tokens, must be at least 1")
         self.alpha, self.window = alpha, window
         self.total = AuditSums()
-        """Everything that was added before the alarm."""
+        """Sums of all draft tokens, up to the alarm."""
         self.alarm: Alarm | None = None
         self.evidence = math.log10(alpha / 2.0)
-        """Against the drafter: log10 of the largest e-value in relation to its bound. Starts at -6.3 with the default
-        alpha and stays about there or falls; each 1 is ten times less likely to be reached by chance; alarm at 0."""
+        """log10 of the largest e-value over its bound. Starts at -6.3 with the default alpha and stays about there or
+        falls for an honest drafter; each 1 is ten times less likely to be reached by chance; alarm at 0."""
         self.recent = AuditSums()
-        """The last `window` to `2 * window` draft tokens; all as long as there are fewer."""
-        self._next_recent = AuditSums()  # takes its place when it is `window` draft tokens old
+        """Sums of the last `window` to `2 * window` draft tokens; of all while there are fewer."""
+        self._next_recent = AuditSums()  # replaces `recent` once it has `window` draft tokens
         self._num_windows = 2
         self._log_budgets = self._new_log_budgets()
 
     def add(self, sums: AuditSums) -> None:
-        """Takes the sums of one or more blocks that followed; does nothing after an alarm."""
+        """Adds the sums of the next block or blocks and tests; does nothing after an alarm."""
         if self.alarm is not None or sums.num_positions == 0:
             return
         self.total += sums
@@ -114,9 +114,9 @@ class DrafterAudit:
             self.alarm = Alarm(statistic, rate < len(_RATES), worst > 0, sums.num_positions, excess)
 
     def _new_log_budgets(self) -> NDArray[np.float64]:
-        """Returns the log of the error probabilities that the total and the two windows may spend.
+        """Returns the log of the error probabilities allotted to the total and the two windows.
 
-        Half of alpha is for the total, 1 / (k * (k + 1)) of the other half for the k-th window; these sum to 1.
+        The total gets half of alpha, the k-th window 1 / (k * (k + 1)) of the other half; these shares sum to 1.
         """
         last = self._num_windows
         shares = [1.0, 1.0 / ((last - 1) * last), 1.0 / (last * (last + 1))]
@@ -124,6 +124,6 @@ class DrafterAudit:
 
 
 def _scaled(sums: AuditSums) -> list[list[float]]:
-    """Returns sum and variance of either statistic, scaled so that no term is above 1."""
+    """Returns sum and variance of each statistic, scaled so that no term is above 1."""
     surprise, surprise_variance = sums.surprise_sum / MAX_SURPRISE, sums.surprise_variance / MAX_SURPRISE**2
     return [[sums.acceptance_sum, sums.acceptance_variance], [surprise, surprise_variance]]

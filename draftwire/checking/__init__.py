@@ -1,6 +1,7 @@
-"""Checks verification rules: enumerates what they emit with small models, and compares it with the target's law.
+"""Checks verification rules: enumerates the distribution of their output on small models, and compares it with the
+target's.
 
-`check` takes a rule of any kind, `check_round` a whole round of drafting, sending and verifying.
+`check` checks a rule of any kind, `check_round` a whole round of drafting, sending and verifying.
 """
 
 from draftwire.checking.checks import check

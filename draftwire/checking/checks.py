@@ -1,4 +1,4 @@
-"""The check of a rule: many small models, several block lengths, several rounds, and as much as possible exactly."""
+"""Checks a rule on many small models, block lengths and rounds, exactly where possible."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,10 +33,10 @@ from draftwire.verification.greedy_block import GreedyBlockRule
 from draftwire.verification.rule import FixedNoise, LawRule, Outcome, VerificationRule, verify
 
 TOLERANCE = 1e-9
-"""Rounding adds up to 1e-12 at most."""
+"""Allowed deviation of exact laws. Rounding adds up to 1e-12 at most."""
 
 SAMPLED_SIGMAS = 8.0
-"""Standard errors that a sampled law may be off."""
+"""Allowed deviation of sampled laws, in standard errors."""
 
 BATCH_SIZES = (1, 2, 3, 17)
 BATCH_REPEATS = 25
@@ -44,41 +44,42 @@ BATCH_REPEATS = 25
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a law is enumerated."""
+    """The models and block lengths of which laws are enumerated."""
 
     vocab_size: int
     schedules: tuple[tuple[int, ...], ...]
-    """Block lengths of the rounds; the last is used again when the list ends."""
+    """Block lengths of consecutive rounds; the last is repeated when the list ends."""
     num_random: int = len(SHARPNESSES)
-    """Pairs of random models."""
+    """Number of random model pairs."""
     is_adversarial: bool = True
-    """Whether adversarial models are tried too."""
+    """Whether adversarial model pairs are included."""
 
     def pairs(self) -> tuple[Pair, ...]:
-        """Returns the models."""
+        """Returns the model pairs."""
         adversarial = adversarial_pairs(self.vocab_size) if self.is_adversarial else ()
         return random_pairs(self.vocab_size)[-self.num_random :] + adversarial
 
     def lengths(self) -> list[int]:
-        """Returns all block lengths."""
+        """Returns the distinct block lengths, ascending."""
         return sorted({length for schedule in self.schedules for length in schedule})
 
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """What is enumerated."""
+    """The sizes that a check enumerates for each kind of rule."""
 
     stated: tuple[Size, ...]
-    """Of rules that state their law."""
+    """For rules that state their law."""
     decided: tuple[Size, ...]
-    """Of decisions, integrated over their random numbers."""
+    """For rules whose decisions are integrated over their random numbers."""
     coupled: tuple[Size, ...]
+    """For coupled rules."""
     stateful: tuple[Size, ...]
-    """Of `greedy_block`, whose blocks are of one length."""
+    """For `greedy_block`, whose blocks are of one length."""
     sampled: tuple[Size, ...]
-    """Of decisions that have to be sampled."""
+    """For rules whose decisions have to be sampled."""
     edges: tuple[int, ...]
-    """Block lengths of three-token models that are decided at the ends of the uniform numbers."""
+    """Block lengths, with a vocabulary of three, that are decided with uniforms at the ends of their range."""
 
 
 THOROUGH = CheckPlan(
@@ -122,14 +123,14 @@ QUICK = CheckPlan(
     sampled=(Size(3, ((2,),), num_random=1, is_adversarial=False),),
     edges=(1, 2),
 )
-"""Enough to see most mistakes."""
+"""Finds most mistakes."""
 
 COMPARED_LENGTH = 3
-"""Of the blocks that the report's mean number of accepted tokens is about."""
+"""Block length for which the report has the mean number of accepted tokens."""
 
 
 def check(rule: VerificationRule, plan: CheckPlan = THOROUGH) -> RuleReport:
-    """Returns what is right and wrong with a rule. A rule that raises fails; nothing is raised.
+    """Checks a rule and returns the report. A rule that raises fails the check; `check` itself does not raise.
 
     Takes seconds on one core. Rules are called with up to 65,536 blocks at once.
     """
@@ -140,31 +141,31 @@ def check(rule: VerificationRule, plan: CheckPlan = THOROUGH) -> RuleReport:
     source: RoundSource = decided
     method, sizes = "decided", plan.decided
     if rule.is_coupled:
-        source, method, sizes = _Coupled(rule, findings), "coupled", plan.coupled
+        source, method, sizes = _CoupledSource(rule, findings), "coupled", plan.coupled
     elif isinstance(rule, LawRule):
         source, method, sizes = StatedRound(rule), "stated", plan.stated
-        with _noted(findings):
+        with _recording_errors(findings):
             _check_stated(rule, source, decided, plan, findings)
-    with _noted(findings):
+    with _recording_errors(findings):
         if source is decided:
             decided.prepare(random_pairs(3), (2,))
             method, sizes = ("decided", sizes) if decided.is_exact else ("sampled", plan.sampled)
         _check_laws(rule, source, sizes, findings)
     if not rule.is_coupled:
-        with _noted(findings):
+        with _recording_errors(findings):
             _check_edges(rule, plan, findings)
         if rule.needs_draft_probs:
-            with _noted(findings):
+            with _recording_errors(findings):
                 _check_sparse(rule, findings)
-            with _noted(findings):
+            with _recording_errors(findings):
                 _check_wire(rule, findings)
-    with _noted(findings):
+    with _recording_errors(findings):
         _check_batches(rule, findings)
     return _report(rule, method, source, findings)
 
 
-class _Coupled:
-    """What rounds of a coupled rule emit; notes wrong uses of noise."""
+class _CoupledSource:
+    """Source of the emissions of a coupled rule; reports wrong uses of noise."""
 
     def __init__(self, rule: VerificationRule, findings: Findings) -> None:
         self._rule = rule
@@ -181,7 +182,7 @@ class _Coupled:
 
 
 def _check_laws(rule: VerificationRule, source: RoundSource, sizes: tuple[Size, ...], findings: Findings) -> None:
-    """Compares the laws of texts made of several rounds with the target's, and the mean numbers of accepted tokens."""
+    """Compares laws of texts of several rounds with the target's, and mean numbers of accepted tokens with theory."""
     for size in sizes:
         source.prepare(size.pairs(), size.lengths())
         for pair in size.pairs():
@@ -215,7 +216,7 @@ def _judge_law(
 
 
 def _check_accepted(rule: VerificationRule, pair: Pair, length: int, accepted: Tensor, findings: Findings) -> None:
-    """Compares mean numbers of accepted tokens after each context with what they have to be and can be."""
+    """Compares mean numbers of accepted tokens after each context with theory and with the bound for lossless rules."""
     where = _where(pair, (length,))
     expectation = EXPECTATIONS.get(rule.name)
     if expectation is not None:
@@ -229,7 +230,7 @@ def _check_accepted(rule: VerificationRule, pair: Pair, length: int, accepted: T
 def _check_stated(
     rule: LawRule, stated: RoundSource, decided: DecidedRound, plan: CheckPlan, findings: Findings
 ) -> None:
-    """Checks that what a rule states is a law, and the one that its decisions follow."""
+    """Checks that a stated law is a distribution, and that the rule's decisions follow it."""
     for size in plan.decided:
         decided.prepare(size.pairs(), size.lengths())
         for pair in size.pairs():
@@ -241,7 +242,7 @@ def _check_stated(
 
 
 def _sampling_error(decided: DecidedRound, pair: Pair, length: int) -> float:
-    """Returns how far a probability of what rounds emit may be off because it was sampled; 0 where it was not."""
+    """Returns the allowed sampling error of a round's emission probabilities; 0 if they are exact."""
     measure = decided.measure(pair, length)
     if measure.is_exact:
         return 0.0
@@ -252,7 +253,7 @@ def _sampling_error(decided: DecidedRound, pair: Pair, length: int) -> float:
 
 
 def _check_edges(rule: VerificationRule, plan: CheckPlan, findings: Findings) -> None:
-    """Looks for impossible tokens where numbers are 0 or as large as they get."""
+    """Checks that no impossible token is emitted for uniforms of 0 or of their maximum."""
     if not rule.is_lossless:
         return
     for pair in random_pairs(3)[:1] + adversarial_pairs(3):
@@ -266,7 +267,7 @@ def _check_edges(rule: VerificationRule, plan: CheckPlan, findings: Findings) ->
 
 
 def _check_batches(rule: VerificationRule, findings: Findings) -> None:
-    """Decides about blocks of different lengths alone and in batches, padded and packed, with the same numbers."""
+    """Checks that decisions are the same alone and in batches, padded and packed, given the same random numbers."""
     for batch_size in BATCH_SIZES:
         for repeat in range(BATCH_REPEATS):
             where = f"in a batch of {batch_size}"
@@ -297,7 +298,7 @@ class _Ragged:
 
     @classmethod
     def of(cls, batch_size: int, generator: torch.Generator, vocab_size: int = 5, max_len: int = 4) -> "_Ragged":
-        """Returns random ones, whose draft tokens are drawn from the drafter."""
+        """Returns random blocks, whose draft tokens are drawn from the drafter."""
         target, draft = (
             torch.randn(batch_size, max_len + extra, vocab_size, generator=generator, dtype=torch.float64).softmax(-1)
             for extra in (1, 0)
@@ -306,11 +307,11 @@ class _Ragged:
         return cls(target, draft, tokens, torch.randint(0, max_len + 1, (batch_size,), generator=generator))
 
     def padded(self) -> BlockBatch:
-        """Returns all of them, padded."""
+        """Returns all blocks as a padded batch."""
         return BlockBatch.padded(self.target, self.draft, self.tokens, self.lengths)
 
     def packed(self) -> BlockBatch:
-        """Returns all of them as a server has them: without padding in what is large."""
+        """Returns all blocks as a packed batch, as a server has them: rows over the vocabulary are not padded."""
         lengths = self.lengths.tolist()
         rows = [self.target[index, : length + 1] for index, length in enumerate(lengths)]
         drafts = [DenseRows(self.draft[index, :length]) for index, length in enumerate(lengths)]
@@ -319,7 +320,7 @@ class _Ragged:
         return BlockBatch.packed(torch.cat(rows), drafts, tokens, starts)
 
     def alone(self, index: int) -> BlockBatch:
-        """Returns one of them."""
+        """Returns one block as a batch."""
         row, length = slice(index, index + 1), int(self.lengths[index])
         return BlockBatch.padded(
             self.target[row, : length + 1], self.draft[row, :length], self.tokens[row, :length], self.lengths[row]
@@ -327,7 +328,7 @@ class _Ragged:
 
 
 def _check_sparse(rule: VerificationRule, findings: Findings) -> None:
-    """Decides about blocks whose draft distributions are stated densely and sparsely, and compares stated laws."""
+    """Checks that decisions and stated laws are the same for dense and sparse draft distributions."""
     for pair in random_pairs(4)[:2] + adversarial_pairs(4):
         for length in (1, 2, 3):
             dense, sparse = all_blocks(pair, length), all_blocks(pair, length, sparse_rows)
@@ -335,7 +336,7 @@ def _check_sparse(rule: VerificationRule, findings: Findings) -> None:
 
 
 def _check_wire(rule: VerificationRule, findings: Findings) -> None:
-    """The same for distributions that were quantized, drawn from, encoded, and decoded from their bytes."""
+    """Checks the same for distributions that were quantized, encoded and decoded."""
     for pair in random_pairs(4)[:2] + adversarial_pairs(4):
         for quantization in (COARSE, FINE):
             sent = quantized(pair, quantization)
@@ -349,7 +350,7 @@ def _check_wire(rule: VerificationRule, findings: Findings) -> None:
 
 
 def _check_alike(rule: VerificationRule, dense: AllBlocks, sparse: AllBlocks, kind: Kind, findings: Findings) -> None:
-    """Compares what is decided and stated about the same blocks whose draft distributions are stated in two ways."""
+    """Compares decisions and stated laws for the same blocks with dense and sparse draft distributions."""
     where = _where(dense.pair, (dense.length,))
     if isinstance(rule, LawRule):
         size = stated_emissions(rule, dense).deviation_from(stated_emissions(rule, sparse))
@@ -363,9 +364,9 @@ def _check_alike(rule: VerificationRule, dense: AllBlocks, sparse: AllBlocks, ki
 
 
 def _stateful(rule: GreedyBlockRule, plan: CheckPlan, findings: Findings) -> RuleReport:
-    """Checks `greedy_block`, following what it remembers."""
+    """Checks `greedy_block`, following its state over rounds."""
     source = StatedRound(rule)  # of first rounds
-    with _noted(findings):
+    with _recording_errors(findings):
         for size in plan.stateful:
             for pair in size.pairs():
                 for (block_length,) in size.schedules:
@@ -375,7 +376,7 @@ def _stateful(rule: GreedyBlockRule, plan: CheckPlan, findings: Findings) -> Rul
                     _judge_law(rule, pair, (block_length,), deviation, TOLERANCE, findings)
                     accepted = source.emissions(pair, block_length).expected_accepted()
                     _check_accepted(rule, pair, block_length, accepted, findings)
-    with _noted(findings):
+    with _recording_errors(findings):
         for pair in (random_pairs(3)[1], *adversarial_pairs(3)[:2]):
             deviation = stateful.drawing_deviation(rule, pair, 2)
             findings.require(Kind.DRAWING, deviation, TOLERANCE, _where(pair, (2,)))
@@ -398,7 +399,7 @@ def _report(rule: VerificationRule, method: str, source: RoundSource, findings: 
         return sum(float(values(pair, COMPARED_LENGTH)[-1]) for pair in pairs) / len(pairs)
 
     accepted = toy = float("nan")
-    with _noted(findings):
+    with _recording_errors(findings):
         source.prepare(pairs, (COMPARED_LENGTH,))
         accepted = mean(lambda pair, length: source.emissions(pair, length).expected_accepted())
         toy = float(source.emissions(toy_pair(), 2).expected_accepted()[-1])
@@ -418,8 +419,8 @@ def _report(rule: VerificationRule, method: str, source: RoundSource, findings: 
 
 
 @contextmanager
-def _noted(findings: Findings) -> Iterator[None]:
-    """Notes what a rule raises."""
+def _recording_errors(findings: Findings) -> Iterator[None]:
+    """Records an exception of the rule as a failure."""
     try:
         yield
     except Exception as error:

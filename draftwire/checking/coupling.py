@@ -1,14 +1,14 @@
 """Rules that share noise with the drafter, integrated exactly over that noise.
 
-At one place both sides race with the same exponentials e: the drafter draws x = argmin e / q, the target y = argmin
-e / p. Together they follow a law that can be written down:
+At one position both sides race with the same exponentials e: the drafter draws x = argmin e / q, the target y = argmin
+e / p. Their joint law has a closed form:
 
     P(x = y = i) = 1 / sum over k of max(p_k / p_i, q_k / q_i)
-    P(x = i, y = j) = integral of dr / c(r)^2 for r from q_j / q_i to p_j / p_i, if that is any way at all,
+    P(x = i, y = j) = integral of dr / c(r)^2 for r from q_j / q_i to p_j / p_i, if that interval is not empty,
                       c(r) = 1 + r + sum over other k of max(q_k / q_i, r p_k / p_j)
 
-where r = e_j / e_i. So noise matters through the cell (x, y) alone, and a few *witnesses* of each cell, noise that
-falls into it, show what real code does with all of it.
+where r = e_j / e_i. So noise matters through the cell (x, y) alone, and a few *witnesses* of each cell, samples of
+noise that fall into it, show what real code does for the whole cell.
 """
 
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ from draftwire.method.distributions import race
 from draftwire.verification.rule import FixedNoise, VerificationRule, verify
 
 LEAST_CELL = 1e-13
-"""Less likely cells may be too narrow for float64 to hit. What they weigh is missing from the law, and so part of its
+"""Less likely cells may be too narrow for float64 to hit. Their mass is missing from the law and adds to its
 deviation."""
 
 WITNESSES = ((0.5, 2.0, 1.0), (0.25, 5.0, 0.3), (0.0, 2.0, 1.0), (1.0, 2.0, 1.0))
-"""For each witness: where in the cell's range of r it lies, how far losers are beyond the finish, the scale of e. The
-last two are as close as `MARGIN` to where another token wins, on one side or the other."""
+"""For each witness: its place in the cell's range of r, how far losers are beyond the finish, the scale of e. The last
+two witnesses are as close as `MARGIN` to where another token wins, one on each side."""
 
 MARGIN = 1e-7
 """Relative, in wide cells; in narrow ones all witnesses are inside."""
@@ -36,17 +36,17 @@ MARGIN = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class RaceLaw:
-    """The joint law of both winners at several places."""
+    """The joint law of both winners at several positions."""
 
     probs: Tensor
-    """`[places, vocab, vocab] float64`: of the drafter's winner and the target's."""
+    """`[places, vocab, vocab] float64`: probability of the drafter's winner and the target's."""
     times: Tensor
     """`[witnesses, places, vocab, vocab, vocab] float64`: noise that falls into each cell; anything in empty ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoupledRound:
-    """What one round of a coupled rule does."""
+    """Emissions of one round of a coupled rule."""
 
     emissions: Emissions
     reasons: tuple[str, ...]
@@ -69,7 +69,7 @@ def race_law(target: Tensor, drafter: Tensor) -> RaceLaw:
     matches = match_probs(target, drafter)
     for i in range(vocab_size):
         for j in range(vocab_size):
-            # as seen from e_i = 1 and e_j = r the others have to be beyond max(draft_k, r * target_k)
+            # with e_i = 1 and e_j = r the other exponentials have to be above max(draft_k, r * goal_k)
             draft = drafter / drafter[:, i : i + 1]  # inf and NaN where q_i = 0: such cells are empty
             goal = target / target[:, j : j + 1]
             low, high = draft[:, j], target[:, j] / target[:, i]
@@ -93,7 +93,7 @@ def race_law(target: Tensor, drafter: Tensor) -> RaceLaw:
 
 
 def _between(low: Tensor, high: Tensor, share: float) -> Tensor:
-    """Returns a number that is a share of the way from `low` to `high`, perhaps infinite, but never at an end."""
+    """Returns the point at a share of the way from `low` to `high`, which may be infinite; never an end point."""
     inside = torch.where(torch.isfinite(high), low + 0.5 * (high - low), 2.0 * low + 0.5)
     if 0.0 < share < 1.0:
         return torch.where(torch.isfinite(high), low + share * (high - low), 2.0 * low + share)
@@ -107,7 +107,7 @@ def _integral(low: Tensor, high: Tensor, draft: Tensor, goal: Tensor) -> Tensor:
 
     Args:
         low: `[places]`.
-        high: `[places]`, perhaps infinite.
+        high: `[places]`, may be infinite.
         draft: `[places, others]`.
         goal: `[places, others]`.
     """
@@ -129,10 +129,10 @@ def _integral(low: Tensor, high: Tensor, draft: Tensor, goal: Tensor) -> Tensor:
 
 
 def coupled_round(rule: VerificationRule, pair: Pair, length: int) -> CoupledRound:
-    """Returns what a round of `length` draft tokens emits, with all noise integrated out."""
+    """Returns the law of what a round of `length` draft tokens emits, integrated over all noise."""
     vocab_size, contexts = pair.vocab_size, pair.vocab_size + 1
     races, last = race_law(pair.target, pair.drafter), race_law(pair.target, pair.target)
-    # a path is a context, then the cell of each place, of which the last has no draft token: its cells are diagonal
+    # a path is a context, then the cell of each position; the last has no draft token, so its cells are diagonal
     shape = (contexts, *[vocab_size] * (2 * length + 1))
     path = torch.stack([part.flatten() for part in torch.meshgrid(*map(torch.arange, shape), indexing="ij")])
     before = torch.stack([path[0], *path[1:-1:2]])  # [length + 1, paths]: the token before each place
@@ -159,7 +159,7 @@ def coupled_round(rule: VerificationRule, pair: Pair, length: int) -> CoupledRou
 
 
 def _is_wide(path: Tensor, before: Tensor, races: RaceLaw, last: RaceLaw) -> Tensor:
-    """Returns which paths go through likely cells alone, `[paths] bool`."""
+    """Returns which paths have no cell below `LEAST_CELL`, `[paths] bool`."""
     result = last.probs[before[-1], path[-1], path[-1]] > LEAST_CELL
     for place in range(len(before) - 1):
         result &= races.probs[before[place], path[1 + 2 * place], path[2 + 2 * place]] > LEAST_CELL
@@ -167,7 +167,7 @@ def _is_wide(path: Tensor, before: Tensor, races: RaceLaw, last: RaceLaw) -> Ten
 
 
 def _emitted(rule: VerificationRule, pair: Pair, contexts: Tensor, times: Tensor) -> Tensor:
-    """Drafts and verifies with given noise, `[paths, length + 1, vocab]`; returns codes of what is emitted."""
+    """Drafts and verifies with given noise, `[paths, length + 1, vocab]`; returns the codes of the emitted tokens."""
     length, vocab_size = times.shape[1] - 1, pair.vocab_size
     blocks, numbers = all_blocks(pair, length), contexts
     for place in range(length):
@@ -178,7 +178,7 @@ def _emitted(rule: VerificationRule, pair: Pair, contexts: Tensor, times: Tensor
 
 
 def _reads_ahead(codes: Tensor, path: Tensor, shape: tuple[int, ...]) -> bool:
-    """Returns whether paths that agree up to the last committed place end differently."""
+    """Returns whether paths that agree up to the last committed position emit different tokens."""
     length, vocab_size = (len(shape) - 2) // 2, shape[1]
     number = torch.zeros_like(codes)
     least = 0

@@ -1,12 +1,12 @@
-"""Exact integrals of decisions over the uniform numbers that they are made with.
+"""Exact integrals of decisions over the uniform numbers that they use.
 
 A decision is a piecewise constant function of the unit cube: numbers are compared with thresholds, in plain tests or
 inside an inverse distribution function. The cube is cut into boxes along such thresholds, found to float64 precision by
-bisection, until all corners of each box and random points within agree. A function that compares each number with
-thresholds alone, which may depend on how other comparisons went, and tells apart how they went, is then constant in the
-box: its integral is the sum of volumes, exact up to rounding. If it takes the same value in places that it does not
-connect, only the random points can tell. Other functions, say of a product of two numbers, never come to an end. They
-are sampled with quasi-random points, and the error is estimated.
+bisection, until all corners of each box and random points within agree. A function that only compares each number with
+thresholds, which may depend on the results of other comparisons, and whose value identifies these results, is then
+constant in the box: its integral is the sum of volumes, exact up to rounding. If it takes the same value in
+disconnected regions, only the random points can show that. For other functions, say of a product of two numbers, the
+cutting does not end. They are sampled with quasi-random points, and the error is estimated.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 Decision = Callable[[Tensor, Tensor], Tensor]
-"""Takes cases, `[points] int64`, and numbers in [0, 1), `[points, dimensions] float64`; returns a code for what is
-decided, `[points] int64`."""
+"""Takes cases, `[points] int64`, and numbers in [0, 1), `[points, dimensions] float64`; returns the code of each
+decision, `[points] int64`."""
 
 LAST = 1.0 - 2.0**-53
 """The largest number that is drawn."""
 
 INSET = 2.0**-40
-"""Distance from a box's faces at which it is looked at, because a face is only found up to rounding."""
+"""Distance from a box's faces at which its corners are evaluated, because faces are only found up to rounding."""
 
 BISECTIONS = 44
 MOST_CORNERS = 64
@@ -32,9 +32,9 @@ RANDOM_POINTS = 6
 CHECK_POINTS = 8
 POINTS_AT_ONCE = 2**16
 MOST_BOXES_PER_CASE = 1000
-"""In the mean. One round of a rule has tens."""
+"""Limit on the mean number of boxes. One round of a rule has tens."""
 PROBED_CASES = 4
-"""So many cases show first whether the function is made of boxes."""
+"""Cases that are tried first, to see whether the function is made of boxes."""
 REPLICATES = 16
 SOBOL_POINTS = 256
 
@@ -44,7 +44,7 @@ class Measure:
     """The probability of each decision."""
 
     replicates: Tensor
-    """`[1, cases, codes] float64`; where sampled, `[REPLICATES, cases, codes]` independent estimates."""
+    """`[1, cases, codes] float64`; if sampled, `[REPLICATES, cases, codes]` independent estimates."""
 
     @property
     def is_exact(self) -> bool:
@@ -58,8 +58,8 @@ class Measure:
 
 
 def integrate(decision: Decision, num_cases: int, dimensions: int, num_codes: int) -> Measure:
-    """Returns the probability of each code in each case, if the numbers are independent and uniform: exactly if the
-    decision is made of boxes, else by `sample`.
+    """Returns the probability of each code in each case for independent uniform numbers: exact if the decision is made
+    of boxes, else by `sample`.
     """
     if num_cases > PROBED_CASES:
         probed = torch.linspace(0, num_cases - 1, PROBED_CASES).round().to(torch.int64)
@@ -74,7 +74,7 @@ def integrate(decision: Decision, num_cases: int, dimensions: int, num_codes: in
 
 
 def sample(decision: Decision, num_cases: int, dimensions: int, num_codes: int) -> Measure:
-    """As `integrate`, from quasi-random points."""
+    """Estimates the probabilities of `integrate` from quasi-random points."""
     result = torch.zeros(REPLICATES, num_cases * num_codes, dtype=torch.float64)
     cases = torch.arange(num_cases).repeat_interleave(SOBOL_POINTS)
     for replicate in range(REPLICATES):
@@ -95,7 +95,7 @@ def edge_points(dimensions: int, values: tuple[float, ...] = (0.0, 0.5, LAST), m
         return torch.tensor(list(product(values, repeat=dimensions)), dtype=torch.float64).reshape(-1, dimensions)
     generator = torch.Generator().manual_seed(dimensions)
     index = torch.randint(0, len(values), (most, dimensions), generator=generator)
-    index[: len(values)] = torch.arange(len(values)).unsqueeze(1)  # all alike
+    index[: len(values)] = torch.arange(len(values)).unsqueeze(1)  # all coordinates equal
     return torch.tensor(values, dtype=torch.float64)[index]
 
 
@@ -109,14 +109,14 @@ class _Boxes:
     """`[boxes, dimensions] float64`."""
     high: Tensor
     codes: Tensor
-    """`[boxes] int64`: what is decided in the middle."""
+    """`[boxes] int64`: the decision at the centre."""
 
     def select(self, index: Tensor) -> "_Boxes":
         return _Boxes(self.cases[index], self.low[index], self.high[index], self.codes[index])
 
 
 def _boxes(decision: Decision, cases: Tensor, dimensions: int) -> _Boxes | None:
-    """Returns boxes in which the decision is constant; None if there is no end to them."""
+    """Returns boxes in which the decision is constant; None if there are too many."""
     generator = torch.Generator().manual_seed(0)
     shape = (len(cases), dimensions)
     low, high = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
@@ -139,7 +139,7 @@ def _boxes(decision: Decision, cases: Tensor, dimensions: int) -> _Boxes | None:
 
 
 def _contradictions(decision: Decision, boxes: _Boxes, generator: torch.Generator) -> Tensor:
-    """Returns a random point of each box where another decision is made than in its middle, NaN where none is found."""
+    """Returns a random point of each box whose decision differs from the centre's, NaN where none is found."""
     others = torch.full_like(boxes.low, torch.nan)
     is_wide = ((boxes.high - boxes.low) > 4 * INSET).all(dim=1)
     for _ in range(CHECK_POINTS if boxes.low.shape[1] else 0):
@@ -163,7 +163,7 @@ def _joined(parts: list[_Boxes]) -> _Boxes:
 
 
 def _with_witnesses(decision: Decision, boxes: _Boxes, generator: torch.Generator) -> tuple[_Boxes, Tensor]:
-    """Decides in the middle of boxes, and returns a point of each where another decision is made, NaN where none is."""
+    """Decides at the centres of boxes, and returns a point of each whose decision differs, NaN where none is found."""
     count, dimensions = boxes.low.shape
     relative = torch.cat(
         [
@@ -182,7 +182,7 @@ def _with_witnesses(decision: Decision, boxes: _Boxes, generator: torch.Generato
 
 
 def _split(decision: Decision, boxes: _Boxes, others: Tensor) -> _Boxes:
-    """Cuts each box where the decision changes on the way from its middle to another point, axis by axis."""
+    """Cuts each box where the decision changes on the way from its centre to another point, axis by axis."""
     count, dimensions = boxes.low.shape
     if count == 0:
         return boxes
@@ -207,7 +207,7 @@ def _split(decision: Decision, boxes: _Boxes, others: Tensor) -> _Boxes:
 
 
 def _within(boxes: _Boxes, relative: Tensor) -> Tensor:
-    """Returns points of boxes, from relative coordinates in [0, 1], `[..., boxes or 1, dimensions]`."""
+    """Returns points of boxes at relative coordinates in [0, 1], `[..., boxes or 1, dimensions]`."""
     inset = (0.25 * (boxes.high - boxes.low)).clamp(max=INSET)
     return boxes.low + inset + relative * (boxes.high - boxes.low - 2 * inset)
 

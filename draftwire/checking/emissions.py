@@ -1,6 +1,6 @@
-"""What rounds emit, as tensors, and the law of a text that is made of rounds.
+"""Laws of the tokens that rounds emit, as tensors, and the law of a text made of rounds.
 
-A text is counted in base `vocab`: `[contexts, vocab ** k]` is indexed by a context and k tokens, the first token being
+A text is a number in base `vocab`: `[contexts, vocab ** k]` is indexed by a context and k tokens, the first token being
 the most significant digit. The contexts are the rows of a model's table.
 """
 
@@ -13,18 +13,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Emissions:
-    """The law of what one round emits after each context."""
+    """The law of the tokens that one round emits after each context."""
 
     of_count: tuple[Tensor, ...]
     """For k = 1, 2, ... `[contexts, vocab ** k] float64`: the probability of emitting exactly these k tokens."""
 
     def expected_accepted(self) -> Tensor:
-        """Returns the mean number of accepted tokens, one less than are emitted, `[contexts]`."""
+        """Returns the mean number of accepted tokens, one less than emitted, `[contexts]`."""
         return torch.stack([count * law.sum(dim=1) for count, law in enumerate(self.of_count)]).sum(dim=0)
 
     @classmethod
     def from_codes(cls, masses: Tensor, vocab_size: int) -> "Emissions":
-        """Returns them from the probability of each code of `encoded`, `[contexts, num_codes]`."""
+        """Returns the emissions from the probability of each code of `encoded`, `[contexts, num_codes]`."""
         sizes: list[int] = []
         left = masses.shape[1]
         while left > 0:
@@ -33,7 +33,7 @@ class Emissions:
         return cls(tuple(masses.split(sizes, dim=1)))
 
     def deviation_from(self, other: "Emissions") -> float:
-        """Returns the largest difference of any probability."""
+        """Returns the largest absolute difference of any probability."""
         return max(largest_deviation(mine, theirs) for mine, theirs in zip(self.of_count, other.of_count, strict=True))
 
 
@@ -43,12 +43,12 @@ def num_codes(vocab_size: int, most: int) -> int:
 
 
 def encoded(tokens: Tensor, counts: Tensor, vocab_size: int) -> Tensor:
-    """Returns a number for each text: shorter texts first.
+    """Returns the code of each text; codes of shorter texts come first.
 
     Args:
-        tokens: `[batch, most] int64`; anything beyond the count.
+        tokens: `[batch, most] int64`; tokens beyond the count are ignored.
         counts: `[batch] int64`, 1 to `most`.
-        vocab_size: tokens that there are.
+        vocab_size: size of the vocabulary.
 
     Returns:
         `[batch] int64`, below `num_codes(vocab_size, most)`.
@@ -69,11 +69,11 @@ def sequence_law(table: Tensor, length: int) -> Tensor:
 
 
 def law_of_rounds(emissions: Sequence[Emissions], length: int) -> Tensor:
-    """Returns the law of the first `length` tokens that rounds emit; what a round emits beyond them is cut off.
+    """Returns the law of the first `length` tokens that rounds emit.
 
     Args:
-        emissions: of each round; the last are used again when the list ends.
-        length: tokens.
+        emissions: of each round; the last are repeated when the list ends.
+        length: tokens; a round's tokens beyond it are cut off.
 
     Returns:
         `[contexts, vocab ** length]`.
@@ -100,17 +100,17 @@ def law_of_rounds(emissions: Sequence[Emissions], length: int) -> Tensor:
 
 
 def completed_law(emissions: Emissions, reference: Tensor) -> Tensor:
-    """Returns the law of one round's tokens followed by what the reference makes of them.
+    """Returns the law of one round's tokens, continued by the reference.
 
-    A round is right if that is the reference itself: rounds may then follow each other. The reference may depend on the
-    text in any way. Source: Sun et al. 2024 (arXiv 2403.10444), Definition 1 and Lemma 2.
+    A round is right if this is the reference itself: rounds can then be chained. The reference may depend on the text
+    in any way. Source: Sun et al. 2024 (arXiv 2403.10444), Definition 1 and Lemma 2.
 
     Args:
         emissions: of one round.
         reference: `[contexts, vocab ** length]`, of at least as many tokens as the round may emit.
 
     Returns:
-        `[contexts, vocab ** length]`. The probability of texts that the reference never begins with stays at the first
+        `[contexts, vocab ** length]`. Texts that are impossible under the reference keep their probability at the first
         of their continuations.
     """
     contexts = len(reference)
@@ -126,5 +126,5 @@ def completed_law(emissions: Emissions, reference: Tensor) -> Tensor:
 
 
 def largest_deviation(law: Tensor, expected: Tensor) -> float:
-    """Returns the largest difference in one outcome; NaN if there is one."""
+    """Returns the largest absolute difference in one outcome; NaN if either law has a NaN."""
     return float((law - expected).abs().max())

@@ -1,11 +1,11 @@
-"""What a check found."""
+"""Report of a check, and the failures that it found."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 
 class Kind(Enum):
-    """What may be wrong with a rule."""
+    """Kinds of failures of a rule."""
 
     LAW = "the output is not distributed as the target's"
     NO_LAW = "what the rule states is no law: negative, or not summing to 1"
@@ -22,14 +22,13 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One thing that is wrong."""
+    """A failed check."""
 
     kind: Kind
     where: str
-    """The models and the block lengths that show it best."""
+    """The models and block lengths where the failure is largest."""
     size: float
-    """How wrong: a difference of probabilities or of mean numbers of tokens, as the kind has it; 1 where it is wrong
-    altogether."""
+    """Difference of probabilities or of mean numbers of tokens, depending on the kind; 1 where there is no measure."""
 
     def __str__(self) -> str:
         return f"{self.kind.value}: {self.size:.2g} ({self.where})"
@@ -37,51 +36,51 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class RuleReport:
-    """What is known of a rule after the check."""
+    """Result of the check of a rule."""
 
     name: str
     is_lossless: bool
-    """Whether it says that it is."""
+    """Whether the rule declares itself lossless."""
     method: str
-    """How laws were found: stated, decided, sampled, coupled, or stateful."""
+    """How laws were computed: stated, decided, sampled, coupled, or stateful."""
     num_laws: int
     """How many laws of texts were compared with the target's."""
     deviation: float
-    """The largest difference of any of their probabilities."""
+    """The largest difference of a probability in these comparisons."""
     accepted: float
     """Mean number of accepted draft tokens in a round of three, over random models."""
     expected_accepted: float | None
-    """What theory says about that; None where it says nothing about a rule of this name."""
+    """The theoretical value of `accepted`; None for rules without one."""
     most_accepted: float
-    """The most that it can be for a lossless rule that remembers nothing."""
+    """The upper bound of `accepted` for a stateless lossless rule."""
     toy_accepted: float
-    """The mean number in the example of Sun et al. 2024, of two: 10/9 for token, 11/9 for block verification, 12/9 for
-    any rule at all."""
+    """Mean number of accepted tokens, of two drafted, in the example of Sun et al. 2024: 10/9 for token verification,
+    11/9 for block verification, at most 12/9 for any rule."""
     failures: tuple[Failure, ...]
-    """The worst of each kind; none if the rule is what it says."""
+    """The largest failure of each kind; empty if the rule passed."""
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no failures."""
         return not self.failures
 
 
 @dataclass(slots=True)
 class Findings:
-    """Gathers what the parts of a check find."""
+    """Collects deviations and failures over the parts of a check."""
 
     deviation: float = 0.0
     num_laws: int = 0
     _worst: dict[Kind, Failure] = field(default_factory=dict)
 
     def law(self, deviation: float) -> None:
-        """Notes the deviation of a law; NaN stays."""
+        """Records the deviation of a law; a NaN is kept."""
         self.num_laws += 1
         if not deviation <= self.deviation:
             self.deviation = deviation
 
     def require(self, kind: Kind, size: float, tolerance: float, where: str) -> None:
-        """Notes a failure if `size` is above `tolerance`, or NaN."""
+        """Records a failure if `size` is above `tolerance` or NaN."""
         if size <= tolerance:
             return
         known = self._worst.get(kind)
@@ -90,5 +89,5 @@ class Findings:
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The worst of each kind."""
+        """The largest failure of each kind."""
         return tuple(self._worst[kind] for kind in Kind if kind in self._worst)

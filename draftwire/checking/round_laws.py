@@ -1,4 +1,4 @@
-"""The law of one round under a rule, by its own statement or by what it decides."""
+"""The law of one round of a rule, computed from the law that the rule states or from its decisions."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,18 +19,18 @@ EDGE_BLOCKS_AT_ONCE = 2**16
 
 
 class RoundSource(Protocol):
-    """Knows what rounds of a rule emit."""
+    """Source of the emissions of a rule's rounds."""
 
     def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
-        """Tells what will be asked for, of pairs of one vocabulary size."""
+        """Announces pairs (of one vocabulary size) and block lengths, so that laws can be computed together."""
 
     def emissions(self, pair: Pair, length: int) -> Emissions:
-        """Returns what one round of `length` draft tokens emits."""
+        """Returns the law of what one round of `length` draft tokens emits."""
 
 
 @dataclass(slots=True)
 class RecordingNoise:
-    """Notes what a rule asks for, and gives the same number every time."""
+    """Noise that records which numbers a rule requests, and returns one constant for all."""
 
     value: float
     batch_size: int
@@ -38,20 +38,20 @@ class RecordingNoise:
     asks_exponentials: bool = False
 
     def uniforms(self, count: int) -> Tensor:
-        """Returns the value for each block and place, and notes how many places were asked for."""
+        """Returns the constant for each block and place, and records `count`."""
         self.num_uniforms = max(self.num_uniforms, count)
         return torch.full((self.batch_size, count), self.value, dtype=torch.float64)
 
     def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
-        """Returns the variable that the value makes for each token, and notes that it was asked for."""
+        """Returns the exponential that the constant maps to for each token, and records the request."""
         self.asks_exponentials = True
         return torch.full((len(blocks), vocab_size), max(-math.log1p(-self.value), 1e-300), dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
 class Deciding:
-    """A rule's decisions about blocks of one length as a function of the numbers it asks for: uniforms first, then, if
-    it draws by exponentials that no drafter shares, the uniforms that these are made of.
+    """A rule's decisions about blocks of one length as a function of the numbers that it requests: uniforms, and, if
+    it draws by exponentials that no drafter shares, the uniforms that these are computed from.
     """
 
     rule: VerificationRule
@@ -61,7 +61,7 @@ class Deciding:
 
     @classmethod
     def of(cls, rule: VerificationRule, batch: BlockBatch) -> "Deciding":
-        """Returns a rule's, once it is known what it asks for."""
+        """Runs the rule once to find which numbers it requests, and returns its decision function."""
         num_uniforms, asks_exponentials = 0, False
         for value in (0.0, 0.5, LAST):
             noise = RecordingNoise(value, batch.batch_size)
@@ -73,16 +73,16 @@ class Deciding:
 
     @property
     def dimensions(self) -> int:
-        """How many numbers are asked for."""
+        """How many numbers the rule requests."""
         return self.num_uniforms + self.num_exponentials
 
     @property
     def num_codes(self) -> int:
-        """How many texts a round may emit."""
+        """How many different texts a round may emit."""
         return num_codes(self.batch.target_probs.shape[1], self.batch.max_len + 1)
 
     def codes(self, cases: Tensor, numbers: Tensor) -> Tensor:
-        """Returns what is emitted for each of some blocks, `[points] int64`; see `Decision`."""
+        """Returns the code of the emitted text for each case, `[points] int64`; a `Decision`."""
         batch = chosen(self.batch, cases)
         exponentials = None
         if self.num_exponentials:
@@ -92,7 +92,7 @@ class Deciding:
         return emitted_codes(batch, verify(self.rule, batch, noise))
 
     def edge_codes(self) -> Tensor:
-        """Returns what is emitted where numbers are 0, the largest below 1, or a half, `[blocks, points] int64`."""
+        """Returns the codes for numbers of 0, a half, or the largest below 1, `[blocks, points] int64`."""
         points, count = edge_points(self.dimensions), self.batch.batch_size
         result = []
         for part in torch.arange(count).split(max(1, EDGE_BLOCKS_AT_ONCE // len(points))):
@@ -102,16 +102,16 @@ class Deciding:
 
 
 class DecidedRound:
-    """What rounds emit, found from decisions alone."""
+    """Emissions of rounds, computed from decisions alone."""
 
     def __init__(self, rule: VerificationRule) -> None:
-        """Takes any rule that is not coupled."""
+        """Wraps any rule that is not coupled."""
         self.is_exact = True
         self._rule = rule
         self._measures: dict[tuple[Pair, int], Measure] = {}
 
     def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
-        """Finds the laws for pairs of one vocabulary size together, which is much faster."""
+        """Computes the laws for pairs of one vocabulary size together, which is much faster."""
         for length in lengths:
             missing = [pair for pair in pairs if (pair, length) not in self._measures]
             if not missing:
@@ -127,39 +127,39 @@ class DecidedRound:
             )
 
     def measure(self, pair: Pair, length: int) -> Measure:
-        """Returns the law of what is emitted for each of `all_blocks`."""
+        """Returns the law of the emitted text for each of `all_blocks`."""
         self.prepare((pair,), (length,))
         return self._measures[pair, length]
 
     def emissions(self, pair: Pair, length: int) -> Emissions:
-        """Returns what one round emits, from the decisions about all blocks."""
+        """Returns the emissions of one round, from the decisions about all blocks."""
         return decided_emissions(all_blocks(pair, length), self.measure(pair, length).probs)
 
 
 class StatedRound:
-    """What rounds emit, found from the law that a rule states."""
+    """Emissions of rounds, computed from the law that a rule states."""
 
     def __init__(self, rule: LawRule) -> None:
-        """Takes the rule."""
+        """Wraps the rule."""
         self._rule = rule
 
     def prepare(self, pairs: Sequence[Pair], lengths: Iterable[int]) -> None:
-        """Nothing is found beforehand: a law is stated at once."""
+        """Does nothing: stated laws need no preparation."""
 
     def emissions(self, pair: Pair, length: int) -> Emissions:
-        """Returns what one round emits, by the law."""
+        """Returns the emissions of one round, from the stated law."""
         return stated_emissions(self._rule, all_blocks(pair, length))
 
 
 def decided_emissions(blocks: AllBlocks, probs: Tensor) -> Emissions:
-    """Returns what rounds emit, from the law of each block's codes, `[blocks, codes]`."""
+    """Returns the emissions of rounds, from the law of each block's codes, `[blocks, codes]`."""
     weighted = probs * blocks.probs.unsqueeze(1)
     masses = probs.new_zeros(blocks.pair.vocab_size + 1, probs.shape[1]).index_add_(0, blocks.contexts, weighted)
     return Emissions.from_codes(masses, blocks.pair.vocab_size)
 
 
 def stated_emissions(rule: LawRule, blocks: AllBlocks) -> Emissions:
-    """Returns what rounds emit, from the law that a rule states."""
+    """Returns the emissions of rounds, from the law that a rule states."""
     pair = blocks.pair
     law = rule.stop_law(blocks.batch)
     result = []
@@ -175,7 +175,7 @@ def stated_emissions(rule: LawRule, blocks: AllBlocks) -> Emissions:
 
 
 def improbability(rule: LawRule, blocks: AllBlocks) -> float:
-    """Returns by how much what a rule states about blocks fails to be a law: negative or not summing to 1."""
+    """Returns by how much the stated laws of blocks fail to be distributions: negative entries or sums other than 1."""
     law = rule.stop_law(blocks.batch)
     wrong = [-law.accepted_probs.min(), (law.accepted_probs.sum(dim=1) - 1.0).abs().max()]
     for accepted in range(blocks.length + 1):

@@ -1,4 +1,4 @@
-"""The rule `greedy_block`, whose rounds change the target of later ones: texts are followed with what they carry."""
+"""Laws of the rule `greedy_block`, whose rounds modify the target of later ones: follows texts with their state."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ BLOCKS_AT_ONCE = 2**14
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts that rounds have begun."""
+    """Prefixes that rounds have emitted so far, with the rule's state."""
 
     numbers: Tensor
     """`[texts] int64`: context and tokens in base `vocab`."""
@@ -30,19 +30,19 @@ class Texts:
 
     @classmethod
     def empty(cls, contexts: int) -> "Texts":
-        """Returns the texts of no tokens after each context."""
+        """Returns an empty text after each context."""
         index = torch.arange(contexts)
         return cls(
             index, torch.zeros_like(index), torch.ones(contexts, dtype=torch.float64), Modifications.none(contexts)
         )
 
     def select(self, index: Tensor) -> "Texts":
-        """Returns some of the texts, `[any] int64`."""
+        """Returns the texts at `index`, `[any] int64`."""
         state = Modifications(self.state.ratios[index], self.state.left[index])
         return Texts(self.numbers[index], self.lengths[index], self.probs[index], state)
 
     def last_tokens(self, vocab_size: int) -> Tensor:
-        """Returns the row of a model's table that each text goes on with, `[texts] int64`."""
+        """Returns the row of a model's table that continues each text, `[texts] int64`."""
         return torch.where(self.lengths > 0, self.numbers % vocab_size, self.numbers)
 
 
@@ -53,11 +53,11 @@ class Continued:
     texts: Tensor
     """`[rows] int64`: which text each block follows."""
     blocks: Tensor
-    """`[rows] int64`: which of all blocks it is."""
+    """`[rows] int64`: index of the block among all blocks."""
     modified: ModifiedBlocks
-    """With the target in force."""
+    """The blocks with the modified target."""
     given: BlockBatch
-    """As the rule is given them."""
+    """The blocks as passed to the rule."""
 
     @classmethod
     def of(cls, texts: Texts, blocks: AllBlocks) -> "Continued":
@@ -91,7 +91,7 @@ def law_of_rounds(rule: GreedyBlockRule, pair: Pair, block_length: int, length: 
 def drawing_deviation(rule: GreedyBlockRule, pair: Pair, block_length: int) -> float:
     """Returns by how much the decisions of two rounds differ from the law that the rule states, block by block.
 
-    It is 1 if what a decision leaves in the rule is not what the next round has to know.
+    Returns 1 if the rule's state after a decision is not the one that follows from the decision.
     """
     blocks, texts = all_blocks(pair, block_length), Texts.empty(pair.vocab_size + 1)
     result = 0.0
@@ -125,7 +125,7 @@ def drawing_deviation(rule: GreedyBlockRule, pair: Pair, block_length: int) -> f
 
 
 def _forgets(rule: GreedyBlockRule, rows: Continued, state: Modifications) -> bool:
-    """Returns whether the rule remembers something else of a decision than what follows from it."""
+    """Returns whether the rule's state after a decision differs from the one that follows from it."""
     fresh = type(rule)()
     fresh.modifications = state
     numbers = torch.rand(len(rows.texts), 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -139,7 +139,7 @@ def _forgets(rule: GreedyBlockRule, rows: Continued, state: Modifications) -> bo
 
 
 def _round(rule: GreedyBlockRule, texts: Texts, blocks: AllBlocks) -> list[Texts]:
-    """Returns texts with one more round, those that accept equally many draft tokens together."""
+    """Returns texts after one more round, grouped by the number of accepted draft tokens."""
     rows, vocab_size = Continued.of(texts, blocks), blocks.pair.vocab_size
     law = rule.stop_law(rows.modified.blocks)
     mass = texts.probs[rows.texts] * blocks.probs[rows.blocks]
@@ -149,14 +149,14 @@ def _round(rule: GreedyBlockRule, texts: Texts, blocks: AllBlocks) -> list[Texts
         weights = rule.extra_weights(rows.modified.blocks, law, torch.full_like(rows.texts, accepted))
         reach = (mass * law.accepted_probs[:, accepted]).unsqueeze(1)
         parts = torch.where(reach == 0.0, 0.0, reach * weights / weights.sum(dim=1, keepdim=True))
-        # What follows depends on the accepted tokens alone: blocks that only differ later are taken together.
+        # The continuation depends on the accepted tokens alone: blocks that differ only after them are merged.
         kept = numbers // vocab_size ** (blocks.length - accepted)
         groups, group_of = (rows.texts * vocab_size**accepted + kept).unique(return_inverse=True)
         probs = torch.zeros(len(groups), vocab_size, dtype=torch.float64).index_add_(0, group_of, parts)
         example = torch.full_like(groups, len(group_of)).scatter_reduce_(
             0, group_of, torch.arange(len(group_of)), "amin"
         )
-        group, extra = (probs != 0.0).nonzero(as_tuple=True)  # NaN is kept, to be seen
+        group, extra = (probs != 0.0).nonzero(as_tuple=True)  # keeps NaN, so that it shows in the result
         row = example[group]
         state = advance(_chosen(rows.modified, row), Outcome(torch.full_like(row, accepted), extra))
         before = texts.numbers[rows.texts[row]]
@@ -172,7 +172,7 @@ def _chosen(modified: ModifiedBlocks, index: Tensor) -> ModifiedBlocks:
 
 
 def _joined(parts: list[Texts]) -> Texts:
-    """Returns texts that carry different numbers of modifications; one that is missing is as one that is over."""
+    """Concatenates texts with different numbers of modifications, padded with modifications that have expired."""
     most = max(part.state.left.shape[1] for part in parts)
 
     def padded(values: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""How many draft tokens rounds accept in the mean, from the models alone.
+"""Theoretical mean number of accepted draft tokens per round, from the models alone.
 
-Written out position by position, and apart from the rules, so that the two can be compared.
+Written position by position and independently of the rules, so that the two can be compared.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from draftwire.checking.emissions import sequence_law
 from draftwire.checking.toy_models import Pair
 
 Expectation = Callable[[Pair, int], Tensor]
-"""Takes models and a block length; returns the mean after each context, `[vocab + 1] float64`."""
+"""Takes a model pair and a block length; returns the mean after each context, `[vocab + 1] float64`."""
 
 
 def token_expectation(pair: Pair, length: int) -> Tensor:
@@ -30,8 +30,8 @@ def block_expectation(pair: Pair, length: int) -> Tensor:
 
 
 def greedy_expectation(pair: Pair, length: int) -> Tensor:
-    """Returns the sum over i and over texts of i tokens of min(P, Q), the first round of `greedy_block`: the most that
-    is possible in one round at all.
+    """Returns the sum over i and over texts of i tokens of min(P, Q), the first round of `greedy_block`: the maximum of
+    one round under any rule.
     """
     result = torch.zeros(pair.vocab_size + 1, dtype=torch.float64)
     for count in range(1, length + 1):
@@ -54,7 +54,7 @@ EXPECTATIONS: dict[str, Expectation] = {
     "greedy_block": greedy_expectation,
     "coupled": coupled_expectation,
 }
-"""By the names of the rules."""
+"""Expectations by rule name."""
 
 
 def _mean(pair: Pair, length: int, step: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Small models to try rules on: pairs of tables, random ones and those that mistakes are blind to least.
+"""Small model pairs to check rules on: random ones, and adversarial ones that make typical mistakes visible.
 
 A model is an order-1 table `[vocab + 1, vocab] float64`: row t is the law after token t, the last row the law at the
-start. Order 1 is the least that shows a rule which reads the row before or after the right one, and a vocabulary of
-three the least that shows a residual with a wrong weight.
+start. Order 1 is the lowest that exposes a rule which reads the row before or after the right one, and a vocabulary of
+three the smallest that exposes a residual with a wrong weight.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ SHARPNESSES = (0.5, 1.0, 2.0, 5.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """A target and a drafter of one vocabulary. Equal only to itself."""
+    """A target and a drafter of one vocabulary. Compared by identity."""
 
     name: str
     target: Tensor
     """`[vocab + 1, vocab] float64`, each row summing to 1."""
     drafter: Tensor
-    """As `target`."""
+    """Same layout as `target`."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that there are."""
+        """Size of the vocabulary."""
         return self.target.shape[1]
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the target is certain everywhere, as at temperature 0."""
+        """Whether every row of the target is one-hot, as at temperature 0."""
         return bool((self.target.amax(dim=1) == 1.0).all())
 
 
@@ -54,7 +54,7 @@ def random_pairs(vocab_size: int) -> tuple[Pair, ...]:
 
 @cache
 def adversarial_pairs(vocab_size: int) -> tuple[Pair, ...]:
-    """Returns the pairs at the edges of what models can be."""
+    """Returns pairs of extreme models."""
     generator = torch.Generator().manual_seed(1000 * vocab_size + 500)
     target, drafter = (random_table(vocab_size, 1.5, generator) for _ in range(2))
     is_even = (torch.arange(vocab_size) % 2 == 0).expand_as(target)
@@ -91,7 +91,7 @@ def adversarial_pairs(vocab_size: int) -> tuple[Pair, ...]:
 
 @cache
 def toy_pair() -> Pair:
-    """Returns the example of Sun et al. 2024, section 2: two tokens, and nothing depends on the context."""
+    """Returns the example of Sun et al. 2024, section 2: two tokens, independent of the context."""
     target, drafter = (torch.tensor([row] * 3, dtype=torch.float64) for row in ([1 / 3, 2 / 3], [2 / 3, 1 / 3]))
     return Pair("toy", target, drafter)
 

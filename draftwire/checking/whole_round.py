@@ -1,7 +1,7 @@
 """A whole round as a function of its random numbers, because mistakes are also made around a rule.
 
-What tokens are drawn from and what the rule is told, what the target's rows are made of, which numbers are used for
-what: a subclass of `Round` that does one of these things differently is a round to check.
+A subclass of `Round` can change the distributions that tokens are drawn from, the distributions that the rule reads,
+the target's rows, or the assignment of random numbers; `check_round` then checks the result.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from draftwire.verification.rule import FixedNoise, VerificationRule, verify
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What a whole round emits."""
+    """Result of the check of a whole round."""
 
     deviation: float
-    """Largest difference of its law, completed by the target, from the target's."""
+    """Largest difference of the round's law, completed by the target, from the target's."""
     is_exact: bool
     """Whether nothing was sampled."""
     accepted: float
@@ -35,22 +35,22 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What happened in rounds."""
+    """Results of rounds."""
 
     drafted: Tensor
     """`[points] int64`: the draft tokens in base `vocab`."""
     codes: Tensor
-    """`[points] int64`: what was emitted, see `encoded`."""
+    """`[points] int64`: the codes of the emitted tokens, see `encoded`."""
 
 
 class Round:
-    """One round as the product runs it, in float64: drafts, states what was drawn from, and verifies."""
+    """One round as the product runs it, in float64: drafts, states the draft distributions, and verifies."""
 
     num_verifying: ClassVar[int] = 2
-    """Uniform numbers that the rule asks for."""
+    """Uniform numbers that the rule requests."""
 
     def __init__(self, rule: VerificationRule, pair: Pair, length: int, sampling: SamplingParams | None = None) -> None:
-        """Takes who takes part, the number of draft tokens, and what is done to both models' logits."""
+        """Prepares a round of `length` draft tokens; `sampling` applies to both models' logits."""
         self.rule = rule
         self.pair = pair
         self.length = length
@@ -60,12 +60,12 @@ class Round:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that there are."""
+        """Size of the vocabulary."""
         return self.pair.vocab_size
 
     @property
     def num_drafting(self) -> int:
-        """Uniform numbers that drafting takes."""
+        """Uniform numbers that drafting uses."""
         return self.length
 
     @property
@@ -75,11 +75,11 @@ class Round:
 
     @property
     def most_emitted(self) -> int:
-        """Tokens that a round emits at most."""
+        """Maximum number of tokens that a round emits."""
         return self.length + 1
 
     def rows_of_blocks(self, table: Tensor, num_rows: int) -> Tensor:
-        """Returns a model's distributions along every block after every context, made as the product makes them.
+        """Returns a model's distributions along every block after every context, computed as the product does.
 
         Returns:
             `[contexts * vocab ** (num_rows - 1), num_rows, vocab]`, by block numbers of `num_rows - 1` tokens.
@@ -95,11 +95,11 @@ class Round:
         return probabilities_of_spans(logits, spans).reshape(-1, num_rows, self.vocab_size)
 
     def prompt(self, context: int) -> list[int]:
-        """Returns the text that a context stands for."""
+        """Returns the prompt that a context represents."""
         return [context] if context < self.vocab_size else []
 
     def drawing_law(self, rows: Tensor) -> Tensor:
-        """Returns what draft tokens are drawn from, given the drafter's distributions, `[..., vocab]`."""
+        """Returns the distributions that draft tokens are drawn from, given the drafter's, `[..., vocab]`."""
         return rows
 
     def drawn(self, rows: Tensor, uniforms: Tensor) -> Tensor:
@@ -107,11 +107,11 @@ class Round:
         return draw(self.drawing_law(rows), uniforms)
 
     def stated_law(self, rows: Tensor) -> DraftRows:
-        """Returns what the rule is told that they were drawn from, given the same, `[rows, vocab]`."""
+        """Returns the draft distributions that the rule reads, given the drafter's, `[rows, vocab]`."""
         return DenseRows(rows)
 
     def shared(self, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the numbers to draft with, `[points, num_drafting]`, and those to verify with."""
+        """Splits the numbers into those for drafting, `[points, num_drafting]`, and those for verifying."""
         return uniforms[:, : self.num_drafting], uniforms[:, self.num_drafting :]
 
     def drafted(self, contexts: Tensor, uniforms: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Round:
         return numbers
 
     def verified(self, numbers: Tensor, uniforms: Tensor) -> Tensor:
-        """Returns codes of what a round with these blocks emits, `[points] int64`."""
+        """Returns the codes of the tokens that a round with these blocks emits, `[points] int64`."""
         _, tokens = digits(numbers, self.length, self.vocab_size)
         rows = self.draft_rows[numbers // self.vocab_size if self.length else numbers][:, : self.length]
         blocks = BlockBatch(
@@ -138,7 +138,7 @@ class Round:
         return emitted_codes(blocks, verify(self.rule, blocks, FixedNoise(uniforms)))
 
     def run(self, contexts: Tensor, uniforms: Tensor) -> Ran:
-        """Returns what happens after contexts, `[points] int64`, with numbers `[points, num_uniforms]`."""
+        """Runs a round after each context, `[points] int64`, with numbers `[points, num_uniforms]`."""
         drafting, verifying = self.shared(uniforms)
         numbers = self.drafted(contexts, drafting)
         return Ran(numbers % self.vocab_size**self.length, self.verified(numbers, verifying))
@@ -161,11 +161,12 @@ class Round:
 
 
 def check_round(whole: Round) -> RoundReport:
-    """Returns how far a round is from plain decoding."""
+    """Checks a round against plain decoding."""
     contexts, codes = whole.vocab_size + 1, num_codes(whole.vocab_size, whole.most_emitted)
 
     def decision(cases: Tensor, uniforms: Tensor) -> Tensor:
-        # With the drafted block each number is compared with thresholds alone: different blocks may emit the same.
+        # The code includes the drafted block, because different blocks may emit the same tokens: `integrate` needs a
+        # value that identifies the results of all comparisons.
         ran = whole.run(cases, uniforms)
         return ran.drafted * codes + ran.codes
 

@@ -1,4 +1,4 @@
-"""Draft distributions as they travel: made integers, drawn from, encoded into bytes, and decoded."""
+"""Draft distributions in their wire format: quantized, sampled, encoded into bytes, and decoded."""
 
 from dataclasses import replace
 
@@ -13,26 +13,26 @@ from draftwire.method.encoding import TOTAL_WEIGHT, Claim, Supports, decode_one,
 from draftwire.method.quantization import Quantization
 
 COARSE = Quantization(mass=0.9, max_support=2)
-"""Leaves tokens out of nearly all distributions over few tokens."""
+"""Drops tokens of nearly all distributions over few tokens."""
 
 FINE = Quantization(mass=1.0)
-"""Rounds only."""
+"""Only rounds the weights."""
 
 
 def quantized(pair: Pair, quantization: Quantization) -> Pair:
-    """Returns a pair whose drafter draws from what is left of its distributions."""
+    """Returns a pair whose drafter has the quantized distributions."""
     rows = quantize(pair.drafter, quantization)
     weights = torch.zeros_like(pair.drafter).scatter_add_(1, rows.token_ids, rows.weights.to(pair.drafter.dtype))
     return replace(pair, name=f"{pair.name}, quantized", drafter=weights / TOTAL_WEIGHT)
 
 
 def through_bytes(probs: Tensor) -> SparseRows:
-    """Returns distributions as a verifier has them that gets them sparsely, each different one as a block of its own.
+    """Encodes and decodes distributions in the sparse format, each distinct one as a block of its own.
 
     Args:
         probs: `[rows, vocab]`, multiples of 1 / 65,536.
     """
-    different, which = probs.unique(dim=0, return_inverse=True)  # the blocks of a model hold the same few many times
+    different, which = probs.unique(dim=0, return_inverse=True)  # all blocks of a model share few distinct rows
     weights, token_ids = (different * TOTAL_WEIGHT).to(torch.int64).sort(dim=1, descending=True)
     supports = Supports(token_ids.numpy(), weights.numpy(), probs.shape[1])
     encoded = encode_sparse(supports, [1] * len(different))
@@ -43,7 +43,7 @@ def through_bytes(probs: Tensor) -> SparseRows:
 
 
 class WireRound(Round):
-    """A round whose draft tokens are drawn from integers, which the rule gets as bytes."""
+    """A round whose draft tokens are drawn from integer weights, which the rule receives as bytes."""
 
     quantization = COARSE
 

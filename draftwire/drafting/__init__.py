@@ -1,1 +1,1 @@
-"""Drafting strategies: ways to guess the next few tokens, and to say how likely each guess was."""
+"""Drafting strategies: propose the next few tokens with the distributions that they were drawn from."""

@@ -1,7 +1,7 @@
-"""Draws the tokens of many blocks, and states what each of them was drawn from.
+"""Samples the tokens of many blocks, and states the distribution of each.
 
-A distribution is made what it travels as before a token is drawn from it, never after: the verifier reads the very
-numbers that decided.
+A distribution is converted to its wire format before a token is drawn from it, never after: the verifier reads the very
+numbers that were sampled.
 """
 
 from collections.abc import Sequence
@@ -28,58 +28,58 @@ class BlockStart:
 
     request: DraftRequest
     vocab_size: int
-    """Tokens that may be drawn: ids below it."""
+    """Only ids below it may be drawn."""
     position: int
-    """Where in the text the first token stands."""
+    """Position of the first token in the text."""
 
 
-class _Manner(Enum):
-    """How the tokens of a block are drawn."""
+class _DrawMode(Enum):
+    """How the tokens of a block are drawn and their distributions sent."""
 
     COUPLED = auto()
-    """With the noise of their places in the text."""
+    """With the noise of their positions in the text; no distribution is sent."""
     SPARSE = auto()
-    """From few tokens with integer weights, which are sent."""
+    """From a few tokens with integer weights, which are sent."""
     DENSE = auto()
     """From all probabilities, which are sent."""
     UNSTATED = auto()
-    """From all probabilities, which are not sent: nobody asks, or they follow from the tokens."""
+    """From all probabilities, which are not sent: the rule does not read them, or they are one-hot."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """What one call of `Drawer.draw` drew."""
+    """Result of one call of `Drawer.draw`."""
 
     blocks: list[int]
     token_ids: Tensor
     """`[blocks] int64`."""
     is_good: Tensor
-    """`[blocks] bool`: whether there was a distribution to draw from."""
+    """`[blocks] bool`: whether the row was a distribution."""
 
 
 class Drawer:
-    """Draws blocks side by side, position by position. Nothing waits for the device before all are drawn."""
+    """Samples a batch of blocks, position by position. The host does not wait for the device before all are drawn."""
 
     def __init__(self, blocks: Sequence[BlockStart], quantization: Quantization, device: torch.device) -> None:
-        """Prepares; runs on the thread of the tensors, like everything here.
+        """Prepares a batch; all methods run on the torch thread.
 
         Args:
-            blocks: what to draw.
-            quantization: what is made of distributions first.
-            device: where they are.
+            blocks: the blocks to draw.
+            quantization: applied to distributions before drawing.
+            device: device of the distributions.
         """
         self._blocks = blocks
         self._quantization = quantization
         self._device = device
-        self._manners = [_manner(block.request, quantization) for block in blocks]
+        self._modes = [_mode_of(block.request, quantization) for block in blocks]
         most = max((block.request.num_tokens for block in blocks), default=0)
         self._uniforms: list[list[float]] = uniforms([block.request.key for block in blocks], most).tolist()
         self._counts = [0] * len(blocks)
         self._drawn: list[_Drawn] = []
-        self._known: list[list[int]] = [[] for _ in blocks]  # tokens that the host knows, of the first `_num_known`
+        self._known: list[list[int]] = [[] for _ in blocks]  # tokens copied to the host, of the first `_num_known`
         self._num_known = 0
         self._dense_rows: list[list[Tensor]] = [[] for _ in blocks]
-        self._sparse_rows: list[list[int]] = [[] for _ in blocks]  # where in all of `_quantized` together
+        self._sparse_rows: list[list[int]] = [[] for _ in blocks]  # row numbers in the concatenation of `_quantized`
         self._quantized: list[QuantizedRows] = []
 
     def num_left(self, block: int) -> int:
@@ -87,11 +87,11 @@ class Drawer:
         return self._blocks[block].request.num_tokens - self._counts[block]
 
     def position(self, block: int) -> int:
-        """Returns where in the text a block's next token stands."""
+        """Returns the position of a block's next token in the text."""
         return self._blocks[block].position + self._counts[block]
 
     def token_ids(self, block: int) -> list[int]:
-        """Returns what was drawn of a block. Waits for the device."""
+        """Returns the tokens drawn so far for a block. Waits for the device."""
         unknown = self._drawn[self._num_known :]
         if unknown:
             self._num_known = len(self._drawn)
@@ -104,34 +104,34 @@ class Drawer:
         """Draws the next token of some blocks.
 
         Args:
-            members: which blocks, each once.
-            probs: `[members, vocab] float32`, each a distribution that is 0 beyond its block's vocabulary, or not one
-                at all, see `is_distribution`: then any token is drawn, and the block ends before it. Overwritten.
+            members: indices of the blocks, each once.
+            probs: `[members, vocab] float32`. Each row is a distribution that is 0 beyond its block's vocabulary. If it
+                is none (`is_distribution`), any token is drawn, and the block ends before it. Overwritten.
 
         Returns:
             The tokens, `[members] int64` on the device.
         """
         is_good = is_distribution(probs)
-        if is_good.is_cuda or not bool(is_good.all()):  # a GPU does it sooner than it tells whether it has to
+        if is_good.is_cuda or not bool(is_good.all()):  # on a GPU this is cheaper than the test, which waits
             probs.nan_to_num_(nan=0.0)
             probs[:, 0].masked_fill_(~is_good, 1.0)
-        groups: dict[_Manner, list[int]] = {}
+        groups: dict[_DrawMode, list[int]] = {}
         for row, block in enumerate(members):
-            groups.setdefault(self._manners[block], []).append(row)
+            groups.setdefault(self._modes[block], []).append(row)
         if len(groups) == 1:
-            tokens = self._tokens(self._manners[members[0]], members, probs)
+            tokens = self._tokens(self._modes[members[0]], members, probs)
         else:
             tokens = torch.empty(len(members), dtype=torch.int64, device=self._device)
-            for manner, rows in groups.items():
+            for mode, rows in groups.items():
                 index = upload(rows, self._device)
-                tokens[index] = self._tokens(manner, [members[row] for row in rows], probs[index])
+                tokens[index] = self._tokens(mode, [members[row] for row in rows], probs[index])
         self._drawn.append(_Drawn(list(members), tokens, is_good))
         for block in members:
             self._counts[block] += 1
         return tokens
 
     def drafts(self) -> list[Draft | DraftwireError]:
-        """Returns what was drawn, with what it was drawn from; an error for a block of which nothing was drawn."""
+        """Returns the drafts with their distributions; an error for a block without a valid token."""
         lengths = self._lengths()
         sparse = self._encoded_sparse(lengths)
         drafts: list[Draft | DraftwireError] = []
@@ -139,10 +139,10 @@ class Drawer:
             if not length:
                 drafts.append(UnavailableError("the draft model gave no finite logits"))
                 continue
-            match self._manners[index]:
-                case _Manner.SPARSE:
+            match self._modes[index]:
+                case _DrawMode.SPARSE:
                     stated = sparse[index]
-                case _Manner.DENSE:
+                case _DrawMode.DENSE:
                     rows = torch.stack([row[: block.vocab_size] for row in self._dense_rows[index][:length]])
                     stated = encode_dense(self._quantization.encoding, rows.cpu().numpy())
                 case _:
@@ -152,7 +152,7 @@ class Drawer:
         return drafts
 
     def _lengths(self) -> list[int]:
-        """Returns how many tokens of each block were drawn from distributions: those before the first that was not."""
+        """Returns the length of each block: its tokens before the first one without a valid distribution."""
         lengths = self._counts.copy()
         if self._drawn:
             seen = [0] * len(self._blocks)
@@ -163,29 +163,29 @@ class Drawer:
                 seen[block] += 1
         return lengths
 
-    def _tokens(self, manner: _Manner, blocks: Sequence[int], probs: Tensor) -> Tensor:
-        """Returns the next tokens of blocks that are all drawn in one manner, `[blocks] int64`."""
-        if manner is _Manner.COUPLED:
+    def _tokens(self, mode: _DrawMode, blocks: Sequence[int], probs: Tensor) -> Tensor:
+        """Returns the next tokens of blocks that share a mode, `[blocks] int64`."""
+        if mode is _DrawMode.COUPLED:
             words = upload([self._blocks[block].request.key.text_words for block in blocks], self._device)
             positions = upload([self.position(block) for block in blocks], self._device)
             return race(probs, exponentials(words, positions, probs.shape[1])).winners
         numbers = upload([self._uniforms[block][self._counts[block]] for block in blocks], self._device, torch.float64)
-        if manner is _Manner.SPARSE:
+        if mode is _DrawMode.SPARSE:
             quantized = quantize(probs, self._quantization)
             first = sum(len(part.weights) for part in self._quantized)
             self._quantized.append(quantized)
             for row, block in enumerate(blocks, first):
                 self._sparse_rows[block].append(row)
             return quantized.draw(numbers)
-        if manner is _Manner.DENSE:
+        if mode is _DrawMode.DENSE:
             if self._quantization.encoding is Encoding.DENSE_FLOAT16:
                 probs = probs.half()
             for row, block in zip(probs, blocks, strict=True):
                 self._dense_rows[block].append(row)
-        return draw(probs.float(), numbers)  # sums of float16 would be rounded to 11 bits
+        return draw(probs.float(), numbers)  # float16 sums have 11 bits
 
     def _encoded_sparse(self, lengths: Sequence[int]) -> dict[int, DraftDistributions]:
-        """Returns the distributions of the blocks that are drawn sparsely and have any tokens."""
+        """Returns the encoded distributions, by block, of the sparse blocks that are not empty."""
         if not self._quantized:
             return {}
         token_ids = torch.cat([part.token_ids for part in self._quantized]).cpu().numpy()
@@ -204,9 +204,9 @@ class Drawer:
         return encoded
 
 
-def _manner(request: DraftRequest, quantization: Quantization) -> _Manner:
+def _mode_of(request: DraftRequest, quantization: Quantization) -> _DrawMode:
     if request.is_coupled:
-        return _Manner.COUPLED
+        return _DrawMode.COUPLED
     if request.sampling.greedy or not request.needs_probs:
-        return _Manner.UNSTATED
-    return _Manner.SPARSE if quantization.encoding is Encoding.SPARSE_UINT16 else _Manner.DENSE
+        return _DrawMode.UNSTATED
+    return _DrawMode.SPARSE if quantization.encoding is Encoding.SPARSE_UINT16 else _DrawMode.DENSE

@@ -18,15 +18,15 @@ from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import DraftModel, Reading
 
 PROMPT_TOKENS = 32
-"""A step that reads more tokens than this of one text reads prompts."""
+"""A step that reads more tokens than this for one sequence counts as prefill."""
 
 
 class LanguageModelSequence:
-    """One session's tokens in the drafter's cache.
+    """One session's tokens in the drafter's KV cache.
 
-    The cache holds all committed tokens but the last, or more: logits for the next token come from reading that last
-    one. Drafted tokens may have been read approximately. Unless that is switched off, all that was is read again in
-    the next round, exactly, also where the token was accepted, so that approximations never add up over rounds.
+    The cache holds at least all committed tokens but the last: reading the last one gives the logits for the next.
+    Drafted tokens may have been read approximately. Unless calibration is switched off, the next round reads them again
+    exactly, accepted or not, so that approximations never add up over rounds.
 
     Source: bonus calibration, Wu et al. 2025 (arXiv 2502.02493), section 4.3.
     """
@@ -34,9 +34,9 @@ class LanguageModelSequence:
     def __init__(
         self, model: DraftModel, token_ids: list[int], cache_salt: str, substitute_id: int, calibrates: bool = True
     ) -> None:
-        """See `LanguageModelDrafter.open`."""
+        """Opens a sequence in the model's cache; arguments as in `LanguageModelDrafter`."""
         self.model = model
-        self.ids: list[int] = []  # as read: everything known, committed tokens, then drafted ones
+        self.ids: list[int] = []  # as read by the model: committed tokens, then drafted ones
         self._substitute_id = substitute_id
         self._calibrates = calibrates
         self._num_committed = 0
@@ -47,43 +47,43 @@ class LanguageModelSequence:
 
     @property
     def num_unread(self) -> int:
-        """See `DraftSequence.num_unread`; at least 1 after `calibrate`."""
+        """Committed tokens that have to be read before the next draft; at least 1 after `calibrate`."""
         return max(0, self._num_committed - self.cached.length)
 
     @property
     def num_reused(self) -> int:
-        """See `DraftSequence.num_reused`."""
+        """Prompt tokens that were found in the KV cache."""
         return self.cached.num_reused
 
     @property
     def num_exact(self) -> int:
-        """Tokens at the front of the cache that are what reading them in one pass would make them."""
+        """Tokens at the front of the cache whose keys and values are exact, not approximate."""
         return self.cached.length if self.model.extends_exactly else self._num_read_exactly
 
     @property
     def reads_fuzzily(self) -> bool:
-        """Whether committed tokens are read approximately; those that the sequence was opened with never are."""
+        """Whether committed tokens are read approximately; the tokens that the sequence was opened with never are."""
         return not (self._calibrates or self.model.extends_exactly) and self.cached.length >= self._num_opened_with
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
-        """See `DraftSequence.calibrate`. What is exact and as it was known is kept; the rest is read again."""
+        """Commits tokens. Cached tokens that are exact and committed are kept; the rest is read again."""
         agreeing = self._commit(base_len, token_ids)
         kept = self.num_exact if self._calibrates else self.cached.length
-        # The last token is always read (again), because its logits are the ones to draw from.
+        # The last token is always read again, because the next token is drawn from its logits.
         length = min(agreeing, kept, self._num_committed - 1)
         self.model.cache.truncate(self.cached, length)
         self._num_read_exactly = min(self._num_read_exactly, length)
 
     def note_exact_read(self) -> None:
-        """Is told that the cache has grown by tokens that were read exactly."""
+        """Marks all tokens in the cache as read exactly."""
         self._num_read_exactly = self.cached.length
 
     def publish(self) -> None:
-        """Offers what is exact and committed to other sequences, but for the last token, which may be read again."""
+        """Publishes exact committed tokens for prefix reuse, except the last one, which may be read again."""
         self.model.cache.publish(self.cached, self.ids[: min(self._num_committed - 1, self.num_exact)])
 
     def close(self) -> None:
-        """See `DraftSequence.close`."""
+        """Frees the sequence's blocks in the KV cache."""
         self.model.cache.close(self.cached)
 
     def unread(self, limit: int | None) -> list[int]:
@@ -92,7 +92,7 @@ class LanguageModelSequence:
         return self.ids[start : self._num_committed if limit is None else min(self._num_committed, start + limit)]
 
     def _commit(self, base_len: int, token_ids: list[int]) -> int:
-        """Takes over committed tokens and returns how many of all are as they were known."""
+        """Replaces the tokens after `base_len`; returns how many leading tokens are unchanged."""
         size, substitute = self.model.vocab_size, self._substitute_id
         readable = [token if token < size else substitute for token in token_ids]
         agreeing = base_len
@@ -120,11 +120,11 @@ class LanguageModelDrafter:
         """Wraps a loaded model.
 
         Args:
-            model: reads and gives logits.
+            model: the drafter's model.
             context_length: positions that the model can attend to.
             substitute_id: read in the place of committed ids that this model's vocabulary lacks.
-            quantization: what is made of distributions before they are drawn from; None is the default one.
-            calibrates: whether what was read approximately is read again exactly, once per round.
+            quantization: applied to distributions before drawing; None is the default.
+            calibrates: whether tokens that were read approximately are read again exactly, once per round.
         """
         self.model = model
         self._calibrates = calibrates
@@ -133,12 +133,12 @@ class LanguageModelDrafter:
         self._substitute_id = substitute_id
 
     def open(self, token_ids: list[int], cache_salt: str = "") -> LanguageModelSequence:
-        """See `DraftingStrategy.open`."""
+        """Opens a sequence whose committed tokens are `token_ids`, at least one."""
         return LanguageModelSequence(self.model, token_ids, cache_salt, self._substitute_id, self._calibrates)
 
     @torch.inference_mode()
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
-        """See `DraftingStrategy.step`. One forward pass for the tokens to read, then one for each drafted token."""
+        """Drafts for a batch: one forward pass for the tokens to read, then one for each drafted token."""
         started = time.perf_counter()
         members: list[tuple[int, LanguageModelSequence, DraftRequest]] = []
         parts: list[tuple[LanguageModelSequence, Reading]] = []
@@ -156,7 +156,7 @@ class LanguageModelDrafter:
         logits = self._read(parts)
         num_read = sum(len(reading.token_ids) for _, reading in parts)
         if logits.is_cuda and max(len(reading.token_ids) for _, reading in parts) > PROMPT_TOKENS:
-            torch.cuda.current_stream(logits.device).synchronize()  # what prompts cost is learnt from the time
+            torch.cuda.current_stream(logits.device).synchronize()  # the cost of prefill is measured here
         calibrated = time.perf_counter()
         drafts_of, num_passes = self._draw(logits, [(sequence, request) for _, sequence, request in members])
         results: list[Draft | DraftwireError | None] = [None] * len(draftings)
@@ -168,7 +168,7 @@ class LanguageModelDrafter:
         return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated, num_passes)
 
     def _read(self, parts: list[tuple[LanguageModelSequence, Reading]]) -> Tensor:
-        """Returns the logits that are wanted, `[wanted, vocab]`: one forward pass, two if some are read fuzzily."""
+        """Returns the kept logits, `[kept, vocab]`, by one forward pass, or two if only some are read fuzzily."""
         ways = [sequence.reads_fuzzily for sequence, _ in parts]
         rows: dict[int, Tensor] = {}
         for fuzzily in sorted(set(ways)):
@@ -186,20 +186,20 @@ class LanguageModelDrafter:
     def _draw(
         self, logits: Tensor, members: list[tuple[LanguageModelSequence, DraftRequest]]
     ) -> tuple[list[Draft | DraftwireError], int]:
-        """Draws blocks, position by position, and returns them with the number of forward passes that this took.
+        """Draws blocks, position by position, and returns them with the number of forward passes.
 
-        Tokens go from draw to forward pass without the host, which waits for the device only where penalties or
+        Drawn tokens feed the next forward pass on the device. The host waits for the device only where penalties or
         a form need the text. A block whose next logits are not finite ends there: a failure of the model for that
-        sequence alone. One that is cut ends after the token that was drawn last, and costs no forward pass more.
+        sequence alone. A block that is cut ends after its last drawn token, without a further forward pass.
 
         Args:
             logits: `[members, vocab]`, after each member's committed tokens.
-            members: sequences with what is wanted for them.
+            members: sequences with their requests.
         """
         drawer = Drawer(
             [self._start(sequence, request) for sequence, request in members], self._quantization, self.model.device
         )
-        active = list(range(len(members)))  # those that the rows of `logits` belong to
+        active = list(range(len(members)))  # the members of the rows of `logits`
         num_passes = 0
         while active:
             for row, index in zip(logits, active, strict=True):
@@ -223,7 +223,7 @@ class LanguageModelDrafter:
 
 
 def _span(drawer: Drawer, index: int, sequence: LanguageModelSequence, request: DraftRequest) -> Span:
-    """Returns the place of a block's next token."""
+    """Returns the span of a block's next token."""
     text = [*sequence.ids, *drawer.token_ids(index)] if request.sampling.penalizes else ()
     position, mask = drawer.position(index), _mask(drawer, index, sequence, request)
     return Span(request.sampling, 1, text, request.prompt_len, request.stop_token_ids, position, mask)
@@ -232,10 +232,10 @@ def _span(drawer: Drawer, index: int, sequence: LanguageModelSequence, request: 
 def _mask(
     drawer: Drawer, index: int, sequence: LanguageModelSequence, request: DraftRequest
 ) -> NDArray[np.uint8] | None:
-    """Returns what the form allows as a block's next token; None where nothing is known of it, and all is drafted."""
+    """Returns the mask of a block's next token; None, which allows all, without a form or if it cannot be followed."""
     if request.automaton is None:
         return None
     try:
         return request.automaton.last_mask(sequence.ids[request.prompt_len :], drawer.token_ids(index))
-    except InvalidRequestError:  # only the target's vocabulary, which may be larger, has to have the form's tokens
+    except InvalidRequestError:  # the form may need tokens that only the target's larger vocabulary has
         return None

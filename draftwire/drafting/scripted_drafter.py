@@ -1,4 +1,4 @@
-"""Drafts by a script instead of a model; see `draftwire.models.scripted`."""
+"""Drafting strategy that follows a script instead of a model; see `draftwire.models.scripted`."""
 
 import time
 from collections.abc import Sequence
@@ -17,38 +17,38 @@ class ScriptedSequence:
     num_reused = 0
 
     def __init__(self, num_committed: int) -> None:
-        """Nothing is read yet."""
+        """Starts with all committed tokens unread."""
         self.num_committed = num_committed
         self.num_read = 0
 
     @property
     def num_unread(self) -> int:
-        """See `DraftSequence.num_unread`."""
+        """Committed tokens that have to be read before the next draft."""
         return self.num_committed - self.num_read
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
-        """See `DraftSequence.calibrate`."""
+        """Commits tokens after the first `base_len`; drafted tokens are forgotten."""
         self.num_committed = base_len + len(token_ids)
         self.num_read = min(self.num_read, self.num_committed - 1)
 
     def close(self) -> None:
-        """See `DraftSequence.close`; nothing is held."""
+        """Does nothing: no resources are held."""
 
 
 class ScriptedDrafter:
     """A drafting strategy that waits instead of computing, and proposes the alphabet."""
 
     def __init__(self, script: Script) -> None:
-        """Takes a script."""
+        """Wraps a script."""
         self.context_length = script.context_length
         self._script = script
 
     def open(self, token_ids: list[int], cache_salt: str = "") -> ScriptedSequence:
-        """See `DraftingStrategy.open`."""
+        """Opens a sequence whose committed tokens are `token_ids`."""
         return ScriptedSequence(len(token_ids))
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
-        """See `DraftingStrategy.step`."""
+        """Waits as long as the script says, and proposes the alphabet for each sequence that has read its tokens."""
         started = time.perf_counter()
         num_read = 0
         members: list[tuple[int, ScriptedSequence, DraftRequest]] = []
@@ -69,7 +69,7 @@ class ScriptedDrafter:
         return DraftStep(drafts, num_read, calibrated - started, time.perf_counter() - calibrated)
 
     def _drawn(self, requests: Sequence[DraftRequest]) -> list[int]:
-        """Waits as if drawing blocks side by side, and returns how long each of them became."""
+        """Waits as long as drawing the batch takes, and returns the length of each block."""
         lengths = [0] * len(requests)
         active = list(range(len(requests)))
         while active:

@@ -1,6 +1,4 @@
-"""Ways of drafting, by name. Each makes itself of what a drafter is configured with, and asks for weights if it needs
-any.
-"""
+"""Drafting strategies by name. Each builds itself from the drafter's configuration, and loads weights if needed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,38 +14,38 @@ from draftwire.models.loading import ModelCard
 from draftwire.models.scripted import Script, is_scripted
 
 AUTO = "auto"
-"""Stands for the strategy that takes what the option `model` says."""
+"""Selects the strategy that accepts the value of the option `model`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedStrategy:
-    """What a drafter runs."""
+    """A strategy ready to run, with the description of its model."""
 
     card: ModelCard
-    """Whose tokens it proposes."""
+    """The model whose tokens the strategy proposes."""
     strategy: DraftingStrategy
 
 
 class StrategyContext(Protocol):
-    """What a strategy can be made of. Nothing is loaded before it is asked for. Used on the torch thread."""
+    """Configuration that a strategy is built from. Weights are loaded on request only. Used on the torch thread."""
 
     @property
     def model(self) -> str:
-        """What the option `model` says."""
+        """Value of the option `model`."""
 
     @property
     def quantization(self) -> Quantization:
-        """What is made of distributions before tokens are drawn from them."""
+        """Applied to distributions before tokens are drawn from them."""
 
     @property
     def calibrates(self) -> bool:
-        """Whether what was drafted approximately is computed again."""
+        """Whether tokens that were read approximately are read again exactly."""
 
     def limited(self, card: ModelCard) -> ModelCard:
-        """Shortens the context to what the KV cache can hold of one session."""
+        """Returns the card with its context length limited to one session's room in the KV cache."""
 
     def load_language_model(self) -> tuple[ModelCard, DraftModel]:
-        """Loads the weights, on this process and the other ranks, if there are several.
+        """Loads the weights on all ranks.
 
         Raises:
             InvalidRequestError: the model cannot be served, or not in this way.
@@ -57,20 +55,20 @@ class StrategyContext(Protocol):
         """Refuses settings that would have no effect without weights.
 
         Args:
-            what: has none, for the message.
+            what: the strategy without weights, for the message.
 
         Raises:
-            InvalidRequestError: there is one.
+            InvalidRequestError: such a setting is present.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyKind:
-    """One way of drafting."""
+    """An entry of `STRATEGIES`."""
 
     load: Callable[[StrategyContext], LoadedStrategy]
     takes: Callable[[str], bool]
-    """Whether it is meant by what the option `model` says, where no strategy is named."""
+    """Whether `AUTO` selects the strategy for a value of the option `model`."""
 
 
 def _load_language_model(context: StrategyContext) -> LoadedStrategy:
@@ -96,18 +94,18 @@ STRATEGIES = {
     "scripted": StrategyKind(_load_script, is_scripted),
     "model": StrategyKind(_load_language_model, lambda model: not is_scripted(model)),
 }
-"""All that a drafter can be asked for by name."""
+"""All strategies that a drafter offers, by name."""
 
 
 def load_strategy(name: str, context: StrategyContext) -> LoadedStrategy:
-    """Makes a strategy. Runs on the torch thread.
+    """Builds a strategy. Runs on the torch thread.
 
     Args:
-        name: of `STRATEGIES`, or `AUTO`.
-        context: what it is made of.
+        name: a key of `STRATEGIES`, or `AUTO`.
+        context: the drafter's configuration.
 
     Raises:
-        InvalidRequestError: there is none of that name, or it cannot be made of this.
+        InvalidRequestError: the name is unknown, or the strategy does not support the configuration.
     """
     if name == AUTO:
         name = next(name for name, kind in STRATEGIES.items() if kind.takes(context.model))

@@ -1,4 +1,4 @@
-"""The interface that every way of drafting has."""
+"""Interface of drafting strategies."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,47 +12,47 @@ from draftwire.requests.parameters import SamplingParams
 
 
 def never() -> bool:
-    """Lets a block become as long as it was asked for."""
+    """Returns False: the default of `DraftRequest.is_cut`."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What to draft next."""
+    """Request for one draft block."""
 
     num_tokens: int
-    """Tokens wanted, at least 1. A strategy may return fewer, decided before it draws the token that it leaves out."""
+    """Draft tokens requested, at least 1. A strategy may return fewer, but has to stop before it draws a token."""
     sampling: SamplingParams
-    """What the target does to its logits; imitating it is accepted more often."""
+    """The target's sampling parameters; drafts that apply them too are accepted more often."""
     key: DrawKey
-    """Names the random numbers to use."""
+    """Key of the random numbers to use."""
     vocab_size: int
-    """Rows of the target's vocabulary; ids beyond it are never proposed."""
+    """Size of the target's vocabulary; ids beyond it are never proposed."""
     is_coupled: bool = False
-    """Draw with the noise of the places in the text, as the target does."""
+    """Whether to draw with the noise of the positions in the text, as the target does."""
     needs_probs: bool = True
-    """Whether the verifier's rule asks for the distributions."""
+    """Whether the verifier's rule reads the distributions."""
     prompt_len: int = 0
     """How many of the committed tokens are the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
-    """The tokens that `SamplingParams.min_tokens` keeps away."""
+    """The tokens that `SamplingParams.min_tokens` masks."""
     automaton: Automaton | None = None
-    """Follows the form that `sampling` asks for. Without it, drafts that break the form are rejected."""
+    """Masks tokens that break the form in `sampling`. Without it, drafts that break the form are rejected."""
     is_cut: Callable[[], bool] = never
-    """Whether nobody waits for more tokens than are drawn. Asked on the torch thread after each token; a block that is
-    cut ends before its next token is drawn, and keeps all that was drawn: none is left out for what it is."""
+    """Whether to end the block early. Called on the torch thread after each token. A block that is cut ends before its
+    next token is drawn and keeps all drawn tokens: dropping a token because of its value would bias the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guessed tokens, each drawn from exactly the distribution that goes with it, if one does."""
+    """Draft tokens, each drawn from exactly the distribution sent with it, if there is one."""
 
     token_ids: list[int]
     distributions: DraftDistributions
 
 
 class DraftSequence(Protocol):
-    """The drafter's side of one session. Belongs to the strategy that made it; used on the torch thread only."""
+    """The drafter's state of one session. Belongs to the strategy that opened it; used on the torch thread only."""
 
     @property
     def num_unread(self) -> int:
@@ -60,12 +60,12 @@ class DraftSequence(Protocol):
 
     @property
     def num_reused(self) -> int:
-        """Tokens of the prompt that did not have to be read, because another session had read them."""
+        """Prompt tokens that were found in the cache because another session had read them."""
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
-        """Tells which tokens are committed: the first `base_len` known ones, then `token_ids`.
+        """Sets the committed tokens: the first `base_len` so far, then `token_ids`.
 
-        What was drafted and not committed is forgotten. Nothing is computed yet.
+        Drafted tokens that were not committed are forgotten. Nothing is computed yet.
         """
 
     def close(self) -> None:
@@ -74,33 +74,33 @@ class DraftSequence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """One sequence's part in a step: reads committed tokens, and drafts if it has read all of them."""
+    """One sequence's part in a step: reads committed tokens, and drafts once all of them are read."""
 
     sequence: DraftSequence
     request: DraftRequest | None
-    """What to draft; None reads only."""
+    """The block to draft; None reads only."""
     max_read: int | None = None
     """If more committed tokens are unread than this, only so many are read and nothing is drafted."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """What a step gave."""
+    """Result of a step."""
 
     drafts: list[Draft | DraftwireError | None]
-    """One for each drafting; None where nothing was to be drafted yet, an error where the sequence cannot go on."""
+    """One for each drafting; None where it only read, an error where the sequence cannot continue."""
     num_read: int = 0
-    """Tokens that were read before anything was drawn."""
+    """Committed tokens that were read before drafting."""
     calibration_s: float = 0.0
-    """How long that took, seconds."""
+    """How long reading took, seconds."""
     draft_s: float = 0.0
     """How long drawing took, seconds."""
     num_passes: int = 0
-    """Forward passes for drafted tokens, each of them for all blocks that are not done."""
+    """Forward passes for drafted tokens, each over all unfinished blocks."""
 
 
 class DraftingStrategy(Protocol):
-    """Makes draft sequences and drafts for many of them at once."""
+    """Opens draft sequences and drafts for a batch of them."""
 
     @property
     def context_length(self) -> int:
@@ -111,12 +111,12 @@ class DraftingStrategy(Protocol):
 
         Args:
             token_ids: the prompt.
-            cache_salt: what was read for a sequence of the same salt need not be read again.
+            cache_salt: cached prefixes are shared only between sequences of the same salt.
         """
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
-        """Carries out the parts of different sequences together.
+        """Reads and drafts for a batch of different sequences.
 
-        All drafts are returned together: a block that was cut waits until the others of the step end, which takes less
-        long without it. Blocks are short, so that ending steps block by block would gain little.
+        All drafts are returned together: a block that was cut waits until the others of the batch end. Blocks are
+        short, so returning them one by one would gain little.
         """

@@ -1,1 +1,1 @@
-"""Numbers and values that all share: distributions and how they travel, sampling, randomness, rounds."""
+"""Types and functions that all services share: distributions and their encoding, sampling, randomness, rounds."""

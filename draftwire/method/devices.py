@@ -1,4 +1,4 @@
-"""Where tensors are, and how small things get there."""
+"""Set-up of torch devices, and uploads of small arrays to them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from draftwire.errors import InvalidRequestError
 
 
 def prepare(name: str) -> None:
-    """Makes sure that there is a device, and chooses how this process computes on it.
+    """Checks that a device is usable, and sets process-wide torch options for it.
 
     Args:
-        name: of a torch device.
+        name: a torch device.
 
     Raises:
         InvalidRequestError: torch cannot compute there; the message says why.
@@ -24,21 +24,20 @@ def prepare(name: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InvalidRequestError(f"device {name!r} cannot be used: {str(error).partition(chr(10))[0]}") from error
     if torch.device(name).type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a text
+        torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN attention builds a plan for each new sequence length
 
 
 def upload(
     values: Sequence[Any] | NDArray[Any] | Tensor, device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Returns values as a tensor on a device, and does not wait for what the device is doing.
+    """Copies values to a tensor on a device without waiting for the device's earlier work.
 
-    Plain `torch.tensor(..., device=...)` does: memory that is not pinned is copied when all earlier work is done.
+    Plain `torch.tensor(..., device=...)` waits: memory that is not pinned is copied after all earlier work.
 
     Args:
-        values: numbers, nested as the tensor is to be; or an array or tensor on the CPU, with which a tensor there
-            shares its memory.
-        device: where to.
-        dtype: of the tensor; None takes that of the values.
+        values: nested numbers; or an array or tensor on the CPU, whose memory a tensor on the CPU shares.
+        device: the target device.
+        dtype: of the tensor; None keeps that of the values.
     """
     tensor = torch.as_tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,7 +1,7 @@
 """The distributions that draft tokens are drawn from, as tensors.
 
-The promise that makes the output exact is kept here: what a drafter draws from is made first, `Quantization` says how,
-and it draws from the very numbers that travel. `draftwire.method.encoding` has their bytes.
+The output is exact because of an invariant that this module keeps: a drafter first quantizes its distribution, as
+`Quantization` specifies, and then draws from the very numbers that it sends. `draftwire.method.encoding` encodes them.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from draftwire.method.encoding import TOTAL_WEIGHT, Decoded, Supports
 from draftwire.method.quantization import Quantization
 
 WHOLE_ROW = 8192
-"""Up to so many weights `draw` reads as one running sum."""
+"""Up to this many weights, `draw` uses one running sum."""
 
 CHUNK = 128
-"""Of more than that it sums so many at a time."""
+"""Above `WHOLE_ROW`, `draw` first sums chunks of this many weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseRows:
-    """Distributions of draft tokens that say something about every token."""
+    """Distributions of draft tokens with an entry for every token."""
 
     probs: Tensor
     """`[rows, vocab]` float, each row summing to 1."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the rows say something about."""
+        """Entries of a row."""
         return self.probs.shape[1]
 
     def probs_of(self, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -42,20 +42,20 @@ class DenseRows:
 
         Args:
             target_probs: `[any, vocab]` distributions of the target.
-            target_rows: `[...] int64`, which of them.
-            rows: `[...] int64`, which distributions of the drafter.
+            target_rows: `[...] int64`, rows of `target_probs`.
+            rows: `[...] int64`, rows of the drafter's distributions.
             scales: `[...] float64`.
 
         Returns:
             `[...] float64`.
         """
-        excess = target_probs[target_rows]  # a copy, so it may change
+        excess = target_probs[target_rows]  # a copy, changed in place
         excess *= scales.unsqueeze(-1).to(excess.dtype)
         excess -= self.probs[rows]
         return excess.clamp_(min=0.0).sum(dim=-1).to(torch.float64)
 
     def subtract_(self, weights: Tensor, rows: Tensor, scales: Tensor) -> None:
-        """Makes `weights` [weights - scale * draft]+, in place.
+        """Replaces `weights` by [weights - scale * draft]+, in place.
 
         Args:
             weights: `[batch, vocab]`, >= 0.
@@ -76,22 +76,22 @@ class DenseRows:
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Distributions of draft tokens that are 0 but for a few tokens each."""
+    """Distributions of draft tokens that are 0 except for a few tokens each."""
 
     token_ids: Tensor
     """`[rows, support] int64`: the tokens of each row, each once; unused places hold any valid id."""
     probs: Tensor
     """`[rows, support]` float: their probabilities, above 0 in used places and 0 in unused ones."""
     vocab_size: int
-    """Tokens that there are."""
+    """Size of the vocabulary."""
 
     def probs_of(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Returns the probability of `tokens` in `rows`, both `[...] int64`; 0 of those outside the support."""
+        """Returns the probability of `tokens` in `rows`, both `[...] int64`; 0 outside the support."""
         is_token = self.token_ids[rows] == tokens.unsqueeze(-1)
         return torch.where(is_token, self.probs[rows], 0.0).sum(dim=-1)
 
     def residual_mass(self, target_probs: Tensor, target_rows: Tensor, rows: Tensor, scales: Tensor) -> Tensor:
-        """Returns the same as `DenseRows`, from the support alone: outside it all of the target counts."""
+        """Returns the same as `DenseRows`, reading the support alone: outside it the whole target mass remains."""
         draft = self.probs[rows].to(torch.float64)
         target = target_probs[target_rows.unsqueeze(-1), self.token_ids[rows]].to(torch.float64)
         target = torch.where(draft > 0.0, target, 0.0)
@@ -99,7 +99,7 @@ class SparseRows:
         return inside + scales * (1.0 - target.sum(dim=-1)).clamp(min=0.0)
 
     def subtract_(self, weights: Tensor, rows: Tensor, scales: Tensor) -> None:
-        """Changes `weights` as `DenseRows` does, at the tokens of the support alone."""
+        """Changes `weights` as `DenseRows` does, writing only the tokens of the support."""
         taken = self.probs.index_select(0, rows).to(torch.float64) * scales.unsqueeze(1)
         token_ids = self.token_ids.index_select(0, rows)
         weights.scatter_add_(1, token_ids, -taken.to(weights.dtype))
@@ -116,16 +116,16 @@ class SparseRows:
 
 
 DraftRows = DenseRows | SparseRows
-"""The distributions that the draft tokens of a batch were drawn from, a row for each."""
+"""The distributions that the draft tokens of a batch were drawn from, one row per token."""
 
 
 def no_rows(vocab_size: int) -> DraftRows:
-    """Returns the rows of blocks without tokens."""
+    """Returns empty rows, for blocks without tokens."""
     return SparseRows(torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0, 1), vocab_size)
 
 
 def joined(parts: Sequence[DraftRows]) -> DraftRows:
-    """Returns the rows of several blocks, one after the other. All are dense or all are sparse."""
+    """Returns the concatenated rows of several blocks, which are all dense or all sparse."""
     if len(parts) == 1:
         return parts[0]
     if all(isinstance(part, DenseRows) for part in parts):
@@ -142,7 +142,7 @@ def joined(parts: Sequence[DraftRows]) -> DraftRows:
 
 
 def rows_of(decoded: Decoded) -> DraftRows:
-    """Returns decoded distributions as tensors on the CPU. A weight's share of 65,536 is exact in float32."""
+    """Returns decoded distributions as tensors on the CPU. Weights divided by 65,536 are exact in float32."""
     if not isinstance(decoded, Supports):
         own = torch.from_numpy(decoded.probs)
         return DenseRows(pad(own, (0, decoded.vocab_size - own.shape[1])))
@@ -160,10 +160,10 @@ class QuantizedRows:
     """`[rows, support] int64`: 1 or more in used places, 0 in unused ones, the same sum in each row."""
 
     def draw(self, uniforms: Tensor) -> Tensor:
-        """Draws a token from each row, with exactly its weight's share if the weights sum to a power of 2.
+        """Draws a token from each row, with a probability of exactly weight / sum if the sum is a power of 2.
 
         Args:
-            uniforms: `[rows] float64` in [0, 1), multiples of 2^-53; their first bits are used.
+            uniforms: `[rows] float64` in [0, 1), multiples of 2^-53; their leading bits are used.
 
         Returns:
             `[rows] int64`.
@@ -177,15 +177,15 @@ class QuantizedRows:
 def quantize(probs: Tensor, quantization: Quantization, total: int = TOTAL_WEIGHT) -> QuantizedRows:
     """Returns distributions over the likeliest tokens alone, rounded to integer weights.
 
-    Each kept token gets a weight of 1 and its share of the rest, rounded down; what is left goes to the likeliest.
+    Each kept token gets a weight of 1 and its share of the rest, rounded down; the remainder goes to the likeliest.
 
     Args:
         probs: `[rows, vocab]` float, each row summing to 1 up to rounding.
         quantization: which tokens are kept.
-        total: what the weights of a row sum to, at least `max_support`.
+        total: sum of the weights of a row, at least `max_support`.
     """
     top = probs.topk(min(quantization.max_support, probs.shape[1]), dim=1)
-    values = top.values.to(torch.float64)  # every operation counts: the caches are full of a model's weights
+    values = top.values.to(torch.float64)  # few operations: CPU caches are cold here, full of weights
     is_kept = (values.cumsum(dim=1).sub_(values) < quantization.mass).logical_and_(values)  # a prefix of the row
     values *= is_kept
     spare = total - is_kept.sum(dim=1, keepdim=True)
@@ -202,8 +202,8 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: `[batch] float64` in [0, 1).
 
     Returns:
-        `[batch] int64`; an index of weight 0 is never drawn. Probabilities are those of the weights up to the rounding
-        of sums of 128 of them.
+        `[batch] int64`; an index of weight 0 is never drawn. Probabilities are proportional to the weights up to the
+        rounding of sums of 128 of them.
     """
     if weights.shape[1] <= WHOLE_ROW:
         cumulated = weights.cumsum(dim=1, dtype=torch.float64)
@@ -222,10 +222,10 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first_above(cumulated: Tensor, threshold: Tensor) -> Tensor:
-    """Returns the first index where a running sum is above a threshold, `[batch, 1]`; there is one, after rounding too.
+    """Returns the first index where a running sum is above a threshold, `[batch, 1]`; always valid, despite rounding.
 
     Args:
-        cumulated: `[batch, n] float64`, the last one above 0.
+        cumulated: `[batch, n] float64`, its last entry above 0.
         threshold: `[batch, 1] float64`, 0 or more.
     """
     # u * total may round up to total, where no index is left; the largest number below total always has one.
@@ -235,24 +235,24 @@ def _first_above(cumulated: Tensor, threshold: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RaceOutcome:
-    """Who won a race."""
+    """Result of `race`."""
 
     winners: Tensor
-    """`[batch] int64`: each index with its probability, if the times are independent exponentials."""
+    """`[batch] int64`: distributed as the normalised weights, if the times are independent exponentials."""
     leads: Tensor
-    """`[batch] float64`: by how much the winner's log-weight could fall before another index won, >= 0."""
+    """`[batch] float64`: by how much the winner's log-weight could fall before another index would win, >= 0."""
 
 
 def race(weights: Tensor, times: Tensor) -> RaceOutcome:
-    """Draws one index from each row of unnormalised weights: the one that reaches the end first at that speed.
+    """Draws one index from each row of unnormalised weights by the Gumbel-max trick.
 
-    With times e that is argmax (log weight - log e), where -log e is Gumbel noise.
+    With times e the winner is argmax (log weight - log e), where -log e is Gumbel noise.
 
     Args:
         weights: `[batch, vocab]`, >= 0, each row with a positive sum.
         times: `[batch, vocab] float64`, > 0.
     """
     best = torch.topk(weights.to(torch.float64) / times, min(2, weights.shape[1]), dim=-1)
-    # Of one index alone the second is 0: no other can win.
+    # With a single index the second best is 0: no other index can win.
     seconds = best.values[:, 1] if weights.shape[1] > 1 else torch.zeros_like(best.values[:, 0])
     return RaceOutcome(best.indices[:, 0], best.values[:, 0].log() - seconds.log())

@@ -1,7 +1,7 @@
-"""The bytes that draft distributions travel as, and the checks that they pass before anything is made of them.
+"""Wire format of draft distributions, and the checks of received ones.
 
 The default is sparse: a few token ids with integer weights that sum to 65,536. The drafter draws with these integers,
-so what it draws from and what the verifier reads are the same numbers, to the bit. Numpy only: no tensor is touched.
+so drafter and verifier use the same numbers, to the bit. Numpy only, no torch.
 """
 
 import math
@@ -16,38 +16,39 @@ from draftwire.errors import BlockViolationError, Violation
 from draftwire.method.quantization import MAX_SUPPORT, Encoding, id_width, position_bytes
 
 TOTAL_WEIGHT = 2**16
-"""What the integer weights of a sparse distribution sum to: one is drawn with 16 random bits."""
+"""Sum of the integer weights of a sparse distribution: a token is drawn with 16 random bits."""
 
 NARROW = 2**8
-"""A weight less one that is below this has no high byte."""
+"""A weight is stored as weight - 1; below this bound it has no high byte."""
 
 DENSE_FORMATS: dict[Encoding, np.dtype[np.floating]] = {
     Encoding.DENSE_FLOAT32: np.dtype("<f4"),
     Encoding.DENSE_FLOAT16: np.dtype("<f2"),
 }
-"""The little-endian numbers of the dense encodings."""
+"""Little-endian number types of the dense encodings."""
 
 SUM_ERRORS = {Encoding.DENSE_FLOAT32: 1e-3, Encoding.DENSE_FLOAT16: 2e-2}
-"""How far rounding may move the sum of a dense row from 1."""
+"""Allowed deviation of the sum of a dense row from 1, for rounding."""
 
 BLOCKS_AT_ONCE = 64
-"""Blocks that are decoded together: rows are padded to the longest among them, so a long one must not be met by all."""
+"""Blocks that are decoded together. Rows are padded to the longest among them, so one long row costs this many at most.
+"""
 
 OUTSIDE_SUPPORT = "draft token has probability 0 in the distribution it claims to be drawn from"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftDistributions:
-    """The distributions of a block, as they travel.
+    """The encoded distributions of a block.
 
     Attributes:
-        encoding: the layout of `data`. NONE says nothing about them, for rules that do not ask.
-        vocab_size: tokens that the drafter has: entries of a dense row, and the bound of all ids.
+        encoding: the layout of `data`. NONE carries no distributions, for rules that do not read them.
+        vocab_size: size of the drafter's vocabulary: entries of a dense row, and the bound of all ids.
         data: `[draft_len, vocab_size]` little-endian floats if dense. If sparse, the token ids of all positions, each
             in `id_width` bytes, then the low bytes of all weights less one, then the high bytes of those that have one.
-            Empty for the others.
-        support_sizes: entries of each position if sparse; empty for the others.
-        wide_sizes: how many of them, from the first on, have a high byte; the others' is 0.
+            Empty for the other encodings.
+        support_sizes: number of entries of each position if sparse; else empty.
+        wide_sizes: how many entries of each position, from the first on, have a high byte; that of the others is 0.
     """
 
     encoding: Encoding
@@ -59,32 +60,32 @@ class DraftDistributions:
 
 @dataclass(frozen=True, slots=True)
 class Supports:
-    """Distributions that are 0 but for a few tokens each."""
+    """Distributions that are 0 except for a few tokens each."""
 
     token_ids: NDArray[np.int64]
     """`[rows, support]`: the tokens of each row, each once; any valid id in unused places."""
     weights: NDArray[np.int64]
     """`[rows, support]`: sum to 65,536 in each row, 1 or more in used places and 0 in unused ones."""
     vocab_size: int
-    """Tokens that the target has."""
+    """Size of the target's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseProbs:
-    """Distributions that say something about every token."""
+    """Distributions with an entry for every token."""
 
     probs: NDArray[np.float32]
     """`[rows, draft vocab]`: each row sums to 1 up to rounding."""
     vocab_size: int
-    """Tokens that the target has; those that the drafter does not have are impossible."""
+    """Size of the target's vocabulary; tokens that the drafter lacks are impossible."""
 
 
 Decoded = Supports | DenseProbs
-"""The distributions of a block that passed all checks, a row for each draft token."""
+"""The distributions of a block that passed all checks, one row per draft token."""
 
 
 def log_probs(decoded: Decoded, token_ids: Sequence[int]) -> list[float]:
-    """Returns the log-probability of one token in each of the first rows, nats; -inf where it is impossible."""
+    """Returns the log-probability of token i in row i, nats; -inf for impossible tokens."""
     values = []
     for row, token in enumerate(token_ids):
         if isinstance(decoded, Supports):
@@ -97,7 +98,7 @@ def log_probs(decoded: Decoded, token_ids: Sequence[int]) -> list[float]:
 
 
 def encode_dense(encoding: Encoding, rows: NDArray[np.floating]) -> DraftDistributions:
-    """Encodes a block's `rows`, `[draft_len, vocab]` of the encoding's precision, without changing a bit."""
+    """Encodes a block's `rows`, `[draft_len, vocab]` in the encoding's precision, bit for bit."""
     data = rows.astype(DENSE_FORMATS[encoding], copy=False).tobytes()
     return DraftDistributions(encoding, rows.shape[1], data)
 
@@ -106,8 +107,8 @@ def encode_sparse(supports: Supports, lengths: Iterable[int]) -> list[DraftDistr
     """Encodes the distributions of many blocks at once.
 
     Args:
-        supports: those of all positions, block after block; `vocab_size` is the drafter's.
-        lengths: draft tokens of each block.
+        supports: of all positions, block after block; `vocab_size` is the drafter's.
+        lengths: number of draft tokens of each block.
     """
     used = supports.weights > 0
     places = used.cumsum(axis=1)  # from 1 on
@@ -132,7 +133,7 @@ def encode_sparse(supports: Supports, lengths: Iterable[int]) -> list[DraftDistr
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Draft tokens with the distributions that they are said to be drawn from."""
+    """Draft tokens with the distributions that the drafter declares for them."""
 
     token_ids: list[int]
     distributions: DraftDistributions
@@ -141,9 +142,9 @@ class Claim:
 def decode(claims: Sequence[Claim], target_vocab_size: int) -> list[Decoded | BlockViolationError]:
     """Decodes and checks the blocks of many sessions at once.
 
-    A block that passes has in each row a distribution over `target_vocab_size` tokens in which its draft token has a
-    positive probability; tokens that the drafter does not have get 0. Rows of ONE_HOT and NONE are one-hot; those of
-    NONE mean nothing.
+    Each row of a block that passes is a distribution over `target_vocab_size` tokens in which its draft token has a
+    positive probability; tokens that the drafter lacks get 0. Rows of ONE_HOT and NONE are one-hot; rows of NONE are
+    placeholders.
 
     Returns:
         One result for each claim; an error concerns that block alone.
@@ -181,7 +182,7 @@ def decode_one(claim: Claim, target_vocab_size: int) -> Decoded:
 
 
 def _check_sizes(claim: Claim, target_vocab_size: int) -> None:
-    """Checks whatever can be told without looking at the data."""
+    """Checks everything but the data itself."""
     stated, length = claim.distributions, len(claim.token_ids)
     if not 0 < stated.vocab_size <= target_vocab_size:
         message = f"draft vocabulary of {stated.vocab_size} entries, target has {target_vocab_size}"
@@ -252,7 +253,7 @@ def _decode_sparse(claims: Sequence[Claim], target_vocab_size: int) -> list[Deco
     weights += used
     tokens = np.array([token for claim in claims for token in claim.token_ids])[:, None]
 
-    in_order = np.sort(np.where(used, token_ids, -1 - columns), axis=1)  # fillers differ from each other and from ids
+    in_order = np.sort(np.where(used, token_ids, -1 - columns), axis=1)  # fillers are distinct and no ids
     faults = (
         (
             (token_ids >= vocab_size).any(axis=1),
@@ -269,7 +270,7 @@ def _decode_sparse(claims: Sequence[Claim], target_vocab_size: int) -> list[Deco
         Supports(token_ids[end - length : end], weights[end - length : end], target_vocab_size)
         for length, end in zip(lengths, ends, strict=True)
     ]
-    for is_wrong, violation, message in reversed(faults):  # of several the first is told
+    for is_wrong, violation, message in reversed(faults):  # the first of several faults is reported
         if is_wrong.any():
             block_of_row = np.repeat(np.arange(len(claims)), lengths)
             for block in set(block_of_row[is_wrong].tolist()):

@@ -1,5 +1,5 @@
-"""Keys of random numbers: one for each role, derived from a request's seed. What is drawn with them is in
-`draftwire.method.randomness`: no torch here.
+"""Keys of random numbers: one for each role, derived from a request's seed. `draftwire.method.randomness` generates the
+numbers; this module does not import torch.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ MAX_SEED = 2**64 - 1
 
 
 class Role(Enum):
-    """What a key is for. Keys of different roles are independent."""
+    """Use of a key. Keys of different roles are independent."""
 
     DRAFTING = "drafting"
     VERIFYING = "verifying"
@@ -19,7 +19,7 @@ class Role(Enum):
 
 
 def new_seed() -> int:
-    """Returns a seed for a request that names none."""
+    """Returns a random seed for a request without one."""
     return secrets.randbits(64)
 
 

@@ -1,4 +1,4 @@
-"""What a drafter makes of its distributions, as settings: no numpy and no torch, for the command line reads it too."""
+"""Settings of the quantization of draft distributions. No numpy and no torch: the command line imports this too."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,14 +6,14 @@ from enum import Enum
 from draftwire.errors import InvalidRequestError
 
 MAX_SUPPORT = 1024
-"""Tokens of a sparse distribution, at most."""
+"""Upper bound of the tokens of a sparse distribution."""
 
 WEIGHT_BYTES = 2
-"""Of a weight, at most. It is stored as one less, so that 65,536 fits too."""
+"""Upper bound of the bytes of a weight. Weights are stored as weight - 1, so that 65,536 fits too."""
 
 
 class Encoding(Enum):
-    """How a block's distributions travel."""
+    """Wire format of a block's distributions."""
 
     SPARSE_UINT16 = "sparse_uint16"
     DENSE_FLOAT32 = "dense_float32"
@@ -23,19 +23,19 @@ class Encoding(Enum):
 
 
 DENSE_BYTES = {Encoding.DENSE_FLOAT32: 4, Encoding.DENSE_FLOAT16: 2}
-"""Bytes of a number of the dense encodings."""
+"""Bytes per number of the dense encodings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What a drafter makes of its distributions before it draws from them."""
+    """How a drafter quantizes its distributions before it draws from them."""
 
     encoding: Encoding = Encoding.SPARSE_UINT16
-    """Sparse or dense."""
+    """A sparse or dense encoding."""
     mass: float = 0.98
-    """Share of a distribution's mass that a sparse one keeps, in (0, 1]: that of the fewest tokens that hold it."""
+    """A sparse distribution keeps the fewest tokens that hold this share of the mass, in (0, 1]."""
     max_support: int = 64
-    """Tokens that a sparse one keeps, at most, 1 to 1,024."""
+    """Upper bound of the tokens that a sparse distribution keeps, 1 to 1,024."""
 
     def __post_init__(self) -> None:
         if self.encoding is not Encoding.SPARSE_UINT16 and self.encoding not in DENSE_BYTES:
@@ -47,12 +47,12 @@ class Quantization:
 
 
 def id_width(vocab_size: int) -> int:
-    """Returns the bytes of a token id: as few as hold the largest."""
+    """Returns the bytes of an encoded token id: as few as hold the largest id."""
     return max(1, ((vocab_size - 1).bit_length() + 7) // 8)
 
 
 def position_bytes(encoding: Encoding, vocab_size: int, max_support: int) -> int:
-    """Returns the most bytes that one position's distribution takes, its sizes included."""
+    """Returns the maximum bytes of one position's distribution, including its sizes."""
     if encoding is Encoding.SPARSE_UINT16:
         return max_support * (id_width(vocab_size) + WEIGHT_BYTES) + 4
     return DENSE_BYTES.get(encoding, 0) * vocab_size

@@ -1,11 +1,11 @@
-"""Random numbers from a counter-based generator, so that no draw depends on batches, threads or what was drawn before.
+"""Random numbers from a counter-based generator, so that no draw depends on batches, threads or earlier draws.
 
-A draw is named by a key and a counter. The gateway derives one key per role from the request's seed; drafters never
-hold the verifying key, because a drafter that could compute the verifier's uniforms could bias the output.
+A draw is identified by a key and a counter. The gateway derives one key per role from the request's seed. Drafters
+never hold the verifying key, because a drafter that could compute the verifier's uniforms could bias the output.
 
-There are two ways to name a number. *Uniforms* belong to a round: (key, choice, round, attempt, index), so that a round
-that is drawn again draws afresh. *Exponentials* belong to a place in the text: (key, choice, position, token id), the
-same whoever draws there and how often; that is what makes the rule `coupled` reproducible.
+There are two kinds of numbers. *Uniforms* belong to a round: (key, choice, round, attempt, index), so that a repeated
+round gets fresh numbers. *Exponentials* belong to a position in the text: (key, choice, position, token id), the same
+for every draw there; this makes the rule `coupled` reproducible.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Words = TypeVar("Words", int, NDArray[np.int64], Tensor)
-"""32-bit words. Plain integers for the few numbers of a round, numpy for those of many rounds, torch for the very many
-of a vocabulary; products of 64 bits wrap around alike or not at all, so the numbers are the same on every device."""
+"""32-bit words. Plain integers for the few numbers of a round, numpy for many rounds, torch for a whole vocabulary.
+Products of 64 bits wrap around the same way or not at all, so the numbers are the same on every device."""
 
 FEW_COUNTERS = 12
-"""Up to here plain integers are faster than arrays."""
+"""Up to this many counters, plain integers are faster than arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrawKey:
-    """Names all random numbers of one round of one session."""
+    """Identifies all random numbers of one round of one session."""
 
     key: bytes
     """16 bytes, of one role."""
@@ -37,7 +37,7 @@ class DrawKey:
     round: int
     """Number of the round."""
     attempt: int = 0
-    """Raised whenever a draw of this round was thrown away after its value had been seen."""
+    """Incremented whenever a draw of this round was discarded after its value had been seen."""
 
     def uniforms(self, count: int) -> Tensor:
         """Returns the first `count` numbers of the round; see `uniforms`."""
@@ -45,12 +45,12 @@ class DrawKey:
 
     @property
     def round_words(self) -> tuple[int, int]:
-        """Two 32-bit words that stand for key, choice, round and attempt."""
+        """Two 32-bit words derived from key, choice, round and attempt."""
         return _hashed(self.key, b"round", self.choice, self.round, self.attempt)
 
     @property
     def text_words(self) -> tuple[int, int]:
-        """Two 32-bit words that stand for key and choice alone."""
+        """Two 32-bit words derived from key and choice alone."""
         return _hashed(self.key, b"text", self.choice)
 
 
@@ -60,7 +60,7 @@ def uniforms(keys: Sequence[DrawKey], count: int) -> Tensor:
     Returns:
         `[len(keys), count] float64` on the CPU.
     """
-    num_counters = (count + 1) // 2  # two numbers for each
+    num_counters = (count + 1) // 2  # two numbers per counter
     if len(keys) * num_counters <= FEW_COUNTERS:
         return torch.tensor([_few_uniforms(key, count) for key in keys], dtype=torch.float64).reshape(len(keys), count)
     pairs = np.arange(num_counters, dtype=np.int64)[None, :]
@@ -72,7 +72,7 @@ def uniforms(keys: Sequence[DrawKey], count: int) -> Tensor:
 
 
 def _few_uniforms(key: DrawKey, count: int) -> list[float]:
-    """Returns the same numbers for one round, one after the other."""
+    """Returns `uniforms` of one round, computed with plain integers."""
     numbers: list[float] = []
     for index in range((count + 1) // 2):
         drawn = philox((index, 0, 0, 0), key.round_words)
@@ -81,22 +81,22 @@ def _few_uniforms(key: DrawKey, count: int) -> list[float]:
 
 
 def exponentials(words: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Returns an exponential variable of mean 1 for every token at some places of some texts.
+    """Returns an exponential variable of mean 1 for every token at given positions of texts.
 
     Args:
         words: `[rows, 2] int64`, `DrawKey.text_words` of each row's text.
-        positions: `[rows] int64`, where in the text the row's token stands, prompt included.
-        vocab_size: tokens; a token's number does not depend on how many there are.
+        positions: `[rows] int64`, position of the row's token in the text, prompt included.
+        vocab_size: size of the vocabulary; a token's number does not depend on it.
 
     Returns:
         `[rows, vocab_size] float64` on the device of `words`, all above 0 and finite.
     """
-    pairs = torch.arange((vocab_size + 1) // 2, device=words.device).unsqueeze(0)  # two tokens for each counter
+    pairs = torch.arange((vocab_size + 1) // 2, device=words.device).unsqueeze(0)  # two tokens per counter
     counters = torch.broadcast_tensors(pairs, positions.unsqueeze(1), *[torch.zeros_like(pairs)] * 2)
     drawn = philox((counters[0], counters[1], counters[2], counters[3]), (words[:, :1], words[:, 1:]))
     numbers = torch.stack([_fraction(drawn[0], drawn[1]), _fraction(drawn[2], drawn[3])], dim=-1)
-    cells = (numbers.flatten(1)[:, :vocab_size] >> 1).to(torch.float64)  # 52 bits leave room for the middle of a cell
-    # There no number is 0 or infinite, and small ones, which let unlikely tokens win, keep their precision.
+    cells = (numbers.flatten(1)[:, :vocab_size] >> 1).to(torch.float64)  # 52 bits leave one for the middle of a cell
+    # At the middle no number is 0 or infinite, and small ones, with which unlikely tokens win, keep their precision.
     return -torch.log1p((cells + 0.5) * -(2.0**-52))
 
 
@@ -107,7 +107,7 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
     """
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64 bits; the sign bit is a bit like the others
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64 bits, sign bit included
         c0, c1 = (product1 >> 32) & _MASK ^ c1 ^ k0, product1 & _MASK
         c2, c3 = (product0 >> 32) & _MASK ^ c3 ^ k1, product0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
@@ -118,12 +118,12 @@ _MASK = 0xFFFFFFFF
 
 
 def _fraction(high: Words, low: Words) -> Words:
-    """Returns 53 random bits."""
+    """Returns 53 random bits of two words."""
     return (high << 21) | (low >> 11)
 
 
 def _hashed(key: bytes, purpose: bytes, *numbers: int) -> tuple[int, int]:
-    """Returns two 32-bit words from which neither the key nor the words of other numbers can be told."""
+    """Returns two 32-bit words that reveal neither the key nor the words of other numbers: a keyed hash."""
     message = b"".join(number.to_bytes(8, "little") for number in numbers)
     digest = hashlib.blake2b(message, key=key, digest_size=8, person=purpose).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

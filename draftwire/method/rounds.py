@@ -1,4 +1,4 @@
-"""What the three services tell each other about a session, free of any transport."""
+"""Messages that the three services exchange about a session, independent of the transport."""
 
 import hashlib
 import hmac
@@ -17,7 +17,7 @@ from draftwire.requests.session_parameters import SessionParameters
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Places a message in the life of a session: which session, which round, after which committed tokens."""
+    """Identifies the session, the round and the committed prefix that a message belongs to."""
 
     session_id: int
     epoch: int
@@ -29,7 +29,7 @@ class Fence:
 
 
 class CommittedTokens:
-    """The committed ids of a session, prompt first, with the running hash that fences compare. Only ever grows."""
+    """The committed ids of a session, prompt first, with the running hash that fences compare. Append-only."""
 
     def __init__(self, ids: list[int]) -> None:
         """Starts from `ids`, which are copied."""
@@ -47,22 +47,22 @@ class CommittedTokens:
 
     @property
     def hash(self) -> int:
-        """64-bit hash of all ids, independent of how they were appended."""
+        """64-bit hash of all ids, independent of how they were split into appends."""
         return int.from_bytes(self._hash.digest(), "little")
 
 
 class FenceVerdict(Enum):
-    """What a message's fence says about it."""
+    """Result of comparing a message's fence with the expected one."""
 
     CURRENT = "current"
     STALE = "stale"
-    """An older epoch or round: drop it."""
+    """An older epoch or round: the message is dropped."""
     VIOLATION = "violation"
-    """From the future, or about another prefix: the sender is wrong."""
+    """A future epoch or round, or another prefix: a fault of the sender."""
 
 
 def judge_fence(received: Fence, expected: Fence) -> FenceVerdict:
-    """Compares a message's fence with the one that the receiver waits for."""
+    """Compares a message's fence with the one that the receiver expects."""
     received_time, expected_time = (received.epoch, received.round), (expected.epoch, expected.round)
     if received_time < expected_time:
         return FenceVerdict.STALE
@@ -71,7 +71,7 @@ def judge_fence(received: Fence, expected: Fence) -> FenceVerdict:
 
 @dataclass(frozen=True, slots=True)
 class DraftTimings:
-    """Where a drafter's time went, microseconds."""
+    """Durations of a drafter's phases, microseconds."""
 
     calibration_us: int = 0
     draft_us: int = 0
@@ -79,19 +79,19 @@ class DraftTimings:
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Lets a drafter push blocks for one session."""
+    """Credential with which a drafter pushes blocks for one session."""
 
     number: int
-    """0 for the session's first drafter, and higher for each one that takes its place."""
+    """0 for the session's first drafter, and higher for each drafter that replaces it."""
     token: bytes
 
     @classmethod
     def make(cls, key: bytes, number: int) -> "Permit":
-        """Makes a session's permit of a number from its key, which no drafter knows."""
+        """Signs a permit with the session's key, which no drafter has."""
         return cls(number, hashlib.blake2b(number.to_bytes(4, "little"), key=key, digest_size=KEY_BYTES).digest())
 
     def is_made_with(self, key: bytes) -> bool:
-        """Whether it is genuine."""
+        """Whether the permit was signed with `key`."""
         return bool(key) and hmac.compare_digest(self.token, Permit.make(key, self.number).token)
 
 
@@ -105,19 +105,19 @@ class DraftBlock:
     attempt: int = 0
     timings: DraftTimings = field(default_factory=DraftTimings)
     permit: Permit | None = None
-    """With the first block that a drafter sends for a session."""
+    """Sent with the first block of a drafter for a session."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedBlock:
-    """A draft block after its distributions were checked."""
+    """A draft block whose distributions were checked."""
 
     fence: Fence
     token_ids: list[int]
     draft: Decoded | BlockViolationError
-    """What the tokens were drawn from, or what is wrong with the block."""
+    """The distributions of the tokens, or the error of the block."""
     has_distributions: bool
-    """Whether the drafter said anything about them."""
+    """Whether the drafter sent distributions."""
     drafter_id: int
     """The drafter that sent it."""
     attempt: int = 0
@@ -127,7 +127,7 @@ class ReceivedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the verifier decided about one round."""
+    """The verifier's decision about one round."""
 
     fence: Fence
     """The round, and the prefix before it."""
@@ -136,31 +136,31 @@ class Verdict:
     num_draft_tokens: int
     num_accepted_tokens: int
     extra: TokenSource
-    """Where the last of the tokens came from; never ACCEPTED."""
+    """Source of the last token; never ACCEPTED."""
     plain_rounds_left: int
-    """Plain rounds that the verifier will still decode by itself."""
+    """Plain rounds that the verifier will still decode without a draft."""
     verify_us: int = 0
     queue_us: int = 0
     timings: DraftTimings = field(default_factory=DraftTimings)
     num_near_ties: int = 0
-    """Tokens of the round that rounding could have changed, as far as the rule counts them."""
+    """Tokens of the round that rounding could have changed; 0 for rules that do not count them."""
     num_cached_tokens: int = 0
-    """Tokens that the target did not have to read, because another session had, over the whole session."""
+    """Tokens that the target found in its KV cache instead of reading them, over the whole session."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each of the tokens, if the session asks for them."""
+    """One for each token, if the session requests them."""
     draft_logprobs: list[float] = field(default_factory=list)
-    """What the drafter gave each of the tokens, nats, if the session asks for it: -inf of what it could not have drawn,
-    NaN where nothing was drawn in the same place, or nothing is known of what from."""
+    """The drafter's log-probability of each token, nats, if the session requests it: -inf for tokens that it could not
+    have drawn, NaN at positions without a draft token or without a distribution."""
 
     @property
     def sources(self) -> list[TokenSource]:
-        """Where each of the tokens came from."""
+        """The source of each token."""
         return [*[TokenSource.ACCEPTED] * self.num_accepted_tokens, self.extra]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRead:
-    """What the target says of tokens of a prompt that a step has read. Comes before the session's first verdict."""
+    """Log-probabilities of the prompt tokens that a step has read. Sent before the session's first verdict."""
 
     session_id: int
     epoch: int
@@ -169,7 +169,7 @@ class PromptRead:
 
 @dataclass(frozen=True, slots=True)
 class PlainRun:
-    """Asks the verifier to decode `num_rounds` tokens without a drafter, from the fence's round on."""
+    """Requests `num_rounds` tokens of plain decoding from the verifier, from the fence's round on."""
 
     fence: Fence
     num_rounds: int
@@ -177,7 +177,7 @@ class PlainRun:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Tells the drafter what was committed since `base_len` and asks for the next block."""
+    """Sends the drafter the tokens committed since `base_len` and requests the next block."""
 
     fence: Fence
     """The round to draft for; its prefix includes `token_ids`."""
@@ -189,7 +189,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class SendDrafted:
-    """Asks for a block under way as far as it is drawn."""
+    """Requests that the drafter end the block in progress and send its tokens."""
 
     session_id: int
     epoch: int
@@ -199,40 +199,40 @@ class SendDrafted:
 
 @dataclass(frozen=True, slots=True)
 class TargetSessionSpec:
-    """Opens a session on a verifier."""
+    """Parameters of a new session on a verifier."""
 
     session_id: int
     epoch: int
     first_round: int
     token_ids: list[int]
-    """All that is committed: the prompt and what was generated before."""
+    """All committed tokens: the prompt and tokens generated before."""
     parameters: SessionParameters
     verifying_key: bytes
-    """Of the role COUPLING under a coupled rule, where the drafter has the same; else of VERIFYING."""
+    """Key of the role COUPLING under a coupled rule, where the drafter has the same; else of VERIFYING."""
     plain_rounds: int
     max_len: int
-    """Most tokens that will ever be committed, prompt included."""
+    """Upper bound of committed tokens, prompt included."""
     permit_key: bytes = b""
-    """Makes the permits of the drafters whose blocks the session takes; empty takes none."""
+    """Signs the permits of the session's drafters; if empty, the session accepts no blocks from drafters."""
     logprobs: LogprobsRequest = NO_LOGPROBS
-    """What the verifier reports of tokens."""
+    """The log-probabilities that the verifier reports."""
     reports_draft_logprobs: bool = False
-    """Whether it also reports what the drafter gave them."""
+    """Whether the verifier also reports the drafter's log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSessionSpec:
-    """Opens a session on a drafter."""
+    """Parameters of a new session on a drafter."""
 
     session_id: int
     epoch: int
     token_ids: list[int]
-    """All that is committed."""
+    """All committed tokens."""
     parameters: SessionParameters
     drafting_key: bytes
-    """Of the role COUPLING under a coupled rule; else of DRAFTING."""
+    """Key of the role COUPLING under a coupled rule; else of DRAFTING."""
     verifier_address: str
     target_vocab_size: int
     max_len: int
-    """Most tokens that committed and drafted ones will ever be together."""
+    """Upper bound of committed and drafted tokens together."""
     permit: Permit

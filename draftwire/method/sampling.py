@@ -1,11 +1,11 @@
-"""Logits to probabilities: the one definition of what "the target's distribution" means.
+"""Logits to probabilities: the definition of "the target's distribution".
 
 The verifier applies it to the target's logits at every draft position and at the bonus position; the drafter applies
 it to its own logits before it draws. A parameter that is not listed here is refused, never ignored.
 
 The order is fixed: logit bias and masks (allowed_token_ids, structured_output, min_tokens), repetition penalty,
-presence and frequency penalty, temperature, top-k, top-p, min-p. What depends on the text sees, at each draft position,
-the committed tokens and the draft tokens before it, as if they had been generated one by one.
+presence and frequency penalty, temperature, top-k, top-p, min-p. Parameters that depend on the text use, at each draft
+position, the committed tokens and the draft tokens before it, as if they had been generated one by one.
 """
 
 import math
@@ -23,54 +23,54 @@ from draftwire.method.devices import upload
 from draftwire.requests.parameters import SamplingParams
 
 SMALLEST = 1e-30
-"""Smaller temperatures, masses and repetition penalties are taken as this: float32 would round them to 0, which means
-something else."""
+"""Smaller temperatures, masses and repetition penalties are raised to this: float32 would round them to 0, which has
+another meaning."""
 
 COLD = 1e-3
 """Below this temperature logits are shifted before they are divided, which keeps them from overflowing."""
 
 TOP_P_CANDIDATES = 1024
-"""Tokens among which top-p first looks for its set, before it sorts a whole vocabulary."""
+"""Top-p first looks for its set among this many likeliest tokens, before it sorts a whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive places of one text, whose distributions are wanted."""
+    """Consecutive positions of one text whose distributions are requested."""
 
     params: SamplingParams
     num_rows: int
-    """How many places."""
+    """Number of positions."""
     text: Sequence[int] = ()
-    """The tokens before the last of the places; before the others stand as many less. Needed if params.penalizes."""
+    """The tokens before the last position; earlier positions see prefixes of it. Needed if params.penalizes."""
     prompt_len: int = 0
     """How many tokens of the text are the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
-    """The tokens that min_tokens keeps away."""
+    """The tokens that min_tokens masks."""
     text_len: int | None = None
-    """Tokens before the last of the places, where `text` is left out."""
+    """Number of tokens before the last position, if `text` is left out."""
     masks: NDArray[np.uint8] | None = None
-    """What `SamplingParams.structured_output` allows at each of the places, `[num_rows, bytes]`: a bit for each token,
-    the lowest first. Made by `draftwire.requests.automaton`; None allows all."""
+    """Tokens that `SamplingParams.structured_output` allows at each position, `[num_rows, bytes]`: one bit per token,
+    lowest first. Computed by `draftwire.requests.automaton`; None allows all."""
 
     @property
     def num_generated(self) -> int:
-        """Tokens that were generated before the first of the places."""
+        """Number of tokens generated before the first position."""
         text_len = len(self.text) if self.text_len is None else self.text_len
         return text_len - (self.num_rows - 1) - self.prompt_len
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Returns the distribution of the next token at places where nothing was generated yet.
+    """Returns the distribution of the next token where nothing was generated yet.
 
     Args:
         logits: `[..., vocab]`, any float dtype; -inf marks impossible tokens. Not changed.
-        params: one for all rows.
+        params: the same for all rows.
 
     Returns:
         `[..., vocab]`, as `probabilities_of_spans`.
 
     Raises:
-        ValueError: a row has a NaN, a +inf, or no finite logit, which is a failure of the model.
+        ValueError: a row has a NaN, a +inf, or no finite logit: a failure of the model.
     """
     rows = logits.reshape(-1, logits.shape[-1]).clone()
     result = probabilities_of_spans(rows, [Span(params, len(rows))])
@@ -80,16 +80,16 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def probabilities_of_spans(logits: Tensor, spans: Sequence[Span]) -> Tensor:
-    """Returns the distribution of the next token at each place of several texts. A row depends on its span alone.
+    """Returns the distribution of the next token at each position of several texts. A row depends on its span alone.
 
     Args:
-        logits: `[rows, vocab]`, the spans' rows one after the other, any float dtype; overwritten.
-        spans: whose places they are, and how they are processed.
+        logits: `[rows, vocab]`, the concatenated rows of the spans, any float dtype; overwritten.
+        spans: positions and sampling parameters of the rows.
 
     Returns:
         `[rows, vocab]` probabilities, float64 for float64 logits, else float32. A greedy row is one-hot at the first
-        largest logit, so every verification rule turns into exact matching without a case of its own. Where logits
-        have a NaN, a +inf or no finite entry the whole row is NaN; see `is_distribution`.
+        largest logit, so every verification rule becomes exact matching without a special case. Where logits have a
+        NaN, a +inf or no finite entry the whole row is NaN; see `is_distribution`.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     starts = accumulate((span.num_rows for span in spans), initial=0)
@@ -121,11 +121,11 @@ def is_distribution(probs: Tensor) -> Tensor:
 
 
 def _edit(logits: Tensor, span: Span) -> None:
-    """Applies what changes single tokens' logits, in place. Masks are added, so that they hide no NaN and no +inf.
+    """Applies bias, masks and penalties, in place. Masks are added, so that they hide no NaN and no +inf.
 
     Args:
         logits: `[num_rows, vocab]`.
-        span: whose.
+        span: the positions of the rows.
     """
     params, vocab_size = span.params, logits.shape[1]
     if params.logit_bias:
@@ -145,7 +145,7 @@ def _edit(logits: Tensor, span: Span) -> None:
 
 
 def _keep_form(logits: Tensor, masks: NDArray[np.uint8]) -> None:
-    """Takes away what masks do not allow, in place. Tokens beyond the masks are not allowed either."""
+    """Sets logits that masks do not allow to -inf, in place. Tokens beyond the masks are not allowed either."""
     packed = upload(masks, logits.device).int()
     width = min(logits.shape[1], 8 * packed.shape[1])
     logits[:, :width] += torch.nn.functional.embedding(packed, _unpacking(logits.device)).flatten(1)[:, :width]
@@ -217,19 +217,19 @@ def _least_of_top_mass(probs: Tensor, top_p: Tensor) -> Tensor:
 
     Args:
         probs: `[rows, vocab]`.
-        top_p: `[rows, 1]`; 1 or more wants all tokens, whose least is taken as 0.
+        top_p: `[rows, 1]`; 1 or more keeps all tokens and returns 0.
 
     Returns:
         `[rows, 1]`.
     """
-    # A GPU sorts all of them sooner than it tells the host whether it has to.
+    # On a GPU sorting everything is cheaper than waiting for the result of the test.
     count = probs.shape[1] if probs.is_cuda else min(TOP_P_CANDIDATES, probs.shape[1])
     ordered = probs.topk(count, dim=1).values
     mass_before = ordered.to(torch.float64).cumsum(dim=1) - ordered
     num_kept = (mass_before < top_p.clamp(min=SMALLEST)).sum(dim=1, keepdim=True).clamp(min=1)  # 0 in rows of NaN
     least = ordered.gather(1, num_kept - 1)
     beyond = ((num_kept == count) & (top_p < 1.0)).squeeze(1)
-    if count < probs.shape[1] and bool(beyond.any()):  # mass is spread over more tokens than were looked at
+    if count < probs.shape[1] and bool(beyond.any()):  # the set is larger than the candidates
         ordered = probs[beyond].sort(dim=1, descending=True).values
         mass_before = ordered.to(torch.float64).cumsum(dim=1) - ordered
         num_kept = (mass_before < top_p[beyond].clamp(min=SMALLEST)).sum(dim=1, keepdim=True)
@@ -238,7 +238,7 @@ def _least_of_top_mass(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _one_hot(logits: Tensor) -> Tensor:
-    """Returns rows with all mass on the first largest logit; NaN where that is not finite."""
+    """Returns rows with all mass on the first largest logit; NaN if that logit is not finite."""
     choice = logits.argmax(dim=-1, keepdim=True)
     is_finite = torch.isfinite(logits.gather(-1, choice))
     return torch.zeros_like(logits).scatter_(-1, choice, 1.0).masked_fill_(~is_finite, math.nan)
@@ -254,7 +254,7 @@ def _mask(allowed: frozenset[int], vocab_size: int, device: torch.device) -> Ten
 
 @lru_cache(maxsize=8)
 def _unpacking(device: torch.device) -> Tensor:
-    """Returns 0 for each bit of a byte that is set and -inf for the others, the lowest first, `[256, 8] float32`."""
+    """Returns for each byte, per bit from the lowest, 0 if it is set and -inf otherwise, `[256, 8] float32`."""
     is_set = torch.arange(256).unsqueeze(1) >> torch.arange(8) & 1
     return torch.where(is_set.bool(), 0.0, -math.inf).to(device)
 

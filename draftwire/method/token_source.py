@@ -1,16 +1,16 @@
-"""Where the tokens of a text came from. Needs no package besides Python."""
+"""Sources of the tokens of a text. Needs no package besides Python."""
 
 from enum import Enum
 
 
 class TokenSource(Enum):
-    """Where a token came from. Says nothing about its law, which is the target's whatever the source."""
+    """Source of a token. Does not affect its distribution, which is the target's for every source."""
 
     ACCEPTED = "accepted"
-    """A draft token that the rule kept."""
+    """A draft token that the rule accepted."""
     RECOVERED = "recovered"
-    """Drawn by the target in place of a draft token that the rule did not keep."""
+    """Drawn by the target in place of a rejected draft token."""
     BONUS = "bonus"
-    """Drawn by the target after a block that was accepted as a whole."""
+    """Drawn by the target after a fully accepted block."""
     PLAIN = "plain"
-    """Drawn by the target where nothing was drafted."""
+    """Drawn by the target without a draft."""

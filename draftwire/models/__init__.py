@@ -1,1 +1,1 @@
-"""Language models as the services use them: loading, describing, and running with a cache that can be rolled back."""
+"""Language models: loading, descriptions for peers, and forward passes over a KV cache that can be rolled back."""

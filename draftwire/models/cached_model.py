@@ -1,6 +1,6 @@
-"""A causal language model that reads many sequences in one forward pass, and can be made to forget the end of each.
+"""A causal language model with a KV cache: reads many sequences in one forward pass, and can roll each back.
 
-Everything here touches tensors and must run on the process's one torch thread.
+Everything here uses tensors and must run on the process's one torch thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.static_steps import StaticSteps
 
 IdRows = Sequence[int] | Tensor
-"""Of a step's tokens: known to the host, or `[num_tokens] int64` on the model's device."""
+"""Token ids of a step: on the host, or `[num_tokens] int64` on the model's device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class Reading:
 
     @property
     def segment(self) -> Segment:
-        """By how much the sequence becomes longer."""
+        """The new tokens as a segment of a packed step."""
         return Segment(self.sequence, len(self.token_ids))
 
 
 class SequenceModel(Protocol):
-    """Something that reads tokens and gives logits. The cache's accounts are its `cache`."""
+    """A model that reads tokens and returns logits. `cache` manages the blocks of its KV cache."""
 
     @property
     def vocab_size(self) -> int:
@@ -49,44 +49,44 @@ class SequenceModel(Protocol):
 
     @property
     def cache(self) -> KvCache:
-        """Whose room the sequences take."""
+        """The block manager of the KV cache."""
 
     def read(self, readings: Sequence[Reading]) -> Tensor:
-        """Reads more tokens of some sequences, each of them at most once in a call. Makes each that much longer.
+        """Reads tokens of some sequences, each at most once in a call, and appends them to the KV cache.
 
         Returns:
-            `[sum of keep, vocab]` logits on the model's device: for each reading in order, the rows for the tokens
-            after its last `keep` positions.
+            `[sum of keep, vocab]` logits on the model's device: for each reading in order, the rows of its last `keep`
+            positions.
 
         Raises:
-            NoRoomError: the cache is full. No sequence has changed, as with every other error.
+            NoRoomError: the cache is full. On any error the sequences are unchanged.
         """
 
 
 class DraftModel(SequenceModel, Protocol):
-    """One that can read tokens that it has not told the host yet, and may do so approximately."""
+    """A model that can also read tokens which are only on the device, and may read approximately."""
 
     @property
     def device(self) -> torch.device:
-        """Where logits are."""
+        """Device of the logits."""
 
     @property
     def extends_exactly(self) -> bool:
-        """Whether `extend` leaves in the cache, and says, what `read` would."""
+        """Whether `extend` returns the logits and stores the keys and values that `read` would."""
 
     def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
-        """Reads as every `SequenceModel`, or approximately.
+        """Reads like every `SequenceModel`, or approximately.
 
         Args:
-            readings: as there.
-            fuzzily: whether to read as approximately as `extend` does.
+            readings: as for `SequenceModel`.
+            fuzzily: whether to read approximately, like `extend`.
         """
 
     def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
-        """Reads one more token of some sequences, different ones. Does not wait for the device.
+        """Reads one more token of each sequence. Does not wait for the device.
 
         Args:
-            sequences: which.
+            sequences: different sequences.
             token_ids: `[len(sequences)] int64` on the model's device.
 
         Returns:
@@ -107,14 +107,14 @@ class CachedModel:
         is_static: bool = False,
         drafting: LayerParallelDecoder | None = None,
     ) -> None:
-        """Makes an empty cache.
+        """Starts with an empty cache.
 
         Args:
-            decoder: does the forward passes.
-            cache_tokens: room of the KV cache, tokens of all sequences together.
-            is_static: whether steps of a few tokens per sequence are rounded up to shapes that recur, and replayed by
-                CUDA graphs where the decoder is on a GPU.
-            drafting: runs the same weights approximately, in `extend`; by default `decoder` does that as well.
+            decoder: computes the forward passes.
+            cache_tokens: capacity of the KV cache, tokens of all sequences together.
+            is_static: whether steps of a few tokens per sequence are padded to recurring shapes, and replayed by CUDA
+                graphs if the decoder is on a GPU.
+            drafting: computes `extend` with the same weights, approximately; by default `decoder` does.
         """
         self.vocab_size = decoder.vocab_size
         self.device = decoder.device
@@ -125,20 +125,20 @@ class CachedModel:
         self._fuzzy = _Runner(drafting, self._storage, is_static) if drafting else self._exact
 
     def read(self, readings: Sequence[Reading], fuzzily: bool = False) -> Tensor:
-        """Reads in one forward pass of all sequences together, and returns the logits of what is kept."""
+        """Reads all sequences in one forward pass, and returns the logits of the kept positions."""
         assert all(0 <= reading.keep <= len(reading.token_ids) for reading in readings)
         segments = [reading.segment for reading in readings]
         token_ids = [token for reading in readings for token in reading.token_ids]
         return self._forward(segments, token_ids, _kept(readings), fuzzily)
 
     def extend(self, sequences: Sequence[CachedSequence], token_ids: Tensor) -> Tensor:
-        """Reads one more token of each in one forward pass, approximately if it has a decoder for that."""
+        """Reads one more token of each sequence in one forward pass, approximately if there is a drafting decoder."""
         segments = [Segment(sequence, 1) for sequence in sequences]
         return self._forward(segments, token_ids, range(len(segments)), fuzzily=True)
 
     @torch.inference_mode()
     def keep_path(self, sequence: CachedSequence, base_len: int, path: Sequence[int]) -> None:
-        """Forgets all but the first `base_len` tokens and a path through the tree after them; see `KvCache`."""
+        """Keeps the first `base_len` tokens and a path through the tree after them; see `KvCache.keep_path`."""
         self._copy(*self.cache.keep_path(sequence, base_len, path))
 
     @torch.inference_mode()
@@ -147,17 +147,17 @@ class CachedModel:
             return self._run(segments, token_ids, kept, fuzzily)
 
     def _run(self, segments: list[Segment], token_ids: IdRows, kept: Sequence[int], fuzzily: bool) -> Tensor:
-        """Reads the tokens of segments that have room for them."""
+        """Computes the forward pass of segments whose blocks are allocated."""
         ids = token_ids if isinstance(token_ids, Tensor) else upload(token_ids, self.device, torch.int64)
         return (self._fuzzy if fuzzily else self._exact).logits(segments, ids, kept)
 
     def _copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        """Copies tokens from places to places, `[count]` each."""
+        """Copies keys and values between slots, `[count]` each."""
         self._storage.copy(upload(sources, self.device), upload(targets, self.device))
 
 
 class _Runner:
-    """One way of running the weights over a cache."""
+    """A decoder over a KV cache, with static steps if enabled."""
 
     def __init__(self, decoder: Decoder, storage: KvStorage, is_static: bool) -> None:
         self._decoder = decoder
@@ -165,7 +165,7 @@ class _Runner:
         self._static = StaticSteps(decoder, storage) if is_static else None
 
     def logits(self, segments: list[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
-        """Returns `[len(kept), vocab]` for tokens that are on the device."""
+        """Returns `[len(kept), vocab]` logits for token ids on the device."""
         if self._static is not None and self._static.fit(segments):
             return self._static.logits(segments, token_ids, kept)
         device = self._decoder.device
@@ -175,7 +175,7 @@ class _Runner:
 
 @contextmanager
 def appended(cache: KvCache, segments: Sequence[Segment]) -> Iterator[None]:
-    """Makes sequences longer by their new tokens, and takes that back if reading fails."""
+    """Appends the new tokens to the sequences, and rolls back if the context fails."""
     lengths = [segment.sequence.length for segment in segments]
     try:
         for segment in segments:
@@ -189,7 +189,7 @@ def appended(cache: KvCache, segments: Sequence[Segment]) -> Iterator[None]:
 
 
 def _kept(readings: Sequence[Reading]) -> list[int]:
-    """Returns which positions of the packed step logits are wanted for."""
+    """Returns the positions in the packed step whose logits are kept."""
     kept: list[int] = []
     end = 0
     for reading in readings:

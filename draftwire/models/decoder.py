@@ -1,4 +1,4 @@
-"""What does the forward passes: our own code for the Llama family, transformers' for everything else."""
+"""Decoders compute forward passes: our own code for the Llama family, transformers' for all other models."""
 
 from typing import Any, Protocol
 
@@ -18,19 +18,19 @@ class Decoder(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
 
     @property
     def vocab_size(self) -> int:
         """Rows of the output."""
 
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
-        """Reads the tokens of a step, and puts their keys and values into its storage.
+        """Computes the forward pass of a step, and stores the keys and values of its tokens.
 
         Args:
             token_ids: `[num_tokens] int64`, on the model's device.
             step: the step's layout.
-            kept: `[count] int64`, ascending: which tokens' logits are wanted.
+            kept: `[count] int64`, ascending: the tokens whose logits are returned.
 
         Returns:
             `[count, vocab]`, which the caller may overwrite.
@@ -38,7 +38,7 @@ class Decoder(Protocol):
 
 
 class TransformersDecoder:
-    """Any causal language model of transformers whose attention can be replaced."""
+    """Decoder for any causal language model of transformers whose attention can be replaced."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Takes over a model in evaluation mode, on its device, and replaces its attention."""
@@ -48,7 +48,7 @@ class TransformersDecoder:
         self.vocab_size = int(self._model.get_output_embeddings().weight.shape[0])
 
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
-        """Returns the logits of the tokens that are kept, by the model's own layers."""
+        """Returns the logits of the kept tokens, computed by the model's own layers."""
         output = self._model(
             input_ids=token_ids.unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),
@@ -61,25 +61,25 @@ class TransformersDecoder:
 
 
 def check_decoder(kind: str) -> None:
-    """Makes sure that a decoder is one of `DECODERS`.
+    """Checks that a decoder is one of `DECODERS`.
 
     Raises:
-        InvalidRequestError: it is not.
+        InvalidRequestError: the decoder is unknown.
     """
     if kind not in DECODERS:
         raise InvalidRequestError(f"decoder must be one of {', '.join(DECODERS)}, not {kind!r}")
 
 
 def decoder_of(model: PreTrainedModel, kind: str = "auto", consumes: bool = False) -> Decoder:
-    """Returns what runs a model's weights.
+    """Returns a decoder for a model.
 
     Args:
         model: in evaluation mode, on its device.
-        kind: one of `DECODERS`; "auto" is the lean one for models that it can run.
-        consumes: whether the model is not used otherwise, so that its weights may be rearranged without a second copy.
+        kind: one of `DECODERS`; "auto" is the lean decoder for models that it supports.
+        consumes: whether the model is not used elsewhere, so that its weights may be rearranged without a second copy.
 
     Raises:
-        InvalidRequestError: an unknown kind, or a model that the lean one cannot run.
+        InvalidRequestError: an unknown kind, or a model that the lean decoder does not support.
     """
     check_decoder(kind)
     reason = why_not_lean(model)

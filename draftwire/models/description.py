@@ -1,4 +1,4 @@
-"""What a model server tells its peers about its model, and how vocabularies are compared."""
+"""Model descriptions that servers send to their peers, and the comparison of vocabularies."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from draftwire.errors import ModelMismatchError
 from draftwire.requests.rules import RuleFacts, unknown_rule
 
 PROTOCOL_VERSION = 10
-"""Meaning of the messages in `protos/draftwire/v1`. Raised with every change that an older peer would misread."""
+"""Version of the messages in `protos/draftwire/v1`. Incremented with every change that an older peer would misread."""
 OLDEST_PROTOCOL_VERSION = 10
-"""The oldest that this release still speaks."""
+"""The oldest version that this release supports."""
 
 PARTIAL_BLOCKS = "partial_blocks"
-"""Capability of a drafter that can end a block under way and send what it has drawn."""
+"""Capability of a drafter: can end a block in progress and send the tokens drawn so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A loaded model, as far as its peers care."""
+    """Properties of a loaded model that its peers need."""
 
     name: str
     """Folder name or hub name."""
@@ -40,15 +40,15 @@ class ModelDescription:
     """Equal for equal weights; see `draftwire.models.loading.weights_fingerprint`."""
     oldest_protocol_version: int = OLDEST_PROTOCOL_VERSION
     capabilities: frozenset[str] = frozenset()
-    """What not every peer of these versions can do, by name."""
+    """Names of optional features that not every peer of these protocol versions supports."""
     rules: tuple[RuleFacts, ...] = ()
-    """Of a verifier: the rules that it offers."""
+    """The rules that a verifier offers; empty for a drafter."""
 
     def rule_named(self, name: str) -> RuleFacts:
         """Returns a rule that a verifier offers.
 
         Raises:
-            InvalidRequestError: it offers none of that name.
+            InvalidRequestError: the verifier does not offer it.
         """
         for rule in self.rules:
             if rule.name == name:
@@ -67,21 +67,21 @@ def fingerprint(tokens: Sequence[str]) -> bytes:
 
 
 def can_take_over(first: ModelDescription, second: ModelDescription) -> bool:
-    """Whether a session on one model can go on on the other: the same weights, numerics, vocabulary and context."""
+    """Whether a session on one model can continue on the other: same weights, numerics, vocabulary and context."""
     same = ("weights_fingerprint", "dtype", "vocabulary_fingerprint", "vocab_size", "context_length", "stop_token_ids")
     return all(getattr(first, name) == getattr(second, name) for name in same)
 
 
 def check_protocol(name: str, oldest: int, latest: int) -> None:
-    """Makes sure that there is a version of the protocol that a peer speaks as well.
+    """Checks that there is a protocol version which both this release and a peer support.
 
     Args:
-        name: of its model, for the message.
-        oldest: version that it speaks.
-        latest: version that it speaks.
+        name: of the peer's model, for the message.
+        oldest: version that the peer supports.
+        latest: version that the peer supports.
 
     Raises:
-        ModelMismatchError: there is none.
+        ModelMismatchError: there is no common version.
     """
     if oldest > PROTOCOL_VERSION or latest < OLDEST_PROTOCOL_VERSION:
         theirs, ours = _versions(oldest, latest), _versions(OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION)

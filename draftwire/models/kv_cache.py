@@ -1,9 +1,9 @@
-"""Which token of which sequence lives where in a model's KV cache. Pure accounting: no tensors, no model.
+"""Block manager of a paged KV cache with prefix reuse. Pure bookkeeping: no tensors, no model.
 
-The cache is a pool of blocks, each with room for `BLOCK_SIZE` tokens. A sequence is a list of blocks. Blocks that are
-full and whose tokens are final are *published* under a hash of everything up to their end, so that another sequence
-with the same beginning takes them over instead of computing them again. A block that no sequence uses any more keeps
-its contents until the room is needed.
+The cache is a pool of blocks of `BLOCK_SIZE` tokens. A sequence is a list of blocks. Blocks that are full and whose
+tokens are final are *published* under a hash of everything up to their end, so that another sequence with the same
+prefix shares them instead of computing them again. A block that no sequence uses any more keeps its contents until the
+memory is needed.
 
 Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention"
 (arXiv 2309.06180), with the prefix reuse of SGLang (arXiv 2312.07104) by chained hashes.
@@ -22,7 +22,7 @@ from draftwire.errors import NoRoomError
 BLOCK_SIZE = 16
 """Tokens in a block."""
 NULL_BLOCK = 0
-"""Never given out: padding reads it, nothing writes it."""
+"""Never allocated: padding reads it, nothing writes it."""
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -32,33 +32,33 @@ def blocks_for(num_tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """One sequence's place in the cache. Changed by `KvCache` only."""
+    """One sequence's block table. Changed by `KvCache` only."""
 
     salt: bytes
-    """Sequences share blocks only with those of the same salt."""
+    """Sequences share blocks only with sequences of the same salt."""
     blocks: list[int] = field(default_factory=list)
     length: int = 0
     """Tokens in the cache."""
     num_published: int = 0
-    """Blocks at the front that are final: shared, or ready to be."""
+    """Leading blocks that are final and may be shared."""
     chain: bytes = b""
-    """Hash of everything in the published blocks."""
+    """Hash of the salt and all tokens in the published blocks."""
     num_reused: int = 0
-    """Tokens that were taken over from others when the sequence was opened."""
+    """Tokens of shared blocks that were found when the sequence was opened."""
 
 
 class KvCache:
-    """The blocks of one model's cache and the sequences in them."""
+    """Allocator of the blocks of one model's KV cache."""
 
     def __init__(self, num_tokens: int) -> None:
-        """Makes an empty cache.
+        """Starts with an empty cache.
 
         Args:
-            num_tokens: room, at least 1; rounded up to whole blocks.
+            num_tokens: capacity, at least 1; rounded up to whole blocks.
         """
         self.num_blocks = blocks_for(num_tokens)
         self.sequences: set[CachedSequence] = set()
-        self._free = list(range(self.num_blocks, NULL_BLOCK, -1))  # taken from the end
+        self._free = list(range(self.num_blocks, NULL_BLOCK, -1))  # allocated from the end
         self._users = [0] * (self.num_blocks + 1)  # sequences that hold each block
         self._published: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}  # the inverse of _published
@@ -66,18 +66,18 @@ class KvCache:
 
     @property
     def num_slots(self) -> int:
-        """Places for tokens, the null block's included."""
+        """Slots for tokens, the null block's included."""
         return (self.num_blocks + 1) * BLOCK_SIZE
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be given out now."""
+        """Blocks that can be allocated now, including idle published blocks."""
         return len(self._free) + len(self._idle)
 
     def open(self, token_ids: Sequence[int] = (), salt: str = "") -> CachedSequence:
-        """Starts a sequence that will read `token_ids`, and takes over what others have computed of them.
+        """Opens a sequence that will read `token_ids`, and shares the published blocks of its prefix.
 
-        At least one of the tokens is left to be read, because reading it is what gives logits.
+        At least one of the tokens is left to be read, because reading it yields the logits.
         """
         sequence = CachedSequence(_digest(b"salt", salt.encode()))
         sequence.chain = sequence.salt
@@ -96,10 +96,10 @@ class KvCache:
         return sequence
 
     def append(self, sequence: CachedSequence, num_tokens: int) -> None:
-        """Makes the sequence longer; what its new places hold is for the caller to write.
+        """Allocates slots for more tokens of a sequence; the caller writes their contents.
 
         Raises:
-            NoRoomError: no block is free. Nothing has changed.
+            NoRoomError: too few blocks are free. Nothing has changed.
         """
         missing = blocks_for(sequence.length + num_tokens) - len(sequence.blocks)
         if missing > self.num_free_blocks:
@@ -111,7 +111,7 @@ class KvCache:
         sequence.length += num_tokens
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forgets all but the first `length` tokens. What was published stays."""
+        """Keeps only the first `length` tokens. Published blocks stay published."""
         assert sequence.num_published * BLOCK_SIZE <= length <= sequence.length
         for _ in range(len(sequence.blocks) - blocks_for(length)):
             self._release(sequence.blocks.pop())
@@ -120,7 +120,7 @@ class KvCache:
     def keep_path(
         self, sequence: CachedSequence, base_len: int, path: Sequence[int]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Forgets all but the first `base_len` tokens and a path through the token tree that follows them.
+        """Keeps only the first `base_len` tokens and a path through the token tree that follows them.
 
         Args:
             sequence: has read the tree's nodes, in some order, after `base_len` tokens.
@@ -128,7 +128,7 @@ class KvCache:
             path: indices of the nodes to keep, from the root on, ascending.
 
         Returns:
-            The places that the kept nodes have to be copied from and to, `[len(path)]` each.
+            The slots that the kept nodes have to be copied from and to, `[len(path)]` each.
         """
         assert all(index >= depth for depth, index in enumerate(path)), "a node comes after its ancestors"
         places = slots_of([sequence], sequence.length)[0]
@@ -137,32 +137,32 @@ class KvCache:
         return sources, targets
 
     def publish(self, sequence: CachedSequence, token_ids: Sequence[int]) -> None:
-        """Declares tokens final and offers the full blocks of them to sequences that begin alike.
+        """Declares tokens final and shares their full blocks with sequences of the same prefix.
 
         Args:
-            sequence: will not be truncated into these tokens any more.
-            token_ids: the sequence from its first token on; only what is in the cache counts.
+            sequence: must not be truncated into these tokens any more.
+            token_ids: the sequence from its first token on; tokens that are not in the cache are ignored.
         """
         for index in range(sequence.num_published, min(len(token_ids), sequence.length) // BLOCK_SIZE):
             block, start = sequence.blocks[index], index * BLOCK_SIZE
             sequence.chain = _chain(sequence.chain, token_ids[start : start + BLOCK_SIZE])
             sequence.num_published += 1
-            if sequence.chain not in self._published:  # else another sequence was first, and ours stays private
+            if sequence.chain not in self._published:  # else another sequence was first, and this block stays private
                 self._published[sequence.chain] = block
                 self._hashes[block] = sequence.chain
 
     def close(self, sequence: CachedSequence) -> None:
-        """Ends a sequence. Its published blocks keep their contents until the room is needed."""
+        """Frees a sequence. Its published blocks keep their contents until the memory is needed."""
         self.sequences.remove(sequence)
-        while sequence.blocks:  # from the end, so that the end of a text is lost before its beginning
+        while sequence.blocks:  # from the end, so that the end of a text is evicted before its beginning
             self._release(sequence.blocks.pop())
         sequence.length = sequence.num_published = 0
 
     def check_integrity(self) -> None:
-        """Makes sure that every block is in exactly one state and that nobody's tokens can be overwritten. For tests.
+        """Checks that every block is in exactly one state and that no sequence's tokens can be overwritten. For tests.
 
         Raises:
-            AssertionError: the accounts do not add up.
+            AssertionError: the bookkeeping is inconsistent.
         """
         held: dict[int, int] = {}
         for sequence in self.sequences:
@@ -199,7 +199,7 @@ class KvCache:
 
 
 def slots_of(sequences: Sequence[CachedSequence], width: int) -> NDArray[np.int64]:
-    """Returns where the first `width` tokens of each sequence are, `[len(sequences), width]`.
+    """Returns the slots of the first `width` tokens of each sequence, `[len(sequences), width]`.
 
     Positions beyond a sequence's length point into the null block.
     """

@@ -1,8 +1,8 @@
-"""The forward pass of the Llama family with nothing in it but the operations.
+"""The forward pass of the Llama family, reduced to its tensor operations.
 
 Runs the weights of a transformers model: Llama, Mistral, Qwen2 and Qwen3, whose layers differ by biases, by norms of
-queries and keys, and by sliding windows. Projections that read the same input are one, no module is called, and nothing
-is looked up or decided layer by layer.
+queries and keys, and by sliding windows. Projections with the same input are fused, no module is called, and layers do
+no look-ups or branches of their own.
 """
 
 from collections.abc import Collection
@@ -22,11 +22,11 @@ FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` in a model's configuration."""
 
 STEADY_ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary position embeddings whose angles do not depend on the length of the text."""
+"""Types of rotary position embeddings whose angles do not depend on the sequence length."""
 
 
 def why_not_lean(model: PreTrainedModel) -> str:
-    """Returns why `LeanDecoder` cannot run a model; empty if it can."""
+    """Returns the reason why `LeanDecoder` does not support a model; empty if it does."""
     config = model.config
     if config.model_type not in FAMILY:
         return f"models of type {config.model_type} have layers of their own"
@@ -42,20 +42,20 @@ def why_not_lean(model: PreTrainedModel) -> str:
 
 
 def _is_replaced_linear(module: torch.nn.Module) -> bool:
-    """Whether a module is a quantised linear layer, an adapter, or the like."""
+    """Whether a module replaces a linear layer: a quantised layer, an adapter, or the like."""
     return "linear" in type(module).__name__.lower() and type(module) is not torch.nn.Linear
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Normalises rows by their root mean square."""
+    """RMSNorm."""
 
     weight: Tensor
     epsilon: float
 
     @classmethod
     def of(cls, module: Any) -> "Norm":
-        """Takes over a norm of transformers."""
+        """Wraps the weights of a norm of transformers."""
         return cls(module.weight.detach().clone(), float(module.variance_epsilon))
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One decoder layer's weights, up to its MLP."""
+    """Attention weights of one decoder layer, with the norm before them."""
 
     norm: Norm
     queries_keys_values: Linear
@@ -76,7 +76,7 @@ class Attention:
 
     @classmethod
     def of(cls, module: Any, config: Any) -> "Attention":
-        """Takes over a layer of transformers."""
+        """Wraps the weights of a layer of transformers."""
         attention = module.self_attn
         has_norms = hasattr(attention, "q_norm")
         # Mistral's layers read their window from the configuration.
@@ -93,7 +93,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """The rest of a decoder layer's weights."""
+    """MLP weights of one decoder layer, with the norm before them."""
 
     norm: Norm
     gate_up: Linear
@@ -101,28 +101,28 @@ class Mlp:
 
     @classmethod
     def of(cls, module: Any) -> "Mlp":
-        """Takes over a layer of transformers."""
+        """Wraps the weights of a layer of transformers."""
         norm, mlp = Norm.of(module.post_attention_layernorm), module.mlp
         return cls(norm, Linear.of(mlp.gate_proj, mlp.up_proj), Linear.of(mlp.down_proj))
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What heads are multiplied with for their positions in the text, and their swapped halves."""
+    """Rotary position embedding of a step's tokens."""
 
     cosines: Tensor
     """`[tokens, 1, head_dim]`."""
     sines: Tensor
-    """Alike; those of the first half negative."""
+    """Same shape; the first half is negated."""
 
     def __call__(self, heads: Tensor) -> Tensor:
         """Returns the rotated `[tokens, heads, head_dim]`."""
-        # The second half of each head with the first one's sine, and the other way round.
+        # Swaps the halves of each head.
         return torch.addcmul(heads * self.cosines, heads.roll(heads.shape[-1] // 2, -1), self.sines)
 
 
 class LeanDecoder:
-    """A model of the Llama family. See `Decoder`."""
+    """Decoder for a model of the Llama family."""
 
     def __init__(
         self,
@@ -131,14 +131,15 @@ class LeanDecoder:
         group: ProcessGroup | None = None,
         without_attention: Collection[int] = (),
     ) -> None:
-        """Takes over a model's weights.
+        """Wraps a model's weights.
 
         Args:
-            model: one that `why_not_lean` has nothing against, in evaluation mode, on its device.
-            consumes: whether the model is given up layer by layer, so that there are never two copies of its weights.
-            group: whose ranks have a part of the model each: whole embeddings and norms, some of the heads and of the
-                MLPs' inner dimension, as many rows of the output. Only rank 0 gets logits of the whole vocabulary.
-            without_attention: layers whose attention is computed elsewhere; all that `attention` is not called for.
+            model: supported by `why_not_lean`, in evaluation mode, on its device.
+            consumes: whether the model is emptied layer by layer, so that there are never two copies of its weights.
+            group: ranks that share the model by tensor parallelism. Each has whole embeddings and norms, some of the
+                heads and of the MLPs' inner dimension, and a shard of the output's rows. Only rank 0 gets logits of
+                the whole vocabulary.
+            without_attention: layers whose attention another rank computes; `attention` is never called for them.
         """
         base: Any = model.model
         config = base.config
@@ -146,7 +147,7 @@ class LeanDecoder:
         self.device = model.device
         self._embedding = base.embed_tokens.weight.detach()
         if consumes and self.device.type == "cpu":
-            self._embedding = self._embedding.clone()  # else one tensor keeps the whole file of weights in memory
+            self._embedding = self._embedding.clone()  # else the tensor keeps the whole weight file in memory
         self.attentions: list[Attention | None] = []
         self._mlps: list[Mlp] = []
         for index, module in enumerate(base.layers):
@@ -157,7 +158,7 @@ class LeanDecoder:
         self._norm = Norm.of(base.norm)
         head: Any = model.get_output_embeddings()
         self._head = Linear.of(head)
-        self.vocab_size = len(self._embedding)  # the head of a part may be padded
+        self.vocab_size = len(self._embedding)  # the head of a shard may be padded
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self._frequencies = base.rotary_emb.inv_freq.float()
         self._rotation_scale = float(base.rotary_emb.attention_scaling)
@@ -169,7 +170,7 @@ class LeanDecoder:
         return len(self._mlps)
 
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
-        """Returns the logits of the tokens that are kept, layer by layer."""
+        """Returns the logits of the kept tokens."""
         hidden, rotation = self.embed(token_ids, step.positions)
         for index in range(self.num_layers):
             hidden += self.attention(index, hidden, rotation, step)
@@ -177,7 +178,7 @@ class LeanDecoder:
         return self.head(hidden, kept)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
-        """Returns what the first layer reads, `[tokens, hidden]`, and what all layers rotate heads by.
+        """Returns the input of the first layer, `[tokens, hidden]`, and the rotary embedding for all layers.
 
         Args:
             token_ids: `[tokens] int64`.
@@ -190,7 +191,7 @@ class LeanDecoder:
         return hidden, Rotation(both[..., : self.head_dim], both[..., self.head_dim :])
 
     def attention(self, index: int, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Tensor:
-        """Returns what a layer's attention adds to its input, `[tokens, hidden]`; stores its keys and values."""
+        """Returns a layer's attention output, `[tokens, hidden]`, without the residual; stores its keys and values."""
         layer = self.attentions[index]
         assert layer is not None
         queries, keys, values = self._projected(layer, layer.norm(hidden), rotation)
@@ -198,7 +199,7 @@ class LeanDecoder:
         return self._summed(layer.output(attended.flatten(1)))
 
     def mlp(self, index: int, hidden: Tensor) -> Tensor:
-        """Returns what a layer's MLP adds, `[tokens, hidden]`."""
+        """Returns the output of a layer's MLP, `[tokens, hidden]`, without the residual."""
         layer = self._mlps[index]
         gates, ups = layer.gate_up(layer.norm(hidden)).chunk(2, dim=-1)
         return self._summed(layer.down(silu(gates).mul_(ups)))
@@ -208,7 +209,7 @@ class LeanDecoder:
 
         Args:
             hidden: `[tokens, hidden]`.
-            kept: `[count] int64`, ascending: which of them.
+            kept: `[count] int64`, ascending: the rows of `hidden` to use.
         """
         logits = self._head(self._norm(hidden if len(kept) == len(hidden) else hidden.index_select(0, kept)))
         if self._group is None:
@@ -216,13 +217,13 @@ class LeanDecoder:
         return self._group.gather_columns(logits)[:, : self.vocab_size].contiguous()
 
     def _summed(self, part: Tensor) -> Tensor:
-        """Returns the sum of what all ranks put out."""
+        """All-reduces a rank's partial output."""
         if self._group is not None:
             self._group.all_reduce(part)
         return part
 
     def _projected(self, layer: Attention, rows: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns a layer's queries, keys and values, `[tokens, heads, head_dim]` each, positions applied."""
+        """Returns a layer's queries, keys and values, `[tokens, heads, head_dim]` each, rotary embedding applied."""
         projected = layer.queries_keys_values(rows).unflatten(-1, (-1, self.head_dim))
         num_rotated = self.heads + self.kv_heads
         rotated, values = projected[:, :num_rotated], projected[:, num_rotated:]

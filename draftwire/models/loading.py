@@ -1,4 +1,4 @@
-"""Loads any Hugging Face causal language model, by path or hub name, with its tokenizer."""
+"""Loads Hugging Face causal language models, by path or hub name, with their tokenizers."""
 
 import hashlib
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from draftwire.requests.automaton import FormCompiler
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 FINGERPRINT_ENTRIES = 64
-"""Entries of each weight that its fingerprint looks at."""
+"""Entries of each weight that the fingerprint hashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a service tells its peers about its model."""
+    """A model's description with its vocabulary and tokenizer."""
 
     description: ModelDescription
     vocabulary: list[str]
@@ -31,26 +31,26 @@ class ModelCard:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, **facts: Any) -> "ModelCard":
-        """Makes a card; `facts` are what a `ModelDescription` has beside the vocabulary's fingerprint."""
+        """Returns a card; `facts` are the fields of `ModelDescription` except the vocabulary's fingerprint."""
         tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         vocabulary = [token or "" for token in tokens]
         return cls(ModelDescription(vocabulary_fingerprint=fingerprint(vocabulary), **facts), vocabulary, tokenizer)
 
     def form_compiler(self) -> FormCompiler:
-        """Makes what follows the forms of this model's texts. Takes a second for the largest vocabularies."""
+        """Returns the compiler of structured output for this model. Takes a second for the largest vocabularies."""
         return FormCompiler(self.tokenizer, self.description.vocab_size, self.description.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model and what peers need to know of it."""
+    """A model with its card."""
 
     model: PreTrainedModel
     card: ModelCard
 
     @property
     def description(self) -> ModelDescription:
-        """The model, as far as its peers care."""
+        """The model's description for peers."""
         return self.card.description
 
 
@@ -64,9 +64,9 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
         revision: commit or branch on the hub.
 
     Raises:
-        InvalidRequestError: the dtype is unknown, the device or the folder is not there, or the model cannot be served:
-            it keeps a state that cannot be rolled back (recurrent and state-space layers), attends in a way of its own,
-            or is quantised in a way that needs a package or a device that is not there.
+        InvalidRequestError: the dtype is unknown, the device or the folder is missing, or the model cannot be served:
+            it keeps a state that cannot be rolled back (recurrent and state-space layers), uses an unsupported kind of
+            attention, or a quantisation that needs a missing package or device.
         OSError: the files cannot be read.
     """
     if dtype not in DTYPES:
@@ -77,7 +77,7 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     if dtype == "auto" and torch.device(device).type == "cpu":
         dtype = "float32"
     path = str(Path(name).expanduser()) if name.startswith("~") else name
-    disable_progress_bar()  # it would write into the log
+    disable_progress_bar()  # would write into the log
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     loaded: Any = _load_weights(path, dtype, device, revision)
     if getattr(loaded, "_is_stateful", False):
@@ -104,7 +104,7 @@ def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> P
     if getattr(config, "quantization_config", None) is None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
         return cast(PreTrainedModel, loaded.to(device))
-    try:  # layers of quantised models are made for the device, and cannot be moved
+    try:  # quantised layers are built for the device and cannot be moved
         return cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **options))
     except (ImportError, RuntimeError, ValueError) as error:
         raise InvalidRequestError(f"the quantised model {path} cannot be loaded on {device}: {error}") from error
@@ -113,7 +113,7 @@ def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> P
 def weights_fingerprint(model: torch.nn.Module) -> bytes:
     """Returns the SHA-256 of the weights' names, shapes and types, and of some entries of each.
 
-    Tells models apart that were trained apart; it is no proof against weights that were changed on purpose.
+    Distinguishes models that were trained separately; no protection against deliberate changes of weights.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
@@ -127,7 +127,7 @@ def weights_fingerprint(model: torch.nn.Module) -> bytes:
 
 
 def check_attention(name: str, model: PreTrainedModel) -> None:
-    """Refuses models whose layers attend in a way that `paged_attention` is not told of."""
+    """Refuses models with an unsupported kind of attention that `paged_attention` itself could not detect."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
@@ -139,10 +139,10 @@ def check_attention(name: str, model: PreTrainedModel) -> None:
 
 
 def context_length_of(model: PreTrainedModel) -> int:
-    """Returns to how many positions a model can attend.
+    """Returns the number of positions that a model can attend to.
 
     Raises:
-        InvalidRequestError: its configuration does not say.
+        InvalidRequestError: the model's configuration does not have it.
     """
     config = model.config.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
@@ -150,13 +150,13 @@ def context_length_of(model: PreTrainedModel) -> int:
         raise InvalidRequestError(f"the configuration of {model.name_or_path} states no context length")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Beyond this the rotation of all positions changes, also of those already in the cache and of other sessions'.
+        # Beyond this the rotation of all positions changes, including cached ones and those of other sessions.
         length = min(length, rope.get("original_max_position_embeddings") or length)
     return int(length)
 
 
 def stop_token_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns what the model's generation config names, else the tokenizer's end of text."""
+    """Returns the stop tokens of the model's generation config, else the tokenizer's end of text."""
     named = getattr(model.generation_config, "eos_token_id", None)
     if named is None:
         named = tokenizer.eos_token_id

@@ -1,11 +1,11 @@
-"""Attention of many sequences of different lengths, whose tokens lie packed behind each other in one batch row.
+"""Attention over a paged KV cache for many sequences of different lengths, packed into one batch row.
 
-The linear layers of a model do not care which sequence a token belongs to, so they run over all tokens of a step at
-once, without padding. Attention does care: here the new keys and values are written to their places in the cache, and
-rows of similar shape are gathered, padded and attended to together, so that neither a long text among short ones nor
-a prompt among single tokens makes the others wait for padding.
+The linear layers of a model are independent of the sequence that a token belongs to, so they run over all tokens of a
+step at once, without padding. Attention is not: here the new keys and values are written to their slots in the cache,
+and rows of similar shape are gathered, padded and computed together, so that neither a long text among short ones nor
+a prefill among single tokens makes the others wait for padding.
 
-Registered with transformers as an attention implementation: every model whose layers call it is served.
+Registered with transformers as an attention implementation: every model whose layers call it is supported.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ IMPLEMENTATION = "draftwire_paged"
 
 
 class KvStorage:
-    """The tensors behind a `KvCache`: for each layer `[num_slots, kv_heads, head_dim]` keys and values."""
+    """The tensors of a `KvCache`: for each layer `[num_slots, kv_heads, head_dim]` keys and values."""
 
     def __init__(self, num_slots: int, stacks: Sequence[Sequence[int]] = ()) -> None:
-        """Allocates nothing yet: the first step that reaches a layer tells its shape.
+        """Allocates nothing yet: the first step that reaches a layer determines its shape.
 
         Args:
-            num_slots: room for tokens.
-            stacks: layers that are also attended to together; their tensors lie behind each other.
+            num_slots: capacity in tokens.
+            stacks: layers that are also attended to together; their tensors are contiguous.
         """
         self._num_slots = num_slots
         self._stacks = {index: tuple(stack) for stack in stacks for index in stack}
@@ -42,12 +42,12 @@ class KvStorage:
         self._stacked: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values. What was never written is anything, but for the null block, which is 0.
+        """Returns a layer's keys and values. Slots that were never written are undefined, except the null block: 0.
 
         Args:
-            index: which layer.
-            key: `[tokens, kv_heads, head_dim]`, as is to be stored.
-            value: alike; its last dimension may be another.
+            index: of the layer.
+            key: `[tokens, kv_heads, head_dim]`, an example of the tensors to store.
+            value: likewise; its last dimension may differ.
         """
         if index not in self._layers:
             stack = self._stacks.get(index, (index,))
@@ -63,13 +63,13 @@ class KvStorage:
         return self._stacked[layers]
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies tokens to other places, `[count] int64` each, in all layers."""
+        """Copies keys and values between slots, `[count] int64` each, in all layers."""
         for layer in self._layers.values():
             for tensor in layer:
                 tensor[targets] = tensor[sources]
 
     def _allocate(self, num_layers: int, new: Tensor) -> Tensor:
-        tensor = new.new_empty(num_layers, self._num_slots, *new.shape[1:])  # on a CPU, no memory yet
+        tensor = new.new_empty(num_layers, self._num_slots, *new.shape[1:])  # on a CPU, committed on first write
         tensor[:, NULL_BLOCK * BLOCK_SIZE : (NULL_BLOCK + 1) * BLOCK_SIZE] = 0.0
         return tensor
 
@@ -79,47 +79,47 @@ class Segment:
     """New tokens of one sequence in a step."""
 
     sequence: CachedSequence
-    """Has its new tokens in its length already."""
+    """Its length already includes the new tokens."""
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """How the layers of a model attend."""
+    """Parameters of a layer's attention."""
 
     scaling: float | None = None
-    """Of the scores; None is 1 / sqrt(head_dim)."""
+    """Factor of the scores; None is 1 / sqrt(head_dim)."""
     window: int | None = None
-    """Positions that a query sees, its own included; None is all."""
+    """Sliding window: positions that a query sees, its own included; None is all."""
     softcap: float | None = None
-    """Bound of the scores by tanh, before masking."""
+    """Bound of the scores (tanh soft-capping), before masking."""
 
 
 @dataclass(slots=True)
 class SegmentGroup:
-    """Segments of similar shape, padded to the longest."""
+    """Segments of similar shape, padded to the longest, one per row."""
 
     tokens: Tensor
-    """`[rows, queries] int64`: where each query lies in the packed step; padding repeats a row's last token."""
+    """`[rows, queries] int64`: index of each query in the packed step; padding repeats a row's last token."""
     real: Tensor | None
-    """`[rows, queries] bool`: which queries are no padding; None where all are real."""
+    """`[rows, queries] bool`: False for padding; None if there is no padding."""
     slots: Tensor
-    """`[rows, keys] int64`: where each row's keys lie in the cache; padding points into the null block."""
+    """`[rows, keys] int64`: slots of each row's keys in the cache; padding points into the null block."""
     positions: Tensor
     """`[rows, queries] int64`: position of each query in its sequence."""
     run: slice | None
-    """The places of the keys, if there is one row and they lie behind each other."""
+    """The slots of the keys, if there is one row and they are contiguous."""
     sees_all: bool
-    """Whether every query sees every key, but for sliding windows."""
+    """Whether every query sees every key, apart from sliding windows."""
     biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
     """Masks by sliding window, query heads per key head, and layers."""
 
     def of_rows(self, stored: Tensor) -> Tensor:
-        """Returns `[rows, keys, kv_heads, any]` of a layer's keys or values, `[num_slots, kv_heads, any]`."""
+        """Gathers `[rows, keys, kv_heads, any]` from a layer's keys or values, `[num_slots, kv_heads, any]`."""
         return _take(stored, self.slots) if self.run is None else stored[self.run].unsqueeze(0)
 
     def of_stack(self, stored: Tensor) -> Tensor:
-        """Returns the same of several layers, one behind the other: `[layers * rows, keys, kv_heads, any]`."""
+        """Gathers the same from several layers: `[layers * rows, keys, kv_heads, any]`."""
         if self.run is not None:
             return stored[:, self.run]
         rows = stored.index_select(1, self.slots.flatten())
@@ -127,13 +127,13 @@ class SegmentGroup:
 
     @property
     def num_keys(self) -> int:
-        """Keys of each row, padding included."""
+        """Keys per row, padding included."""
         return self.slots.shape[1]
 
     def bias(self, window: int | None, repeats: int, num_layers: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns what is added to the scores: 0 to see, -inf to mask; None where every query sees every key.
+        """Returns the attention mask to add to the scores, 0 or -inf; None if every query sees every key.
 
-        It is `[num_layers * rows, 1, repeats * queries, keys]`.
+        Its shape is `[num_layers * rows, 1, repeats * queries, keys]`.
         """
         if self.sees_all and (window is None or window >= self.num_keys):
             return None
@@ -151,11 +151,11 @@ class SegmentGroup:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """All new tokens of one forward pass, `num_tokens` of them behind each other."""
+    """Layout of all `num_tokens` new tokens of one forward pass, packed into one row."""
 
     storage: KvStorage
     slots: Tensor
-    """`[num_tokens] int64`: where the new tokens go in the cache."""
+    """`[num_tokens] int64`: slots of the new tokens in the cache."""
     positions: Tensor
     """`[num_tokens] int64`: their positions in their sequences."""
     groups: list[SegmentGroup]
@@ -163,12 +163,12 @@ class PackedStep:
     def attend(
         self, layer: int, shape: AttentionShape, queries: Tensor, new_keys: Tensor, new_values: Tensor
     ) -> Tensor:
-        """Stores the keys and values of a layer's new tokens and attends to them and to the earlier ones.
+        """Stores the keys and values of a layer's new tokens and computes attention over them and all earlier ones.
 
         Args:
-            layer: its index.
-            shape: how it attends.
-            queries: `[num_tokens, heads, head_dim]`, positions applied.
+            layer: index of the layer.
+            shape: the layer's attention parameters.
+            queries: `[num_tokens, heads, head_dim]`, rotary embedding applied.
             new_keys: `[num_tokens, kv_heads, head_dim]`.
             new_values: `[num_tokens, kv_heads, value_dim]`.
 
@@ -195,14 +195,14 @@ class PackedStep:
     def attend_together(
         self, layers: tuple[int, ...], shape: AttentionShape, queries: Tensor, new_keys: Tensor, new_values: Tensor
     ) -> Tensor:
-        """Does for several layers at once what `attend` does for one.
+        """Computes `attend` for several layers at once.
 
         Args:
-            layers: their indices, a stack of the storage.
-            shape: how all of them attend.
-            queries: `[num_tokens, layers, heads, head_dim]`, positions applied.
+            layers: indices of the layers, a stack of the storage.
+            shape: attention parameters of all these layers.
+            queries: `[num_tokens, layers, heads, head_dim]`, rotary embedding applied.
             new_keys: `[num_tokens, layers, kv_heads, head_dim]`.
-            new_values: alike.
+            new_values: same shape.
 
         Returns:
             `[layers, num_tokens, heads, head_dim]`.
@@ -231,10 +231,10 @@ class PackedStep:
 
 
 def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> PackedStep:
-    """Lays out a step of segments that lie behind each other in this order."""
+    """Returns the layout of a step whose segments are packed in this order."""
     shapes: dict[tuple[int, int], list[int]] = {}
     for index, segment in enumerate(segments):
-        # Padding at most doubles either side.
+        # Padding at most doubles queries and keys.
         shape = (segment.num_tokens.bit_length(), segment.sequence.length.bit_length())
         shapes.setdefault(shape, []).append(index)
     counts = np.array([segment.num_tokens for segment in segments])
@@ -282,14 +282,14 @@ def paged_attention(
     packed_step: PackedStep | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers' layers call.
+    """Attention implementation that transformers' layers call.
 
     Args:
-        module: the layer, which knows its index.
-        query: `[1, heads, num_tokens, head_dim]`, positions applied.
+        module: the layer, with its index.
+        query: `[1, heads, num_tokens, head_dim]`, rotary embedding applied.
         key: `[1, kv_heads, num_tokens, head_dim]`.
         value: `[1, kv_heads, num_tokens, value_dim]`.
-        attention_mask: None; who sees whom follows from the step.
+        attention_mask: None; the mask follows from the step.
         scaling: of the scores; None is 1 / sqrt(head_dim).
         sliding_window: positions that a query sees, its own included; None is all.
         softcap: bound of the scores by tanh, before masking.
@@ -300,7 +300,7 @@ def paged_attention(
         `[1, num_tokens, heads, value_dim]`.
 
     Raises:
-        InvalidRequestError: the model needs something that is not supported here.
+        InvalidRequestError: the model needs an unsupported feature.
     """
     assert packed_step is not None
     assert attention_mask is None
@@ -311,7 +311,7 @@ def paged_attention(
 
 
 def _check_supported(module: torch.nn.Module, sliding_window: int | None, s_aux: Tensor | None) -> None:
-    """Refuses what a layer wants and `paged_attention` does not know of; meets every layer when a service warms up."""
+    """Refuses layers with features that `paged_attention` lacks; a service's warm-up calls it for every layer."""
     if s_aux is not None:
         raise InvalidRequestError("models with attention sinks are not supported")
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
@@ -324,7 +324,8 @@ def _attend(
 ) -> Tensor:
     """Returns `[num_layers * rows, queries, heads, value_dim]`.
 
-    The query heads that share a key head are laid behind each other as further queries, so no key is repeated.
+    The query heads that share a key head are concatenated along the queries, so no key is repeated (grouped-query
+    attention).
     """
     rows, num_queries, heads, head_dim = queries.shape
     kv_heads = keys.shape[2]
@@ -345,7 +346,7 @@ def _attend(
 
 
 def _take(source: Tensor, index: Tensor) -> Tensor:
-    """Returns `source[index]`, several times as fast on a CPU."""
+    """Returns `source[index]`; several times as fast as indexing on a CPU."""
     return source.index_select(0, index.flatten()).view(*index.shape, *source.shape[1:])
 
 

@@ -1,8 +1,8 @@
-"""A pair without models: tokens, times and acceptance follow a script, everything else is real.
+"""A target and drafter without weights: tokens, durations and acceptance follow a script, everything else is real.
 
-A scripted drafter and target speak the protocol through the real services, with real caches, rules and random
-numbers; only the forward passes are replaced by waiting. So load, faults and the cost of the services themselves can
-be measured and tested on any machine.
+A scripted pair runs in the real services, with real KV cache management, rules and random numbers; only the forward
+passes are replaced by waiting. So load, faults and the overhead of the services can be measured and tested on any
+machine.
 """
 
 import time
@@ -27,7 +27,7 @@ LETTERS = 26
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """How a pair behaves. Both services take the same script."""
+    """Behaviour of a scripted pair. Both services use the same script."""
 
     verify_ms: float = 0.0
     """How long a step of the target takes, milliseconds."""
@@ -36,14 +36,14 @@ class Script:
     calibration_ms: float = 0.0
     """How long reading committed tokens takes before drafting, milliseconds."""
     read_us: float = 0.0
-    """How long either model takes in addition for each token that it reads, microseconds."""
+    """Additional time of either model for each token that it reads, microseconds."""
     acceptance: tuple[float, ...] = (0.8,)
     """Probability that the draft token at each position is accepted if those before it were, at temperature 1; the
     last number holds for all further positions."""
     vocab_size: int = 320
-    """Rows of both models' outputs, at least 256."""
+    """Vocabulary size of both models, at least 256."""
     context_length: int = 32_768
-    """Positions of both models."""
+    """Context length of both models."""
 
     def __post_init__(self) -> None:
         for name in ("verify_ms", "draft_ms", "calibration_ms", "read_us"):
@@ -56,7 +56,7 @@ class Script:
 
     @classmethod
     def parse(cls, text: str) -> "Script":
-        """Reads a script from a model name such as `scripted:verify_ms=5,draft_ms=1,acceptance=0.8/0.6`.
+        """Parses a model name such as `scripted:verify_ms=5,draft_ms=1,acceptance=0.8/0.6`.
 
         Raises:
             InvalidRequestError: an unknown name, or a value out of range.
@@ -79,7 +79,7 @@ class Script:
         return self.acceptance[min(position, len(self.acceptance) - 1)]
 
     def card(self) -> ModelCard:
-        """Describes either model: one token for each byte."""
+        """Returns the card of either model: one token for each byte."""
         return ModelCard.of(
             _byte_tokenizer(),
             name="scripted",
@@ -97,7 +97,7 @@ def is_scripted(model: str) -> bool:
 
 
 def expected_tokens(first: int, count: int) -> list[int]:
-    """Returns what the drafter proposes at positions `first` to `first + count - 1`: the alphabet, over and over."""
+    """Returns the drafter's tokens at positions `first` to `first + count - 1`: the alphabet, repeated."""
     return [ord("a") + position % LETTERS for position in range(first, first + count)]
 
 
@@ -105,13 +105,13 @@ class ScriptedTarget:
     """A `SequenceModel` that waits instead of computing. Its logits make the rules accept as the script says."""
 
     def __init__(self, script: Script, cache_tokens: int) -> None:
-        """Takes a script and the room of the KV cache, in tokens."""
+        """Creates a KV cache of `cache_tokens` tokens."""
         self.vocab_size = script.vocab_size
         self.cache = KvCache(cache_tokens)
         self._script = script
 
     def read(self, readings: Sequence[Reading]) -> Tensor:
-        """Waits, and returns logits: the last kept row stands after the whole block, the others before draft tokens."""
+        """Waits, and returns logits: the last kept row is for the bonus token, the others are for the draft tokens."""
         with appended(self.cache, [reading.segment for reading in readings]):
             num_tokens = sum(len(reading.token_ids) for reading in readings)
             wait(self._script.verify_ms / 1e3 + self._script.read_us * num_tokens / 1e6)
@@ -127,7 +127,7 @@ class ScriptedTarget:
 
 
 def wait(seconds: float) -> None:
-    """Waits in the place of a forward pass."""
+    """Sleeps instead of a forward pass."""
     if seconds > 0.0:
         time.sleep(seconds)
 
@@ -153,7 +153,7 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_letters() -> list[str]:
-    """Returns the letters that byte-level tokenizers write for the bytes 0 to 255 (the table of GPT-2)."""
+    """Returns the characters that byte-level tokenizers use for the bytes 0 to 255 (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

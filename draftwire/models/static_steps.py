@@ -1,10 +1,10 @@
-"""Steps of a few tokens per sequence in shapes that recur, so that a GPU can replay them.
+"""Steps of a few tokens per sequence in recurring shapes, replayed by CUDA graphs.
 
 Decoding a token with a large model takes hundreds of small kernels, and launching them one by one takes longer than
-running them. A CUDA graph launches all of them at once, but always on the same memory in the same shapes. So sequences,
-tokens of each and keys are rounded up to sizes that recur; what is added repeats the last real token of a row, or the
-last row: it writes once more what is written anyway. Steps that this would make many times as large, such as one long
-text among short ones, are left to others.
+running them. A CUDA graph launches all of them at once, but always on the same memory in the same shapes. So the
+numbers of sequences, tokens per sequence and keys are rounded up to recurring sizes. Padding repeats the last real
+token of a row, or the last row, so it only rewrites the same values. Steps that padding would enlarge many times, such
+as one long text among short ones, do not fit and run without static steps.
 """
 
 from collections import OrderedDict
@@ -22,15 +22,15 @@ from draftwire.models.kv_cache import slots_of
 from draftwire.models.paged_attention import KvStorage, PackedStep, Segment, SegmentGroup
 
 MOST_QUERIES = 32
-"""New tokens of a sequence, at most; prompts are read otherwise."""
+"""Upper bound of new tokens per sequence; prefill does not use static steps."""
 EXACT_QUERIES = 8
-"""Up to so many are taken as they are, which is what blocks have; more are rounded up to powers of 2."""
+"""Up to this many queries, as draft blocks have, are not rounded; more are rounded up to powers of 2."""
 LEAST_KEYS = 256
-"""Keys of a row, at least. More are rounded up to powers of 2."""
+"""Lower bound of keys per row. More are rounded up to powers of 2."""
 MOST_PADDING = 4
-"""How many times as many keys as there are may be read at most, beyond `LEAST_KEYS` in each row."""
+"""Upper bound of padded over real keys, beyond `LEAST_KEYS` in each row."""
 MOST_SHAPES = 96
-"""Shapes that are kept; the one not used for longest gives way."""
+"""Number of shapes that are kept; the least recently used is evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +51,24 @@ class StepShape:
 
 
 class Recorder:
-    """Records graphs that share their memory: at most one of them runs at a time, and each is done with what others
-    left behind before it starts.
+    """Captures CUDA graphs that share one memory pool: at most one of them runs at a time, and its results are consumed
+    before another one starts.
 
-    The stream that they are captured on is theirs alone, and nothing else runs on it. So the workspace that cuBLAS
-    keeps for it lies in their shared memory too, and graphs survive when torch destroys one of them, and with it the
-    workspace of its stream (pytorch/pytorch#193402).
+    The graphs are captured on a stream of their own, on which nothing else runs. So the workspace that cuBLAS keeps for
+    that stream lies in the shared pool too, and the other graphs survive when torch destroys one of them, and with it
+    the workspace of its stream (pytorch/pytorch#193402).
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Opens streams on a GPU."""
+        """Creates the warm-up and capture streams on a GPU."""
         self._device = device
         self._warm_up, self._capture = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._anchor: torch.cuda.CUDAGraph | None = None  # the first graph, kept for the memory that all share
+        self._anchor: torch.cuda.CUDAGraph | None = None  # the first graph, keeps the shared pool alive
 
     def record(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Returns a graph of some work and the tensor that it leaves its result in.
+        """Captures `work`; returns the graph and the tensor that holds its result after each replay.
 
-        The work is also done once unrecorded, for libraries initialise themselves then.
+        Runs `work` once before the capture, so that libraries initialise themselves.
         """
         current = torch.cuda.current_stream(self._device)
         self._warm_up.wait_stream(current)
@@ -77,7 +77,7 @@ class Recorder:
         current.wait_stream(self._warm_up)
         graph = torch.cuda.CUDAGraph()
         pool = None if self._anchor is None else self._anchor.pool()
-        # The outer context goes back to the current stream also where a capture fails, which `graph` does not.
+        # The outer context restores the current stream even if the capture fails, which `graph` does not.
         with torch.cuda.stream(current), torch.cuda.graph(graph, pool=pool, stream=self._capture):
             result = work()
         self._anchor = self._anchor or graph
@@ -85,27 +85,27 @@ class Recorder:
 
 
 class Results:
-    """Where steps leave their logits: the same memory for all steps of similar size, for none needs it for long."""
+    """Buffers of the logits, shared by all steps of similar size, because logits are only valid until the next step."""
 
     def __init__(self) -> None:
-        """Has no memory yet."""
+        """Allocates nothing yet."""
         self._buffers: dict[int, Tensor] = {}
 
     def keep(self, logits: Tensor) -> Tensor:
-        """Copies `[rows, any]` to where the next step of similar size will overwrite them."""
+        """Copies `[rows, any]` to the buffer, which the next step of similar size overwrites."""
         size = _power_of_two(max(1, len(logits)))
-        if size not in self._buffers:  # not while a graph is recorded: the work was done once before
+        if size not in self._buffers:  # never during a capture: the work has run once before
             self._buffers[size] = logits.new_empty(size, *logits.shape[1:])
         return self._buffers[size][: len(logits)].copy_(logits)
 
 
 class StaticStep:
-    """The memory of one shape and, on a GPU, the graph that reads it."""
+    """The input buffers of one shape and, on a GPU, the CUDA graph that reads them."""
 
     def __init__(
         self, shape: StepShape, decoder: Decoder, storage: KvStorage, results: Results, recorder: Recorder | None
     ) -> None:
-        """Makes room for the layout; the graph is recorded when it runs first, if there is a recorder."""
+        """Allocates the layout; the first run captures the graph, if there is a recorder."""
         self._results = results
         self._recorder = recorder
         self._shape = shape
@@ -120,15 +120,15 @@ class StaticStep:
         self._recorded: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
     def run(self, segments: Sequence[Segment], token_ids: Tensor) -> tuple[Tensor, NDArray[np.int64]]:
-        """Reads the tokens of some segments.
+        """Computes the forward pass of some segments.
 
         Args:
-            segments: which fit into the shape, in the order of their tokens.
+            segments: fit into the shape, in the order of their tokens.
             token_ids: `[num_tokens] int64` on the decoder's device.
 
         Returns:
-            Logits of all rows and queries, `[rows * queries, vocab]`, valid until the next run of any shape, and which
-            of them each token's are, `[num_tokens]`.
+            Logits of all rows and queries, `[rows * queries, vocab]`, valid until the next run of any shape, and the
+            row of each token in them, `[num_tokens]`.
         """
         layout, places = self._laid_out(segments)
         self._layout.copy_(upload(layout, self._decoder.device), non_blocking=True)
@@ -142,7 +142,7 @@ class StaticStep:
         return logits, places
 
     def _laid_out(self, segments: Sequence[Segment]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns the layout, as it is in memory, and where each token is among rows and queries."""
+        """Returns the contents of the layout buffer, and the index of each token among rows and queries."""
         shape = self._shape
         counts = np.array([segment.num_tokens for segment in segments])[:, None]
         lengths = np.array([segment.sequence.length for segment in segments])[:, None]
@@ -151,7 +151,7 @@ class StaticStep:
         positions = lengths - counts + query
         table = slots_of([segment.sequence for segment in segments], shape.keys)
         slots = np.take_along_axis(table, positions, axis=1)
-        filled = np.minimum(np.arange(shape.rows), len(segments) - 1)  # rows that are left repeat the last one
+        filled = np.minimum(np.arange(shape.rows), len(segments) - 1)  # unused rows repeat the last one
         layout = np.concatenate([part[filled].ravel() for part in (sources, slots, positions, table)])
         is_real = (np.arange(shape.queries) < counts).ravel()
         return layout, np.flatnonzero(is_real)
@@ -171,10 +171,10 @@ class StaticStep:
 
 
 class StaticSteps:
-    """Static steps by shape."""
+    """LRU cache of static steps by shape."""
 
     def __init__(self, decoder: Decoder, storage: KvStorage) -> None:
-        """Prepares; shapes are made as they come up."""
+        """Starts empty; steps are created on first use of their shape."""
         self._decoder = decoder
         self._storage = storage
         self._results = Results()
@@ -182,14 +182,14 @@ class StaticSteps:
         self._steps: OrderedDict[StepShape, StaticStep] = OrderedDict()
 
     def fit(self, segments: Sequence[Segment]) -> bool:
-        """Whether segments are few tokens each, and texts so equally long that padding them does no harm."""
+        """Whether all segments have few tokens, and texts of similar lengths, so that padding is cheap."""
         if max(segment.num_tokens for segment in segments) > MOST_QUERIES:
             return False
         shape, num_keys = StepShape.of(segments), sum(segment.sequence.length for segment in segments)
         return shape.rows * shape.keys <= MOST_PADDING * num_keys + shape.rows * LEAST_KEYS
 
     def logits(self, segments: Sequence[Segment], token_ids: Tensor, kept: Sequence[int]) -> Tensor:
-        """Reads tokens; see `Decoder.logits`. `kept` counts the tokens of all segments."""
+        """Returns the logits of the kept tokens, as `Decoder.logits`; `kept` indexes the tokens of all segments."""
         shape = StepShape.of(segments)
         step = self._steps.pop(shape, None)
         if step is None:
@@ -199,7 +199,7 @@ class StaticSteps:
             self._steps.popitem(last=False)
         with torch.cuda.device_of(token_ids):
             logits, places = step.run(segments, token_ids)
-            if len(kept) == len(logits):  # all of them: nothing to upload
+            if len(kept) == len(logits):  # all rows: no index to upload
                 return logits.clone()
             return logits.index_select(0, upload(places[list(kept)], self._decoder.device))
 

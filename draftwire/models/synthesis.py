@@ -1,8 +1,8 @@
-"""Makes synthetic pairs: two models of any shape whose texts mean nothing and whose agreement is chosen.
+"""Synthetic pairs: a target and a drafter of any shape with random weights and a chosen agreement.
 
-A random trunk (embedding, a few layers, final norm, head) is the drafter. The target is that very trunk with further
-random layers between its last layer and its norm; what they add to the residual stream is scaled by one number. At 0
-the models are the same, and the larger it is the less they agree. `synthesize` finds it for a wanted agreement.
+A random trunk (embedding, a few layers, final norm, head) is the drafter. The target is the same trunk with further
+random layers between its last layer and its norm, whose additions to the residual stream are scaled by one number. At
+0 the models are the same; the larger the scale, the less they agree. `synthesize` finds it for a given agreement.
 
 Every layer is computed like any other, so the speed is that of a real pair of the shape.
 """
@@ -26,27 +26,28 @@ from transformers.utils.logging import disable_progress_bar
 from draftwire.errors import InvalidRequestError
 
 END_OF_TEXT = "<|endoftext|>"
-"""The last id of the vocabulary. Neither tokenizer nor generation config call it the end: completions run to their
-`max_tokens`."""
+"""The last id of the vocabulary. Neither tokenizer nor generation config declare it as a stop token: completions run to
+their `max_tokens`."""
 
 ENTROPY = 2.0
 """Mean entropy of a distribution over the vocabulary at temperature 1, nats; code and prose have 1 to 2.6."""
 
 QUERY_SCALE = 3.0
-"""Standard deviation of attention scores. At 1 a position attends to all others much alike, so that hardly any of the
-context reaches the output, and greedy texts run in circles, where the agreement drifts off."""
+"""Standard deviation of attention scores. At 1 attention is nearly uniform, so that the output hardly depends on the
+context, and greedy texts run in circles, where the agreement drifts off."""
 
 SMALLEST_SCALE, LARGEST_SCALE = 1e-5, 4.0
-"""Of the further layers' outputs. Beyond the largest the trunk does not show any more."""
+"""Range of the scale of the further layers' outputs. Beyond the largest the trunk has no effect any more."""
 
 TOLERANCE = 0.005
-"""The search ends when the agreement, on the search's own texts, is as near as this."""
+"""The search ends when the agreement, on the search's own texts, deviates by at most this."""
 
 MOST_TRIALS = 12
 
 LETTERS = " etaoinshrdlcumwfgypbvkjxqz"
 ALPHABET = LETTERS + "".join(chr(code) for code in range(32, 127) if chr(code) not in LETTERS)
-"""Of the tokens of two and three bytes: printable ASCII, so that most texts are valid UTF-8 and none is held back."""
+"""Characters of the tokens of two and three bytes: printable ASCII, so that most texts are valid UTF-8, and streaming
+does not hold back incomplete characters."""
 
 LLAMA_TYPES = ("llama", "mistral")
 """Values of `model_type` whose layers are Llama's."""
@@ -54,7 +55,7 @@ LLAMA_TYPES = ("llama", "mistral")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The numbers that make a Llama."""
+    """Hyperparameters of a Llama model."""
 
     hidden_size: int
     intermediate_size: int
@@ -67,7 +68,7 @@ class ModelShape:
     head_dim: int = 0
     """0 is `hidden_size / num_heads`."""
     tie_word_embeddings: bool = False
-    """Head and embedding are one matrix."""
+    """Whether head and embedding share one matrix."""
     context_length: int = 4096
     """Positions that both models declare."""
 
@@ -89,7 +90,7 @@ class ModelShape:
             raise InvalidRequestError(f"vocab_size must be 257 (all bytes, end of text) to {largest}")
 
     def config(self, num_layers: int, dtype: torch.dtype) -> LlamaConfig:
-        """Returns the configuration of a model of this shape, but of `num_layers`. It names no end of text."""
+        """Returns the configuration of a model of this shape with `num_layers` layers and no end of text."""
         config = LlamaConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -119,7 +120,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How many texts an agreement is measured on, and how long they are."""
+    """Number and lengths of the texts on which an agreement is measured."""
 
     num_texts: int
     prompt_length: int
@@ -130,15 +131,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What is measured while a scale is sought, and for the report on the pair that was found."""
+    """Samples for the search of a scale and for the final measurement."""
 
     search: Sample
     final: Sample
 
     @classmethod
     def at(cls, temperature: float) -> "Effort":
-        """Returns samples that leave a standard error of about 0.01 and less: greedy agreement is yes or no at each
-        position, so that it takes more positions than a sum over the vocabulary does.
+        """Returns samples with a standard error of about 0.01 or less. Greedy agreement is yes or no at each position,
+        so it needs more positions than a sum over the vocabulary.
         """
         if temperature == 0:
             return cls(search=Sample(96, 8, 16), final=Sample(128, 8, 24))
@@ -147,13 +148,13 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far a drafter agrees with a target."""
+    """Measured agreement of a drafter with a target."""
 
     mean: float
-    """Over positions. Temperature above 0: sum over x of min(target's, drafter's probability), which is the chance that
-    a draft token is accepted; 0: whether both have the same likeliest token."""
+    """Mean over positions. Temperature above 0: sum over x of min(target's, drafter's probability), the probability
+    that a draft token is accepted. Temperature 0: whether both have the same likeliest token."""
     standard_error: float
-    """Of the mean, from the spread between texts."""
+    """Standard error of the mean, from the spread between texts."""
     entropy: float
     """Mean entropy of the drafter's distribution at the temperature, nats."""
 
@@ -174,19 +175,19 @@ class SyntheticPair:
     drafter: LlamaForCausalLM
     """Shares all its tensors with the target."""
     shape: ModelShape
-    """Of the target; the drafter differs in its layers alone."""
+    """Shape of the target; the drafter differs only in the number of layers."""
     seed: int
     scale: float
-    """Of what the further layers add to the residual stream."""
+    """Scale of the further layers' additions to the residual stream."""
     wanted_agreement: float
     agreement: float
-    """Measured on texts that the search has not seen."""
+    """Agreement on texts that the search has not used."""
     standard_error: float
-    """Of `agreement`."""
+    """Standard error of `agreement`."""
     temperature: float
-    """Of the texts on which the agreement was measured, and of the distributions."""
+    """Temperature of the texts and distributions of the measurement."""
     entropy: float
-    """Of the drafter at that temperature, nats."""
+    """Mean entropy of the drafter's distribution at that temperature, nats."""
 
     @property
     def draft_layers(self) -> int:
@@ -198,7 +199,7 @@ def read_shape(path: Path) -> ModelShape:
     """Reads the shape of a Llama-type model from its `config.json`.
 
     Raises:
-        InvalidRequestError: the file cannot be read, lacks a number, or is of another type of model.
+        InvalidRequestError: the file cannot be read, lacks a number, or is for another type of model.
     """
     try:
         config = json.loads(path.read_text())
@@ -234,24 +235,24 @@ def synthesize(
     seed: int,
     on_trial: Callable[[Trial], None] | None = None,
 ) -> SyntheticPair:
-    """Makes a target of a shape and a drafter that agrees with it as wanted.
+    """Builds a target of a shape and a drafter with a given agreement.
 
-    The search for the scale measures about five pairs; the agreement that is returned is measured on other texts. Both
-    are along texts of the target's own, for acceptance depends on the text; see `measure`. The same seed gives the same
-    pair on the same kind of device.
+    The search for the scale measures about five pairs; the agreement that is returned is measured on other texts. All
+    texts are generated by the target, because acceptance depends on the text; see `measure`. The same seed gives the
+    same pair on the same kind of device.
 
     Args:
         shape: of the target.
         draft_layers: of the drafter, fewer than the shape's.
-        agreement: wanted, above 0; 1 makes the further layers add nothing. See `Agreement` for what it is.
-        temperature: at which; 0 is greedy.
-        dtype: of the weights; they are drawn in it, and on the device.
+        agreement: the goal, above 0, defined in `Agreement`; 1 makes the further layers add nothing.
+        temperature: of the measurement; 0 is greedy.
+        dtype: of the weights, which are drawn in it on the device.
         device: a torch device.
         seed: of the weights and of the texts.
         on_trial: called after each step of the search.
 
     Raises:
-        InvalidRequestError: a parameter is out of range, or no scale leads to the agreement.
+        InvalidRequestError: a parameter is out of range, or no scale yields the agreement.
     """
     if not 1 <= draft_layers < shape.num_layers:
         raise InvalidRequestError(f"the drafter must have 1 to {shape.num_layers - 1} layers, not {draft_layers}")
@@ -291,8 +292,8 @@ def synthesize(
 
 
 def write_pair(pair: SyntheticPair, folder: Path) -> None:
-    """Writes `folder/target` and `folder/drafter`, as `load_model` reads them, and `folder/synthesis.json`."""
-    disable_progress_bar()  # it would write between the lines of others
+    """Writes `folder/target` and `folder/drafter` for `load_model`, and `folder/synthesis.json`."""
+    disable_progress_bar()  # would write between other output
     tokenizer = build_tokenizer(pair.shape.vocab_size, pair.shape.context_length)
     for name, model in (("target", pair.target), ("drafter", pair.drafter)):
         model.save_pretrained(folder / name)
@@ -314,11 +315,11 @@ def write_pair(pair: SyntheticPair, folder: Path) -> None:
 
 @torch.no_grad()
 def build_target(shape: ModelShape, dtype: torch.dtype, device: str, seed: int) -> LlamaForCausalLM:
-    """Returns a random model, every weight drawn on its device and in its type, one at a time.
+    """Returns a random model, every weight drawn on its device and in its dtype, one at a time.
 
-    Layers' weights have variance 1 / fan-in and token embeddings 1, so that no layer drowns the others. The gain of the
-    final norm sets the logits' deviation, and with it the entropy; its signs are random, for otherwise a head that is
-    the embedding would make each token its own likeliest successor.
+    Layers' weights have variance 1 / fan-in and token embeddings 1, so that no layer dominates. The gain of the final
+    norm sets the logits' deviation, and with it the entropy. Its signs are random, because otherwise a head tied to the
+    embedding would make each token its own likeliest successor.
     """
     generator = _generator(device, seed, "weights")
     model = _without_weights(shape.config(shape.num_layers, dtype))
@@ -338,7 +339,7 @@ def build_target(shape: ModelShape, dtype: torch.dtype, device: str, seed: int) 
 
 
 def share_trunk(target: LlamaForCausalLM, shape: ModelShape, draft_layers: int) -> LlamaForCausalLM:
-    """Returns the model of the target's first layers, and its embedding, norm and head: the same tensors."""
+    """Returns a model of the target's embedding, first layers, norm and head, sharing their tensors."""
     drafter = _without_weights(shape.config(draft_layers, target.dtype))
     weights = target.state_dict()
     names = [name for name, _ in drafter.named_parameters()]
@@ -353,17 +354,17 @@ def measure(
     sample: Sample,
     generator: torch.Generator,
 ) -> Agreement:
-    """Measures how far the models agree along texts that the target writes, at a temperature, after random prompts.
+    """Measures the agreement along texts that the target generates at a temperature after random prompts.
 
     Many short texts rather than a few long ones: a greedy text of a random model may run in a circle, and the agreement
     along it is that of the circle's few tokens. `QUERY_SCALE` makes circles rare, so that what holds for the first
     tokens of many texts holds for all of a long one; docs/synthetic-pairs.md has the figures.
 
     Args:
-        target: writes the texts.
+        target: generates the texts.
         drafter: of the same vocabulary, on the same device.
         temperature: 0 is greedy.
-        sample: how many positions.
+        sample: number and lengths of the texts.
         generator: on the models' device; draws prompts and texts.
     """
     device, vocab_size = target.device, target.config.vocab_size
@@ -394,7 +395,7 @@ def measure(
 def build_tokenizer(vocab_size: int, context_length: int) -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE tokenizer of exactly `vocab_size` ids: bytes, pairs, triples, end of text.
 
-    Each id stands for bytes of its own, and every text is what its ids decode to.
+    The byte strings of all ids are distinct, and decoding the ids of a text returns the text.
     """
     letters = ["\u0120" if letter == " " else letter for letter in ALPHABET]  # how byte-level tokenizers show a space
     merges = list(islice(_merges(letters), vocab_size - 257))
@@ -412,7 +413,7 @@ def build_tokenizer(vocab_size: int, context_length: int) -> PreTrainedTokenizer
 
 
 def _merges(letters: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields merges into all pairs of letters, then into all triples; those of the first letters come first."""
+    """Yields the merges of all pairs of letters, then of all triples, in the order of the letters."""
     ranks = range(len(letters))
     for places in sorted(product(ranks, repeat=2), key=max):
         yield letters[places[0]], letters[places[1]]
@@ -421,13 +422,13 @@ def _merges(letters: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _find_scale(measured: Callable[[float], Agreement], wanted: float, first: float) -> float:
-    """Returns the scale at which the agreement is as wanted.
+    """Returns the scale at which the agreement is `wanted`.
 
-    Halves the interval between a scale that is too small and one that is too large, where the line between them says:
-    the odds of disagreement grow about as a power of the scale, so the line is one of logarithms.
+    Narrows the interval between a scale that is too small and one that is too large by linear interpolation of
+    logarithms, because the odds of disagreement grow about as a power of the scale.
 
     Raises:
-        InvalidRequestError: the models agree more than wanted whatever the scale.
+        InvalidRequestError: the models agree more than `wanted` at every scale.
     """
     goal = _log_odds(wanted)
     low, high = (math.log(SMALLEST_SCALE), -math.inf), (math.log(LARGEST_SCALE), math.inf)  # logs of scale and of odds
@@ -479,7 +480,7 @@ def _without_weights(config: LlamaConfig) -> LlamaForCausalLM:
 
 
 def _with_weights(model: LlamaForCausalLM, weights: dict[str, torch.Tensor], device: str) -> LlamaForCausalLM:
-    """Puts the very tensors into a model that has none."""
+    """Assigns tensors, without copies, to a model on the meta device."""
     model.load_state_dict(weights, strict=False, assign=True)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -488,7 +489,7 @@ def _with_weights(model: LlamaForCausalLM, weights: dict[str, torch.Tensor], dev
 
 
 def _further_outputs(target: LlamaForCausalLM, draft_layers: int) -> list[torch.nn.Linear]:
-    """Returns what writes to the residual stream after the trunk."""
+    """Returns the projections after the trunk that write to the residual stream."""
     return [
         module
         for layer in target.model.layers[draft_layers:]
@@ -498,7 +499,7 @@ def _further_outputs(target: LlamaForCausalLM, draft_layers: int) -> list[torch.
 
 @contextmanager
 def _outputs_scaled(target: LlamaForCausalLM, draft_layers: int, scale: float) -> Iterator[None]:
-    """Scales what the further layers write, and leaves their weights exact and uncopied."""
+    """Scales the outputs of the further layers by hooks, without changing or copying their weights."""
     hooks = [
         module.register_forward_hook(lambda _module, _inputs, output: output * scale)
         for module in _further_outputs(target, draft_layers)
@@ -522,6 +523,6 @@ def _stepper(model: LlamaForCausalLM) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _generator(device: str, seed: int, purpose: str) -> torch.Generator:
-    """Returns a generator whose draws have nothing to do with those for another purpose."""
+    """Returns a generator whose draws are independent of those for other purposes."""
     digest = hashlib.sha256(f"{seed} {purpose}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))

@@ -1,4 +1,4 @@
-"""Tokenizers as files, for services that have no model: no torch here."""
+"""Tokenizers as files, for services without a model: no torch here."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
 
 
 def load_tokenizer(files: dict[str, bytes]) -> PreTrainedTokenizerBase:
-    """Builds a tokenizer from what `tokenizer_files` returned.
+    """Builds a tokenizer from the files of `tokenizer_files`.
 
     Raises:
         ValueError: a file's name is not a plain name.

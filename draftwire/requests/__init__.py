@@ -1,1 +1,1 @@
-"""What may be asked for, said once: parameters, forms, log-probabilities, rules by name."""
+"""Request types shared by all services: sampling parameters, structured output, log-probabilities, rule names."""

@@ -1,7 +1,7 @@
-"""What is made of a form: says, at each place of a text, with which tokens it can still become one of that form.
+"""Automata for structured output: masks of the tokens with which a text can still match its form.
 
-The only module that knows the library that reads schemas, expressions and grammars. The masks depend on the form, on
-the tokenizer and on the generated tokens before the place, and on nothing else.
+The only module that uses the library (llguidance) that parses schemas, expressions and grammars. A mask depends on
+nothing but the form, the tokenizer and the generated tokens before its position.
 """
 
 import json
@@ -21,11 +21,11 @@ from draftwire.errors import InvalidRequestError
 from draftwire.requests.structured_output import Form, StructuredOutput
 
 WHITESPACE = r" ?|\r?\n[ \t]{0,32}"
-"""What may stand between two parts of a JSON text, unless its schema's `x-guidance` says otherwise: what people and
-pretty-printers write, but no endless whitespace, which small models fall into."""
+"""Whitespace allowed between two parts of a JSON text, unless the schema's `x-guidance` overrides it: enough for
+pretty-printers, but not endless whitespace, which small models tend to generate."""
 
 LAYOUT_OPTIONS = frozenset({"whitespace_flexible", "whitespace_pattern"})
-"""What a schema's `x-guidance` may set. The library's other options make texts that the schema does not allow."""
+"""Options that a schema's `x-guidance` may set. The library's others allow texts that the schema does not."""
 
 _ANNOTATIONS = frozenset(
     [
@@ -46,7 +46,7 @@ _ANNOTATIONS = frozenset(
     ]
 )
 _OF_NAMES = frozenset({"$defs", "definitions", "patternProperties", "properties"})
-"""Keywords whose values hold schemas by name."""
+"""Keywords whose values map names to schemas."""
 _OF_SCHEMAS = frozenset({"additionalItems", "additionalProperties", "allOf", "anyOf", "items", "oneOf", "prefixItems"})
 """Keywords whose values are schemas, or lists of them."""
 _OF_VALUES = frozenset(
@@ -72,23 +72,24 @@ _OF_VALUES = frozenset(
     ]
 )
 SCHEMA_KEYWORDS = _ANNOTATIONS | _OF_NAMES | _OF_SCHEMAS | _OF_VALUES
-"""What a schema may say. The library refuses what it knows and cannot do; what it does not know it would ignore."""
+"""Keywords allowed in a schema. The library refuses keywords that it recognises and does not support, but would ignore
+unknown ones."""
 
 _LARK_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/[a-z]*|//[^\n]*')
 _LARK_EXTENSION = re.compile(r"%(?:json|regex|lark|llguidance)\b|<[^>\n]*>|^\s*[\w-]+\s*\[[^\]\n]*\]\s*:", re.MULTILINE)
 
 MAX_REASON = 160
-"""Characters of the library's reasons that are shown: they may quote the form."""
+"""Limit on the characters of the library's error messages that are shown: they may quote the form."""
 
 NO_TOKEN = "no token of the model continues a text of this form"
 
 MAX_PLACE_S = 0.25
-"""CPU time that one place may take, seconds. Usual ones take 20 µs; a form that takes longer than this loses its
-session, because all sessions of its steps wait."""
+"""Limit on the CPU time of one mask, seconds. Usual ones take 20 µs; a form that exceeds the limit fails its session,
+because all sessions of a batch wait for it."""
 
 
 def _limits() -> LLParserLimits:
-    """Returns what a form may cost; a tenth to a half of the library's own limits."""
+    """Returns the resource limits of a form: a tenth to a half of the library's defaults."""
     return LLParserLimits(
         max_items_in_row=500,
         initial_lexer_fuel=500_000,
@@ -102,18 +103,18 @@ def _limits() -> LLParserLimits:
 
 @dataclass(frozen=True, slots=True)
 class BlockMasks:
-    """Which tokens are possible along a draft block."""
+    """Token masks at the positions of a draft block."""
 
     rows: NDArray[np.uint8]
-    """`[draft_len + 1, bytes]`, as of `Automaton.masks`."""
+    """`[draft_len + 1, bytes]`, as `Automaton.masks` returns."""
     num_places: int
-    """At how many of the places the form can be followed; at the others every token is possible."""
+    """Number of leading positions with a mask; at the others every token is possible."""
     fault: InvalidRequestError | None = None
-    """Why it cannot at the rest, where a text that gets there has to fail. None if nothing is wrong."""
+    """Why the other positions have no mask; a text that reaches them fails with it. None if there is no error."""
 
 
 class Automaton:
-    """Follows one text. Not shared; used on one thread at a time."""
+    """Matcher of one text against its form. Not shared; used on one thread at a time."""
 
     def __init__(
         self, make: Callable[[], LLMatcher], possible: NDArray[np.uint8], stop_token_ids: frozenset[int]
@@ -121,9 +122,10 @@ class Automaton:
         """Starts a text; `FormCompiler.compile` calls it.
 
         Args:
-            make: returns a matcher at the start of the text. One that has failed is of no more use.
-            possible: `[bytes]`, the ids that the model has, as bits.
-            stop_token_ids: what the form's end allows.
+            make: returns a matcher at the start of the text. Called again after a failure: a matcher that has failed
+                cannot be reset.
+            possible: `[bytes]`, the model's ids as bits.
+            stop_token_ids: allowed where the form is complete.
         """
         self._make = make
         self._matcher = make()
@@ -133,30 +135,30 @@ class Automaton:
         self._consumed: list[int] = []
 
     def masks(self, generated_ids: Sequence[int], draft_tokens: Sequence[int] = ()) -> NDArray[np.uint8]:
-        """Returns which tokens are possible before each draft token and after the last.
+        """Returns the masks before each draft token and after the last.
 
-        After a stop token, and after a draft token that is not possible, every token is: what the law is there reaches
-        nobody, but it has to be one.
+        After a stop token, and after an impossible draft token, every token is allowed: the distribution there is never
+        used, but has to exist.
 
         Args:
-            generated_ids: what was generated, without the prompt. It need not continue what was asked before.
-            draft_tokens: what may come next.
+            generated_ids: the generated tokens, without the prompt. They need not continue those of the last call.
+            draft_tokens: the draft tokens after them.
 
         Returns:
-            `[len(draft_tokens) + 1, bytes]`, one bit for each token, the lowest first.
+            `[len(draft_tokens) + 1, bytes]`, one bit per token, lowest first.
 
         Raises:
-            InvalidRequestError: what was generated does not have the form, no token is possible, or the form costs too
-                much.
+            InvalidRequestError: the generated text does not match the form, no token is possible, or the form exceeds
+                its limits.
         """
         return self._masks(generated_ids, draft_tokens, first_place=0)
 
     def along(self, generated_ids: Sequence[int], draft_tokens: Sequence[int]) -> BlockMasks:
-        """Returns the masks of a draft block. One that leads to where the form cannot be followed fails nothing yet: it
-        may be rejected.
+        """Returns the masks of a draft block. An error at a draft position is returned, not raised, because the block
+        may be rejected before it.
 
         Raises:
-            InvalidRequestError: as `masks`, of what was generated.
+            InvalidRequestError: as `masks`, for the generated tokens.
         """
         try:
             return BlockMasks(self.masks(generated_ids, draft_tokens), len(draft_tokens) + 1)
@@ -198,17 +200,17 @@ class Automaton:
                 if place == len(draft_tokens):
                     break
                 if not self._consume(draft_tokens[place]):
-                    self._check()  # that it is not possible is no error, but what costs too much is not known to be so
+                    self._check()  # an impossible token is no error, but an exceeded limit is
                     break
         if time.thread_time() - started > MAX_PLACE_S * (max(0, num_new) + len(masks)):
             raise InvalidRequestError("structured_output: the form costs too much to follow")
         return masks
 
     def _follow(self, generated_ids: Sequence[int]) -> bool:
-        """Comes to the end of a text; returns whether the text can go on.
+        """Advances the matcher to the end of a text; returns whether the text can continue.
 
         Raises:
-            InvalidRequestError: it does not have the form.
+            InvalidRequestError: the text does not match the form.
         """
         ids = list(generated_ids)
         if self._consumed != ids[: len(self._consumed)]:
@@ -227,8 +229,8 @@ class Automaton:
         return True
 
     def _consume(self, token: int) -> bool:
-        """Takes a token, if it is possible and does not end the text."""
-        # The matcher counts some stop tokens and others not, and never gets over an id that it does not know.
+        """Advances by a token, if it is possible and does not end the text; returns whether it did."""
+        # The matcher handles only some stop tokens, and an unknown id puts it in a permanent error state.
         if token in self._stop_token_ids or token >= self._vocab_size:
             return False
         is_taken = self._matcher.try_consume_tokens([token]) == 1
@@ -237,7 +239,7 @@ class Automaton:
         return is_taken
 
     def _fill(self, row: NDArray[np.uint8]) -> None:
-        """Writes the mask of the place that was come to."""
+        """Writes the mask of the current position."""
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._check()
         row &= self._possible
@@ -250,22 +252,22 @@ class Automaton:
 
 
 class FormCompiler:
-    """Makes automata for one tokenizer. May be used by several threads."""
+    """Compiles forms to automata for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_token_ids: Iterable[int]) -> None:
-        """Reads the tokenizer, which takes a second for the largest. One that cannot be read makes no automata.
+        """Reads the tokenizer, which takes a second for the largest. With an unsupported one, `compile` raises.
 
         Args:
-            tokenizer: whose tokens the texts are made of.
-            vocab_size: of the model, whose ids beyond the tokenizer are never possible.
-            stop_token_ids: of the model; they end a text that has the form.
+            tokenizer: the model's tokenizer.
+            vocab_size: of the model; ids beyond the tokenizer are never possible.
+            stop_token_ids: of the model; they end a text that matches the form.
         """
         self._stop_token_ids = frozenset(stop_token_ids)
         self._refusal = "" if self._stop_token_ids else "the target has no stop token, which has to end the text"
         self._tokenizer: LLTokenizer
         num_ids = max(vocab_size, len(tokenizer))
         try:
-            # Stubs say what is right, transformers says less.
+            # The library's stubs are stricter than transformers' annotations.
             self._tokenizer = from_tokenizer(tokenizer, num_ids, sorted(self._stop_token_ids) or None)  # type: ignore[arg-type]
         except ValueError as error:
             self._refusal = f"the target's tokenizer cannot be read for it: {_reason(str(error))}"
@@ -273,11 +275,11 @@ class FormCompiler:
         self._possible = np.packbits(bits, bitorder="little")
 
     def compile(self, wanted: StructuredOutput, generated_ids: Sequence[int] = ()) -> Automaton:
-        """Makes an automaton that has followed what was generated. Takes milliseconds; bad forms up to a second.
+        """Returns an automaton positioned after the generated tokens. Takes milliseconds; bad forms up to a second.
 
         Raises:
-            InvalidRequestError: the form cannot be read, says what is not supported, costs too much or fits no text;
-                what was generated does not have it; or there is no stop token, or no tokenizer that can be read.
+            InvalidRequestError: the form is malformed, unsupported, exceeds its limits or matches no text; the
+                generated text does not match it; or the model has no stop token or an unsupported tokenizer.
         """
         if self._refusal:
             raise InvalidRequestError(f"structured_output: {self._refusal}")
@@ -291,13 +293,13 @@ class FormCompiler:
         if faults:
             raise InvalidRequestError(f"structured_output: {wanted.form.value}: {_reason(faults[0])}")
         automaton = Automaton(make, self._possible, self._stop_token_ids)
-        automaton.masks(())  # some forms show only here that they cost too much, or that there is no such text
+        automaton.masks(())  # some forms fail only here: limits exceeded, or no text matches
         automaton.masks(generated_ids)
         return automaton
 
 
 def _grammar(wanted: StructuredOutput) -> str:
-    """Returns a form as the library reads it."""
+    """Converts a form to the library's grammar."""
     match wanted.form:
         case Form.JSON_SCHEMA:
             schema = _schema(wanted.texts[0])
@@ -320,12 +322,12 @@ def _grammar(wanted: StructuredOutput) -> str:
 
 
 def _literal(text: str) -> str:
-    """Returns the regular expression of one text."""
+    """Returns a regular expression that matches exactly one text."""
     return "".join(one if one.isascii() and one.isalnum() else f"\\x{{{ord(one):x}}}" for one in text)
 
 
 def _schema(text: str) -> dict[str, Any]:
-    """Reads a JSON schema and refuses keywords that would have no effect."""
+    """Parses a JSON schema and refuses keywords that would have no effect."""
     try:
         schema = json.loads(text)
         for keyword in _unsupported(schema, is_root=True):
@@ -343,7 +345,7 @@ def _schema(text: str) -> dict[str, Any]:
 
 
 def _unsupported(schema: Any, is_root: bool = False) -> Iterator[str]:
-    """Yields keywords of a schema, and of those in it, that would have no effect. Other mistakes are left to others."""
+    """Yields keywords of a schema and its subschemas that would have no effect. The library reports other mistakes."""
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
@@ -361,7 +363,7 @@ def _unsupported(schema: Any, is_root: bool = False) -> Iterator[str]:
 
 
 def _reason(message: str) -> str:
-    """Returns why the library refuses something, without what it quotes of it at length."""
+    """Returns the library's error message without long quotes of the form."""
     if message.startswith("NoExtension"):
         return NO_TOKEN
     causes = re.findall(r"^error: (.*)", message, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as they are asked for, reported and sent. Needs no package besides Python."""
+"""Log-probabilities of tokens: request, report and wire format. Needs no package besides Python."""
 
 import math
 import struct
@@ -9,23 +9,23 @@ from enum import Enum
 from draftwire.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
-"""Likeliest tokens that are reported with each token, at most."""
+"""Upper bound of the likeliest tokens reported with each token."""
 
 
 class LogprobsMode(Enum):
     """Which of the target's distributions is reported."""
 
     RAW = "raw"
-    """Log-softmax of the logits as the model gives them."""
+    """Log-softmax of the model's unprocessed logits."""
     PROCESSED = "processed"
     """The distribution that a token is drawn from: see `draftwire.method.sampling`."""
 
     @classmethod
     def named(cls, name: str) -> "LogprobsMode":
-        """Returns the mode of a name.
+        """Parses a mode.
 
         Raises:
-            InvalidRequestError: there is none.
+            InvalidRequestError: the name is unknown.
         """
         try:
             return cls(name)
@@ -35,17 +35,17 @@ class LogprobsMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LogprobsRequest:
-    """What is to be reported.
+    """The log-probabilities that a request asks for.
 
     Raises:
         InvalidRequestError: a number is out of range; the message names it.
     """
 
     logprobs: int | None = None
-    """For each generated token, its own log-probability and so many of the likeliest tokens in its place, 0 to 20; None
-    reports nothing."""
+    """For each generated token, its log-probability and this number of the likeliest tokens at its position, 0 to 20;
+    None reports nothing."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first."""
+    """The same for each prompt token but the first."""
     mode: LogprobsMode = LogprobsMode.RAW
 
     def __post_init__(self) -> None:
@@ -60,34 +60,34 @@ NO_LOGPROBS = LogprobsRequest()
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """What the target says of one token of a text. Natural logarithms; -inf of what is impossible."""
+    """Log-probabilities of one token of a text. Natural logarithms; -inf for impossible tokens."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = field(default_factory=list)
-    """The likeliest tokens in its place with their log-probabilities, the likeliest first, impossible ones never. May
-    contain the token itself."""
+    """The likeliest possible tokens at its position with their log-probabilities, likeliest first. May contain the
+    token itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """What the target says of consecutive tokens of a prompt."""
+    """Log-probabilities of consecutive tokens of a prompt."""
 
     first_position: int
-    """Of the first of the tokens in the prompt; 1 or more, for nothing is said of the prompt's first."""
+    """Position of the first of these tokens; 1 or more, because the prompt's first token has no log-probability."""
     tokens: list[TokenLogprob]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTop:
-    """The likeliest tokens in several places, as they are sent."""
+    """Wire format of the likeliest tokens at several positions."""
 
     num_top: int
-    """Entries for each place."""
+    """Entries per position."""
     token_ids: bytes
     """uint32 little-endian `[places, num_top]`."""
     logprobs: bytes
-    """float32 little-endian `[places, num_top]`; -inf where there is no token."""
+    """float32 little-endian `[places, num_top]`; -inf in unused entries."""
 
 
 def pack_top(tokens: Sequence[TokenLogprob]) -> PackedTop | None:
@@ -105,18 +105,18 @@ def pack_top(tokens: Sequence[TokenLogprob]) -> PackedTop | None:
 
 
 def unpack_top(token_ids: Sequence[int], logprobs: Sequence[float], packed: PackedTop | None) -> list[TokenLogprob]:
-    """Decodes what was sent.
+    """Decodes received log-probabilities.
 
     Args:
         token_ids: the tokens.
-        logprobs: theirs; none if nothing is reported.
-        packed: the likeliest tokens in their places; None if they are not reported.
+        logprobs: of the tokens; empty if nothing is reported.
+        packed: the likeliest tokens at their positions; None if they are not reported.
 
     Returns:
-        One entry for each token, or none.
+        One entry for each token; empty if nothing is reported.
 
     Raises:
-        InvalidRequestError: the numbers do not fit together, or one is no log-probability.
+        InvalidRequestError: the sizes are inconsistent, or a number is no log-probability.
     """
     if not len(logprobs) and packed is None:
         return []

@@ -1,4 +1,4 @@
-"""What a request may say about sampling. What is made of it is in `draftwire.method.sampling`: no torch here."""
+"""Sampling parameters of a request. `draftwire.method.sampling` applies them; this module does not import torch."""
 
 from dataclasses import dataclass, fields
 
@@ -7,20 +7,20 @@ from draftwire.requests.structured_output import StructuredOutput
 
 MAX_TEMPERATURE = 100.0
 MAX_PENALTY = 2.0
-"""Largest presence and frequency penalty, as OpenAI has it."""
+"""Largest presence and frequency penalty, as in OpenAI's API."""
 MAX_BIAS = 100.0
-"""Largest logit bias, as OpenAI has it."""
+"""Largest logit bias, as in OpenAI's API."""
 MAX_BIASED_TOKENS = 1024
 MAX_REPETITION_PENALTY = 100.0
 MAX_TOP_K = 2**32 - 1
-"""What its field of a message holds."""
+"""Largest value of the proto field (uint32)."""
 MAX_ALLOWED_TOKENS = 2**18
-"""As many as the largest vocabularies have."""
+"""Size of the largest vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How logits become a distribution; `draftwire.method.sampling` says in which order this is done.
+    """Sampling parameters; `draftwire.method.sampling` has the order in which they apply.
 
     Raises:
         InvalidRequestError: a value is out of range; the message names it.
@@ -43,14 +43,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once for each time it was generated, in [-2, 2]."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of token id and what is added to its logit, in [-100, 100]; at most 1,024, no id twice."""
+    """Pairs of token id and bias of its logit, in [-100, 100]; at most 1,024, no id twice."""
     allowed_token_ids: frozenset[int] | None = None
     """Only these tokens are possible, at most 262,144; None allows all."""
     min_tokens: int = 0
-    """No stop token is possible before so many tokens are generated."""
+    """No stop token is possible before this many tokens are generated."""
     structured_output: StructuredOutput | None = None
-    """Only tokens are possible with which the generated text can still take this form. Not beside `allowed_token_ids`
-    or `min_tokens`, with which none could be left."""
+    """Only tokens are possible with which the generated text can still match this form. Cannot be combined with
+    `allowed_token_ids` or `min_tokens`, because no token might be left."""
 
     def __post_init__(self) -> None:
         # NaN fails every comparison.
@@ -74,7 +74,7 @@ class SamplingParams:
             count = len(self.allowed_token_ids)
             _require(1 <= count <= MAX_ALLOWED_TOKENS, "allowed_token_ids", f"1 to {MAX_ALLOWED_TOKENS} ids", count)
             _require(min(self.allowed_token_ids) >= 0, "allowed_token_ids", "token ids", min(self.allowed_token_ids))
-            # A set knows its hash: masks are looked up by it.
+            # A frozenset caches its hash, by which masks are looked up.
             object.__setattr__(self, "allowed_token_ids", frozenset(self.allowed_token_ids))
         _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
         if self.structured_output is not None:
@@ -95,14 +95,14 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens of the text get other logits."""
+        """Whether any penalty applies, so that logits depend on the tokens of the text."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Checks that all token ids are within a vocabulary.
 
         Raises:
-            InvalidRequestError: one is not.
+            InvalidRequestError: an id is not.
         """
         largest = {
             "logit_bias": max((token for token, _ in self.logit_bias), default=0),
@@ -116,7 +116,7 @@ PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 """Names of all sampling parameters."""
 
 NUMBERS: dict[str, type] = {field.name: field.type for field in fields(SamplingParams) if field.type in (int, float)}
-"""Those that are one number, and of which kind. Messages, HTTP and command line have them from here."""
+"""Names and types of the scalar parameters, for the proto messages, the HTTP API and the command line."""
 
 
 def _require(condition: bool, name: str, expected: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""What there is to know of a verification rule without computing it: no torch here. Verifiers say which they offer."""
+"""Properties of verification rules that verifiers advertise, without their code: no torch here."""
 
 import re
 from collections.abc import Iterable
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from draftwire.errors import InvalidRequestError
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-"""What a rule may be called."""
+"""Allowed names of rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleFacts:
-    """One rule, as it says itself; see `draftwire.verification.rule.VerificationRule`.
+    """Declared properties of a rule; see `draftwire.verification.rule.VerificationRule`.
 
     Raises:
-        InvalidRequestError: the name is none.
+        InvalidRequestError: the name is not valid.
     """
 
     name: str
     is_lossless: bool = True
     """Whether the text is distributed as the target's."""
     needs_draft_probs: bool = True
-    """Whether it asks for the distributions that draft tokens were drawn from."""
+    """Whether the rule reads the distributions that draft tokens were drawn from."""
     is_coupled: bool = False
     """Whether drafter and target draw with the same noise."""
 
@@ -34,9 +34,9 @@ class RuleFacts:
 
 
 def unknown_rule(known: Iterable[str]) -> InvalidRequestError:
-    """Returns the error for a rule that nobody offers.
+    """Returns the error for a rule that is not offered.
 
     Args:
-        known: names of those that are offered.
+        known: names of the rules that are.
     """
     return InvalidRequestError(f"unknown rejection_sample_method; known: {', '.join(known)}")

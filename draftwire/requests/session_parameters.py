@@ -1,4 +1,4 @@
-"""What both services of a session have to know of its request."""
+"""Request parameters that both services of a session need."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 
 MAX_SALT_LENGTH = 256
-"""Characters of a `cache_salt`, at most."""
+"""Upper bound of the characters of a `cache_salt`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionParameters:
-    """Said once: both openings carry it, and so do both services' specs.
+    """The parameters common to the sessions on verifier and drafter, part of both open messages and both specs.
 
     Raises:
         InvalidRequestError: the salt is too long.
@@ -22,27 +22,27 @@ class SessionParameters:
     """How many of the ids that a session is opened with are the prompt; the others were generated before."""
     sampling: SamplingParams
     rule: RuleFacts
-    """How blocks are judged: says what has to be drafted and sent."""
+    """The verification rule; determines how to draft and whether distributions are sent."""
     max_draft_tokens: int
-    """In a block, at most."""
+    """Upper bound of the draft tokens of a block."""
     stop_token_ids: frozenset[int] = frozenset()
-    """They end a plain run, and `min_tokens` keeps them away."""
+    """Tokens that end a plain run, and that `min_tokens` masks."""
     choice: int = 0
     """Index of the choice that the session generates, part of the key of its random numbers."""
     cache_salt: str = ""
-    """What is computed for the prompt is shared only between sessions of the same salt."""
+    """KV cache prefixes are shared only between sessions of the same salt."""
     traceparent: str = ""
-    """The span of the request, in the form of W3C Trace Context; empty if nothing is traced."""
+    """The request's span as W3C Trace Context; empty if the request is not traced."""
 
     def __post_init__(self) -> None:
         check_salt(self.cache_salt)
 
 
 def check_salt(salt: str) -> None:
-    """Makes sure that a salt is one.
+    """Checks the length of a salt.
 
     Raises:
-        InvalidRequestError: it is too long.
+        InvalidRequestError: the salt is too long.
     """
     if len(salt) > MAX_SALT_LENGTH:
         raise InvalidRequestError(f"cache_salt has at most {MAX_SALT_LENGTH} characters")

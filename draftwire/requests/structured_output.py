@@ -1,4 +1,4 @@
-"""The form that a generated text has to have, as a user says it. `requests.automaton` is what is made of it."""
+"""Structured output: the form that a request prescribes for its text. `requests.automaton` compiles it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any
 from draftwire.errors import InvalidRequestError
 
 MAX_FORM_BYTES = 65_536
-"""All texts of a form together."""
+"""Upper bound of the bytes of a form, all its texts together."""
 MAX_CHOICES = 1_024
 
 
 class Form(Enum):
-    """How the form is written."""
+    """Notation of a form."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -24,34 +24,34 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """A form. Whether it makes sense is found out when it is compiled.
+    """A form of a text. Only compiling it shows whether it is well-formed.
 
     Raises:
-        InvalidRequestError: it is empty or too large.
+        InvalidRequestError: the form is empty or too large.
     """
 
     form: Form
     texts: tuple[str, ...]
-    """The schema, the expression or the grammar; of `Form.CHOICES` all of them."""
+    """The schema, the expression or the grammar; for `Form.CHOICES` all choices."""
 
     @classmethod
     def json(cls, schema: str | Mapping[str, Any]) -> "StructuredOutput":
-        """Asks for JSON that is valid against a schema, which is written in JSON or will be."""
+        """Returns the form of JSON that is valid against a schema, given as JSON text or as an object."""
         return cls(Form.JSON_SCHEMA, (schema if isinstance(schema, str) else json.dumps(schema),))
 
     @classmethod
     def regex(cls, expression: str) -> "StructuredOutput":
-        """Asks for a text that matches a regular expression, all of it."""
+        """Returns the form of texts that match a regular expression as a whole."""
         return cls(Form.REGEX, (expression,))
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "StructuredOutput":
-        """Asks for one of these texts."""
+        """Returns the form that allows exactly these texts."""
         return cls(Form.CHOICES, tuple(texts))
 
     @classmethod
     def grammar(cls, grammar: str) -> "StructuredOutput":
-        """Asks for a sentence of a context-free grammar, written as for Lark; its first rule is "start"."""
+        """Returns the form of sentences of a context-free grammar in Lark syntax; its first rule is "start"."""
         return cls(Form.GRAMMAR, (grammar,))
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class StructuredOutput:
             raise InvalidRequestError(f"structured_output: {name} holds a text twice")
         try:
             num_bytes = sum(len(text.encode()) for text in self.texts)
-        except UnicodeEncodeError:  # whose message would quote the text
+        except UnicodeEncodeError:  # its message would quote the text
             raise InvalidRequestError(f"structured_output: {name} holds characters that UTF-8 cannot encode") from None
         if num_bytes > MAX_FORM_BYTES:
             raise InvalidRequestError(f"structured_output: {name} takes at most {MAX_FORM_BYTES} bytes")

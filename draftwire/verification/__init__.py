@@ -1,4 +1,4 @@
-"""Verification rules, by the names that requests use."""
+"""Verification rules by name."""
 
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification.block import BlockRule
@@ -21,14 +21,14 @@ from draftwire.verification.typical import TypicalRule
 RULES: dict[str, VerificationRule] = {
     rule.name: rule for rule in (BlockRule(), TokenRule(), CoupledRule(), TypicalRule())
 }
-"""All rules that a server offers, the default first."""
+"""Built-in rules, the default first."""
 
 
 def rule_named(name: str) -> VerificationRule:
-    """Returns a rule.
+    """Returns a built-in rule.
 
     Raises:
-        InvalidRequestError: there is none of that name.
+        InvalidRequestError: the name is unknown.
     """
     if name not in RULES:
         raise unknown_rule(RULES)
@@ -36,10 +36,10 @@ def rule_named(name: str) -> VerificationRule:
 
 
 def new_rule(name: str) -> VerificationRule:
-    """Returns a rule for one run in one process, where `greedy_block`, which remembers its run, is possible as well.
+    """Returns a rule for one run in one process, which also supports the stateful `greedy_block`.
 
     Raises:
-        InvalidRequestError: there is none of that name.
+        InvalidRequestError: the name is unknown.
     """
     return GreedyBlockRule() if name == GreedyBlockRule.name else rule_named(name)
 

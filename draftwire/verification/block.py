@@ -1,4 +1,4 @@
-"""Block verification: the draft tokens of a block are judged together, which accepts the most tokens possible.
+"""Block verification: decides about all draft tokens of a block together, which accepts the most tokens possible.
 
 Source: Sun et al. 2024, "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444), Algorithm 2.
 
@@ -68,7 +68,7 @@ def _test_probs(blocks: BlockBatch, weights: Tensor) -> Tensor:
     mass = blocks.residual_mass(weights[:, :-1])[:, 1:]  # S_1 .. S_{n-1}
     inner = weights[:, 1:-1]
     total = mass + (1.0 - inner)  # in this order: (mass + 1) - inner would lose a small mass
-    # 0 / 0 means target == draft after a fully weighted prefix, where a later test succeeds with certainty: any value.
+    # 0 / 0 means target == draft after a prefix of weight 1, where a later test succeeds with certainty: any value.
     inside_probs = (mass / total).nan_to_num(nan=1.0)
     tests = torch.cat([inside_probs, weights[:, -1:]], dim=1)
     tests = torch.where(blocks.positions + 1 == blocks.lengths.unsqueeze(1), weights[:, 1:], tests)  # h_n = a_n

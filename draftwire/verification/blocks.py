@@ -1,4 +1,4 @@
-"""What a rule judges: draft blocks of different lengths, with the distributions on both sides."""
+"""Input of verification rules: draft blocks of different lengths with target and draft distributions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ from draftwire.method.devices import upload
 from draftwire.method.distributions import DenseRows, DraftRows, joined
 
 SMALLEST_SCALE = 1e-30
-"""Smaller scales of a residual count as this; they are as improbable to be met."""
+"""Lower bound of a residual's scale, against division by 0. Smaller scales occur with a probability as small."""
 
 
-@dataclass(frozen=True)  # without slots, for what is computed once
+@dataclass(frozen=True)  # no slots: cached_property needs __dict__
 class BlockBatch:
-    """Blocks of different lengths. Numbers for each draft token are padded to the longest block; rows over the
-    vocabulary, which are large, are neither padded nor copied, but found by their index.
+    """Blocks of different lengths. Numbers per draft token are padded to the longest block; rows over the vocabulary,
+    which are large, are neither padded nor copied, but looked up by index.
     """
 
     target_probs: Tensor
@@ -30,11 +30,11 @@ class BlockBatch:
     lengths: Tensor
     """`[batch] int64`: draft tokens in each block, 0 to `max_len`; 0 is plain decoding."""
     target_rows: Tensor
-    """`[batch, max_len + 1] int64`: where in `target_probs` the distribution before each draft token is found, and then
-    the one after the last; any valid row in the padding."""
+    """`[batch, max_len + 1] int64`: row in `target_probs` of the distribution before each draft token, then of the one
+    after the last; any valid row in the padding."""
     draft_rows: Tensor
-    """`[batch, max_len] int64`: where in `draft` the distribution of each draft token is found; any valid row in the
-    padding, any number where there are no rows."""
+    """`[batch, max_len] int64`: row in `draft` of the distribution of each draft token; any valid row in the padding,
+    any number if `draft` is empty."""
 
     @classmethod
     def packed(
@@ -44,17 +44,17 @@ class BlockBatch:
         draft_tokens: Sequence[list[int]],
         target_starts: Sequence[int],
     ) -> "BlockBatch":
-        """Returns the batch of blocks of different lengths. It is where `target_probs` is, which are not copied.
+        """Returns the batch of blocks of different lengths, on the device of `target_probs`, which are not copied.
 
         Args:
             target_probs: `[any, vocab]`.
             drafts: `draft_len` rows for each block, all dense or all sparse.
             draft_tokens: `draft_len` tokens for each block.
-            target_starts: each block's first row in `target_probs`, of `draft_len + 1` that follow each other.
+            target_starts: each block's first row in `target_probs`, of `draft_len + 1` consecutive ones.
         """
         lengths = [len(tokens) for tokens in draft_tokens]
         batch, max_len = len(lengths), max(lengths, default=0)
-        numbers = np.zeros((batch, 3 * max_len + 2), dtype=np.int64)  # all in one transfer
+        numbers = np.zeros((batch, 3 * max_len + 2), dtype=np.int64)  # one transfer for all
         draft_start = 0
         for block, (tokens, start) in enumerate(zip(draft_tokens, target_starts, strict=True)):
             length = len(tokens)
@@ -71,7 +71,7 @@ class BlockBatch:
 
     @classmethod
     def padded(cls, target_probs: Tensor, draft_probs: Tensor, draft_tokens: Tensor, lengths: Tensor) -> "BlockBatch":
-        """Returns the batch of blocks with dense rows that are all padded to the longest.
+        """Returns the batch of blocks whose dense rows are padded to the longest block.
 
         Args:
             target_probs: `[batch, max_len + 1, vocab]`.
@@ -87,12 +87,12 @@ class BlockBatch:
 
     @property
     def batch_size(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return self.draft_tokens.shape[0]
 
     @property
     def max_len(self) -> int:
-        """Places for draft tokens in each block."""
+        """Length of the longest block, padding included."""
         return self.draft_tokens.shape[1]
 
     @property
@@ -107,7 +107,7 @@ class BlockBatch:
 
     @cached_property
     def inside(self) -> Tensor:
-        """`[batch, max_len] bool`: which entries are no padding."""
+        """`[batch, max_len] bool`: False in the padding."""
         return self.positions < self.lengths.unsqueeze(1)
 
     def target_probs_of_drafts(self) -> Tensor:
@@ -125,7 +125,7 @@ class BlockBatch:
     def ratios(self) -> Tensor:
         """Returns target over draft probability of each draft token, `[batch, max_len] float64`; 0 in the padding.
 
-        A draft token of draft probability 0 cannot have been drawn. `verify` cuts such a block, so none is left here.
+        A draft token of draft probability 0 cannot have been drawn. `verify` cuts blocks before such tokens.
         """
         return (self.target_probs_of_drafts() / self.draft_probs_of_drafts()).masked_fill_(~self.inside, 0.0)
 
@@ -133,18 +133,18 @@ class BlockBatch:
         """Returns sum over tokens of [scale * target - draft]+ at each position.
 
         Args:
-            scales: `[batch, max_len] float64`, one for the pair of distributions before each draft token.
+            scales: `[batch, max_len] float64`, for the distributions before each draft token.
 
         Returns:
             `[batch, max_len] float64`; 0 in the padding.
         """
-        inside = self.inside.nonzero(as_tuple=True)  # rows over the vocabulary are read for real draft tokens alone
+        inside = self.inside.nonzero(as_tuple=True)  # no rows are read for padding
         rows = self.target_rows[inside], self.draft_rows[inside]
         mass = self.draft.residual_mass(self.target_probs, *rows, scales[inside])
         return torch.zeros_like(scales).index_put_(inside, mass)
 
     def target_row_after(self, num_accepted: Tensor) -> Tensor:
-        """Returns a copy of the target's distribution after some draft tokens of each block.
+        """Returns a copy of the target's distribution after the first `num_accepted` draft tokens of each block.
 
         Args:
             num_accepted: `[batch] int64`, 0 to the block's length.
@@ -156,24 +156,24 @@ class BlockBatch:
         return self.target_probs.index_select(0, rows)
 
     def residual(self, num_accepted: Tensor, scales: Tensor) -> Tensor:
-        """Returns what remains of the target's distribution after some draft tokens: [scale * target - draft]+.
+        """Returns the residual after the first `num_accepted` draft tokens: [scale * target - draft]+.
 
-        After a whole block, where nothing is drafted, and where nothing remains, which only rounding can bring about,
-        the target's own distribution takes its place.
+        After a whole block, and where the residual is 0, which only rounding can cause, returns the target's own
+        distribution.
 
         Args:
             num_accepted: `[batch] int64`, 0 to the block's length.
             scales: `[batch] float64`.
 
         Returns:
-            `[batch, vocab]` weights up to a factor, not normalised.
+            `[batch, vocab]` weights, not normalised.
         """
         weights = self.target_row_after(num_accepted)
         if not self.has_drafts:
             return weights
         is_inside = num_accepted < self.lengths
         rows = self.draft_rows.gather(1, num_accepted.clamp(max=self.max_len - 1).unsqueeze(1)).squeeze(1)
-        # [target - draft / scale]+ is the same up to the factor, and leaves alone what the drafter cannot draw.
+        # [target - draft / scale]+ is the same up to a factor, and does not change tokens that the drafter cannot draw.
         self.draft.subtract_(weights, rows, torch.where(is_inside, 1.0 / scales.clamp(min=SMALLEST_SCALE), 0.0))
         is_empty = weights.sum(dim=1) <= 0.0
         if bool(is_empty.any()):

@@ -1,12 +1,12 @@
 """Coupled exact match: drafter and target draw with the same noise, and draft tokens are kept while both agree.
 
-Every place t of the text has its own noise, one exponential variable e_t for every token, the same whenever something
-is drawn there. The target's token is the winner of the race argmax p / e_t, which follows p exactly; the drafter's is
-argmax q / e_t. A draft token is kept while it is the target's winner, and the first other winner is the extra token.
+Every position t of the text has its own noise, one exponential variable e_t for every token, the same for every draw at
+that position. The target's token is the winner of the race argmax p / e_t, which follows p exactly; the drafter's is
+argmax q / e_t. Draft tokens are accepted while they are the target's winner; its first other winner is the extra token.
 
-So the text is a function of key, prompt and target alone, whatever the drafter, the block length and the batch, up to
-near-ties: weights so close that differently shaped forward passes order them differently. No distribution travels.
-Where target and drafter differ, less is accepted than by the other rules: a token matches with probability
+So the text is a function of key, prompt and target alone, independent of drafter, block length and batch, up to
+near-ties: weights so close that differently shaped forward passes order them differently. No distribution is sent.
+Where target and drafter differ, it accepts less than the other rules: a token matches with probability
 sum over x of 1 / sum over y of max(p(y) / p(x), q(y) / q(x)).
 
 Source: Daliri et al. 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding"
@@ -20,14 +20,14 @@ from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import Noise, Outcome
 
 ENTRIES_AT_ONCE = {"cpu": 2**18}
-"""Entries over the vocabulary that are raced together: the noise of so many stays in a processor's cache."""
+"""Logits that are raced at once, by device: the noise of this many stays in a processor's cache."""
 
 MOST_ENTRIES_AT_ONCE = 2**23
-"""The same where there is no such number: bounds the memory that their noise takes."""
+"""The same for other devices: bounds the memory of the noise."""
 
 
 class CoupledRule:
-    """Accept x_i while it is what the target draws with the noise of its place."""
+    """Accept x_i while the target draws the same token with the noise of its position."""
 
     name = "coupled"
     is_lossless = True
@@ -35,7 +35,9 @@ class CoupledRule:
     is_coupled = True
 
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
-        """Emits what wins each place's race until one is not the draft token. Reads no distributions of the drafter."""
+        """Emits the target's winner at each position, up to the first that is not the draft token. Reads no draft
+        distributions.
+        """
         shape = (blocks.batch_size, blocks.max_len + 1)
         offsets = torch.arange(shape[1], device=blocks.lengths.device).expand(shape)
         is_row = offsets <= blocks.lengths.unsqueeze(1)

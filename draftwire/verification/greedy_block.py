@@ -1,14 +1,14 @@
-"""Greedy block verification: the most tokens that one round can accept, paid for in the rounds after it.
+"""Greedy block verification: accepts the most tokens that one round can, at the expense of the rounds after it.
 
-One round accepts as much as if the joint laws of target and drafter were known in full, more than any rule that can be
-chained without remembering anything. The price: if a round of n draft tokens accepts tau < n of them, the next
-n - tau - 1 tokens have to follow, in the place of the target p,
+One round accepts as much as if the joint laws of target and drafter were known in full, more than any stateless rule
+that can be chained. The price: if a round of n draft tokens accepts tau < n of them, the next n - tau - 1 tokens have
+to follow, in place of the target p,
 
     p'(x | s) = norm([R(s) p(x | s) - q(x | s)]+),   R(s) = P(s) / Q(s) over the tokens s since the round began
 
-A round that is drafted while p' is in force treats p' as its target, so modifications nest. Over a whole text most of
-the gain is lost again, and p' needs the drafter's law at contexts of later rounds, which a server whose drafter may be
-replaced, adapted or lost cannot promise: this rule is for study, in one process.
+A round that is drafted while p' is in force uses p' as its target, so modifications nest. Over a whole text most of the
+gain is lost again, and p' needs the drafter's law at contexts of later rounds, which a server whose drafter may be
+replaced, adapted or lost cannot guarantee: this rule is for experiments in one process.
 
 Source: Sun et al. 2024 (arXiv 2403.10444), Algorithms 4, 5 and 6.
 """
@@ -24,37 +24,37 @@ from draftwire.verification.blocks import BlockBatch
 from draftwire.verification.rule import LawRule, Noise, Outcome, StopLaw
 
 LARGEST_RATIO = 1e30
-"""Ratios above count as this: the residual is the target itself to every digit."""
+"""Upper bound of ratios: there the residual equals the target in every digit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Modifications:
-    """What earlier rounds did to the target of the next tokens, oldest first."""
+    """Modifications of the target by earlier rounds, oldest first."""
 
     ratios: Tensor
     """`[batch, modifications] float64`: R of the tokens since the round that made the modification."""
     left: Tensor
-    """`[batch, modifications] int64`: tokens for which it is still in force."""
+    """`[batch, modifications] int64`: number of tokens for which the modification is still in force."""
 
     @classmethod
     def none(cls, batch_size: int, device: torch.device | None = None) -> "Modifications":
-        """Returns those at the start of texts."""
+        """Returns the empty modifications at the start of texts."""
         ratios = torch.zeros(batch_size, 0, dtype=torch.float64, device=device)
         return cls(ratios, torch.zeros(batch_size, 0, dtype=torch.int64, device=device))
 
 
 @dataclass(frozen=True, slots=True)
 class ModifiedBlocks:
-    """Blocks with the target that is in force."""
+    """Blocks with the modified target."""
 
     blocks: BlockBatch
     layers: Tensor
-    """`[batch, max_len, modifications + 1, vocab] float64`: the target's rows before each modification, then after
-    all."""
+    """`[batch, max_len, modifications + 1, vocab] float64`: the target's rows before each modification, then after all.
+    """
     ratios: Tensor
     """`[batch, max_len, modifications] float64`: R of each modification before each draft token."""
     left: Tensor
-    """`[batch, modifications] int64`, as before the blocks."""
+    """`[batch, modifications] int64`, the `left` before the blocks."""
 
 
 def modify(blocks: BlockBatch, modifications: Modifications) -> ModifiedBlocks:
@@ -82,7 +82,7 @@ def modify(blocks: BlockBatch, modifications: Modifications) -> ModifiedBlocks:
 
 
 def advance(modified: ModifiedBlocks, outcome: Outcome) -> Modifications:
-    """Returns the modifications after blocks were decided: what is left of the old ones, and the rounds' own."""
+    """Returns the modifications after blocks were decided: those still in force, and those of the blocks themselves."""
     blocks, num_accepted = modified.blocks, outcome.num_accepted
     if blocks.max_len == 0:
         return Modifications.none(blocks.batch_size, blocks.lengths.device)
@@ -109,7 +109,7 @@ class GreedyBlockRule(LawRule):
     name = "greedy_block"
 
     def __init__(self) -> None:
-        """Starts texts."""
+        """Starts without modifications."""
         self.modifications: Modifications | None = None
 
     @override
@@ -131,7 +131,7 @@ class GreedyBlockRule(LawRule):
 
     @override
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
-        """Decides, and keeps the state. The next call must be for the same texts, with blocks no shorter.
+        """Decides and updates the state. The next call must be for the same texts, with blocks no shorter.
 
         Raises:
             ValueError: a block is too short for a modification that is in force.
@@ -151,7 +151,7 @@ def _path_ratios(blocks: BlockBatch) -> Tensor:
 
 
 def _extended(ratios: Tensor, layers: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:
-    """Returns ratios times the probability of one more token in each layer over the drafter's.
+    """Returns the ratios extended by one token: multiplied by its probability in each layer over the drafter's.
 
     Args:
         ratios: `[batch, layers] float64`.

@@ -1,4 +1,4 @@
-"""Reads log-probabilities off the rows of a step, for those who ask. Runs on the torch thread."""
+"""Log-probabilities that requests ask for, from the logits of a step. Runs on the torch thread."""
 
 import math
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from draftwire.requests.logprobs import LogprobsMode, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 
 ROWS_AT_ONCE = 64
-"""Rows of a prompt that are computed at once; bounds the memory that they take beside the logits."""
+"""Rows of a prompt that are computed at once; bounds the memory beside the logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """Places of a prompt whose next tokens are reported."""
+    """Consecutive prompt tokens whose log-probabilities are reported."""
 
     text: list[int]
-    """The prompt up to and with the last of these tokens."""
+    """The prompt up to and including the last of these tokens."""
     num_rows: int
-    """How many tokens of its end they are."""
+    """Number of these tokens, at the end of `text`."""
     num_top: int
     """Likeliest tokens to report with each."""
     mode: LogprobsMode
@@ -33,25 +33,25 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class EmittedRows:
-    """Places of one sequence whose tokens were emitted."""
+    """Emitted tokens of one sequence whose log-probabilities are reported."""
 
     rows: Sequence[int]
-    """The places, among rows of probabilities or of log-probabilities."""
+    """Their row numbers in the probabilities or raw log-probabilities."""
     token_ids: Sequence[int]
-    """What was emitted there."""
+    """The emitted tokens."""
     num_top: int
     """Likeliest tokens to report with each."""
     mode: LogprobsMode
 
 
 def log_softmax_of(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """Returns the log-probabilities of some rows before any processing.
+    """Returns the unprocessed log-probabilities of some rows.
 
-    Comes before the logits are made probabilities, in their place.
+    Has to run before `probabilities_of_spans`, which overwrites the logits.
 
     Args:
         logits: `[any, vocab]`, any float dtype. Not changed.
-        rows: which; at least one.
+        rows: row numbers; at least one.
 
     Returns:
         `[len(rows), vocab]`, float64 for float64 logits, else float32.
@@ -61,18 +61,18 @@ def log_softmax_of(logits: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def reported(log_probs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprob]:
-    """Reads off tokens and the likeliest ones beside them, in one transfer.
+    """Returns the log-probability of each row's token and of the likeliest ones, with one transfer to the host.
 
     Args:
         log_probs: `[rows, vocab]`.
         token_ids: the token of each row.
-        num_top: how many of the likeliest tokens each row reports, if so many are possible.
+        num_top: how many of the likeliest tokens each row reports; fewer if fewer are possible.
     """
     own = log_probs.gather(1, upload(token_ids, log_probs.device, torch.int64).unsqueeze(1))
     width = min(max(num_top), log_probs.shape[1])
     top = log_probs.topk(width, dim=1)
-    values = torch.cat([own, top.values], dim=1).double().clamp_(max=0.0)  # a probability may be rounded to above 1
-    numbers = torch.cat([values, top.indices.double()], dim=1).tolist()  # ids are exact
+    values = torch.cat([own, top.values], dim=1).double().clamp_(max=0.0)  # rounding may exceed 0
+    numbers = torch.cat([values, top.indices.double()], dim=1).tolist()  # ids are exact in float64
     tokens = []
     for token, (value, *best), count in zip(token_ids, numbers, num_top, strict=True):
         pairs = list(zip(map(int, best[width:]), best[:width], strict=True))[:count]
@@ -81,13 +81,13 @@ def reported(log_probs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 
 
 def of_prompt(logits: Tensor, prompt: PromptRows) -> list[TokenLogprob]:
-    """Returns what the target says of consecutive tokens of a prompt.
+    """Returns the log-probabilities of consecutive tokens of a prompt.
 
-    Processed ones are of the distributions as they would be if nothing had been generated.
+    In mode PROCESSED, no token counts as generated.
 
     Args:
-        logits: `[prompt.num_rows, vocab]`: those before each of the tokens. Not changed.
-        prompt: which tokens.
+        logits: `[prompt.num_rows, vocab]`: the logits before each token. Not changed.
+        prompt: the tokens.
     """
     tokens: list[TokenLogprob] = []
     first = len(prompt.text) - prompt.num_rows
@@ -96,7 +96,7 @@ def of_prompt(logits: Tensor, prompt: PromptRows) -> list[TokenLogprob]:
         if prompt.mode is LogprobsMode.RAW:
             log_probs = log_softmax_of(logits, range(start, end))
         else:
-            before = prompt.text[: first + end - 1]  # the last of the places
+            before = prompt.text[: first + end - 1]  # the text before the last position
             span = Span(prompt.sampling, end - start, before, len(before), prompt.stop_token_ids)
             log_probs = probabilities_of_spans(logits[start:end].clone(), [span]).log_()
         tokens += reported(log_probs, prompt.text[first + start : first + end], [prompt.num_top] * (end - start))
@@ -104,12 +104,12 @@ def of_prompt(logits: Tensor, prompt: PromptRows) -> list[TokenLogprob]:
 
 
 def of_emitted(raw: Tensor | None, target_probs: Tensor, emitted: Sequence[EmittedRows]) -> list[list[TokenLogprob]]:
-    """Returns what the target says of the tokens that a step emitted, all sequences together.
+    """Returns the log-probabilities of the tokens that a step emitted, for all sequences together.
 
     Args:
-        raw: `[any, vocab]` log-probabilities that the rows of mode RAW are of; None if there are none.
-        target_probs: `[any, vocab]` probabilities that the rows of mode PROCESSED are of.
-        emitted: the tokens of each sequence; at least one.
+        raw: `[any, vocab]` log-probabilities for mode RAW; None if no sequence uses it.
+        target_probs: `[any, vocab]` probabilities for mode PROCESSED.
+        emitted: the tokens of each sequence; at least one sequence.
     """
     order = sorted(range(len(emitted)), key=lambda index: emitted[index].mode is LogprobsMode.PROCESSED)
     parts: list[Tensor] = []

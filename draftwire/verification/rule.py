@@ -1,10 +1,10 @@
-"""What a verification rule is: it keeps a prefix of each draft block and adds one token.
+"""Interface of verification rules: a rule accepts a prefix of each draft block and adds one token.
 
-A *lossless* rule does so such that the result is distributed as if the target had been sampled token by token.
+With a *lossless* rule the text is distributed as if the target had been sampled token by token.
 
 Most rules here are stated by two tensors instead of by coin flips: the probability of each number of accepted tokens
 given the block, and the scale of the residual that the extra token is drawn from. That makes a rule a page of tensor
-code without randomness, which a test can enumerate exactly, and leaves drawing to one function shared by all of them.
+code without randomness, which a test can enumerate exactly, and leaves drawing to one function that all rules share.
 """
 
 from abc import ABC, abstractmethod
@@ -25,29 +25,29 @@ from draftwire.verification.blocks import BlockBatch, cut_impossible
 
 
 class Noise(Protocol):
-    """The random numbers of one step, which no drafter can know but those of `exponentials`."""
+    """The random numbers of one step. Drafters can compute only those of `exponentials`."""
 
     def uniforms(self, count: int) -> Tensor:
         """Returns independent uniforms in [0, 1) for each block, fresh in every round, `[batch, count] float64`.
 
-        A number should mean the same whatever else is in the batch: count those of the tests from the front, and what
-        is always needed before what depends on the longest block.
+        The use of a number should not depend on the rest of the batch: numbers that are always needed come first,
+        then those of the tests, counted from the first draft token.
         """
 
     def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
-        """Returns an exponential variable for every token at some places of the text, the same in every round.
+        """Returns an exponential variable for every token at given positions of the text, the same in every round.
 
         Args:
-            blocks: `[rows] int64`, which blocks.
-            offsets: `[rows] int64`, how many tokens after their committed ones.
-            vocab_size: tokens.
+            blocks: `[rows] int64`, indices of blocks.
+            offsets: `[rows] int64`, positions relative to the end of their committed tokens.
+            vocab_size: size of the vocabulary.
 
         Returns:
             `[rows, vocab_size] float64`, above 0.
         """
 
 
-@dataclass(frozen=True)  # without slots, for what is computed once
+@dataclass(frozen=True)  # no slots: cached_property needs __dict__
 class KeyedNoise:
     """Random numbers from the sessions' keys, the same on every device and in every batch."""
 
@@ -62,7 +62,7 @@ class KeyedNoise:
         return upload(randomness.uniforms(self.keys, count), self.device)
 
     def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
-        """Returns the exponential variables of places of the text, `[rows, vocab_size] float64`."""
+        """Returns the exponential variables at positions of the text, `[rows, vocab_size] float64`."""
         words, positions = self._places
         return randomness.exponentials(words[blocks], positions[blocks] + offsets, vocab_size)
 
@@ -74,27 +74,27 @@ class KeyedNoise:
 
 @dataclass(frozen=True, slots=True)
 class FixedNoise:
-    """Given numbers, for proofs."""
+    """Predetermined numbers, for tests and checks."""
 
     given_uniforms: Tensor
-    """`[batch, at least what is asked for] float64`."""
+    """`[batch, at least the requested count] float64`."""
     given_exponentials: Tensor | None = None
     """`[batch, max_len + 1, vocab] float64`."""
 
     def uniforms(self, count: int) -> Tensor:
-        """Returns the first of the given ones, `[batch, count] float64`."""
+        """Returns the first given uniforms, `[batch, count] float64`."""
         assert count <= self.given_uniforms.shape[1], "more uniforms are drawn than were given"
         return self.given_uniforms[:, :count]
 
     def exponentials(self, blocks: Tensor, offsets: Tensor, vocab_size: int) -> Tensor:
-        """Returns those that are given for the places, `[rows, vocab_size] float64`."""
+        """Returns the given exponentials of the positions, `[rows, vocab_size] float64`."""
         assert self.given_exponentials is not None, "exponentials are drawn but none were given"
         return self.given_exponentials[blocks, offsets, :vocab_size]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rule decided about each block."""
+    """A rule's decision about each block."""
 
     num_accepted: Tensor
     """`[batch] int64`."""
@@ -102,13 +102,13 @@ class Outcome:
     """`[batch] int64`: the token after the accepted ones."""
     leads: Tensor | None = None
     """`[batch, max_len + 1] float64`: by how much the log-weight of each emitted token was ahead of the next best,
-    infinite beyond the emitted ones; None where the rule does not choose by weights."""
+    infinite beyond the emitted ones; None for rules that do not choose by weights."""
 
     def num_near_ties(self, bounds: Tensor | float) -> Tensor:
         """Returns how many tokens of each block were ahead by less than a bound, `[batch] int64`.
 
         Args:
-            bounds: one, or `[batch, 1]`.
+            bounds: a number, or `[batch, 1]`.
         """
         if self.leads is None:
             return torch.zeros_like(self.num_accepted)
@@ -120,7 +120,7 @@ class VerificationRule(Protocol):
 
     @property
     def name(self) -> str:
-        """What requests call it."""
+        """Name of the rule in requests."""
 
     @property
     def is_lossless(self) -> bool:
@@ -128,34 +128,34 @@ class VerificationRule(Protocol):
 
     @property
     def needs_draft_probs(self) -> bool:
-        """Whether it reads the distributions that the draft tokens were drawn from."""
+        """Whether the rule reads the distributions that the draft tokens were drawn from."""
 
     @property
     def is_coupled(self) -> bool:
-        """Whether it works best with draft tokens that won the race of `Noise.exponentials`."""
+        """Whether the drafter should draw with the same `Noise.exponentials` as the target."""
 
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
-        """Decides about each block. Whatever else is in the batch has no effect.
+        """Decides about each block, independently of the rest of the batch.
 
         Args:
-            blocks: with positive draft probability for each draft token, if the rule needs them.
-            noise: numbers to decide with.
+            blocks: with positive draft probability for each draft token, if the rule needs draft probabilities.
+            noise: the random numbers.
         """
 
 
 def facts_of(rule: VerificationRule) -> RuleFacts:
-    """Returns what a rule says of itself, for those that do not compute it."""
+    """Returns the declared properties of a rule, for services that do not run it."""
     return RuleFacts(rule.name, rule.is_lossless, rule.needs_draft_probs, rule.is_coupled)
 
 
 def verify(rule: VerificationRule, blocks: BlockBatch, noise: Noise) -> Outcome:
-    """Applies a rule to blocks, which are cut before tokens that cannot have been drawn."""
+    """Applies a rule to blocks after cutting them before tokens that cannot have been drawn."""
     return rule.decide(cut_impossible(blocks) if rule.needs_draft_probs else blocks, noise)
 
 
 @dataclass(frozen=True, slots=True)
 class StopLaw:
-    """How a rule decides, given its blocks."""
+    """Law of a rule's decisions, given the blocks."""
 
     accepted_probs: Tensor
     """`[batch, max_len + 1] float64`: probability that exactly i draft tokens are accepted; 0 beyond the length."""
@@ -179,10 +179,10 @@ class LawRule(ABC):
 
     @abstractmethod
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
-        """Returns how the rule decides. Pure: no randomness, no state, and no block affects another."""
+        """Returns the law of the rule's decisions. Pure: no randomness, no state, and no block affects another."""
 
     def extra_weights(self, blocks: BlockBatch, law: StopLaw, num_accepted: Tensor) -> Tensor:
-        """Returns what the extra token is drawn from after `num_accepted` tokens, `[batch, vocab]`, not normalised.
+        """Returns the weights of the extra token after `num_accepted` tokens, `[batch, vocab]`, not normalised.
 
         Reads one row of each block.
         """
@@ -190,7 +190,7 @@ class LawRule(ABC):
         return blocks.residual(num_accepted, scales)
 
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
-        """Decides about each block by two uniforms: how many tokens are accepted, and which is the extra one."""
+        """Decides about each block by two uniforms: one for the number of accepted tokens, one for the extra token."""
         law, uniforms = self.stop_law(blocks), noise.uniforms(2)
         num_accepted = draw(law.accepted_probs, uniforms[:, 0])
         return Outcome(num_accepted, draw(self.extra_weights(blocks, law, num_accepted), uniforms[:, 1]))

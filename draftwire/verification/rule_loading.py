@@ -1,4 +1,4 @@
-"""Rules by name: those of the product, and anybody's by where they can be imported from."""
+"""Loads rules by name: built-in rules, and custom rules by import path."""
 
 import importlib
 import os
@@ -12,11 +12,11 @@ from draftwire.verification import RULES, GreedyBlockRule, new_rule
 from draftwire.verification.rule import VerificationRule, facts_of
 
 ATTRIBUTES = {"name": str, "is_lossless": bool, "needs_draft_probs": bool, "is_coupled": bool}
-"""What a rule has to say about itself."""
+"""Attributes that a rule has to declare."""
 
 
 def known_rules() -> tuple[str, ...]:
-    """Returns the names of the product's rules."""
+    """Returns the names of the built-in rules."""
     return (*RULES, GreedyBlockRule.name)
 
 
@@ -24,11 +24,11 @@ def load_rule(name: str) -> VerificationRule:
     """Returns a rule.
 
     Args:
-        name: one of `known_rules`, or `package.module.Attribute` or `package.module:Attribute`: a rule, a class of
-            rules or a function that returns one, both without arguments. The current directory is looked in first.
+        name: one of `known_rules`, or `package.module.Attribute` or `package.module:Attribute`: a rule, or a class or
+            function that returns a rule without arguments. The current directory is searched first.
 
     Raises:
-        InvalidRequestError: there is no such rule; the message says in one line why.
+        InvalidRequestError: there is no such rule; the message is one line.
     """
     if name in known_rules():
         return new_rule(name)
@@ -42,14 +42,14 @@ def load_rule(name: str) -> VerificationRule:
             found = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever a module raises while it is imported
+    except Exception as error:  # a module may raise anything on import
         raise InvalidRequestError(f"cannot import {name!r}: {_one_line(error)}") from error
     return _as_rule(name, found)
 
 
 @contextmanager
 def _working_directory_first() -> Iterator[None]:
-    """Looks for modules in the working directory first, for no longer than this: later imports are not the user's."""
+    """Puts the working directory first in the import path, for this context only."""
     sys.path.insert(0, os.getcwd())
     try:
         yield
@@ -58,13 +58,13 @@ def _working_directory_first() -> Iterator[None]:
 
 
 def served_rules(own: Sequence[str]) -> dict[str, VerificationRule]:
-    """Returns the rules that a server offers, by the names that requests use: the product's, and then others.
+    """Returns the rules that a server offers, by name: built-in rules, then custom ones.
 
     Args:
-        own: where the others can be imported from; see `load_rule`.
+        own: import paths of the custom rules; see `load_rule`.
 
     Raises:
-        InvalidRequestError: one cannot be loaded, or is called as another one is.
+        InvalidRequestError: a rule cannot be loaded, or two rules have the same name.
     """
     rules = dict(RULES)
     for path in own:

@@ -1,4 +1,4 @@
-"""The target's side of a step: scores the blocks of many sequences in one forward pass, and applies their rules.
+"""The target's step: scores the blocks of many sequences in one forward pass, and applies their rules.
 
 Runs on the torch thread.
 """
@@ -25,42 +25,42 @@ from draftwire.verification.reported_logprobs import EmittedRows, PromptRows, lo
 from draftwire.verification.rule import KeyedNoise, VerificationRule, verify
 
 NEAR_TIE = 1e-4
-"""Logits that are closer may be ordered otherwise by a forward pass of another shape: ten times what those differ by in
-float32."""
+"""Logits that are closer may be ordered differently by a forward pass of another shape: ten times the differences
+observed in float32."""
 
 NEAR_TIES = {torch.bfloat16: 0.25, torch.float16: 0.03}
-"""The same for models of lower precision."""
+"""The same for lower precisions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judging:
-    """One sequence's part in a step: reads what the cache lacks of the committed tokens and decides the next round."""
+    """One sequence's part in a step: reads committed tokens that are not in the cache and decides the next round."""
 
     sequence: CachedSequence
     committed: list[int]
-    """All committed ids."""
+    """All committed ids, prompt included."""
     draft_tokens: list[int]
-    """The block; empty is plain decoding."""
+    """The draft block; empty for plain decoding."""
     draft: DraftRows | None
-    """What its tokens were drawn from, a row for each; None for an empty block."""
+    """The distributions of the draft tokens, one row each; None for an empty block."""
     sampling: SamplingParams
-    """Makes the target's distribution from its logits, at every position alike."""
+    """Sampling parameters of the target's distribution at every position."""
     rule: VerificationRule
     key: DrawKey
-    """Names the random numbers to decide with."""
+    """Key of the random numbers to decide with."""
     prompt_len: int = 0
     """How many of the committed ids are the prompt."""
     stop_token_ids: frozenset[int] = frozenset()
-    """The tokens that `SamplingParams.min_tokens` keeps away."""
+    """The tokens that `SamplingParams.min_tokens` masks."""
     max_read: int | None = None
     """If the cache lacks more committed tokens than this, only so many are read and nothing is decided."""
     logprobs: LogprobsRequest = NO_LOGPROBS
-    """What to report. The prompt is reported as far as it is read in this step."""
+    """The log-probabilities to report. A step reports the prompt tokens that it reads."""
     automaton: Automaton | None = None
-    """Follows the generated text, if `sampling` gives it a form."""
+    """Automaton of the generated text, if `sampling` prescribes a form."""
 
     def masks(self) -> BlockMasks | None:
-        """Returns what the form allows at the places of `span`; None if there is no form.
+        """Returns the form's masks at the positions of `span`; None if there is no form.
 
         Raises:
             InvalidRequestError: the form cannot be followed.
@@ -70,7 +70,7 @@ class Judging:
         return self.automaton.along(self.committed[self.prompt_len :], self.draft_tokens)
 
     def span(self, masks: BlockMasks | None = None) -> Span:
-        """Returns the places before each draft token and after the last."""
+        """Returns the positions before each draft token and after the last."""
         text = [*self.committed, *self.draft_tokens] if self.sampling.penalizes else ()
         text_len = len(self.committed) + len(self.draft_tokens)
         num_rows = len(self.draft_tokens) + 1
@@ -78,7 +78,7 @@ class Judging:
         return Span(self.sampling, num_rows, text, self.prompt_len, self.stop_token_ids, text_len, rows)
 
     def prompt_rows(self, num_read: int) -> PromptRows | None:
-        """Returns which of the next places, if `num_read` committed tokens are read, have to report the prompt."""
+        """Returns the prompt tokens to report if the next `num_read` committed tokens are read, or None."""
         start, num_top = self.sequence.length, self.logprobs.prompt_logprobs
         end = min(start + num_read, self.prompt_len - 1)
         if num_top is None or end <= start:
@@ -89,38 +89,38 @@ class Judging:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What became of one block."""
+    """Decision about one block."""
 
     token_ids: list[int]
     """The accepted draft tokens, then the extra one."""
     num_accepted: int
     num_near_ties: int = 0
-    """Tokens that rounding could have changed, as far as the rule counts them."""
+    """Tokens that rounding could have changed; 0 for rules that do not count them."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """One for each token, if they are asked for."""
+    """One for each token, if requested."""
     prompt: PromptPart | None = None
-    """What was read of a prompt that is to be reported."""
+    """Log-probabilities of the prompt tokens that were read, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class StillReading:
-    """The committed tokens were read in part."""
+    """Only part of the committed tokens was read: chunked prefill."""
 
     prompt: PromptPart | None = None
     """As in `Judgement`."""
 
 
 JudgingOutcome = Judgement | StillReading | DraftwireError
-"""An error concerns one sequence alone, whose cache has not changed: UnavailableError if the model gave no finite
-logits after its committed tokens, InvalidRequestError if the form of its text cannot be followed."""
+"""An error concerns one sequence alone, whose cache is unchanged: UnavailableError for logits after the committed
+tokens that are not finite, InvalidRequestError if the form of its text cannot be followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What a rule saw of a step."""
+    """A batch of blocks that a rule decided in a step."""
 
     members: list[int]
-    """Which of the step's judgings."""
+    """Indices of the step's judgings."""
     blocks: BlockBatch
     lacks_next: list[bool]
     """For each block, whether the row after its last token is not a distribution; a placeholder stands there. If the
@@ -129,31 +129,31 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step decided."""
+    """Result of a step."""
 
     outcomes: list[JudgingOutcome]
     """One for each judging."""
     decided: list[Decided]
-    """A batch for each rule in the step, and one more where it had both dense and sparse draft distributions."""
+    """One batch for each rule in the step, or two if it had both dense and sparse draft distributions."""
     num_tokens: int = 0
     """Tokens that the forward pass read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """A block with the target's distributions."""
+    """A block with its rows of the target's distributions."""
 
     index: int
     judging: Judging
     draft: DraftRows
     first_row: int
-    """Of the `draft_len + 1` rows over the vocabulary that are its own."""
+    """First of its `draft_len + 1` rows."""
     num_good: int = 0
     """How many of these rows are distributions before the first one that is not."""
 
     @property
     def end_row(self) -> int:
-        """The row after the last of them."""
+        """The row after its last one."""
         return self.first_row + len(self.judging.draft_tokens) + 1
 
     @property
@@ -178,32 +178,32 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A prompt that is to be reported, as far as it is read."""
+    """Prompt tokens of one sequence that this step reads and reports."""
 
     index: int
     first_row: int
-    """Of its rows over the vocabulary, among all that are kept."""
+    """Its first row among all kept logits."""
     rows: PromptRows
 
     def read_off(self, logits: Tensor) -> PromptPart:
-        """Reads it off the logits of all rows that are kept."""
+        """Returns the log-probabilities, from all kept logits."""
         own = logits[self.first_row : self.first_row + self.rows.num_rows]
         return PromptPart(len(self.rows.text) - self.rows.num_rows, of_prompt(own, self.rows))
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What a step reads, and which of the rows over the vocabulary are whose."""
+    """Readings of a step, and the owners of the rows of its logits."""
 
     readings: list[Reading] = field(default_factory=list)
     scored: list[_Scored] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
-    """Of all rows that are kept, those of `scored`, whose own count is by their place here."""
+    """Rows of all kept logits that belong to `scored`; `_Scored.first_row` is an index into this list."""
     prompts: list[_Prompt] = field(default_factory=list)
     num_kept: int = 0
 
     def add(self, index: int, judging: Judging, vocab_size: int) -> None:
-        """Adds a part of the step."""
+        """Adds one sequence's part."""
         unread = judging.committed[judging.sequence.length :]
         is_partial = judging.max_read is not None and len(unread) > judging.max_read
         if is_partial:
@@ -223,20 +223,20 @@ class _Plan:
 
 @torch.inference_mode()
 def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
-    """Scores blocks after their committed tokens and decides which of their tokens to keep.
+    """Scores blocks after their committed tokens and decides which of their tokens to accept.
 
-    Probabilities stay on the model's device, where the rules are computed; only decisions leave it, and the
-    log-probabilities that are asked for.
+    Probabilities stay on the model's device, where the rules run; only decisions and requested log-probabilities are
+    transferred to the host.
     """
     if not judgings:
         return StepOutcome([], [])
     plan = _Plan()
-    # Prompts that are reported come last, so that the rows of all others lie together and are not copied.
+    # Sequences that report prompts come last, so that the rows of all others are contiguous and not copied.
     for index in sorted(range(len(judgings)), key=lambda index: judgings[index].logprobs.prompt_logprobs is not None):
         plan.add(index, judgings[index], model.vocab_size)
     lengths = [judging.sequence.length for judging in judgings]
     logits = model.read(plan.readings)
-    masks, failures = _masks(plan.scored)  # while a GPU reads
+    masks, failures = _masks(plan.scored)  # overlaps with the forward pass on a GPU
     prompts = {one.index: one.read_off(logits) for one in plan.prompts}
     is_bad = {index for index, part in prompts.items() if any(math.isnan(token.logprob) for token in part.tokens)}
     if plan.rows == list(range(len(plan.rows))):
@@ -247,7 +247,7 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
     batches: list[Decided] = []
     if plan.scored:
         near_tie = NEAR_TIES.get(logits.dtype, NEAR_TIE)
-        raw = _RawRows.of(logits, plan.scored)  # before probabilities are made in the place of the logits
+        raw = _RawRows.of(logits, plan.scored)  # before the probabilities overwrite the logits
         spans = [one.judging.span(masks.get(one.index)) for one in plan.scored]
         target_probs = probabilities_of_spans(logits, spans)
         is_good = is_distribution(target_probs).tolist()
@@ -274,7 +274,7 @@ def judge(model: SequenceModel, judgings: Sequence[Judging]) -> StepOutcome:
 
 
 def _masks(scored: list[_Scored]) -> tuple[dict[int, BlockMasks], dict[int, DraftwireError]]:
-    """Returns the masks of those whose text is to take a form, and what fails those whose form cannot be followed."""
+    """Returns the masks of the sequences with a form, and the errors of those whose form cannot be followed."""
     masks: dict[int, BlockMasks] = {}
     failures: dict[int, DraftwireError] = {}
     for one in scored:
@@ -289,8 +289,8 @@ def _masks(scored: list[_Scored]) -> tuple[dict[int, BlockMasks], dict[int, Draf
 
 
 def _faults(masks: dict[int, BlockMasks], decided: dict[int, Judgement]) -> dict[int, DraftwireError]:
-    """Returns what fails those whose extra token was drawn where their form cannot be followed: plain decoding, which
-    comes there with the same probability, fails there too.
+    """Returns the errors of sequences whose extra token was drawn where their form cannot be followed. Plain decoding
+    reaches such a position with the same probability and fails there too.
     """
     return {
         index: own.fault
@@ -308,15 +308,15 @@ def _hold_places(target_probs: Tensor, is_good: list[bool]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _RawRows:
-    """The log-probabilities before any processing of those who ask for them."""
+    """Unprocessed log-probabilities of the sequences that request them."""
 
     log_probs: Tensor
     starts: dict[int, int]
-    """Where the rows of each of the judgings begin."""
+    """First row of each such judging."""
 
     @classmethod
     def of(cls, logits: Tensor, scored: list[_Scored]) -> "_RawRows | None":
-        """Returns the rows; None if nobody asks."""
+        """Computes the rows; None if no sequence requests them."""
         starts: dict[int, int] = {}
         rows: list[int] = []
         for one in scored:
@@ -328,7 +328,7 @@ class _RawRows:
 
 
 def _report(scored: list[_Scored], decided: dict[int, Judgement], raw: _RawRows | None, target_probs: Tensor) -> None:
-    """Adds log-probabilities to the judgements of those who ask: after n draft tokens, row n is the next token's."""
+    """Adds requested log-probabilities to the judgements. Row n of a block is for the token after n draft tokens."""
     emitted: dict[int, EmittedRows] = {}
     for one in scored:
         num_top, mode = one.judging.logprobs.logprobs, one.judging.logprobs.mode
@@ -344,7 +344,7 @@ def _report(scored: list[_Scored], decided: dict[int, Judgement], raw: _RawRows 
 
 
 def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch, bound: float) -> dict[int, Judgement]:
-    """Applies the members' rule and makes their sequences end with what it kept; `bound` is that of a near-tie."""
+    """Applies the members' rule and truncates their sequences to the accepted tokens; `bound` is for near-ties."""
     judgings = [one.judging for one in members]
     positions = [len(judging.committed) for judging in judgings]
     noise = KeyedNoise([judging.key for judging in judgings], positions, blocks.target_probs.device)
@@ -361,13 +361,13 @@ def _decide(model: SequenceModel, members: list[_Scored], blocks: BlockBatch, bo
         token_ids = [*judging.draft_tokens[:num_accepted], extra]
         outcomes[one.index] = Judgement(token_ids, num_accepted, num_near_ties)
         model.cache.truncate(judging.sequence, len(judging.committed) + num_accepted)
-        # Only now: logits that are finite show that nothing in the cache is not.
+        # Published only now: finite logits show that the cached keys and values are finite too.
         model.cache.publish(judging.sequence, judging.committed)
     return outcomes
 
 
 def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
-    """Returns what can be verified together: blocks of one rule whose distributions are all dense or all sparse."""
+    """Groups blocks that can be verified together: of one rule, with all dense or all sparse distributions."""
     groups: dict[tuple[int, bool], list[_Scored]] = {}
     for one in scored:
         groups.setdefault((id(one.judging.rule), isinstance(one.draft, DenseRows)), []).append(one)
@@ -375,7 +375,7 @@ def _groups(scored: list[_Scored]) -> list[list[_Scored]]:
 
 
 def _batch(members: list[_Scored], target_probs: Tensor) -> Decided:
-    """Returns the members' blocks, as far as they are judged; copies no row of the target's."""
+    """Returns the members' blocks, as far as they are judged, as a batch; the target's rows are not copied."""
     blocks = BlockBatch.packed(
         target_probs,
         [one.draft for one in members],

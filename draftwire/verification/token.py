@@ -1,4 +1,4 @@
-"""Token verification: each draft token is judged by itself, and the first rejection ends the block.
+"""Token verification: decides about each draft token by itself; the first rejection ends the block.
 
 Source: Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192),
 Algorithm 1; Chen et al. 2023 (arXiv 2302.01318).

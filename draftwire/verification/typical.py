@@ -1,7 +1,7 @@
-"""Typical acceptance: draft tokens are kept while the target finds them likely enough. Changes the distribution.
+"""Typical acceptance: draft tokens are accepted while their target probability is high enough. Lossy.
 
-A draft token is kept if its target probability is above min(epsilon, delta * exp(-H)), where H is the entropy of the
-target's distribution there, in nats. The extra token is drawn from the target. No distribution travels.
+A draft token is accepted if its target probability is above min(epsilon, delta * exp(-H)), where H is the entropy of
+the target's distribution at its position, in nats. The extra token is drawn from the target. No distribution is sent.
 
 Source: Cai et al. 2024, "Medusa" (arXiv 2401.10774), section 2.3.1, with the constants of its code.
 """
@@ -15,20 +15,20 @@ from draftwire.verification.rule import LawRule, StopLaw
 
 
 class TypicalRule(LawRule):
-    """Accept x_i if the target's probability of it is above a threshold; stop at the first that is not."""
+    """Accept x_i if its target probability is above a threshold; stop at the first token below it."""
 
     name = "typical"
     is_lossless = False
     needs_draft_probs = False
 
     def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
-        """Takes the thresholds: `epsilon` is the highest, `delta` scales the one that falls with the entropy."""
+        """Sets the thresholds: `epsilon` is the maximum, `delta` scales the one that falls with the entropy."""
         self._epsilon = epsilon
         self._delta = delta
 
     @override
     def stop_law(self, blocks: BlockBatch) -> StopLaw:
-        """Returns a law that is certain: everything is accepted up to the first unlikely token."""
+        """Returns a deterministic law: everything is accepted up to the first unlikely token."""
         inside = blocks.inside.nonzero(as_tuple=True)
         probs = blocks.target_probs[blocks.target_rows[inside]]
         entropies = torch.special.entr(probs).sum(dim=1).to(torch.float64)

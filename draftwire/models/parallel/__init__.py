@@ -1,1 +1,1 @@
-"""Models that several devices or processes compute together."""
+"""Models computed by several devices or processes: tensor parallelism and layer parallelism."""

@@ -1,4 +1,4 @@
-"""Which layers of a drafter run at the same time; see `layer_parallel`. Pure: needs no torch."""
+"""Groups of a drafter's layers that run in parallel; see `layer_parallel`. Needs no torch."""
 
 import re
 from dataclasses import dataclass
@@ -7,30 +7,30 @@ from itertools import pairwise
 from draftwire.errors import InvalidRequestError
 
 LayerGroups = tuple[tuple[int, ...], ...]
-"""Indices of layers, all of a model in order. Those of a group run at the same time."""
+"""Indices of all layers of a model in order, by group. The layers of a group run in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParallelism:
-    """Which layers of a drafter run at the same time."""
+    """Setting of which layers of a drafter run in parallel."""
 
     size: int = 1
-    """Layers of a group: the first and the last layer stay alone, layers 1 to size - 1 are the first group, size to
-    2 * size - 1 the next one, and what is left before the last layer is a smaller one."""
+    """Layers per group. The first and the last layer stay alone, layers 1 to size - 1 are the first group, size to
+    2 * size - 1 the next, and the remaining layers before the last form a smaller group."""
     groups: str | None = None
-    """The groups by list, such as "0 1-3 4-7 8", in the place of `size`."""
+    """Explicit groups, such as "0 1-3 4-7 8", instead of `size`."""
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise InvalidRequestError(f"layers of a group must be at least 1, not {self.size}")
         if self.groups is not None:
-            _listed(self.groups)
+            _parsed(self.groups)
 
     def of(self, num_layers: int) -> LayerGroups:
         """Returns the groups of a model.
 
         Raises:
-            InvalidRequestError: the list is not one of all its layers in order, or nothing runs at the same time.
+            InvalidRequestError: the groups do not list all layers in order, or no group has several layers.
         """
         groups = groups_of_size(self.size, num_layers) if self.groups is None else self._of_list(num_layers)
         if not runs_in_parallel(groups):
@@ -40,7 +40,7 @@ class LayerParallelism:
         return groups
 
     def _of_list(self, num_layers: int) -> LayerGroups:
-        groups = _listed(self.groups or "")
+        groups = _parsed(self.groups or "")
         if [index for group in groups for index in group] != list(range(num_layers)):
             raise InvalidRequestError(
                 f"groups of layers must name all {num_layers} of the model, 0 to {num_layers - 1}, in order, "
@@ -50,7 +50,7 @@ class LayerParallelism:
 
 
 def groups_of_size(size: int, num_layers: int) -> LayerGroups:
-    """Returns the groups that EasySpec makes of a model's layers; see `LayerParallelism.size`."""
+    """Returns EasySpec's groups of a model's layers; see `LayerParallelism.size`."""
     last = num_layers - 1
     starts = {start for start in (0, 1, *range(size, last, size), last) if start <= last}
     return tuple(tuple(range(start, stop)) for start, stop in pairwise([*sorted(starts), num_layers]))
@@ -62,12 +62,12 @@ def runs_in_parallel(groups: LayerGroups) -> bool:
 
 
 def written(groups: LayerGroups) -> str:
-    """Returns groups as `LayerParallelism.groups` has them."""
+    """Formats groups in the notation of `LayerParallelism.groups`."""
     return " ".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else f"{group[0]}" for group in groups)
 
 
-def _listed(text: str) -> LayerGroups:
-    """Returns groups as they are written, such as `0 1-3 4-7 8`."""
+def _parsed(text: str) -> LayerGroups:
+    """Parses groups such as `0 1-3 4-7 8`."""
     groups = []
     for word in re.split(r"[,\s]+", text.strip()):
         found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", word, re.ASCII)
@@ -81,8 +81,9 @@ def _listed(text: str) -> LayerGroups:
 
 
 def holders_of(groups: LayerGroups, num_ranks: int) -> list[int | None]:
-    """Returns which rank has each layer's attention; None is all of them.
+    """Returns the rank that holds each layer's attention; None is all ranks.
 
-    Layers that are alone are computed by all ranks, which costs less than to wait for one. The others are dealt out.
+    All ranks compute the layers that are alone, which costs less than waiting for one rank. The layers of the other
+    groups are distributed.
     """
     return [place % num_ranks if len(group) > 1 else None for group in groups for place in range(len(group))]

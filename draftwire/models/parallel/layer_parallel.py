@@ -1,16 +1,16 @@
-"""EasySpec: drafts with the attention of several consecutive layers computed at the same time.
+"""EasySpec: drafts with the attention of several consecutive layers computed in parallel.
 
-A layer's attention needs the layer before it, but not much of it: consecutive layers change what they read only a
-little. So all layers of a group attend to the group's first input, which makes one step of a few large operations out
-of many small ones, or lets several devices share it. The MLPs follow in order. What comes out is nearly what the model
-would say, and what is drafted so is as exact as any draft, because the verifier corrects it. The keys and values that
-are left behind are approximations too; `LanguageModelSequence` has them computed again once per round.
+Consecutive layers change the hidden states only a little, so a layer's attention can read an earlier layer's input.
+The attention of all layers of a group reads the group's first input, which replaces many small operations by a few
+large ones, or lets several devices share them. The MLPs follow in order. The logits are approximate, but the output
+stays exact, because the verifier corrects any draft. The stored keys and values are approximate too;
+`LanguageModelSequence` has them computed again once per round.
 
     attn_i = Attention_i(h_1)   for all layers i of the group
     h'_i = h_i + attn_i,   h_(i+1) = h'_i + MLP_i(h'_i)   one after the other
 
 Source: Wu et al. 2025, "EasySpec: Layer-Parallel Speculative Decoding for Efficient Multi-GPU Utilization" (arXiv
-2502.02493), section 4. On one device, that projections of a group are one product and its attention one call is ours.
+2502.02493), section 4. Fusing a group's projections and its attention on one device is our addition.
 """
 
 from collections.abc import Sequence
@@ -33,41 +33,41 @@ class _Group(Protocol):
     layers: tuple[int, ...]
 
     def outputs(self, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Sequence[Tensor]:
-        """Returns what the attention of each layer puts out, `[tokens, hidden]` each."""
+        """Returns the attention output of each layer, `[tokens, hidden]` each."""
 
 
 class LayerParallelDecoder:
-    """Another way to run a model. See `Decoder`."""
+    """Decoder that computes the attention of each group of layers in parallel."""
 
     def __init__(self, base: LeanDecoder, groups: LayerGroups, ranks: "Ranks | None" = None) -> None:
-        """Takes the weights of a model, which `base` goes on to use as well.
+        """Shares the weights of `base`.
 
         Args:
-            base: has the weights, or this rank's.
-            groups: all layers. With groups of one layer each the result is `base`'s, to the bit.
-            ranks: who computes what, if there are several; rank 0 alone gets logits.
+            base: the model, or this rank's part of it.
+            groups: all layers. With groups of one layer each the result is the same as `base`'s, to the bit.
+            ranks: distribution of the layers over several ranks; only rank 0 gets logits.
         """
         self._base = base
         self.device = base.device
         self.vocab_size = base.vocab_size
         self._ranks = ranks
         self._groups: list[_Group] = [
-            _here(base, group) if ranks is None else ranks.shared(base, group) for group in groups
+            _local_group(base, group) if ranks is None else ranks.shared(base, group) for group in groups
         ]
 
     @property
     def is_approximate(self) -> bool:
-        """Whether it computes anything but what `base` does."""
+        """Whether any result differs from `base`'s."""
         return runs_in_parallel(tuple(group.layers for group in self._groups))
 
     @property
     def stacks(self) -> list[tuple[int, ...]]:
-        """Layers whose keys and values have to lie behind each other in the storage."""
+        """Layers whose keys and values have to be contiguous in the storage."""
         own = [group.own if isinstance(group, _Gathered) else group for group in self._groups]
         return [group.layers for group in own if isinstance(group, _Fused)]
 
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
-        """Returns the logits of the tokens that are kept; none on ranks other than 0."""
+        """Returns the logits of the kept tokens; no rows on ranks other than 0."""
         base = self._base
         hidden, rotation = base.embed(token_ids, step.positions)
         for group in self._groups:
@@ -80,7 +80,7 @@ class LayerParallelDecoder:
 
 
 class _OneByOne:
-    """Layers that are computed one after the other."""
+    """Layers whose attention this process computes one after the other."""
 
     def __init__(self, base: LeanDecoder, layers: tuple[int, ...]) -> None:
         self.layers = layers
@@ -91,7 +91,7 @@ class _OneByOne:
 
 
 class _Fused:
-    """Layers that attend alike, at once."""
+    """Layers of equal attention parameters, computed at once."""
 
     def __init__(self, base: LeanDecoder, layers: tuple[int, ...]) -> None:
         self.layers = layers
@@ -119,9 +119,9 @@ class _Fused:
         return [output(own) for output, own in zip(self._outputs, attended, strict=True)]
 
 
-def _here(base: LeanDecoder, layers: tuple[int, ...]) -> "_OneByOne | _Fused":
-    """Returns how this process computes layers together."""
-    if len(layers) > 1 and len({_manner(part) for part in _attentions(base, layers)}) == 1:
+def _local_group(base: LeanDecoder, layers: tuple[int, ...]) -> "_OneByOne | _Fused":
+    """Returns the group of layers as this process computes it."""
+    if len(layers) > 1 and len({_fusion_key(part) for part in _attentions(base, layers)}) == 1:
         return _Fused(base, layers)
     return _OneByOne(base, layers)
 
@@ -131,14 +131,14 @@ def _attentions(base: LeanDecoder, layers: tuple[int, ...]) -> list[Attention]:
     return [part for part in parts if part is not None]
 
 
-def _manner(part: Attention) -> tuple[object, ...]:
-    """Returns what has to be the same for layers that are computed at once."""
+def _fusion_key(part: Attention) -> tuple[object, ...]:
+    """Returns the properties that have to be equal for layers to be fused."""
     norms = [norm.epsilon for norm in (part.query_norm, part.key_norm) if norm is not None]
     return part.shape, {part.norm.epsilon, *norms} == {part.norm.epsilon}, part.norm.epsilon, len(norms)
 
 
 def _joined(parts: Sequence[Attention]) -> Linear:
-    """Returns the projections of several layers as one of rows that are normalised, but not yet scaled."""
+    """Fuses the projections of several layers, their norms' weights folded in: the input is normalised, not scaled."""
     weights = [part.queries_keys_values.weight() * part.norm.weight for part in parts]
     biases = [bias for part in parts if (bias := part.queries_keys_values.bias) is not None]
     return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
@@ -153,28 +153,28 @@ def _head_norms(part: Attention, base: LeanDecoder) -> Tensor:
 
 
 class Ranks:
-    """Which rank of a group of processes computes which layers' attention. All of them compute all MLPs."""
+    """Distribution of the layers' attention over the ranks of a process group. Every rank computes all MLPs."""
 
     def __init__(self, group: ProcessGroup, groups: LayerGroups) -> None:
-        """Deals out the layers of the groups in which they run together."""
+        """Distributes the layers of each group."""
         self.group = group
         self.holders = holders_of(groups, group.size)
 
     @property
     def held_elsewhere(self) -> list[int]:
-        """Layers whose attention this rank does not have."""
+        """Layers whose attention this rank does not hold."""
         return [index for index, holder in enumerate(self.holders) if holder not in (None, self.group.rank)]
 
-    def shared(self, base: LeanDecoder, layers: tuple[int, ...]) -> "_OneByOne | _Sent | _Gathered":
-        """Returns how layers are computed together, or one that otherwise runs together with others."""
+    def shared(self, base: LeanDecoder, layers: tuple[int, ...]) -> "_OneByOne | _Broadcast | _Gathered":
+        """Returns a group as the ranks compute it; `layers` may also be a single layer of a larger group."""
         if len(layers) > 1:
             return _Gathered(base, layers, self.group)
         holder = self.holders[layers[0]]
-        return _OneByOne(base, layers) if holder is None else _Sent(base, layers, holder, self.group)
+        return _OneByOne(base, layers) if holder is None else _Broadcast(base, layers, holder, self.group)
 
 
-class _Sent:
-    """A layer that one rank computes for all."""
+class _Broadcast:
+    """A layer that one rank computes and broadcasts."""
 
     def __init__(self, base: LeanDecoder, layers: tuple[int, ...], holder: int, group: ProcessGroup) -> None:
         self.layers = layers
@@ -191,13 +191,13 @@ class _Sent:
 
 
 class _Gathered:
-    """Layers that are shared out among ranks: one exchange for all of them."""
+    """Layers distributed over the ranks: one all-gather for all of them."""
 
     def __init__(self, base: LeanDecoder, layers: tuple[int, ...], group: ProcessGroup) -> None:
         self.layers = layers
         self._group = group
         own = layers[group.rank :: group.size]
-        self.own = _here(base, own)
+        self.own = _local_group(base, own)
         self._most = -(-len(layers) // group.size)
 
     def outputs(self, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Sequence[Tensor]:

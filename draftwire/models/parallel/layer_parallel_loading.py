@@ -1,4 +1,4 @@
-"""Loads a drafter whose layers' attention is shared out among the ranks of a group."""
+"""Loads a drafter whose layers' attention is distributed over the ranks of a group."""
 
 from dataclasses import dataclass
 
@@ -14,34 +14,34 @@ from draftwire.models.parallel.sharded_loading import LOADING_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class LoadedLayers:
-    """What a rank runs, and what peers need to know of the model."""
+    """A rank's decoders, and the model's description for peers."""
 
     card: ModelCard
     exact: Decoder
-    """One layer after the other."""
+    """Computes one layer after the other."""
     drafting: LayerParallelDecoder
-    """The layers of a group at the same time."""
+    """Computes the layers of a group in parallel."""
     groups: LayerGroups
 
 
 def load_layer_parallel(
     name: str, dtype: str, device: str, revision: str | None, layers: LayerParallelism, group: ProcessGroup
 ) -> LoadedLayers:
-    """Loads this rank's part of a drafter; on all ranks, with the same arguments but for the device.
+    """Loads this rank's part of a drafter. Called on all ranks with the same arguments except for the device.
 
-    Every rank reads the whole model, keeps all MLPs and drops the attention of layers that other ranks have. Returns
-    when all ranks have loaded theirs. A rank that cannot leaves the group, so that no other waits for it.
+    Every rank reads the whole model, keeps all MLPs and drops the attention of layers that other ranks hold. Returns
+    when all ranks have loaded their parts. A rank that fails leaves the group, so that no other rank waits for it.
 
     Args:
         name: folder, or name on the model hub.
-        dtype: as `load_model`.
+        dtype: as for `load_model`.
         device: the group's.
         revision: commit or branch on the hub.
-        layers: which run at the same time.
-        group: whose ranks share the model.
+        layers: the layers that run in parallel.
+        group: the ranks that share the model.
 
     Raises:
-        InvalidRequestError: as `load_model`; or the model's layers are not known here, or other ones.
+        InvalidRequestError: as `load_model`; or the architecture is not supported, or `layers` does not fit the model.
         OSError: the files cannot be read.
         UnavailableError: another rank is lost, or could not load its part.
     """

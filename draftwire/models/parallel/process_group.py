@@ -1,7 +1,7 @@
-"""Processes that compute one model together, each on a device of its own, and what they exchange.
+"""Process group of the ranks that compute one model together, each on a device of its own, and its collectives.
 
-Tensors on the CPU travel by gloo, tensors on a GPU by NCCL; a group on GPUs has both, so that what only hosts need does
-not wait for a device.
+Tensors on the CPU use gloo, tensors on a GPU use NCCL. A group on GPUs has both backends, so that host data does not
+wait for a device.
 """
 
 import re
@@ -20,26 +20,26 @@ from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.method.devices import prepare
 
 JOIN_TIMEOUTS = 10.0
-"""How long all ranks may take to come together, in timeouts of a collective."""
+"""Timeout for all ranks to join, in timeouts of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSettings:
-    """Who belongs to a group, and where its members find each other."""
+    """Rank, size and rendezvous address of a process group."""
 
     rank: int
-    """This process, 0 to `size` - 1."""
+    """Rank of this process, 0 to `size` - 1."""
     size: int
-    """Processes in the group."""
+    """Number of processes in the group."""
     address: str
-    """`host:port` that rank 0 listens on until all have joined, and while the group lasts."""
+    """`host:port` that rank 0 listens on for the lifetime of the group."""
     device: str
-    """`cpu`, or `cuda:N`: where this rank computes."""
+    """Device of this rank: `cpu` or `cuda:N`."""
     timeout_s: float = 30.0
-    """How long a collective may take before it fails, seconds."""
+    """Timeout of a collective, seconds."""
 
     def __post_init__(self) -> None:
-        """Raises `InvalidRequestError` for values that make no group."""
+        """Raises `InvalidRequestError` for invalid values."""
         if not 0 <= self.rank < self.size:
             raise InvalidRequestError(f"rank must be 0 to {self.size - 1} in a group of {self.size}, not {self.rank}")
         if not self.host or not self.address.rpartition(":")[2].isdecimal() or not 0 < self.port < 65_536:
@@ -61,10 +61,10 @@ class GroupSettings:
 
 
 class ProcessGroup:
-    """This process's membership. At most one at a time in a process; for one thread.
+    """This process's membership in a group. At most one at a time in a process; used by one thread.
 
     All ranks call the same collectives in the same order with tensors of the same shapes. A collective that fails
-    raises `UnavailableError`, and so does every later one: the ranks no longer agree on what comes next. One on a GPU
+    raises `UnavailableError`, and so does every later one, because the ranks are out of step. A collective on a GPU
     returns before it is carried out. If it then hangs for longer than the timeout, torch ends the process.
     """
 
@@ -88,11 +88,11 @@ class ProcessGroup:
 
     @classmethod
     def join(cls, settings: GroupSettings) -> "ProcessGroup":
-        """Waits until all ranks are there, at most `JOIN_TIMEOUTS` times the timeout of a collective.
+        """Waits until all ranks have joined, at most `JOIN_TIMEOUTS` times the timeout of a collective.
 
         Raises:
             InvalidRequestError: this process is in a group already, or torch cannot compute on the device.
-            UnavailableError: the others did not come, or nobody listens at the address.
+            UnavailableError: another rank did not join in time, or rank 0 does not listen at the address.
         """
         if distributed.is_initialized():
             raise InvalidRequestError("this process belongs to a group already")
@@ -148,7 +148,7 @@ class ProcessGroup:
         return self._settings.timeout_s
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replaces a contiguous tensor by its sum over all ranks; all get the same bits.
+        """Replaces a contiguous tensor by its sum over all ranks; bit-identical on all of them.
 
         Raises:
             UnavailableError: another rank is lost or late, or the group has failed before.
@@ -157,10 +157,10 @@ class ProcessGroup:
             _finish(self._collectives.allreduce([tensor], self._sum))
 
     def gather_columns(self, tensor: Tensor) -> Tensor:
-        """Brings the columns of all ranks together on rank 0.
+        """Gathers the columns of all ranks on rank 0.
 
         Args:
-            tensor: `[rows, columns]`, contiguous, as many columns on every rank.
+            tensor: `[rows, columns]`, contiguous, of the same shape on every rank.
 
         Returns:
             `[rows, size * columns]` in the order of ranks on rank 0, `tensor` itself on the others.
@@ -168,7 +168,7 @@ class ProcessGroup:
         Raises:
             UnavailableError: as `all_reduce`.
         """
-        if len(tensor) == 0:  # nobody has any
+        if len(tensor) == 0:  # so it is on every rank
             return tensor.repeat(1, self.size) if self.rank == 0 else tensor
         with self._collective("the gathering of columns"):
             if self.rank:
@@ -179,10 +179,10 @@ class ProcessGroup:
             return parts.transpose(0, 1).flatten(1)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Brings what the ranks have together on all of them.
+        """Gathers the tensors of all ranks on every rank.
 
         Args:
-            tensor: of any shape, contiguous, the same on every rank.
+            tensor: contiguous, of any shape that is the same on every rank.
 
         Returns:
             `[size, ...]` in the order of ranks.
@@ -196,11 +196,11 @@ class ProcessGroup:
         return parts
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrites a contiguous tensor by another rank's.
+        """Overwrites a contiguous tensor with the source rank's.
 
         Args:
             tensor: of the same shape on all ranks.
-            source: the rank whose tensor is taken.
+            source: the sending rank.
 
         Raises:
             UnavailableError: as `all_reduce`.
@@ -209,10 +209,10 @@ class ProcessGroup:
             _finish(self._collectives.broadcast([tensor], self._from[source]))
 
     def meet(self, timeout_s: float | None = None) -> None:
-        """Waits until all ranks are here, on their hosts.
+        """Barrier of the hosts: waits until all ranks have called it.
 
         Args:
-            timeout_s: how long, seconds; None is the timeout of every collective. A rank that dies is noticed at once.
+            timeout_s: timeout, seconds; None is that of every collective. The death of a rank is detected at once.
 
         Raises:
             UnavailableError: as `all_reduce`.
@@ -223,23 +223,23 @@ class ProcessGroup:
             _finish(self._collectives.allreduce([torch.zeros(1, dtype=torch.int64)], options))
 
     def break_off(self, reason: str) -> None:
-        """Lets the group fail, here now and at the other ranks at once: this rank cannot keep up with what was begun.
+        """Aborts the group at once, on this rank and the others, because this rank cannot finish the current step.
 
-        Does nothing if it has failed before.
+        Does nothing if the group has failed before.
         """
         if not self._failure:
             self._failure = f"rank {self.rank} of {self.size}: {reason}"
             self.leave()
 
     def leave(self) -> None:
-        """Ends this process's membership; the others' collectives fail from now on. May be called more than once."""
+        """Leaves the group; collectives of the other ranks fail from now on. May be called more than once."""
         if self._has_left:
             return
         self._has_left = True
         self._failure = self._failure or f"rank {self.rank} of {self.size} has left its group"
-        del self._collectives  # connections are closed when nothing refers to it any more
+        del self._collectives  # connections close with the last reference
         if self.device.type == "cuda":
-            c10d._abort_process_group()  # waits for nobody
+            c10d._abort_process_group()  # does not wait for the other ranks
         else:
             distributed.destroy_process_group()
 
@@ -255,7 +255,7 @@ class ProcessGroup:
 
 
 def _listen(settings: GroupSettings) -> int:
-    """Returns a socket that listens at the group's address and nowhere else, which torch's own would not."""
+    """Returns a socket that listens at the group's address only; torch's own would listen on all interfaces."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family).detach()
@@ -264,16 +264,16 @@ def _listen(settings: GroupSettings) -> int:
 
 
 def _finish(work: distributed.Work | None) -> None:
-    """Waits for a collective on the CPU, and lets the current stream wait for one on a GPU."""
+    """Waits for a collective on the CPU; for a collective on a GPU, makes the current stream wait."""
     if work is None:
         return
     try:
         work.wait()
     finally:
-        del work  # in the frame of an error it would keep connections open, and the other ranks waiting
+        del work  # a traceback's frame would keep connections open, and the other ranks waiting
 
 
 def _cause(error: Exception) -> str:
-    """Returns the first sentence of what torch says, without the place in its sources."""
+    """Returns the first sentence of torch's error message, without the source location."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^\[?\S+:\d+\]\s*", "", line).partition(". This is typically")[0]

@@ -1,7 +1,7 @@
-"""Loads a model of which every rank of a group has a part, and reads no more of the files than that.
+"""Loads this rank's shard of a tensor-parallel model, reading only the shard from the files.
 
-Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3: what reads all of a layer's input is divided
-by rows of its weights, what reads the divided result is divided by columns.
+Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3: projections that read a layer's whole input
+are divided by rows of their weights, projections that read the divided result are divided by columns.
 """
 
 import copy
@@ -48,24 +48,24 @@ from draftwire.models.parallel.spread_decoder import (
 from draftwire.models.parallel.tensor_parallel import check_divides
 
 LOADING_SECONDS = 3600.0
-"""How long ranks wait for the one that loads slowest."""
+"""Timeout of waiting for the slowest rank to load."""
 
 Progress = Callable[[int, int], None]
-"""Is told bytes of weights that this rank has read, and how many it will read in all."""
+"""Called with the bytes of weights that this rank has read, and their total."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedShard:
-    """A rank's part of a model and what peers need to know of the whole."""
+    """A rank's shard of a model and the card of the whole model."""
 
     decoder: Decoder
     card: ModelCard
-    """On other ranks than 0 without the weights' fingerprint, which rank 0 alone computes."""
+    """Without the weights' fingerprint on ranks other than 0: only rank 0 computes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has of a weight: entries `start` to `stop` along a dimension, and zeros behind them up to `size`."""
+    """A rank's part of a weight: entries `start` to `stop` along a dimension, padded with zeros to `size`."""
 
     dimension: int
     start: int
@@ -74,12 +74,12 @@ class Part:
 
     @classmethod
     def of(cls, name: str, shape: Sequence[int], config: Any, group: ProcessGroup) -> "Part":
-        """Returns a rank's part of the weight of that name, whose whole has a shape."""
+        """Returns a rank's part of the weight `name`, which has `shape` as a whole."""
         module, _, kind = name.rpartition(".")
         module = module.rpartition(".")[2]
         if module in BY_QUERY_HEAD:
             return cls.share(0, shape, group.rank, group.size)
-        if module in BY_KEY_HEAD:  # ranks whose query heads share a key head have that one each
+        if module in BY_KEY_HEAD:  # a key head is copied to all ranks whose query heads share it
             owners = min(group.size, config.num_key_value_heads)
             return cls.share(0, shape, group.rank * owners // group.size, owners)
         if module in BY_INNER:
@@ -87,7 +87,7 @@ class Part:
         if module in SUMMED and kind == "weight":
             return cls.share(1, shape, group.rank, group.size)
         if module in SUMMED and group.rank > 0:
-            return cls(0, 0, 0, shape[0])  # the sum has each bias once
+            return cls(0, 0, 0, shape[0])  # the all-reduce must add each bias once
         if name == HEAD:
             size = -(-shape[0] // group.size)
             start = min(group.rank * size, shape[0])
@@ -101,12 +101,12 @@ class Part:
         return cls(dimension, index * size, (index + 1) * size, size)
 
     def taken_from(self, whole: Any) -> Tensor:
-        """Returns the part of a tensor, or of a tensor in a file, without the zeros; copies nothing."""
+        """Slices the part from a tensor, or reads it from a tensor in a file, without the zeros."""
         own: Tensor = whole[self.start : self.stop] if self.dimension == 0 else whole[:, self.start : self.stop]
         return own
 
     def placed(self, own: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns a copy of what `taken_from` returned, with the zeros."""
+        """Returns a copy of the result of `taken_from`, padded with zeros."""
         shape = list(own.shape)
         shape[self.dimension] = self.size
         result = torch.empty(shape, dtype=dtype, device=device)
@@ -116,7 +116,7 @@ class Part:
 
 
 class Checkpoint:
-    """The weights in a model's safetensors files, of which parts can be read. To be used as a context."""
+    """The weights in a model's safetensors files, readable by slices. A context manager."""
 
     def __init__(self, files: Iterable[str]) -> None:
         """Opens the files.
@@ -159,7 +159,7 @@ class Checkpoint:
         self._stack.close()
 
     def weight(self, name: str, shape: Sequence[int]) -> Any:
-        """Returns a tensor in a file, of which slices are read when they are used.
+        """Returns a lazy tensor in a file, whose slices are read on access.
 
         Raises:
             InvalidRequestError: there is none of that name and shape.
@@ -172,11 +172,11 @@ class Checkpoint:
         return stored
 
     def ties_head(self, config: Any) -> bool:
-        """Whether a model's head is its embedding, and not stored again."""
+        """Whether a model's head is tied to its embedding and not stored separately."""
         return bool(config.tie_word_embeddings) and HEAD not in self._files
 
     def dtype(self) -> torch.dtype | None:
-        """Returns the type of the first weight that is not of integers."""
+        """Returns the dtype of the first weight that is not an integer tensor."""
         dtypes = (file.get_slice(name)[:0].dtype for name, file in self._files.items())
         return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
@@ -190,21 +190,21 @@ def load_parallel_target(
     decoder: str = "auto",
     on_progress: Progress | None = None,
 ) -> LoadedShard:
-    """Loads this rank's part of a model; on all ranks, with the same arguments but for the device.
+    """Loads this rank's shard of a model. Called on all ranks with the same arguments except for the device.
 
-    Returns when all ranks have loaded theirs. A rank that cannot leaves the group, so that no other waits for it.
+    Returns when all ranks have loaded their shards. A rank that fails leaves the group, so that no other rank waits.
 
     Args:
         name: folder, or name on the model hub.
-        dtype: as `load_model`.
+        dtype: as for `load_model`.
         device: the group's.
         revision: commit or branch on the hub.
-        group: whose members load the model.
+        group: the ranks that share the model.
         decoder: one of `DECODERS`.
-        on_progress: is called while weights are read, on this thread.
+        on_progress: called while weights are read, on this thread.
 
     Raises:
-        InvalidRequestError: as `load_model`; or the model cannot be spread over so many processes, or not at all.
+        InvalidRequestError: as `load_model`; or the model cannot be sharded over this many processes, or not at all.
         OSError: the files cannot be read.
         UnavailableError: another rank is lost, or could not load its part.
     """
@@ -219,7 +219,7 @@ def load_parallel_target(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is to be loaded, and by whom."""
+    """The model to load, and the group that loads it."""
 
     name: str
     dtype: str
@@ -237,7 +237,7 @@ class _Source:
         return cls(str(Path(name).expanduser()) if name.startswith("~") else name, dtype, revision, group)
 
     def torch_dtype(self, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-        """Returns the type that weights are to have, as `load_model` chooses it."""
+        """Returns the dtype of the weights, chosen as by `load_model`."""
         if self.dtype == "auto" and self.group.device.type == "cpu":
             return torch.float32
         named = getattr(config, "dtype", None) if self.dtype == "auto" else getattr(torch, self.dtype)
@@ -249,7 +249,7 @@ class _Source:
 
 def _load(source: _Source, decoder: str, on_progress: Progress) -> LoadedShard:
     check_decoder(decoder)
-    disable_progress_bar()  # it would write into the log
+    disable_progress_bar()  # would write into the log
     config = AutoConfig.from_pretrained(source.name, revision=source.revision)
     if getattr(config, "quantization_config", None):
         raise InvalidRequestError(f"{source.name} is quantised; such models are not spread over processes")
@@ -275,16 +275,16 @@ def _load(source: _Source, decoder: str, on_progress: Progress) -> LoadedShard:
 
 
 def _on_meta(config: Any) -> Any:
-    """Returns a model without weights."""
+    """Returns a model on the meta device: shapes without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config).eval()
 
 
 def _part_of(whole: Any, checkpoint: Checkpoint, group: ProcessGroup, on_progress: Progress) -> PreTrainedModel:
-    """Returns this rank's part of a model, as a smaller model of the same architecture.
+    """Returns this rank's shard of a model, as a smaller model of the same architecture.
 
     Raises:
-        InvalidRequestError: the architecture has other parts, or the checkpoint other weights.
+        InvalidRequestError: the architecture or the checkpoint has unexpected weights.
     """
     config = copy.deepcopy(whole.config)
     heads = config.num_attention_heads
@@ -314,17 +314,17 @@ def _part_of(whole: Any, checkpoint: Checkpoint, group: ProcessGroup, on_progres
         raise InvalidRequestError(
             f"models of type {config.model_type} cannot be spread over processes: {odd[0]} is odd"
         )
-    _make_tables(part, group.device)  # while weights are not there, which would be initialised as well
+    _make_buffers(part, group.device)  # before the weights are assigned: it would initialise them too
     part.load_state_dict(state, assign=True)
     model: PreTrainedModel = part.eval()
     return model
 
 
-def _make_tables(part: Any, device: torch.device) -> None:
-    """Computes what a model has beside its weights, such as the frequencies of position embeddings.
+def _make_buffers(part: Any, device: torch.device) -> None:
+    """Computes a model's buffers, such as the frequencies of position embeddings.
 
     Raises:
-        InvalidRequestError: transformers does not know how.
+        InvalidRequestError: transformers cannot initialise them.
     """
     for module in part.modules():
         tables = dict(module.named_buffers(recurse=False))
@@ -340,7 +340,7 @@ def _make_tables(part: Any, device: torch.device) -> None:
 def _read(
     stored: dict[str, Tensor], parts: dict[str, Part], dtype: torch.dtype, device: torch.device, on_progress: Progress
 ) -> dict[str, Tensor]:
-    """Reads parts of weights, which are read from their files when they are used."""
+    """Reads parts of weights from their files and places them on the device."""
     total = sum(own.nbytes for own in stored.values())
     num_read = 0
     state: dict[str, Tensor] = {}
@@ -352,9 +352,9 @@ def _read(
 
 
 def _card(source: _Source, whole: Any, checkpoint: Checkpoint) -> ModelCard:
-    """Returns what `load_model` says of the whole model."""
+    """Returns the card that `load_model` would return for the whole model."""
     tokenizer = AutoTokenizer.from_pretrained(source.name, revision=source.revision)
-    with suppress(OSError):  # if there is none, the model has made one of its configuration
+    with suppress(OSError):  # without the file, the model's own default stays
         whole.generation_config = GenerationConfig.from_pretrained(source.name, revision=source.revision or "main")
     return ModelCard.of(
         tokenizer,
@@ -369,7 +369,7 @@ def _card(source: _Source, whole: Any, checkpoint: Checkpoint) -> ModelCard:
 
 
 def _fingerprint(whole: Any, checkpoint: Checkpoint) -> bytes:
-    """Returns what `weights_fingerprint` says of the loaded model, and reads the entries that count alone."""
+    """Returns the `weights_fingerprint` of the whole model, reading only the entries that it hashes."""
     digest = hashlib.sha256()
     aliases = {HEAD: EMBEDDING} if checkpoint.ties_head(whole.config) else {}
     for name, tensor in sorted(whole.state_dict().items()):

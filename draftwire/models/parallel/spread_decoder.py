@@ -1,7 +1,8 @@
-"""Models that transformers runs, spread over a group of processes.
+"""Tensor parallelism for models that transformers runs.
 
-transformers says for many architectures which projections may be divided, and how. Where that is the division that is
-known here, a rank's part is a smaller model of the same architecture, whose layers add up what they put out.
+transformers has a tensor-parallel plan for many architectures: which projections are divided, and how. If the plan is
+one that is supported here, a rank's shard is a smaller model of the same architecture, whose layers all-reduce their
+outputs.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from draftwire.models.parallel.process_group import ProcessGroup
 BY_QUERY_HEAD, BY_KEY_HEAD = ("q_proj",), ("k_proj", "v_proj")
 BY_INNER = ("gate_proj", "up_proj")
 SUMMED = ("o_proj", "down_proj")
-"""Projections whose outputs are summed over the ranks."""
+"""Projections whose outputs are all-reduced."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _STYLES = {
@@ -26,7 +27,7 @@ _STYLES = {
 
 
 def why_not_spread(model: PreTrainedModel) -> str:
-    """Returns why `SpreadTransformersDecoder` cannot run parts of a model; empty if it can."""
+    """Returns the reason why `SpreadTransformersDecoder` does not support a model; empty if it does."""
     config = model.config
     plan = getattr(config, "base_model_tp_plan", None)
     if not plan:
@@ -41,15 +42,15 @@ def why_not_spread(model: PreTrainedModel) -> str:
 
 
 class SpreadTransformersDecoder(TransformersDecoder):
-    """A rank's part of a model. Only rank 0 gets logits of the whole vocabulary."""
+    """Decoder for a rank's shard of a model. Only rank 0 gets logits of the whole vocabulary."""
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup, vocab_size: int) -> None:
-        """Takes over a part.
+        """Wraps a shard.
 
         Args:
-            model: with some of the heads, of the MLPs' inner dimension and of the output's rows, the last of which may
+            model: has some of the heads, of the MLPs' inner dimension and of the output's rows, the last of which may
                 be padding.
-            group: whose ranks have the others.
+            group: its ranks have the other shards.
             vocab_size: rows of the whole output.
         """
         super().__init__(model)

@@ -1,7 +1,7 @@
-"""What rank 0 tells the others to do, as numbers: a message of a fixed size, and a second one where that is too small.
+"""Step plans that rank 0 broadcasts to the other ranks: a message of fixed size, and a second one for larger plans.
 
-Rank 0 alone knows which token of which sequence lives where. The others rebuild a step from its plan and run it on
-their own parts of the weights and of the cache.
+Only rank 0 has the block tables of the sequences. The other ranks rebuild a step from its plan and run it on their own
+shards of the weights and of the cache.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from draftwire.models.parallel.process_group import ProcessGroup
 PLAN_SIZE = 1024
 """Numbers in the first message."""
 MARK = 0x64726166
-"""First number of every plan: ranks that lost track of each other do not take one message for another."""
+"""First number of every plan: detects ranks that are out of step and would misread a message."""
 
 Numbers: TypeAlias = NDArray[np.int64]
 
 
 class PlanKind(IntEnum):
-    """What a plan asks for."""
+    """Kinds of plans."""
 
     READ = 1
     READ_FUZZILY = 2
@@ -39,15 +39,15 @@ class PlanKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Read the tokens of some sequences."""
+    """Reads the tokens of some sequences."""
 
     segments: list[Segment]
     token_ids: Numbers | None
-    """`[num_tokens]`; None if they are on rank 0's device only, from where a broadcast there brings them."""
+    """`[num_tokens]`; None if they are on rank 0's device only, which then broadcasts them."""
     kept: Sequence[int]
-    """Which tokens' logits are wanted."""
+    """The tokens whose logits are returned."""
     fuzzily: bool = False
-    """Whether to read them as `DraftModel.extend` does."""
+    """Whether to read approximately, like `DraftModel.extend`."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,7 +57,7 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Copy tokens to other places in the cache."""
+    """Copies keys and values between slots of the cache."""
 
     sources: Numbers
     targets: Numbers
@@ -65,30 +65,30 @@ class CopyPlan:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Show that you are there."""
+    """Liveness check: carries no work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """There will be no more plans."""
+    """Ends the sequence of plans."""
 
 
 StepPlan = ReadPlan | CopyPlan | Heartbeat | Stop
 
 
 class PlanChannel:
-    """Carries plans from rank 0 to the others."""
+    """Broadcasts plans from rank 0 to the others."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Makes room for the first message."""
+        """Allocates the buffer of the first message."""
         self._group = group
         self._first = torch.zeros(PLAN_SIZE, dtype=torch.int64)
 
     def announce(self, plan: StepPlan) -> None:
-        """Sends a plan; on rank 0.
+        """Broadcasts a plan; on rank 0.
 
         Raises:
-            UnavailableError: as every collective.
+            UnavailableError: as for every collective.
         """
         numbers = encode(plan)
         first = numbers[:PLAN_SIZE]
@@ -101,7 +101,7 @@ class PlanChannel:
         """Waits for the next plan; on the other ranks.
 
         Raises:
-            UnavailableError: rank 0 is lost, silent for longer than the group's timeout, or says something else.
+            UnavailableError: rank 0 is lost, silent for longer than the group's timeout, or sent no plan.
         """
         self._group.broadcast(self._first)
         numbers: Numbers = self._first.numpy().copy()
@@ -117,7 +117,7 @@ class PlanChannel:
 
 
 def encode(plan: StepPlan) -> Numbers:
-    """Returns a plan as numbers: the mark, how many numbers there are, the kind, three counts, and what is counted."""
+    """Encodes a plan as numbers: the mark, the number of numbers, the kind, three counts, and the counted items."""
     match plan:
         case ReadPlan(segments, token_ids, kept, fuzzily):
             kind = PlanKind.READ_FUZZILY if fuzzily else PlanKind.READ
@@ -134,7 +134,7 @@ def encode(plan: StepPlan) -> Numbers:
 
 
 def decode(numbers: Numbers) -> StepPlan:
-    """Returns the plan that `encode` was given; its sequences have the same blocks and lengths, and nothing else."""
+    """Decodes a plan. Its sequences have only their blocks and lengths."""
     kind, (count, num_ids, num_kept), body = PlanKind(int(numbers[2])), numbers[3:6].tolist(), numbers[6:]
     match kind:
         case PlanKind.READ | PlanKind.READ_FUZZILY:
@@ -162,7 +162,7 @@ def _numbers(kind: PlanKind, counts: tuple[int, int, int], *body: Sequence[int] 
 
 
 def host_ids(token_ids: Sequence[int] | Tensor) -> Numbers | None:
-    """Returns token ids for a plan; None where the host does not know them."""
+    """Returns token ids for a plan; None if they are on the device only."""
     if isinstance(token_ids, Tensor):
         return token_ids.numpy() if token_ids.device.type == "cpu" else None
     return np.array(token_ids, dtype=np.int64)

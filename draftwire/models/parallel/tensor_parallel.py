@@ -1,9 +1,9 @@
-"""A cached model whose weights are spread over a group of processes.
+"""Tensor parallelism: a cached model whose weights are sharded over a process group.
 
-Rank 0 serves with it like with any other model. Before each forward pass it announces what to read, and the others, in
-`follow`, do the same with their parts of the weights and of the cache.
+Rank 0 uses it like any other model. Before each forward pass it broadcasts a plan, and the other ranks, in `follow`,
+run the same step on their shards of the weights and of the cache.
 
-Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3: two sums per layer.
+Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3: two all-reduces per layer.
 """
 
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ from draftwire.models.parallel.step_plan import CopyPlan, Heartbeat, PlanChannel
 
 
 def check_divides(config: Any, size: int) -> None:
-    """Makes sure that a model's heads and MLPs can be shared out.
+    """Checks that a model's heads and MLPs can be divided among ranks.
 
-    Query heads and the MLPs' inner dimension are divided. So are key heads, or, where there are fewer than ranks, each
-    is held by as many ranks as need it. The vocabulary need not divide.
+    Query heads and the MLPs' inner dimension are divided. Key heads are divided too, or, if there are fewer than ranks,
+    replicated on the ranks that need them. The vocabulary need not be divisible.
 
     Args:
-        config: of the model's text part, of transformers.
-        size: ranks.
+        config: transformers' configuration of the model's text part.
+        size: number of ranks.
 
     Raises:
-        InvalidRequestError: they cannot; the message names the sizes that would do.
+        InvalidRequestError: they cannot be divided; the message names the possible sizes.
     """
     heads, inner = int(config.num_attention_heads), int(config.intermediate_size)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -51,11 +51,11 @@ def _divides(heads: int, kv_heads: int, inner: int, size: int) -> bool:
 
 
 class ParallelModel(CachedModel):
-    """One rank's part of a `CachedModel`.
+    """One rank's shard of a `CachedModel`.
 
-    Its reading methods are for rank 0; a method that raises `UnavailableError` does so for good.
+    Only rank 0 calls the reading methods. After an `UnavailableError` every later call raises it too.
 
-    What fails on rank 0 in the middle of a step ends the group: the others are in the same step, at another place.
+    An error on rank 0 in the middle of a step aborts the group, because the other ranks cannot leave that step.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class ParallelModel(CachedModel):
         *,
         group: ProcessGroup,
     ) -> None:
-        """Makes an empty cache; all ranks the same.
+        """Starts with an empty cache, of the same size on all ranks.
 
         Args:
-            decoder: this rank's part of the model.
-            cache_tokens: as `CachedModel`.
-            is_static: as `CachedModel`.
-            drafting: as `CachedModel`, this rank's part.
-            group: to which the decoders belong as well.
+            decoder: this rank's shard of the model.
+            cache_tokens: as for `CachedModel`.
+            is_static: as for `CachedModel`.
+            drafting: as for `CachedModel`, this rank's shard.
+            group: the process group of the decoders.
         """
         super().__init__(decoder, cache_tokens, is_static, drafting)
         self.group = group
         self._plans = PlanChannel(group)
 
     def heartbeat(self) -> None:
-        """Makes sure that all ranks are there. Rank 0 has to call it, or read, more often than the group's timeout.
+        """Checks that all ranks are alive. Rank 0 has to call it, or read, more often than the group's timeout.
 
         Raises:
             UnavailableError: another rank is lost or late.
@@ -90,7 +90,7 @@ class ParallelModel(CachedModel):
         self.group.meet()
 
     def stop(self) -> None:
-        """Lets the other ranks return from `follow`.
+        """Makes the other ranks return from `follow`.
 
         Raises:
             UnavailableError: as `heartbeat`.
@@ -102,7 +102,7 @@ class ParallelModel(CachedModel):
         return self._together(segments, token_ids, kept, fuzzily)
 
     def _together(self, segments: list[Segment], token_ids: IdRows, kept: Sequence[int], fuzzily: bool) -> Tensor:
-        """Carries out a step that all ranks know of."""
+        """Runs a step whose plan all ranks have."""
         try:
             if isinstance(token_ids, Tensor) and token_ids.device.type != "cpu":
                 self.group.broadcast(token_ids.contiguous() if self.group.rank == 0 else token_ids)
@@ -116,7 +116,7 @@ class ParallelModel(CachedModel):
         super()._copy(sources, targets)
 
     def _carry_out(self, plan: StepPlan) -> bool:
-        """Does on another rank what rank 0 does; returns whether there will be more."""
+        """Runs a plan on a rank other than 0; returns whether more will follow."""
         match plan:
             case ReadPlan(segments, token_ids, kept, fuzzily):
                 ids = torch.empty(plan.num_tokens, dtype=torch.int64, device=self.device)
@@ -134,7 +134,7 @@ class ParallelModel(CachedModel):
 
 @torch.inference_mode()
 def follow(model: ParallelModel) -> None:
-    """Carries out rank 0's plans until it stops; on the other ranks.
+    """Runs rank 0's plans until `stop`; on the other ranks.
 
     Raises:
         UnavailableError: rank 0, or another rank in the middle of a step, is lost or silent for longer than the group's
