@@ -171,7 +171,7 @@ class Worker:
         self._process.start()
         own.close()  # else the end of the process would not be noticed
         self.facts: dict[str, Any] = {}
-        """Its report after loading: versions and settings."""
+        """Settings that the process reports after loading."""
 
     def __enter__(self) -> "Worker":
         return self
