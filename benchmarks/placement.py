@@ -2,7 +2,7 @@
 
     python -m benchmarks.placement --target DIR/target --drafter DIR/drafter --output benchmarks/results/placement.json
 
-Each placement is started anew in every repetition, one after the other, and measured with one session and with several,
+Each placement is restarted in every repetition, one after the other, and measured with one session and with several,
 plain and speculative. Reported are medians over repetitions, ratios to the first placement, and the memory of each
 process after the load.
 """

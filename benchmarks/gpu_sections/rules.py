@@ -42,7 +42,7 @@ def rule_differences(device: str, shape: Shape) -> dict[str, int]:
     Softmax and sums round differently, so a uniform number close to a threshold may fall on its other side.
     """
     reference = Step(shape, NUM_BLOCKS, "cpu")
-    own = copy.copy(reference)  # making it anew would take long
+    own = copy.copy(reference)  # building another one would take long
     own.device, own.logits = torch.device(device), reference.logits.to(device)
     own.buffer = torch.empty_like(own.logits)
     differences = {}
