@@ -1,11 +1,11 @@
-"""How soon the audit flags a drafter that does not draw from what it declares, and what it costs.
+"""Detection delay of the drafter audit for drafters that do not draw from what they declare, and its cost.
 
     python -m benchmarks.audit --output benchmarks/results/audit.json
 
-The embedded pair continues prompts at temperature 1. Of each drafted position the target's distribution is kept and the
-one that the drafter declared (its 64 likeliest tokens). Drafters are simulated at random places of that collection: the
-tokens come from the law that a drafter draws with, the sums from `audit_sums` of what it declares. A life ends at the
-alarm or after `--max-positions`. Counted are draft tokens that say something: those whose distribution is not one-hot.
+The embedded pair continues prompts at temperature 1. For each drafted position the target's distribution is recorded
+and the one that the drafter declared (its 64 likeliest tokens). Drafters are simulated at random positions of that
+recording: tokens are drawn from the drafter's actual distribution, the sums are `audit_sums` of the declared one. A
+life ends at the alarm or after `--max-positions`. Only draft tokens whose distribution is not one-hot are counted.
 """
 
 import argparse
@@ -47,19 +47,19 @@ CHUNK = 4096
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Drafted positions of real texts, in their order."""
+    """Recorded drafted positions of real texts, in order."""
 
     target: Tensor
     """`[places, vocab] float32`."""
     token_ids: Tensor
     """`[places, SUPPORT] int64`."""
     probs: Tensor
-    """`[places, SUPPORT] float64`: what an honest drafter draws from; 0 in unused places."""
+    """`[places, SUPPORT] float64`: the declared distribution of an honest drafter; 0 in unused entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafter:
-    """One way to draft at the places of a collection."""
+    """Declared and actual distributions of a simulated drafter."""
 
     token_ids: Tensor
     """`[places, SUPPORT] int64`."""
@@ -71,7 +71,7 @@ class Drafter:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """After how many draft tokens the lives of a drafter were ended."""
+    """Quantiles of the number of draft tokens until the alarm."""
 
     num_lives: int
     num_flagged: int
@@ -81,7 +81,7 @@ class Delay:
 
 
 class Reports:
-    """The sums of every token that a drafter can draw, at every place."""
+    """Precomputed audit sums of every token that a drafter can draw, at every position."""
 
     def __init__(self, places: Places, drafter: Drafter) -> None:
         place, entry = drafter.drawn_from.nonzero(as_tuple=True)
@@ -93,14 +93,14 @@ class Reports:
             table += audit_sums(
                 BlockBatch(places.target, declared, drawn.unsqueeze(1), lengths, own.expand(-1, 2), own)
             )
-        # A place whose distribution is one-hot says nothing, and is left out.
+        # One-hot distributions carry no information.
         used = np.array([sums.num_positions for sums in table]) > 0
         self.table = np.array([astuple(sums) for sums in table])[used]
         law = drafter.drawn_from[place, entry].numpy()[used]
         self.cumulated: NDArray[np.float64] = np.cumsum(law) / law.sum()
 
     def draw(self, num_positions: int, generator: np.random.Generator) -> list[AuditSums]:
-        """Returns the sums of blocks."""
+        """Draws blocks and returns their audit sums."""
         rows = np.searchsorted(self.cumulated, generator.random(num_positions // BLOCK * BLOCK), side="right")
         sums = self.table[rows.clip(max=len(self.table) - 1)].reshape(-1, BLOCK, 5).sum(axis=1)
         return [AuditSums(int(count), *rest) for count, *rest in sums.tolist()]
@@ -118,7 +118,7 @@ class Reports:
 
 
 def collect(prompts: list[str], max_tokens: int) -> tuple[Places, float]:
-    """Continues the prompts; returns the places, and the share of them where there is a choice."""
+    """Continues the prompts; returns the positions, and the share of them that is not one-hot."""
     options = stack_options(None, None, BLOCK)
     target, drafter = (load_model(options[name]["model"]) for name in ("verifier", "drafter"))
     context_length = drafter.description.context_length
@@ -167,7 +167,7 @@ def ignores_weights(places: Places) -> Drafter:
 
 
 def repeats_a_token(places: Places) -> Drafter:
-    """The token that can be drawn at most places, at all of these."""
+    """Draws the token that is possible at most positions wherever it is possible."""
     favourite = places.token_ids[places.probs > 0.0].mode().values
     is_it = (places.token_ids == favourite) & (places.probs > 0.0)
     drawn_from = torch.where(is_it.any(dim=1, keepdim=True), is_it.to(torch.float64), places.probs)
@@ -175,7 +175,7 @@ def repeats_a_token(places: Places) -> Drafter:
 
 
 def declares_the_place_before(places: Places) -> Drafter:
-    """Draws those tokens that both places have in common; where there are none, what it declares."""
+    """Declares the previous position's distribution and draws a token that both share, or else as declared."""
     dense = torch.zeros(places.target.shape, dtype=torch.float64).scatter_(1, places.token_ids, places.probs)
     token_ids, declared = places.token_ids.roll(1, 0), places.probs.roll(1, 0)
     common = torch.where(declared > 0.0, dense.gather(1, token_ids), 0.0)
@@ -238,7 +238,7 @@ def simulate(places: Places, arguments: argparse.Namespace) -> dict[str, object]
 
 def microseconds(work: Callable[[], object], repeats: int) -> float:
     times = []
-    for _ in range(repeats + 1):  # the first one is not typical
+    for _ in range(repeats + 1):  # the first step is slower
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)

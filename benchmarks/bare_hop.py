@@ -1,4 +1,4 @@
-"""What a message costs on a bare grpc.aio stream between two processes: the floor below the services' own hops.
+"""Latency of a message on a bare grpc.aio stream between two processes: the lower bound of the services' messages.
 
 python -m benchmarks.bare_hop
 """
@@ -60,7 +60,7 @@ async def _measure(port: int, pause_s: float, count: int) -> float:
 
 
 def bare_hop_us(pause_s: float, count: int = 400) -> float:
-    """Returns the median time of one way between two processes that rest for `pause_s` before each message, in us."""
+    """Returns the median one-way latency in us between two processes that sleep for `pause_s` before each message."""
     context = multiprocessing.get_context("spawn")
     port: Queue[int] = context.Queue()
     process = context.Process(target=_run_server, args=(port,), daemon=True)

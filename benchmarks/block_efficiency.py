@@ -1,10 +1,10 @@
-"""What each verification rule accepts: tokens per forward pass of the target and acceptance rate, with intervals.
+"""Tokens per forward pass of the target and acceptance rate of each verification rule, with confidence intervals.
 
     python -m benchmarks.block_efficiency --output benchmarks/results/block_efficiency.json
 
 Measured: every prompt is continued through the three services, once with each rule, at the same settings. `typical` is
 there for comparison: its texts are not the target's. Predicted, for `block` and `token`: the prompts are continued in
-one process, and each drafted block is asked what either rule is expected to accept of it,
+one process, and the expected number of accepted tokens of each drafted block is computed for both rules,
 
     token: sum over i of prod over j <= i of min(1, r_j)        block: sum over i of a_i
 

@@ -1,4 +1,4 @@
-"""Everything that is meant for a GPU: is it right there, and what does it take?
+"""Correctness and speed of everything that is meant for a GPU.
 
     python -m benchmarks.gpu --output benchmarks/results/gpu.json
     python -m benchmarks.gpu --device cpu --size tiny      # the same code without a GPU
@@ -36,16 +36,16 @@ from draftwire.models.synthesis import SHAPES
 
 
 class Sections:
-    """The sections in their order. What is timed last is missed least."""
+    """Sections in order of importance: the last ones may run out of time."""
 
     def __init__(self, plan: Plan, has_greedy: bool) -> None:
-        """Prepares."""
+        """Creates no sections yet."""
         self._plan = plan
         self._has_greedy = has_greedy
         self._made: Pair | None = None
 
     def all(self) -> list[Section]:
-        """Returns them."""
+        """Returns all sections."""
         greedy = [
             Section("greedy pair", 60.0, partial(self._make, 0.0)),
             Section("greedy speculation", 100.0, self._speculation),
@@ -82,7 +82,7 @@ class Sections:
 
 
 def machine_facts(plan: Plan) -> dict[str, Any]:
-    """Returns what the figures depend on."""
+    """Returns versions and properties of the device and the host."""
     facts: dict[str, Any] = {
         "device": str(plan.device),
         "torch": torch.__version__,
@@ -125,7 +125,7 @@ def main() -> int:
         if arguments.only and section.name not in arguments.only:
             continue
         found[section.name] = section.run()
-        with contextlib.redirect_stdout(io.StringIO()):  # the table says it more shortly
+        with contextlib.redirect_stdout(io.StringIO()):  # the table has a shorter form
             write_report(arguments, {**facts, "sections": found})
     failed = [name for name, result in found.items() if not result["is_ok"]]
     missed = [f"{name}: {label}" for name, result in found.items() for label in _missed(result)]

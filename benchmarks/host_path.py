@@ -1,11 +1,11 @@
-"""What the services cost beside their models: host time of a round, where it goes, and rounds per second of a gateway.
+"""Host overhead of a round beside the models, its parts, and rounds per second of a gateway.
 
     python -m benchmarks.host_path --output benchmarks/results/host_path.json
 
 Runs scripted pairs, and the embedded pair, through the three processes on loopback. The host time of a round is the
 time between two deltas at the client less the model time that the response reports for a round (reading, drafting and
-verifying, as the services measure it). Three messages make a round; what one costs on a bare stream is measured beside
-it. The gateway's capacity is taken from the CPU time that it used, all threads.
+verifying, as the services measure it). A round has three messages; the latency of a message on a bare stream is
+measured for comparison. The gateway's capacity is computed from its CPU time, all threads.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def options(target: str, drafter: str) -> dict[str, dict[str, object]]:
 def host_times(answers: list[Answer]) -> list[float]:
     """Returns the host time of every round after each completion's first tokens, milliseconds.
 
-    The model time that is taken off is the mean of the completion's rounds; nearly all have the same shape.
+    The model time that is subtracted is the mean of the completion's rounds; nearly all have the same shape.
     """
     times: list[float] = []
     for answer in answers:
@@ -54,7 +54,7 @@ def host_times(answers: list[Answer]) -> list[float]:
 
 
 def measure_round(stack_options: dict[str, dict[str, object]], prompts: list[str], max_tokens: int) -> dict[str, Any]:
-    """Measures rounds of one session at a time, and where their time goes."""
+    """Measures rounds of one session at a time, and the times of their parts."""
     with traced(stack_options) as (stack, folder):
         run_load(stack.address, [Ask(prompts[0], 32, 4)] * 4, 1)
         asks = [Ask(prompt, max_tokens, 4, seed) for seed, prompt in enumerate(prompts)]
@@ -84,7 +84,7 @@ def _legs(rounds: list[Round]) -> dict[str, list[float]]:
 
 
 def measure_capacity(concurrency: int, max_tokens: int) -> dict[str, Any]:
-    """Loads the services with a scripted pair that takes no time and reads off the CPU time of each."""
+    """Loads the services with a scripted pair that takes no time, and returns rates from each service's CPU time."""
     with LocalStack(options(SCRIPTED, SCRIPTED)) as stack:
         asks = [Ask("hello", max_tokens, 4, seed) for seed in range(concurrency)]
         run_load(stack.address, [Ask("hello", 64, 4)] * concurrency, concurrency)

@@ -1,10 +1,10 @@
-"""What streaming over HTTP costs beside gRPC: tokens per second, and the gateway's CPU time, on the embedded pair.
+"""Cost of streaming over HTTP beside gRPC: tokens per second, and the gateway's CPU time, on the embedded pair.
 
     python -m benchmarks.http_edge --output benchmarks/results/http_edge.json
 
-Both ways stream the same completions, in turn, so that noise of the machine meets both: the same prompts, seeds and
-parameters, under "coupled", which gives both the same text. The reader of HTTP is Python's own http.client with a
-JSON reader, as slim as one can be; so it is the edge that is measured, and not a client. Ratios are of medians.
+Both ways stream the same completions alternately, so that noise of the machine affects both: the same prompts, seeds
+and parameters, under "coupled", which gives both the same text. The HTTP client is minimal, Python's own http.client
+and JSON parser, so that the server is measured and not the client. Ratios are of medians.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Does the text that comes out of the three services follow the target's law? A test on a model that can be enumerated.
+"""Chi-square test of the three services' output distribution against that of a target that can be enumerated.
 
     python -m benchmarks.law --samples 20000 --concurrency 16
 
@@ -6,8 +6,8 @@ starts drafter, verifier and gateway with two tiny models, draws many completion
 compares how often each outcome came with the target's exact probability of it (chi-square). The models have two layers
 and random weights: every distribution depends on the whole context.
 
-The completions share the steps of both models with each other and with requests of all other kinds, which are not
-judged: other prompts, parameters, rules and block lengths, some of them cancelled.
+The completions share steps of both models with each other and with requests of all other kinds, which are not tested:
+other prompts, parameters, rules and block lengths, some of them cancelled.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from tests.tiny_models import save_tiny_model
 
 VOCAB_SIZE = 3
 PROMPT = [1, 1, 2, 2, 2, 0, 0, 1, 2, 2, 2, 2, 1, 1, 2, 2, 0, 1, 2, 1]
-"""Longer than a block of the KV cache, whose contents most completions take over from each other."""
+"""Longer than a block of the KV cache, so that most completions hit the prefix cache."""
 LENGTH = 9
 """Tokens of each completion."""
 JUDGED = 5
@@ -125,7 +125,7 @@ def draw_completions(
 
 @contextmanager
 def other_requests(client: Client, count: int) -> Iterator[None]:
-    """Keeps so many requests of all kinds running; an error of theirs is raised at the end."""
+    """Keeps this many requests of all kinds running; raises an error of theirs at the end."""
     ended = threading.Event()
 
     def keep_asking(seed: int) -> None:
@@ -149,7 +149,7 @@ def other_requests(client: Client, count: int) -> Iterator[None]:
 
 
 def other_request(generator: random.Random) -> dict[str, Any]:
-    """Returns a request whose prompt begins like `PROMPT` or not, and whose parameters are any."""
+    """Returns a request with random parameters, whose prompt may share a prefix with `PROMPT`."""
     shared = PROMPT[: generator.choice([0, 16, len(PROMPT)])]
     prompt = [*shared, *(generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 30)))]
     return {

@@ -1,4 +1,4 @@
-"""What a drafter loses and gains when the attention of several layers is computed at the same time.
+"""Acceptance, similarity and speed of layer-parallel drafting.
 
     python -m benchmarks.layer_parallel --places --output benchmarks/results/layer_parallel.json
     python -m benchmarks.layer_parallel --parts acceptance --sizes 1 --temperatures 1 --output ..._places.json
@@ -11,11 +11,11 @@ acceptance: prompts are continued by the embedded pair in one process with group
     was accepted among those whose earlier ones were. Intervals are 95 %, by bootstrap over prompts; that of the
     difference from N = 1 is paired. At temperature 0, and with rule `coupled` at any, all settings continue a prompt by
     the same text, so that small differences show; with others texts part, which is noise.
-cosine: how similar what the drafter computes for the next token of a text is to what it computes exactly, both times
+cosine: cosine similarity of the drafter's approximate to its exact activations for the next token of a text, both
     with an exact cache before it: outputs of layers and of attention, queries, keys (positions applied) and values, all
     heads of a token together. The mean is over tokens and over all layers of groups of more than one layer. The first
     layer of such a group is among them; where only layers that are alone come before it, it is exact.
-steps: what a step takes; see `benchmarks.layer_parallel_steps`.
+steps: time of a step; see `benchmarks.layer_parallel_steps`.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import AutoTokenizer
+from typing_extensions import override
 
 from benchmarks.block_efficiency import Counts, acceptance_rate, block_efficiency, estimate
 from benchmarks.layer_parallel_steps import BLOCK_LENGTH, MODELS, WAYS, cached, measure_steps, with_compared
@@ -55,7 +56,7 @@ from draftwire.requests.parameters import SamplingParams
 
 PARTS = ("acceptance", "cosine", "steps")
 LAWFUL = ("block", "token", "coupled")
-"""Rules whose texts follow the target's law."""
+"""Lossless rules."""
 
 
 # Acceptance
@@ -63,7 +64,7 @@ LAWFUL = ("block", "token", "coupled")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A way to draft."""
+    """Layer groups of a drafter, with or without calibration."""
 
     size: int
     """Layers of the largest group."""
@@ -77,7 +78,7 @@ class Setting:
 
 
 def settings_of_sizes(sizes: Sequence[int], num_layers: int) -> list[Setting]:
-    """Returns the groups that sizes give, with and without calibration, which are the same where all is exact."""
+    """Returns the groups of each size, with and without calibration; once where all layers are exact."""
     settings = []
     for size in sizes:
         groups = groups_of_size(size, num_layers)
@@ -103,7 +104,7 @@ def settings_of_places(sizes: Sequence[int], num_layers: int) -> list[Setting]:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What became of the blocks of each prompt."""
+    """Counts of drafted and accepted tokens of each prompt."""
 
     counts: Counts
     positions: NDArray[np.float64]
@@ -159,7 +160,7 @@ class Pair:
         )
 
     def blocks(self, prompts: list[list[int]], setting: Setting, run: LocalRun) -> Blocks:
-        """Continues prompts, the number of each of which is its seed."""
+        """Continues prompts; the index of a prompt is its seed."""
         counts = np.zeros((len(prompts), 3))
         positions = np.zeros((len(prompts), 2, BLOCK_LENGTH))
         drafter = self.drafter(setting)
@@ -206,26 +207,26 @@ Seen = dict[tuple[str, int], Tensor]
 
 @dataclass(frozen=True)
 class WatchedStep(PackedStep):
-    """Keeps what layers attend with."""
+    """Records queries, keys and values of each layer."""
 
     seen: Seen
 
     @classmethod
     def of(cls, step: PackedStep, seen: Seen) -> "WatchedStep":
-        """Takes over a step."""
+        """Wraps a step."""
         return cls(step.storage, step.slots, step.positions, step.groups, seen)
 
+    @override
     def attend(
         self, layer: int, shape: AttentionShape, queries: Tensor, new_keys: Tensor, new_values: Tensor
     ) -> Tensor:
-        """See `PackedStep.attend`."""
         self._keep(layer, queries, new_keys, new_values)
         return super().attend(layer, shape, queries, new_keys, new_values)
 
+    @override
     def attend_together(
         self, layers: tuple[int, ...], shape: AttentionShape, queries: Tensor, new_keys: Tensor, new_values: Tensor
     ) -> Tensor:
-        """See `PackedStep.attend_together`."""
         for place, layer in enumerate(layers):
             self._keep(layer, queries[:, place], new_keys[:, place], new_values[:, place])
         return super().attend_together(layers, shape, queries, new_keys, new_values)
@@ -236,26 +237,25 @@ class WatchedStep(PackedStep):
 
 
 class WatchedDecoder(LeanDecoder):
-    """Keeps what its layers put out, also where they are run by a `WatchedDrafter`."""
+    """Records outputs of its layers, also when a `WatchedDrafter` runs them."""
 
     def __init__(self, *arguments: Any) -> None:
-        """See `LeanDecoder`."""
         super().__init__(*arguments)
         self.seen: Seen = {}
-        self._read = torch.empty(0)  # by the layer that is next
+        self._read = torch.empty(0)  # input of the next layer
 
+    @override
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
-        """See `Decoder.logits`."""
         return super().logits(token_ids, WatchedStep.of(step, self.seen), kept)
 
+    @override
     def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
-        """See `LeanDecoder.embed`."""
         hidden, rotation = super().embed(token_ids, positions)
         self._read = hidden.clone()
         return hidden, rotation
 
+    @override
     def mlp(self, index: int, hidden: Tensor) -> Tensor:
-        """See `LeanDecoder.mlp`."""
         added = super().mlp(index, hidden)
         self.seen[ATTENTION, index] = hidden - self._read
         self.seen[HIDDEN, index] = self._read = hidden + added
@@ -263,15 +263,14 @@ class WatchedDecoder(LeanDecoder):
 
 
 class WatchedDrafter(LayerParallelDecoder):
-    """Keeps what its layers put out, where its decoder does."""
+    """Records outputs of its layers in the records of its decoder."""
 
     def __init__(self, base: WatchedDecoder, groups: LayerGroups) -> None:
-        """See `LayerParallelDecoder`."""
         super().__init__(base, groups)
         self._seen = base.seen
 
+    @override
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
-        """See `Decoder.logits`."""
         return super().logits(token_ids, WatchedStep.of(step, self._seen), kept)
 
 
@@ -304,7 +303,7 @@ def measure_cosine(pair: Pair, arguments: argparse.Namespace) -> dict[str, Any]:
 def similarities_of(
     base: WatchedDecoder, groups: LayerGroups, prompts: list[list[int]], continuations: list[list[int]]
 ) -> dict[tuple[str, int], float]:
-    """Returns the mean cosine similarity to what is exact, by kind and layer, over all tokens of the continuations."""
+    """Returns the mean cosine similarity to exact activations, by kind and layer, over all continuation tokens."""
     num_tokens = min(map(len, continuations))
     room = sum(len(prompt) + num_tokens + 32 for prompt in prompts)
     model = CachedModel(base, room, drafting=WatchedDrafter(base, groups))

@@ -1,12 +1,12 @@
-"""What a step of a drafter takes that computes the attention of several layers at the same time.
+"""Step times of a layer-parallel drafter.
 
 Part `steps` of `benchmarks.layer_parallel`: a step over one more token of each sequence, in one process with one and
-with two threads, and in two processes of one thread each, which share out the attention; also what the first of two and
-of four such processes computes alone, without telling, waiting and another one at its side, which is what a step would
-take if exchanges took no time. N = 1 in several processes is that all of them compute all layers. Weights are random
-but for the embedded drafter's. Times are medians over all steps, ratios medians over repetitions, in each of which the
-settings take turns, with 95 % intervals. `plan` is telling the other process what to read, `exchange` what layers put
-out, both as rank 0 sees them, waiting for rank 1 included. The draft phase of a round of 5 tokens is an exact pass over
+with two threads, and in two processes of one thread each, which share the attention; also the part of the first of two
+and of four such processes alone, without exchanges and other processes, that is the time of a step if exchanges took no
+time. With N = 1 in several processes, each computes all layers. Weights are random except the embedded drafter's. Times
+are medians over all steps, ratios medians over repetitions, in each of which the settings alternate, with 95 %
+intervals. `plan` is the broadcast of a step's inputs, `exchange` that of layers' outputs, both at rank 0, including the
+wait for rank 1. The draft phase of a round of 5 tokens is an exact pass over
 6 tokens and 4 steps; of the ordinary drafter, 5 steps.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from benchmarks.paired import Ratio, ratio_of
 from benchmarks.relay import free_port
@@ -50,30 +51,30 @@ PROMPT_TOKENS = 40
 BATCH_SIZES = (1, 4, 16)
 NUM_RANKS = 2
 PATIENCE_S = 600.0
-"""For which a rank waits while the other measures alone."""
+"""Timeout of a rank while the other one measures alone."""
 CALIBRATED_TOKENS = BLOCK_LENGTH + 1
-"""What a round reads again after a block that was accepted: its tokens, and the one that the target added."""
+"""Tokens of the exact pass after a fully accepted block: its tokens and the bonus token."""
 PLAN, EXCHANGE = "plan", "exchange"
 CALIBRATION = "calibration"
 
 
 class TimedGroup(ProcessGroup):
-    """A membership that knows how long its collectives took."""
+    """A process group that times its collectives."""
 
     def __init__(self, *arguments: Any) -> None:
-        """See `ProcessGroup`."""
         super().__init__(*arguments)
         self.seconds = dict.fromkeys((PLAN, EXCHANGE), 0.0)
         self.num_exchanges = 0
 
+    @override
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """See `ProcessGroup.broadcast`; plans are numbers, what layers put out is not."""
         started = time.perf_counter()
         super().broadcast(tensor, source)
+        # Plans are integers, outputs of layers are floating-point.
         self._count(EXCHANGE if tensor.is_floating_point() else PLAN, started)
 
+    @override
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """See `ProcessGroup.all_gather`."""
         started = time.perf_counter()
         gathered = super().all_gather(tensor)
         self._count(EXCHANGE, started)
@@ -85,25 +86,25 @@ class TimedGroup(ProcessGroup):
 
 
 class SilentGroup(ProcessGroup):
-    """Rank 0's membership in a group that exchanges nothing: what others would send is 0."""
+    """Rank 0 of a group without communication: data of other ranks is 0."""
 
     def __init__(self, size: int) -> None:
-        """Joins nobody."""
+        """Starts no communication."""
         self._settings = GroupSettings(0, size, "localhost:1", "cpu")
 
+    @override
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """See `ProcessGroup.broadcast`."""
         if source:
             tensor.zero_()
 
+    @override
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """See `ProcessGroup.all_gather`."""
         return tensor.new_zeros(self.size, *tensor.shape)
 
 
 @dataclass(slots=True)
 class Times:
-    """What one kind of step took, seconds each."""
+    """Times of one kind of step, in seconds."""
 
     steps: list[float] = field(default_factory=list)
     repetitions: list[float] = field(default_factory=list)
@@ -112,19 +113,19 @@ class Times:
     num_exchanges: int = 0
 
     def faster_than(self, baseline: "Times") -> Ratio:
-        """Returns how many times as fast this is."""
+        """Returns the speed-up over other times."""
         return ratio_of(baseline.repetitions, self.repetitions)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a drafter runs."""
+    """Processes and threads of a drafter."""
 
     num_ranks: int = 1
     threads: int = 1
     """Of each rank."""
     is_silent: bool = False
-    """Whether there is rank 0 alone, which computes its part and waits for nobody."""
+    """Whether rank 0 computes its part alone, without communication."""
 
     @property
     def in_one_process(self) -> "Way":
@@ -143,7 +144,7 @@ WAYS = {
 
 
 def with_compared(names: Sequence[str]) -> list[str]:
-    """Returns ways and those that they are compared with, in the order of `WAYS`."""
+    """Returns ways and their baselines, in the order of `WAYS`."""
     compared = {WAYS[name].in_one_process for name in names}
     return [name for name, way in WAYS.items() if name in names or way in compared]
 
@@ -197,7 +198,7 @@ def model_of(way: Way, base: LeanDecoder, groups: LayerGroups, group: ProcessGro
 
 
 def serve_rank(address: str, name: str, sizes: list[int], turns: int) -> None:
-    """Is rank 1: follows the settings in turn, as often as rank 0 measures them."""
+    """Main of rank 1: runs the settings in turn, as often as rank 0 measures them."""
     torch.set_num_threads(1)
     group = ProcessGroup.join(GroupSettings(1, NUM_RANKS, address, "cpu", PATIENCE_S))
     base = load_base(name)
@@ -209,7 +210,7 @@ def serve_rank(address: str, name: str, sizes: list[int], turns: int) -> None:
 
 
 def measure_steps(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures one model in all settings, which take turns; the first turn is not counted."""
+    """Measures one model in all settings, which alternate; the first turn is not counted."""
     address = f"127.0.0.1:{free_port()}"
     context = multiprocessing.get_context("spawn")
     turns = arguments.repetitions + 1
@@ -246,7 +247,7 @@ def measure_steps(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 @torch.inference_mode()
 def lone_exchange_s(group: ProcessGroup, base: LeanDecoder) -> float:
-    """Returns how long one exchange of one token takes where ranks do nothing else; on all ranks."""
+    """Returns the time of one exchange of one token between otherwise idle ranks; call on all ranks."""
     hidden, _ = base.embed(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     times = []
     for _ in range(200):
@@ -257,7 +258,7 @@ def lone_exchange_s(group: ProcessGroup, base: LeanDecoder) -> float:
 
 
 def open_texts(model: CachedModel) -> list[CachedSequence]:
-    """Returns as many sequences as the largest batch has. Their text is the same, and read once."""
+    """Returns the sequences of the largest batch. Their text is the same, and computed once."""
     ids = list(range(1, PROMPT_TOKENS + 1))
     first = model.cache.open()
     model.read([Reading(first, ids, 0)])
@@ -269,7 +270,7 @@ def open_texts(model: CachedModel) -> list[CachedSequence]:
 
 @torch.inference_mode()
 def timed(model: CachedModel, texts: list[CachedSequence], kind: int | str, group: TimedGroup, seconds: float) -> Times:
-    """Returns what steps take that read the same again and again, at least three of them."""
+    """Returns times of at least three steps over the same tokens."""
     sequences = texts[:kind] if isinstance(kind, int) else texts[:1]
     work = _calibration(model, sequences[0]) if kind == CALIBRATION else _extension(model, sequences)
     times = Times()
@@ -307,7 +308,7 @@ def _add(times: Times, more: Times) -> None:
 
 
 def row(times: dict[Cell, Times], name: str, size: int, groups: LayerGroups) -> dict[str, Any]:
-    """Returns what a setting takes, milliseconds, and how many times as fast it is as others; prints the main part."""
+    """Returns a setting's times in milliseconds and its speed-ups over others; prints the main part."""
     way = WAYS[name]
     own = {kind: times[Cell(way, size, kind)] for kind in (*BATCH_SIZES, CALIBRATION)}
     old, in_one_process = times[Cell(way, 1, 1)], times[Cell(way.in_one_process, 1, 1)]
@@ -332,12 +333,12 @@ def row(times: dict[Cell, Times], name: str, size: int, groups: LayerGroups) -> 
 
 
 def phase_gain(old: Times, step: Times, first: Times) -> Ratio:
-    """Returns how many times as fast the draft phase of a round is as one of old steps.
+    """Returns the speed-up of the draft phase of a round over the ordinary drafter's.
 
     Args:
         old: steps of the ordinary drafter, one for each draft token.
-        step: the ones that come after the first.
-        first: what reads the committed tokens.
+        step: approximate steps, after the first.
+        first: the exact pass over the committed tokens.
     """
     runs = zip(first.repetitions, step.repetitions, strict=True)
     phases = [begun + (BLOCK_LENGTH - 1) * after for begun, after in runs]

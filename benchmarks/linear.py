@@ -1,4 +1,4 @@
-"""What a product of a few rows takes with weights as models store them, and with weights arranged beforehand.
+"""Time of a matrix product of a few rows, with weights as models store them and with packed weights.
 
 python -m benchmarks.linear --output benchmarks/results/linear.json
 """
@@ -20,7 +20,7 @@ from benchmarks.report import write_report
 from draftwire.models.linear import Linear
 
 NUM_LAYERS = 24
-"""Read in turn, together far more than the caches hold."""
+"""Layers used in turn, together far larger than the CPU caches."""
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""Load on a running gateway: many completions at once, each watched delta by delta. Shared by the benchmarks."""
+"""Load generator for a running gateway: concurrent completions, each timed delta by delta. Shared by the benchmarks."""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
@@ -15,7 +15,7 @@ from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One completion to ask for."""
+    """A completion to request."""
 
     prompt: str
     max_tokens: int
@@ -26,12 +26,12 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """One completion as its client saw it."""
+    """A completion as its client received it."""
 
     sent_at: float
     """By `time.perf_counter`, seconds."""
     delta_times: list[float] = field(default_factory=list)
-    """When each delta came."""
+    """Arrival of each delta."""
     statistics: gateway_pb2.GenerationStatistics = field(default_factory=gateway_pb2.GenerationStatistics)
 
     @property
@@ -45,7 +45,7 @@ class Answer:
 
 
 async def complete(stub: gateway_pb2_grpc.GatewayServiceStub, ask: Ask, answer: Answer | None = None) -> Answer:
-    """Carries out one completion; `answer` is filled as it goes on."""
+    """Requests one completion; fills `answer` as deltas arrive."""
     request = gateway_pb2.GenerateRequest(
         text=ask.prompt,
         sampling=session_pb2.SamplingParameters(temperature=ask.temperature),
@@ -75,5 +75,5 @@ async def _run(address: str, asks: Sequence[Ask], concurrency: int) -> list[Answ
 
 
 def run_load(address: str, asks: Sequence[Ask], concurrency: int) -> list[Answer]:
-    """Carries out completions, at most `concurrency` at once, and returns the answers in the order of `asks`."""
+    """Requests completions, at most `concurrency` at once, and returns the answers in the order of `asks`."""
     return asyncio.run(_run(address, asks, concurrency))

@@ -1,12 +1,12 @@
-"""Does a long prompt stall the sessions that are running? Their gaps between tokens, before and while it is read.
+"""Effect of a long prompt on running sessions: their gaps between tokens, before and during its prefill.
 
     python -m benchmarks.long_prompt --output benchmarks/results/long_prompt.json
     python -m benchmarks.long_prompt --pair scripted --output benchmarks/results/long_prompt_scripted.json
 
 Eight sessions decode, then a prompt of 4,096 tokens arrives. Measured for the drafter and the verifier together, in
-plain and in speculative mode. The embedded pair has a longer context declared: what it writes beyond its training is of
-no use, what it costs is real, and all processes share this machine's cores. A scripted pair waits instead of computing,
-as if each model had a device of its own.
+plain and in speculative mode. The embedded pair has a longer context declared: its text beyond the training length
+is meaningless, but the cost is real, and all processes share this machine's cores. A scripted pair sleeps instead of
+computing, as if each model had a device of its own.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CONTEXT_LENGTH = 8192
 RUNNING = 8
 SCRIPT = "scripted:verify_ms=8,draft_ms=2,calibration_ms=2,read_us=500,acceptance=0.8/0.7/0.6/0.5"
 SETTLE_SECONDS = 3.0
-"""How long the sessions run before the prompt comes."""
+"""How long the sessions run before the prompt is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Run:
     prompt_tokens: int
     seconds_to_first_token: float
     before: list[float]
-    """Seconds between deltas of the running sessions before the prompt came."""
+    """Seconds between deltas of the running sessions before the prompt was sent."""
     during: list[float]
     """The same from its arrival to its first token."""
 
@@ -100,13 +100,13 @@ async def measure(address: str, text: str, num_speculative_tokens: int, run_toke
 
 
 def long_text(pair: str, num_tokens: int) -> str:
-    """Returns a text of that many tokens: letters, which the embedded tokenizer reads together with a space."""
+    """Returns a text of that many tokens: letters, each one token together with its space in the embedded tokenizer."""
     letters = ("abcdefghijklmnopqrstuvwxyz"[index * 7 % 26] for index in range(num_tokens))
     return ("" if pair == "scripted" else " ").join(letters)
 
 
 def summary(runs: list[Run]) -> dict[str, object]:
-    """Compares the gaps of all runs together with the median gap before the prompt came."""
+    """Compares the gaps of all runs together with the median gap before the prompt was sent."""
     base = statistics.median(gap for run in runs for gap in run.before)
     return {
         "prompt_tokens": runs[0].prompt_tokens,
@@ -140,7 +140,7 @@ def main() -> None:
         for mode, num_speculative_tokens in (("plain", 0), ("speculative", 4)):
             runs = []
             turns = progress(range(arguments.repetitions), mode)
-            for _ in turns:  # each on services of its own, where no prefix is known yet
+            for _ in turns:  # each on new services, whose prefix caches are empty
                 with LocalStack({**options, "gateway": {}}) as stack:
                     text = long_text(arguments.pair, arguments.prompt_tokens)
                     runs.append(asyncio.run(measure(stack.address, text, num_speculative_tokens, arguments.run_tokens)))

@@ -1,21 +1,21 @@
-"""Compares two commands, or one command in two checkouts, in turns, beside what two equal runs differ by.
+"""Compares two commands, or one command in two checkouts, in alternating runs, beside the spread of equal runs.
 
     python -m benchmarks.paired "python -m benchmarks.wire" --in-a ../before --in-b . --pairs 12
     python -m benchmarks.paired "python -m benchmarks.linear --threads 1" "python -m benchmarks.linear --threads 2" \
         --figure "products.17 rows.arranged_ms" --bar 0.7 --at-most
 
-A ratio is B over A of one pair, so that it compares neighbours in time. Every pair runs A once more, called A': A' over
-A is what the same command differs by, and no smaller difference can be seen. The three take turns in an order that
-changes from pair to pair; over six pairs B and A' have the same places.
+A ratio is B over A of one pair, so that it compares runs adjacent in time. Every pair runs A once more, called A': A'
+over A is the noise of the same command, and no smaller difference can be detected. The order of the three changes from
+pair to pair; over six pairs B and A' have the same places.
 
 A figure is the wall time of the command, or with `--figure` a number of the last JSON object that begins a line of its
 standard output, as every benchmark here and `draftwire bench --json` print one. Its path has the keys joined by dots;
 keys may hold dots and blanks. Benchmarks print four digits. No shell reads the commands: `env NAME=value COMMAND` sets
 a variable.
 
-A bar is met where the interval reaches it and the median is beyond it or within `--tolerance` of it. Nothing is decided
-where A' over A strays further from 1 than the tolerance, and than the median from the bar. The exit status is 0, or 1
-for a bar that is missed, 2 for a command that fails, and 3 where nothing is decided.
+A bar is met if the interval reaches it and the median is beyond it or within `--tolerance` of it. The result is
+undecided if A' over A is further from 1 than the tolerance, and than the median from the bar. The exit status is 0, or
+1 for a missed bar, 2 for a command that fails, and 3 if undecided.
 """
 
 import argparse
@@ -53,17 +53,17 @@ A and B alternate. B and A' have the same places and distances from A. Every sec
 it backwards, so that a machine that slows down favours none.
 """
 ROUNDING = 1e-9
-"""By which a tolerance may be passed, so that 1.18 is within 0.02 of 1.2 in floating point too."""
+"""Slack of tolerances, so that 1.18 is within 0.02 of 1.2 in floating point too."""
 TAIL_LINES = 20
-"""Of the standard error of a command that failed."""
+"""Lines of standard error that are shown of a failed command."""
 
 
 class MeasurementError(Exception):
-    """A command failed, or gave no figure."""
+    """A command failed, or printed no figure."""
 
 
 class Verdict(Enum):
-    """What a comparison says about a bar."""
+    """Result of a comparison with a bar."""
 
     MET = "met"
     MISSED = "missed"
@@ -75,12 +75,12 @@ EXIT_STATUS = {None: 0, Verdict.MET: 0, Verdict.MISSED: 1, Verdict.UNDECIDED: 3}
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A ratio to be reached."""
+    """A required ratio."""
 
     value: float
-    """Of B over A; positive."""
+    """Ratio of B over A; positive."""
     is_at_least: bool
-    """Whether larger ratios meet it, and not smaller ones."""
+    """Whether larger ratios meet it, rather than smaller ones."""
     tolerance: float = TOLERANCE
     """How far the median may lie before the bar; not relative."""
 
@@ -121,7 +121,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What two runs of the same differ by: A' over A."""
+    """Noise of equal runs: A' over A."""
 
     ratio: Ratio
     percentile_10: float
@@ -130,7 +130,7 @@ class Spread:
 
     @property
     def reach(self) -> float:
-        """How far from 1 the interval goes, which is where the ratio of equals is."""
+        """Largest distance of the interval from 1, the ratio of equal runs."""
         return max(self.ratio.high - 1.0, 1.0 - self.ratio.low)
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Two measurements that took turns."""
+    """Results of alternating measurements of A and B."""
 
     ratio: Ratio
     """B over A."""
@@ -182,7 +182,7 @@ def bootstrap_median(ratios: Sequence[float], generator: np.random.Generator, re
 
 
 def ratio_of(figures: Sequence[float], base: Sequence[float]) -> Ratio:
-    """Returns what figures are over others, for a benchmark that has measured both in turns itself.
+    """Returns the ratio of paired figures, for a benchmark that alternates both measurements itself.
 
     Args:
         figures: of B, one of each turn.
@@ -191,7 +191,7 @@ def ratio_of(figures: Sequence[float], base: Sequence[float]) -> Ratio:
     With fewer than `MIN_PAIRS` turns the interval goes from the least to the most, and says little.
 
     Raises:
-        ValueError: not as many of one as of the other.
+        ValueError: the numbers of figures differ.
     """
     return bootstrap_median(_over(figures, base), np.random.default_rng(0))
 
@@ -204,7 +204,7 @@ def paired_ratios(
     warm_up: int = 1,
     has_spread: bool = True,
 ) -> Paired:
-    """Measures two in turns.
+    """Measures A and B alternately.
 
     Args:
         measure_a: runs A and returns its figure, of any unit.
@@ -297,7 +297,7 @@ class Command:
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Waits for a process and returns whether it had to be killed, with all that it started, for its time was up.
+    """Waits for a process; on timeout kills its process group. Returns whether it was killed.
 
     `Popen.wait(timeout)` would poll, and be up to 50 ms late.
     """
@@ -312,7 +312,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     timer.start()
     try:
         process.wait()
-    except BaseException:  # an interrupt of the terminal does not reach a session of its own
+    except BaseException:  # Ctrl-C does not reach a process in its own session
         _kill(process)
         raise
     finally:
@@ -374,7 +374,7 @@ def summary(paired: Paired, name: str, bar: Bar | None) -> str:
     Args:
         paired: what was measured.
         name: what the figure is called, with its unit.
-        bar: what it is held against.
+        bar: the required ratio.
     """
     lines = [
         f"{name}, {len(paired.a)} pairs; medians of ratios, with 95 % intervals",

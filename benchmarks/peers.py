@@ -1,24 +1,24 @@
-"""Our serving against transformers in one run: the same models, prompts, numbers of tokens, dtype and CPU threads.
+"""draftwire against transformers in one run: the same models, prompts, numbers of tokens, dtype and CPU threads.
 
     python -m benchmarks.peers --pairs embedded --output benchmarks/results/peers.json
 
 One completion at a time, float32, at temperature 0 and 1. The contestants:
 
     transformers                  `generate`
-    transformers assisted         `generate(assistant_model=...)` as it comes
+    transformers assisted         `generate(assistant_model=...)` with defaults
     transformers assisted, tuned  the same with the best constant number of draft tokens and no confidence threshold
     decoder                       our decoder in a process alone: `judge` with empty blocks, no services
     plain                         our three processes without draft tokens
     speculative                   our three processes with the best block length, rule `block`
 
 The two best settings, by median rates, are found by a sweep at the start of the run. Then every repetition has every
-contestant continue every prompt; they take turns prompt by prompt, in an order that rotates, so that a ratio compares
-neighbours in time. While one runs, the others' processes sleep. Nothing is reused of earlier completions of the same
-prompt. A token rate is that of whole completions, the reading of the prompt included, as whoever asked sees it.
+contestant continue every prompt; they alternate prompt by prompt, in an order that rotates, so that a ratio compares
+runs adjacent in time. While one runs, the others' processes sleep. Earlier completions of the same prompt are not
+reused. A token rate is that of whole completions, prefill included, as the client sees it.
 
 A pair is `embedded`, or a folder with `target/`, `drafter/` and a `synthesis.json` that names the temperature that the
 pair was made for, the only one at which it is run. No text ends early: all run on copies of the models (links to the
-weights) that have no end of text, so that nothing has to be masked.
+weights) without stop tokens, so that no token has to be masked.
 """
 
 import argparse
@@ -73,9 +73,9 @@ RATIOS = (
     (PLAIN, TRANSFORMERS),
 )
 ASSISTANT_TOKENS = (1, 2, 3, 4, 5, 8)
-"""Numbers of draft tokens that are tried for transformers."""
+"""Numbers of draft tokens in the sweep of transformers."""
 BLOCK_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
-"""Block lengths that are tried for our services."""
+"""Block lengths in the sweep of our services."""
 ANSWER_SECONDS = 600.0
 """How long a worker may take to load its models, or to continue a prompt."""
 WARM_UP_TOKENS = 8
@@ -85,7 +85,7 @@ CACHE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A completion to make."""
+    """A completion to generate."""
 
     prompt_ids: list[int]
     num_tokens: int
@@ -96,7 +96,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A completion as a contestant made it."""
+    """A completion of a contestant."""
 
     token_ids: list[int]
     seconds: float
@@ -110,7 +110,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two models and where they are to be run."""
+    """Two models and the temperatures at which they run."""
 
     name: str
     target: str
@@ -123,7 +123,7 @@ class Contestant(ABC):
     """Something that continues prompts."""
 
     def __init__(self, name: str, num_draft_tokens: int | None = None) -> None:
-        """Names it; `num_draft_tokens` is None where none are drafted, or where the contestant sees to their number."""
+        """`num_draft_tokens` is None without drafting, or where the contestant chooses the number itself."""
         self.name = name
         self.num_draft_tokens = num_draft_tokens
 
@@ -136,13 +136,13 @@ class Served(Contestant):
     """Our three processes."""
 
     def __init__(self, name: str, client: Client, salts: Iterator[int], num_draft_tokens: int) -> None:
-        """Takes a client, and numbers that no request had as its salt."""
+        """`salts` are unused numbers, one for the cache salt of each request."""
         super().__init__(name, num_draft_tokens)
         self._client = client
         self._salts = salts
 
     def run(self, task: Task) -> Run:
-        """See `Contestant.run`; the time is the client's."""
+        """Generates a completion through the gateway; the time is the client's."""
         started = time.perf_counter()
         completion = self._client.generate(
             task.prompt_ids,
@@ -151,7 +151,7 @@ class Served(Contestant):
             seed=task.seed,
             num_speculative_tokens=self.num_draft_tokens,
             rejection_sample_method="block",
-            cache_salt=str(next(self._salts)),  # else the second completion of a prompt would not read it
+            cache_salt=str(next(self._salts)),  # else the second completion of a prompt would hit the prefix cache
         )
         seconds = time.perf_counter() - started
         assert not completion.drafter_error, completion.drafter_error
@@ -161,17 +161,17 @@ class Served(Contestant):
 
 
 class Worker:
-    """A process that continues prompts when it is told to, and sleeps otherwise. A context manager."""
+    """A process that continues prompts on request, and sleeps otherwise. A context manager."""
 
     def __init__(self, serve: Callable[[Connection, Pair, int], None], pair: Pair, threads: int) -> None:
-        """Starts it, without waiting until it has loaded its models."""
+        """Starts the process, without waiting until it has loaded its models."""
         context = multiprocessing.get_context("spawn")
         self._connection, own = context.Pipe()
         self._process = context.Process(target=serve, args=(own, pair, threads), daemon=True)
         self._process.start()
         own.close()  # else the end of the process would not be noticed
         self.facts: dict[str, Any] = {}
-        """What it says of itself."""
+        """Settings that the process reports after loading."""
 
     def __enter__(self) -> "Worker":
         return self
@@ -182,11 +182,11 @@ class Worker:
         self._process.kill()
 
     def wait_ready(self) -> None:
-        """Returns when it has loaded its models; comes before the first task."""
+        """Waits until the process has loaded its models; to be called before the first task."""
         self.facts = self._answer()
 
     def run(self, task: Task, *how: object) -> Run:
-        """Returns what the process makes of a task."""
+        """Runs a task in the process and returns its result."""
         self._connection.send((task, *how))
         run: Run = self._answer()
         return run
@@ -201,13 +201,13 @@ class Generated(Contestant):
     """transformers in a process of its own."""
 
     def __init__(self, name: str, worker: Worker, is_assisted: bool, num_draft_tokens: int | None = None) -> None:
-        """Takes a process that runs `serve_transformers`."""
+        """`worker` runs `serve_transformers`."""
         super().__init__(name, num_draft_tokens)
         self._worker = worker
         self._is_assisted = is_assisted
 
     def run(self, task: Task) -> Run:
-        """See `Contestant.run`; the time is that of the call of `generate`."""
+        """Generates a completion in the worker; the time is that of the call of `generate`."""
         return self._worker.run(task, self._is_assisted, self.num_draft_tokens)
 
 
@@ -215,17 +215,17 @@ class Decoded(Contestant):
     """Our decoder in a process of its own."""
 
     def __init__(self, name: str, worker: Worker) -> None:
-        """Takes a process that runs `serve_decoder`."""
+        """`worker` runs `serve_decoder`."""
         super().__init__(name)
         self._worker = worker
 
     def run(self, task: Task) -> Run:
-        """See `Contestant.run`; the time is that of the loop."""
+        """Generates a completion in the worker; the time is that of the decoding loop."""
         return self._worker.run(task)
 
 
 def serve_transformers(connection: Connection, pair: Pair, threads: int) -> None:
-    """Continues prompts with `generate`, as a process of its own."""
+    """Main of the process that continues prompts with `generate`."""
     torch.set_num_threads(threads)
     set_verbosity_error()
     disable_progress_bar()
@@ -268,14 +268,14 @@ def serve_transformers(connection: Connection, pair: Pair, threads: int) -> None
 
 
 def _set_assistant(config: Any, num_draft_tokens: int | None) -> None:
-    """Sets how an assistant drafts: so many tokens each time, or for None in its default way."""
+    """Sets an assistant's number of draft tokens; None for the default schedule."""
     config.num_assistant_tokens = num_draft_tokens
     config.num_assistant_tokens_schedule = None if num_draft_tokens is None else "constant"
     config.assistant_confidence_threshold = None if num_draft_tokens is None else 0.0
 
 
 def serve_decoder(connection: Connection, pair: Pair, threads: int) -> None:
-    """Continues prompts with our decoder and what the verifier does in a step, as a process of its own."""
+    """Main of the process that continues prompts with our decoder and the computations of a verifier's step."""
     configure_logging("console", "decoder")
     settings = ModelSettings(pair.target, dtype="float32", threads=threads)
     model = load_target(settings, EngineSettings(kv_cache_tokens=CACHE_TOKENS)).model
@@ -299,7 +299,7 @@ def serve_decoder(connection: Connection, pair: Pair, threads: int) -> None:
 
 
 def _answer_all(connection: Connection, run: Callable[..., Run]) -> None:
-    """Carries out what the other side sends, until that closes the connection."""
+    """Runs received tasks until the other side closes the connection."""
     while True:
         try:
             arguments = connection.recv()
@@ -310,7 +310,7 @@ def _answer_all(connection: Connection, run: Callable[..., Run]) -> None:
 
 @contextmanager
 def endless(pair: Pair) -> Iterator[Pair]:
-    """Gives copies of a pair's models that no token ends."""
+    """Yields a pair of copies of the models without stop tokens."""
     with tempfile.TemporaryDirectory() as folder:
         copies = {"target": pair.target, "drafter": pair.drafter}
         for name, source in copies.items():
@@ -319,7 +319,7 @@ def endless(pair: Pair) -> Iterator[Pair]:
 
 
 def _copy_endless(source: Path, copy: Path) -> Path:
-    """Links all files of a model but those that say which token ends a text, which are written without that."""
+    """Links all files of a model except those that declare stop tokens, which are written without them."""
     copy.mkdir()
     for file in source.iterdir():
         if file.name in ("config.json", "generation_config.json", "tokenizer_config.json"):
@@ -362,7 +362,7 @@ class Arena:
 
 @contextmanager
 def arena(pair: Pair, arguments: argparse.Namespace) -> Iterator[Arena]:
-    """Starts everything that is to be compared on a pair."""
+    """Starts all contestants on a pair."""
     options = stack_options(pair.target, pair.drafter, max(arguments.block_lengths))
     for service in ("verifier", "drafter"):
         options[service].update(dtype="float32", kv_cache_tokens=CACHE_TOKENS)
@@ -389,9 +389,9 @@ class Measurement:
     tokens_per_pass: float
     """Generated tokens over forward passes of the target, those that judged no block included."""
     block_efficiency: float | None
-    """Tokens that a pass that judged a block gave, in the mean; None where none were drafted."""
+    """Mean number of tokens per pass that judged a block; None without drafting."""
     acceptance_rate: float | None
-    """Accepted draft tokens over draft tokens; None where none were drafted."""
+    """Accepted draft tokens over draft tokens; None without drafting."""
     token_ids: list[list[int]]
     """Of each prompt's completion."""
 
@@ -399,10 +399,10 @@ class Measurement:
 def measure(
     contestants: Sequence[Contestant], prompts: Sequence[list[int]], task: Callable[[list[int], int], Task], turn: int
 ) -> list[Measurement]:
-    """Has every contestant continue every prompt once, in turns.
+    """Lets every contestant continue every prompt once, alternating.
 
     Args:
-        contestants: who takes part, each under a name of its own.
+        contestants: all contestants, with distinct names.
         prompts: token ids.
         task: makes a task from a prompt and a seed.
         turn: number of the repetition, which rotates the order and gives the seeds.
@@ -437,7 +437,7 @@ def _measured(turn: int, contestant: str, runs: list[Run]) -> Measurement:
 def compare(
     pair: Pair, temperature: float, running: Arena, arguments: argparse.Namespace
 ) -> tuple[dict[str, Any], list[Measurement]]:
-    """Runs everything on a pair at a temperature, and returns a summary of the measurements, and these."""
+    """Runs all contestants on a pair at a temperature; returns a summary and the measurements."""
     tokenizer = Tokenizer.from_file(str(Path(pair.target) / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids[: arguments.prompt_tokens] for text in load_prompts()[: arguments.prompts]]
 
@@ -508,9 +508,9 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _agreement(own: dict[str, dict[int, Measurement]]) -> dict[str, float]:
-    """Returns how many texts of each are the same as those of `generate`.
+    """Returns how many texts of each contestant equal those of `generate`.
 
-    Greedy texts part at near-ties, which passes of different shapes round differently, and nowhere else.
+    Greedy texts differ only at near-ties, which passes of different shapes round differently.
     """
     expected = next(iter(own[TRANSFORMERS].values())).token_ids
     return {
@@ -543,7 +543,7 @@ def read_pair(name: str) -> Pair:
 
 
 def _row(pair: Pair, temperature: float, measurement: Measurement) -> dict[str, Any]:
-    """Returns a measurement as the report has it, which is without the texts."""
+    """Returns a measurement for the report, without the texts."""
     facts = {key: value for key, value in asdict(measurement).items() if key != "token_ids"}
     return {"pair": pair.name, "temperature": temperature, **facts}
 

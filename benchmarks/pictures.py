@@ -1,4 +1,4 @@
-"""Makes the pictures of the documentation: of a real run with the embedded pair, and of nothing else.
+"""Creates the pictures of the documentation from a real run with the embedded pair.
 
     python -m benchmarks.pictures
 
@@ -32,7 +32,7 @@ COLUMNS = 100
 
 
 def main() -> None:
-    """Makes all of them."""
+    """Creates all pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=FOLDER, help="folder to write to")
     folder: Path = parser.parse_args().output
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def draw_playground(chromium: str, address: str, scheme: str, path: Path) -> None:
-    """Runs the page and takes a picture when a token is pointed at."""
+    """Runs the playground and takes a screenshot while hovering over a token."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         context = browser.new_context(
@@ -75,7 +75,7 @@ def draw_playground(chromium: str, address: str, scheme: str, path: Path) -> Non
 
 
 def draw_generate(address: str, path: Path) -> None:
-    """Draws what the command line writes, in the colours that it writes it in."""
+    """Renders the output of `draftwire generate` in its terminal colours."""
     typed = f'draftwire generate "{PROMPT}" --temperature 0.7 --seed {SEED}'
     arguments = ["generate", PROMPT, "--temperature", "0.7", "--seed", str(SEED)]
     command = [sys.executable, "-m", "draftwire.cli", *arguments, "--color", "always", "--address", address]

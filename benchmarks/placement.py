@@ -1,8 +1,8 @@
-"""Threads, affinity and memory of the three processes on one machine: which placement serves fastest?
+"""Speed and memory of the three processes on one machine, by threads and CPU affinity.
 
     python -m benchmarks.placement --target DIR/target --drafter DIR/drafter --output benchmarks/results/placement.json
 
-Each placement is started anew in every repetition, one after the other, and measured with one session and with several,
+Each placement is restarted in every repetition, one after the other, and measured with one session and with several,
 plain and speculative. Reported are medians over repetitions, ratios to the first placement, and the memory of each
 process after the load.
 """
@@ -39,7 +39,7 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """What it is, in short."""
+        """Short description."""
         threads = f"verifier {self.verifier_threads}, drafter {self.drafter_threads}"
         return threads + ", pinned" * self.is_pinned + ", spinning" * self.spins
 
@@ -57,7 +57,7 @@ class Measurement:
 
 
 def placements(cores: int) -> list[Placement]:
-    """Returns what is tried on so many cores."""
+    """Returns the placements for a number of cores."""
     chosen = [
         Placement(cores, cores),
         Placement(cores, 1),
@@ -80,7 +80,7 @@ def measure(placement: Placement, arguments: argparse.Namespace) -> Iterator[Mea
             pin(stack)
         prompts = [prompt[:120] for prompt in load_prompts()]
         run_load(stack.address, [Ask(prompts[0], 8, arguments.num_speculative_tokens)], 1)
-        # Spinning takes twenty times as long already with one session.
+        # Spinning is twenty times slower already with one session.
         for concurrency in arguments.concurrencies[: 1 if placement.spins else None]:
             for kind, block_length in (("plain", 0), ("speculative", arguments.num_speculative_tokens)):
                 asks = [

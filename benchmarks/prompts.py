@@ -3,7 +3,7 @@
     python -m benchmarks.prompts
 
 writes `benchmarks/prompts.json` from the standard library of the running interpreter, for the tokenizer in
-`models/target`. The file is committed, so that every machine measures the same.
+`models/target`. The file is committed, so that every machine uses the same prompts.
 """
 
 import json

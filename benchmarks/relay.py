@@ -1,8 +1,8 @@
-"""A TCP relay on this machine: counts what passes, and stands for a cable that is cut.
+"""A TCP relay on this machine that counts bytes and simulates network partitions.
 
 with Relay(port_of_the_service) as relay:
     ...  # connect to relay.port instead
-    relay.pause()  # nothing passes, nothing is closed
+    relay.pause()  # forwards no bytes, closes no connection
     relay.connections[0].sent  # bytes from the client to the service
 """
 
@@ -28,17 +28,17 @@ class Connection:
     received: int = 0
     """Bytes that passed from the server to the client."""
     is_open: bool = True
-    """Whether neither side has closed it, as far as the relay has noticed: while it is paused, it notices nothing."""
+    """Whether neither side has closed it; not updated while it is paused."""
     flowing: threading.Event = field(default_factory=threading.Event)
     """Cleared while it is paused."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def pause(self) -> None:
-        """Passes no more bytes on, without closing anything: both ends see silence alone."""
+        """Stops forwarding bytes without closing: both ends only see silence."""
         self.flowing.clear()
 
     def resume(self) -> None:
-        """Passes on what has piled up, and what comes."""
+        """Forwards queued and new bytes."""
         self.flowing.set()
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Connection:
             self.is_open = False
         for end in (self.client, self.server):
             with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in it
+                end.shutdown(socket.SHUT_RDWR)  # wakes the thread that blocks on it
             end.close()
 
 
@@ -57,10 +57,10 @@ _given_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """Returns a port of this machine that nobody listens on, for a service whose relay must know it beforehand.
+    """Returns a free port of this machine, for a service whose relay must know the port beforehand.
 
-    Each is given once, and none is one that the system gives to outgoing connections: a service that is started again
-    must find its port free.
+    Each port is returned once, and none is in the ephemeral range of outgoing connections: a service that restarts must
+    find its port free.
     """
     for port in random.sample(range(12_000, 32_000), 20_000):
         if port not in _given_ports:
@@ -71,18 +71,18 @@ def free_port() -> int:
 
 
 class Relay:
-    """Passes connections to a port on to another port of this machine. A context manager.
+    """Forwards connections from its port to another port of this machine. A context manager.
 
     Attributes:
         port: where to connect.
-        connections: all connections since the start, in the order in which they came.
+        connections: all connections since the start, in order of arrival.
     """
 
     def __init__(self, target_port: int) -> None:
-        """Listens on a free port; connections are passed on from `__enter__` on.
+        """Listens on a free port; connections are forwarded from `__enter__` on.
 
         Args:
-            target_port: port on this machine; nobody needs to listen there before the first connection comes.
+            target_port: port on this machine; no server needs to listen there before the first connection.
         """
         self.connections: list[Connection] = []
         self._target_port = target_port
@@ -103,7 +103,7 @@ class Relay:
             connection.pause()
 
     def resume(self) -> None:
-        """Resumes all connections, and lets in those that came meanwhile."""
+        """Resumes all connections, and accepts those that arrived meanwhile."""
         for connection in self.connections:
             connection.resume()
         self._flowing.set()
@@ -134,7 +134,7 @@ class Relay:
                 return
             try:
                 server = socket.create_connection(("127.0.0.1", self._target_port))
-            except OSError:  # nobody listens: the client is told as the server would tell it
+            except OSError:  # no listener: reset the client's connection, as the server's machine would
                 client.close()
                 continue
             for end in (client, server):

@@ -1,4 +1,4 @@
-"""What the benchmarks share: reading metrics, and results with the command and the machine that gave them."""
+"""Shared by the benchmarks: reading metrics, and reports with the command and the machine."""
 
 import argparse
 import json
@@ -19,16 +19,16 @@ Item = TypeVar("Item")
 
 
 def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
-    """Returns the items, and draws on standard error how many were taken, if that is a terminal.
+    """Yields the items, and draws a progress bar on standard error, if that is a terminal.
 
     Args:
-        items: what is gone through.
-        description: what that is, beside the bar.
-        total: how many there are, where `items` does not know.
+        items: the items to iterate over.
+        description: label of the bar.
+        total: number of items, if `items` has no length.
     """
     if not sys.stderr.isatty():
         return items
-    from rich.console import Console  # machines that benchmarks run on need not have it
+    from rich.console import Console  # optional on machines that run benchmarks
     from rich.progress import track
 
     return track(items, description, total=total, console=Console(stderr=True), transient=True)
@@ -73,7 +73,7 @@ def rounded(value: Any) -> Any:
 
 
 def million_loops_per_second() -> float:
-    """Returns how fast this machine is just now: on a shared one that changes by a factor of two within minutes."""
+    """Returns the machine's current speed: on a shared machine it changes by a factor of two within minutes."""
     started = time.perf_counter()
     total = 0
     for number in range(2_000_000):

@@ -1,11 +1,11 @@
-"""The same text for a seed, whatever drafts: the rule `coupled` through the real services.
+"""Reproducibility under the rule `coupled`: one text per seed, whatever the drafter, through the real services.
 
     python -m benchmarks.reproducibility --output benchmarks/results/reproducibility.json
 
 Prompts are continued with fixed seeds by the embedded target, with several drafters (the embedded one, a bigram model,
 and one whose weights are random), block lengths and concurrencies. Every text is compared with the one of plain
-decoding at concurrency 1. Where two texts part, the target's two candidates must be a near-tie at that place: their
-leads are computed again in this process, and reported.
+decoding at concurrency 1. Where two texts diverge, the target's two candidates must be a near-tie at that position:
+their leads are recomputed in this process, and reported.
 """
 
 import argparse
@@ -40,7 +40,7 @@ LARGEST_LEAD = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How texts are made, which must not matter."""
+    """Settings that must not affect the texts."""
 
     drafter: str
     block_length: int
@@ -49,15 +49,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Texts of one setting beside those of plain decoding."""
+    """Texts of one setting compared with those of plain decoding."""
 
     setting: Setting
     texts: int
     differing: int
     unreported: int
-    """Of the differing texts those where neither side reported a near-tie."""
+    """Number of differing texts where neither side reported a near-tie."""
     largest_lead: float
-    """Of the places where texts part, in log-weight; 0 if there are none."""
+    """Largest lead where texts diverge, in log-weight; 0 if none do."""
     near_ties: int
     """Tokens that the verifier reported as such."""
     tokens: int
@@ -65,7 +65,7 @@ class Comparison:
 
 
 def save_drafters(folder: Path) -> dict[str, str]:
-    """Writes the drafters that are made up, and returns the folders of all by name."""
+    """Writes the bigram and the random drafter, and returns the folders of all drafters by name."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model("drafter"))
     torch.manual_seed(0)
     garbage = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(embedded_model("drafter")))
@@ -78,10 +78,10 @@ def save_drafters(folder: Path) -> dict[str, str]:
 
 @torch.inference_mode()
 def bigram_model(target: PreTrainedModel) -> PreTrainedModel:
-    """Returns a model that looks at the last token alone, as the target does at the start of a text.
+    """Returns a bigram model: its logits depend on the last token only, as the target's do at the start of a text.
 
-    Its one layer adds nothing, and the product of its two embeddings is the target's table of logits, of lower rank.
-    The last dimension makes all embeddings equally long, so that the norm before the output does nothing either.
+    Its one layer adds 0, and the product of its two embeddings is a low-rank approximation of the target's table of
+    logits. The last dimension gives all embeddings the same norm, so that the final norm has no effect either.
     """
     config = AutoConfig.from_pretrained(embedded_model("target"), num_hidden_layers=1, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -117,7 +117,7 @@ def draw_texts(address: str, prompts: Sequence[str], max_tokens: int, setting: S
 
 
 class Judge:
-    """Computes again how close candidates were."""
+    """Recomputes the leads of candidates."""
 
     def __init__(self) -> None:
         """Loads the target."""
@@ -128,7 +128,7 @@ class Judge:
 
     @torch.inference_mode()
     def lead(self, prompt: str, seed: int, one: list[int], other: list[int]) -> float:
-        """Returns by how much two different texts' candidates differ in log-weight where the texts part."""
+        """Returns the difference in log-weight of two texts' candidates where the texts diverge."""
         same = next(index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
         ids = [*self._tokenizer(prompt)["input_ids"], *one[:same]]
         weights = probabilities(self._model(input_ids=torch.tensor([ids])).logits[0, -1], SamplingParams())
@@ -139,7 +139,7 @@ class Judge:
 
 
 def compare(prompts: Sequence[str], max_tokens: int, drafters: Sequence[str] | None = None) -> Iterator[Comparison]:
-    """Yields a comparison for each setting, the first of which gives the texts that all are compared with."""
+    """Yields a comparison for each setting with the texts of the first setting."""
     judge = Judge()
     references: list[Completion] = []
     with tempfile.TemporaryDirectory() as folder:

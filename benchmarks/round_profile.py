@@ -1,9 +1,9 @@
-"""Where the time of a round goes, for one session at a time through the three processes, as parts that add up to it.
+"""Time of a round by part, for one session at a time through the three processes; the parts add up to the round.
 
     python -m benchmarks.round_profile --output benchmarks/results/round_profile.json
 
-A round begins when a verdict arrives at the gateway and ends when the next one does. One thing follows the other on
-the way, so each moment belongs to the leg between two stations, and each leg to a part:
+A round begins when a verdict arrives at the gateway and ends when the next one does. Its work is sequential,
+so each moment belongs to the leg between two stations, and each leg to a part:
 
     draft      forward passes of the draft model
     draw       probabilities, drawing and quantising
@@ -15,8 +15,8 @@ the way, so each moment belongs to the leg between two stations, and each leg to
     gateway    what the outer loop does before it asks for the next block
 
 Rounds that do not pass every station once and in order (on a busy machine the gateway may send for a block before it is
-done) are left as "unattributed". What the gateway and the client do with a round's text happens beside the next round,
-and is listed apart. The watching itself costs a microsecond a station. Times are the host's: on a GPU, whose work it
+done) are "unattributed". The gateway's and the client's work on a round's text overlaps with the next round,
+and is listed separately. Tracing costs a microsecond per station. Times are the host's: on a GPU, whose work it
 does not wait for, forward passes would seem short and draws long.
 """
 
@@ -51,14 +51,14 @@ CACHE_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Station:
-    """A moment that every round passes: the beginning or the end of a watched call."""
+    """A moment of every round: the beginning or the end of a traced call."""
 
     span: str
     is_end: bool
     part: str
-    """What the time since the station before belongs to."""
+    """Part of the time since the previous station."""
     leg: str
-    """What that time is called."""
+    """Name of that time."""
 
 
 def _begins(span: str, part: str, leg: str) -> Station:
@@ -89,7 +89,7 @@ WAY = (
     _ends("verdict encoded", "encode", "verdict encoded"),
     _begins("verdict received", "wire", "verdict to the gateway"),
 )
-"""A round's way, from the arrival of a verdict to that of the next."""
+"""Stations of a round, from the arrival of a verdict to that of the next."""
 
 WITHIN = {
     "drafter's forward pass": "draft",
@@ -99,21 +99,21 @@ WITHIN = {
     "rule applied": "rule",
     "drafter audited": "rule",
 }
-"""Calls within the two steps, each with its part. What is left of a step is the leg's own."""
+"""Calls within the two steps, each with its part. The rest of a step belongs to the leg."""
 
 FORWARD_PASSES = ("drafter's forward pass", "target's forward pass")
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One watched call."""
+    """One traced call."""
 
     name: str
     began: float
     ended: float
     """By `time.perf_counter`, seconds."""
     about: list[int]
-    """Of a committed verdict: draft tokens, tokens committed, and the model time that the services report, in us."""
+    """For a committed verdict: draft tokens, committed tokens, and the model time that the services report, in us."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class Round:
     """By `time.perf_counter`, like everything here."""
     num_tokens: int
     reported: float
-    """The services' own account of it: calibration, drafting and verifying."""
+    """Time reported by the services: calibration, drafting and verifying."""
     legs: dict[tuple[str, str], float] = field(default_factory=dict)
     """Times by part and leg. They add up to `wall`."""
     num_passes: dict[str, int] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Round:
 
     @property
     def wall(self) -> float:
-        """How long it took."""
+        """Duration of the round."""
         return self.end - self.start
 
     def part(self, name: str) -> float:
@@ -180,7 +180,7 @@ def read_rounds(spans: list[Span], since: float = 0.0) -> Iterator[Round]:
 
 
 def _attribute(done: Round, window: list[Span]) -> None:
-    """Gives the time of a round to legs: all of it to none if a station is missing, double or out of order."""
+    """Attributes the time of a round to legs; or to none if a station is missing, double or out of order."""
     moments = [done.start]
     for station in WAY:
         found = [span for span in window if span.name == station.span]
@@ -204,7 +204,7 @@ def _attribute(done: Round, window: list[Span]) -> None:
 
 
 def at_client(rounds: list[Round], spans: list[Span], answers: list[Answer]) -> dict[str, float]:
-    """Returns how the client sees rounds, means in milliseconds: beside the time between them, what it waits for."""
+    """Returns mean times of rounds at the client, in milliseconds: the time between rounds, and its parts."""
     arrivals = [arrival for answer in answers for arrival in answer.delta_times]
     texts = [span for span in spans if span.name == "text made"]
     began = [span.began for span in texts]

@@ -1,12 +1,12 @@
-"""What deciding costs: from the target's logits to the decision, beside `log_softmax` over the same logits.
+"""Cost of verification: from the target's logits to the decision, relative to `log_softmax` over the same logits.
 
     python -m benchmarks.rules --output benchmarks/results/rules.json
 
-A case is a batch of blocks of 8 draft tokens with sparse draft distributions over the vocabulary of a large model. What
-is timed is all that a verifier does after its forward pass: processing the logits, the random numbers, the rule, the
-extra token. Every time is paired with one of `log_softmax` right before it, on the same logits; medians of the ratios
-are reported, and of the ratio to a `log_softmax` that writes into memory which is there already (a large fresh tensor
-costs more than the arithmetic).
+A case is a batch of blocks of 8 draft tokens with sparse draft distributions over the vocabulary of a large model.
+Timed is all work of a verifier after its forward pass: processing the logits, the random numbers, the rule, the extra
+token. Every time is paired with one of `log_softmax` right before it, on the same logits; medians of the ratios are
+reported, and of the ratio to a `log_softmax` that writes into memory which is there already (a large fresh tensor costs
+more than the arithmetic).
 """
 
 import argparse
@@ -45,7 +45,7 @@ CASES = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large the blocks are."""
+    """Sizes of the blocks."""
 
     vocab_size: int = 151_936
     block_length: int = 8
@@ -79,7 +79,7 @@ class Step:
         self.keys = [DrawKey(bytes([index] * KEY_BYTES), 0, 0) for index in range(batch_size)]
 
     def decide(self, rule: str, params: SamplingParams) -> list[list[int]]:
-        """Does what a verifier does after its forward pass; overwrites the buffer.
+        """Runs a verifier's work after its forward pass; overwrites the buffer.
 
         Returns:
             Accepted draft tokens and extra token of each block.
@@ -99,7 +99,7 @@ class Step:
         return self.decide(rule, params)
 
     def timed(self, work: Callable[[], object]) -> float:
-        """Returns how long something takes on fresh logits, seconds."""
+        """Returns the time of a call on fresh logits, in seconds."""
         self.buffer.copy_(self.logits)
         self._synchronize()
         started = time.perf_counter()
@@ -122,7 +122,7 @@ def measure(shape: Shape, batch_size: int, device: str, repeats: int) -> dict[st
     in_place: dict[str, list[float]] = {name: [] for name in CASES}
     accepted: dict[str, float] = {}
     for name, (rule, params) in CASES.items():
-        for _ in range(repeats + 1):  # the first one is not typical
+        for _ in range(repeats + 1):  # the first call is slower
             plain[name].append(step.timed(lambda: torch.log_softmax(step.buffer, -1)))
             in_place[name].append(step.timed(lambda: torch.log_softmax(step.buffer, -1, out=spare)))
             times[name].append(step.timed(lambda rule=rule, params=params: step.decide(rule, params)))

@@ -1,8 +1,8 @@
-"""Whether the services stay as they are for a long time: memory, sessions, cache rows, threads, open files.
+"""Leak test over a long time: memory, sessions, cache rows, threads, open files.
 
     python -m benchmarks.soak --minutes 20 --output benchmarks/results/soak.json
 
-Completions of all kinds run without a pause, a tenth of them left before their end; every few seconds the resident
+Completions of all kinds run without a pause, a tenth of them cancelled before their end; every few seconds the resident
 memory of each process is read. The slope is that of a straight line through what was read after the warm-up.
 """
 
@@ -29,7 +29,7 @@ SETTLE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One look at a process."""
+    """Resource use of a process at one time."""
 
     minutes: float
     resident_mib: float
@@ -38,7 +38,7 @@ class Sample:
 
     @classmethod
     def of(cls, process: ServiceProcess, minutes: float) -> "Sample":
-        """Reads what Linux says of it."""
+        """Reads /proc."""
         folder = Path(f"/proc/{process.process.pid}")
         lines = (line.partition(":") for line in (folder / "status").read_text().splitlines())
         status = {name: value.split()[0] for name, _, value in lines if value.split()}
@@ -58,7 +58,7 @@ class Load:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask_for_ever(self, seed: int) -> None:
-        """Asks until `stopping` is set."""
+        """Sends requests until `stopping` is set."""
         generator, prompts = random.Random(seed), load_prompts()
         with Client(self.address) as client:
             while not self.stopping.is_set():
@@ -90,7 +90,7 @@ def slope(samples: list[Sample], after_minutes: float) -> float:
 
 
 def soak(minutes: float, warm_up_minutes: float, concurrency: int) -> dict[str, Any]:
-    """Runs the services under load and returns what they took."""
+    """Runs the services under load and returns their resource use."""
     options = {
         "verifier": {"model": embedded_model("target")},
         "drafter": {"model": embedded_model("drafter")},

@@ -1,11 +1,11 @@
-"""What a form costs, and whether texts have it: JSON of several schemas beside free text and beside plain decoding.
+"""Validity and cost of structured output: JSON of several schemas beside free text and beside plain decoding.
 
     python -m benchmarks.structured_output --output benchmarks/results/structured_output.json
 
-Every schema is asked for `--outputs` times through the three services, on the embedded pair, at temperature 1, in turn
-with the same prompt without a form and with the form in plain decoding; so noise of the machine meets all three. Each
-text is read back and held against its schema by hand-written checks, not by the library that made the masks. Times of
-masks are taken in this process, along the same texts, place by place.
+Every schema is requested `--outputs` times through the three services, on the embedded pair, at temperature 1,
+alternating with the same prompt unconstrained and with constrained plain decoding, so that noise of the machine affects
+all three. Each text is parsed and checked against its schema by hand-written code, not by the library that makes the
+masks. Times of masks are measured in this process, along the same texts, position by position.
 """
 
 import argparse
@@ -48,12 +48,12 @@ def _is_text(value: object, most: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is asked for."""
+    """A schema with its prompt and check."""
 
     prompt: str
     schema: dict[str, Any]
     is_valid: Callable[[Any], bool]
-    """Whether a value that was read back is valid against the schema; written by hand."""
+    """Whether a parsed value is valid against the schema; written by hand."""
 
 
 COORDINATE = {"type": "integer", "minimum": -99, "maximum": 99}
@@ -132,17 +132,17 @@ TASKS = {
 
 @dataclass(slots=True)
 class Ways:
-    """What came of each way of asking, in order."""
+    """Completions of each way, in order."""
 
     constrained: list[Completion] = field(default_factory=list)
     plain: list[Completion] = field(default_factory=list)
-    """With the form, without draft tokens."""
+    """Constrained, without draft tokens."""
     free: list[Completion] = field(default_factory=list)
-    """Without the form, as many tokens."""
+    """Unconstrained, as many tokens."""
 
 
 def is_valid(completion: Completion, task: Task) -> bool:
-    """Whether a text is JSON that is valid against its task's schema, and ended by itself."""
+    """Whether a text is JSON that is valid against its task's schema, and ended by a stop token."""
     try:
         return completion.finish_reason == "stop" and bool(task.is_valid(json.loads(completion.text)))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
@@ -150,7 +150,7 @@ def is_valid(completion: Completion, task: Task) -> bool:
 
 
 def ask(client: Client, task: Task, outputs: int, block_length: int) -> Ways:
-    """Asks for one task in all ways."""
+    """Requests one task in all ways."""
     ways, form = Ways(), StructuredOutput.json(task.schema)
     for seed in progress(range(outputs), task.prompt.strip()):
         common = {"temperature": 1.0, "seed": seed}
@@ -177,7 +177,7 @@ def summary(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def mask_times(compiler: FormCompiler, task: Task, completions: Sequence[Completion]) -> list[float]:
-    """Returns what each place of the texts costs, microseconds."""
+    """Returns the mask time of each position of the texts, microseconds."""
     times: list[float] = []
     for completion in completions:
         automaton = compiler.compile(StructuredOutput.json(task.schema))
@@ -189,7 +189,7 @@ def mask_times(compiler: FormCompiler, task: Task, completions: Sequence[Complet
 
 
 def main() -> None:
-    """Asks, checks, prints a line for each task and way, and writes JSON."""
+    """Measures, checks, prints a line for each task and way, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--outputs", type=int, default=50, help="texts of each schema")
     parser.add_argument("--block-length", type=int, default=4)

@@ -1,12 +1,12 @@
-"""What spreading a model over two processes costs the host, per step, on one machine's CPU.
+"""Host cost per step of tensor parallelism over two processes, on one machine's CPU.
 
     python -m benchmarks.tensor_parallel --output benchmarks/results/tensor_parallel.json
 
-The models are so small that computing them takes no time. Rank 0 takes turns: a step with the whole model in its own
-process, then one with both processes. What a step takes more than the whole model's is the cost of the exchange, and is
-split as rank 0 sees it, waiting for rank 1 included:
+The models are so small that computing them takes no time. Rank 0 alternates: a step with the whole model in its own
+process, then one with both processes. The difference is the cost of communication, split as measured at rank 0, waiting
+for rank 1 included:
 
-    plan        telling the other rank what to read
+    plan        broadcasting the step's inputs
     all-reduce  the sums after attention and MLP, two per layer
     gather      bringing the columns of the logits together
     rest        everything else: the computing of rank 0's half, and building the plan
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
+from typing_extensions import override
 
 from benchmarks.report import progress, write_report
 from draftwire.cli.up_command import embedded_model
@@ -49,28 +50,28 @@ SIZE = 2
 
 
 class TimedGroup(ProcessGroup):
-    """A membership that knows how long its collectives took."""
+    """A process group that times its collectives."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.seconds = dict.fromkeys((PLAN, SUM, GATHER), 0.0)
         self.num_sums = 0
 
+    @override
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """See `ProcessGroup.broadcast`."""
         started = time.perf_counter()
         super().broadcast(tensor, source)
         self.seconds[PLAN] += time.perf_counter() - started
 
+    @override
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `ProcessGroup.all_reduce`."""
         started = time.perf_counter()
         super().all_reduce(tensor)
         self.seconds[SUM] += time.perf_counter() - started
         self.num_sums += 1
 
+    @override
     def gather_columns(self, tensor: Tensor) -> Tensor:
-        """See `ProcessGroup.gather_columns`."""
         started = time.perf_counter()
         result = super().gather_columns(tensor)
         self.seconds[GATHER] += time.perf_counter() - started
@@ -79,7 +80,7 @@ class TimedGroup(ProcessGroup):
 
 @dataclass
 class Steps:
-    """What steps of one shape took, seconds each."""
+    """Times of steps of one shape, in seconds."""
 
     whole: list[float] = field(default_factory=list)
     spread: list[float] = field(default_factory=list)
@@ -175,7 +176,7 @@ def serve_rank(rank: int, address: str, folder: str) -> None:
 def measure(
     group: TimedGroup, models: tuple[CachedModel, CachedModel], shape: tuple[int, int], count: int, steps: Steps
 ) -> None:
-    """Adds the times of steps that read the same tokens again and again."""
+    """Adds the times of steps over the same tokens."""
     whole, spread = models
     texts = [open_texts(model, shape[0]) for model in models]
     for number in range(count + 20):

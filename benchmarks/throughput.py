@@ -1,9 +1,9 @@
-"""How throughput grows with the number of sessions: tokens per second at several concurrencies, on the embedded pair.
+"""Throughput by number of sessions: tokens per second at several concurrencies, on the embedded pair.
 
     python -m benchmarks.throughput --output benchmarks/results/throughput.json
 
-Every repetition measures all settings one after the other, so that a ratio compares neighbours in time; reported are
-medians over the repetitions. The mean number of rounds that a step decides is given too.
+Every repetition measures all settings one after the other, so that a ratio compares runs adjacent in time; reported are
+medians over the repetitions, and the mean number of rounds per step.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What tracing costs: rounds per second, and CPU time of a round in each service, with tracing off and on.
+"""Cost of tracing: rounds per second, and CPU time of a round in each service, with tracing off and on.
 
     python -m benchmarks.tracing --output benchmarks/results/tracing.json
 
 Runs the embedded pair through the three processes on loopback, once without tracing and once with every request traced,
 their spans sent to a collector in this process that only counts them. Both stacks stand side by side, and load goes to
-one after the other, many times over, so that a ratio compares neighbours in time; reported are medians, and the CPU
-time of all rounds together. Another checkout's services can be measured as a third stack: `--baseline FOLDER`.
+one after the other, many times over, so that a ratio compares runs adjacent in time; reported are medians, and the
+CPU time of all rounds together. Another checkout's services can be measured as a third stack: `--baseline FOLDER`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ OFF, ON, BASELINE = "off", "on", "baseline"
 
 
 class CountingCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Takes spans and keeps their number alone."""
+    """Receives spans and only counts them."""
 
     def __init__(self) -> None:
         self.num_spans = 0
@@ -45,7 +45,7 @@ class CountingCollector(trace_service_pb2_grpc.TraceServiceServicer):
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Counts what came."""
+        """Counts the received spans."""
         self.num_spans += sum(len(scope.spans) for resource in request.resource_spans for scope in resource.scope_spans)
         return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -60,7 +60,7 @@ class Measurement:
     rounds_per_second: float
     tokens_per_second: float
     cpu_s: dict[str, float]
-    """Of each service, all threads."""
+    """CPU time of each service, all threads."""
     median_gap_ms: float
     """Between two deltas of a completion."""
 
@@ -169,7 +169,7 @@ def main() -> None:
             for concurrency in arguments.concurrency:
                 turns = list(stacks.items())
                 shift = repetition % len(turns)
-                for mode, stack in turns[shift:] + turns[:shift]:  # none is always the first
+                for mode, stack in turns[shift:] + turns[:shift]:  # rotates the order
                     measurements.append(measure(mode, stack, asks, concurrency))
     results = {
         f"concurrency {concurrency}": summary(measurements, concurrency) for concurrency in arguments.concurrency

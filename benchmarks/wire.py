@@ -1,18 +1,18 @@
-"""What a draft costs on its way to the verifier, and what sending little of it costs: times, bytes, acceptance.
+"""Cost of sending drafts, and of truncating their distributions: times, bytes, acceptance.
 
     python -m benchmarks.wire --output benchmarks/results/wire.json
     python -m benchmarks.wire --parts rules --prompts 60 --block-lengths 4 --output benchmarks/results/wire_rules.json
 
 codec: how long a block of 8 takes to encode, and to decode and check, in one thread.
 settings: the same positions of real text, with the embedded pair's distributions p and q, under every setting: the
-    exact acceptance of a draft token, sum over tokens of min(p, q') with q' the law that would be drawn from and sent,
-    and the bytes of q'. Nothing is drawn, so the settings differ by themselves alone. Then what it would bring to
-    spread the mass that is left out by a law that both sides hold.
+    exact acceptance of a draft token, sum over tokens of min(p, q') with q' the distribution that would be drawn from
+    and sent, and the bytes of q'. No token is drawn, so only the settings differ. Then the gain if the truncated mass
+    were spread by a distribution that both sides hold.
 rules: whole texts in one process, drafted from default and from dense distributions: acceptance rates, counted, and
     expected given the blocks (less noise).
-socket: bytes that the drafter's connection to the verifier carries, HTTP/2 and gRPC framing, hello and pings included,
-    TCP and IP headers not: with the embedded pair, and with a random pair of 151,936 tokens whose logits are Gaussian
-    and so spread that their mean entropy is that of a language model.
+socket: bytes on the drafter's connection to the verifier, HTTP/2 and gRPC framing, hello and pings included, TCP and
+    IP headers not: with the embedded pair, and with a random pair of 151,936 tokens whose logits are Gaussian with the
+    mean entropy of a language model.
 
 Intervals are 95 %, by bootstrap over the prompts, paired.
 """
@@ -72,7 +72,7 @@ DISAGREEMENT = 0.7
 """Standard deviation of the difference of the random pair's logits."""
 
 Sums = NDArray[np.float64]
-"""`[prompts, 2]`: what is divided and by what: accepted draft tokens and draft tokens, of each prompt."""
+"""`[prompts, 2]`: numerator and denominator of each prompt, such as accepted draft tokens and draft tokens."""
 
 
 def ratio(own: Sums, base: Sums) -> Estimate:
@@ -164,14 +164,14 @@ def median_us(call: Callable[[], object], repetitions: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Places of texts at which both models were asked what comes next."""
+    """Next-token distributions of both models at positions of texts."""
 
     target: Tensor
     """`[positions, vocab] float32`."""
     draft: Tensor
     """`[positions, vocab] float32`."""
     prompts: NDArray[np.int64]
-    """`[positions]`: which prompt's text each is in."""
+    """`[positions]`: index of each position's prompt."""
 
     def sums(self, values: Tensor) -> Sums:
         """Returns a quantity of each position, `[positions]`, by prompt."""
@@ -223,7 +223,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a drafter can be told."""
+    """Settings of a drafter's encoding."""
 
     mass: float
     cap: int
@@ -258,9 +258,9 @@ def judge_setting(positions: Positions, setting: Setting) -> dict[str, Any]:
 
 
 def judge_tail(positions: Positions, others: Positions, cap: int) -> dict[str, Any]:
-    """Returns what it would bring to send the mass that is left out too, spread by a law that both sides hold.
+    """Returns the gain if the truncated mass were spread by a distribution that both sides hold.
 
-    That law is the mean of what the same cap leaves out at the positions of other texts.
+    That distribution is the mean of the truncated parts, under the same cap, at the positions of other texts.
     """
     kept = positions.draft.topk(cap, dim=1)
     left_out = others.draft.scatter(1, others.draft.topk(cap, dim=1).indices, 0.0).mean(dim=0)
@@ -274,7 +274,7 @@ def judge_tail(positions: Positions, others: Positions, cap: int) -> dict[str, A
 
 
 def shape(positions: Positions) -> dict[str, float]:
-    """Returns what the drafter's distributions are like."""
+    """Returns statistics of the drafter's distributions."""
     draft = positions.draft
     return {
         "positions": float(len(draft)),
@@ -286,7 +286,7 @@ def shape(positions: Positions) -> dict[str, float]:
 
 
 def measure_settings(pair: Pair, prompts: list[str], others: list[str], num_tokens: int) -> dict[str, Any]:
-    """Judges all settings at all temperatures, and a tail learnt from other prompts."""
+    """Measures all settings at all temperatures, and a tail estimated from other prompts."""
     report: dict[str, Any] = {}
     for temperature in TEMPERATURES:
         positions = pair.positions(prompts, temperature, num_tokens)
@@ -350,7 +350,7 @@ def spread_of_entropy(entropy: float) -> float:
 
 
 def sizes_by_entropy() -> list[dict[str, Any]]:
-    """Returns what Gaussian logits of several spreads take at default settings."""
+    """Returns the encoded sizes of Gaussian logits of several spreads at default settings."""
     rows = []
     for entropy in (0.5, 1.0, 1.5, ENTROPY, 2.0, 2.5):
         spread = spread_of_entropy(entropy)
@@ -369,7 +369,7 @@ def save_random_pair(folder: Path) -> tuple[str, str]:
     drafter = save_tiny_model(folder / "drafter", LARGE_VOCABULARY, context_length=2048, sharpness=4.0 * spread)
     model = LlamaForCausalLM.from_pretrained(drafter)
     weights = model.lm_head.weight.data
-    likeness = 1.0 - 0.5 * (DISAGREEMENT / spread) ** 2  # of logits of the same spread
+    likeness = 1.0 - 0.5 * (DISAGREEMENT / spread) ** 2  # logits of the same spread
     noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)) * weights.std()
     weights.mul_(likeness).add_(noise, alpha=(1.0 - likeness**2) ** 0.5)
     model.save_pretrained(drafter)
@@ -395,7 +395,7 @@ def measure_socket(target: str, drafter: str, prompts: list[str], num_tokens: in
                     for seed, prompt in enumerate(prompts[: max(4, 2 * concurrency)])
                 ]
                 run_load(stack.address, asks, concurrency)
-                time.sleep(0.5)  # what is on its way arrives
+                time.sleep(0.5)  # messages in flight arrive
                 of_drafter = relay.connections[of_gateway:]
                 assert len(of_drafter) == 1, "the drafter opens one connection"
                 now = Counted.read(stack.services["verifier"].metrics_port, of_drafter[0].sent)
@@ -422,7 +422,7 @@ class Counted:
         return cls(socket_bytes, *(int(read_metric(metrics_port, f"{name}_total")) for name in names))
 
     def since(self, before: "Counted") -> dict[str, Any]:
-        """Returns what came since, and its rates."""
+        """Returns the differences from earlier counters, and rates."""
         socket_bytes, tokens = self.socket_bytes - before.socket_bytes, self.draft_tokens - before.draft_tokens
         message_bytes = self.message_bytes - before.message_bytes
         emitted = self.emitted_tokens - before.emitted_tokens

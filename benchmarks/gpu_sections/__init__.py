@@ -1,1 +1,1 @@
-"""The sections of `benchmarks.gpu`, one per file, and what they share."""
+"""Sections of `benchmarks.gpu`, one per file, and shared code."""

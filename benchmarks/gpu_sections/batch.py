@@ -1,4 +1,4 @@
-"""Texts that grow side by side in one process: a drafter's step, then a target's, round after round."""
+"""Batched speculative decoding in one process: a drafter's step, then a target's, round after round."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -29,7 +29,7 @@ def random_ids(count: int, vocab_size: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What a batch runs on."""
+    """Target, drafter and their caches."""
 
     target: CachedModel
     drafter: CachedModel
@@ -37,7 +37,7 @@ class Models:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the blocks."""
+    """Counts of judged blocks and tokens."""
 
     drafted: int = 0
     accepted: int = 0
@@ -47,7 +47,7 @@ class Tally:
 
 
 class Batch:
-    """Texts that begin with different prompts, all tokens of which but the last are read."""
+    """Sequences with different prompts, prefilled except for the last token."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Batch:
         quantization: Quantization | None = None,
         context_length: int = 4096,
     ) -> None:
-        """Reads the prompts with both models."""
+        """Prefills the prompts with both models."""
         self._models, self._sampling = models, sampling
         self._drafter = LanguageModelDrafter(models.drafter, context_length, quantization=quantization)
         self.texts = [list(prompt) for prompt in prompts]
@@ -83,7 +83,7 @@ class Batch:
             drafted.close()
 
     def calibrate(self) -> None:
-        """Tells the drafter what was committed."""
+        """Sends committed tokens to the drafter."""
         self._round = next(self._rounds)
         for index, text in enumerate(self.texts):
             self._drafted[index].calibrate(self._known[index], text[self._known[index] :])
@@ -101,14 +101,14 @@ class Batch:
             self._drafts[index] = draft
 
     def hand_over(self) -> None:
-        """Reads the blocks as a verifier gets them."""
+        """Encodes and decodes the blocks, as on the way to a verifier."""
         for index, draft in enumerate(self._drafts):
             assert draft is not None
             rows = rows_of(decode_one(Claim(draft.token_ids, draft.distributions), self._models.target.vocab_size))
             self._blocks[index] = (draft.token_ids, rows)
 
     def judge(self) -> None:
-        """Decides the blocks that were handed over; without one, a text gets the target's next token."""
+        """Judges the blocks from `hand_over`; a sequence without a block gets the target's next token."""
         rule = rule_named(RULE)
         judgings = [
             Judging(sequence, text, tokens, rows, self._sampling, rule, self._key(Role.VERIFYING, index))
@@ -126,7 +126,7 @@ class Batch:
         self.tally.judged += len(judgings)
 
     def round(self, block_length: int) -> None:
-        """Does all of a round; a block length of 0 is plain decoding."""
+        """Runs a round; a block length of 0 is plain decoding."""
         if block_length:
             self.calibrate()
             self.draft(block_length)
@@ -141,7 +141,7 @@ class Batch:
         return max(map(len, self.texts))
 
     def _read(self, model: CachedModel, sequences: list[CachedSequence]) -> None:
-        """Reads what a cache lacks of the prompts but for their last tokens."""
+        """Prefills missing tokens of the prompts, except the last ones."""
         unread = [text[sequence.length : -1] for sequence, text in zip(sequences, self.texts, strict=True)]
         readings = [Reading(sequence, ids, 0) for sequence, ids in zip(sequences, unread, strict=True) if ids]
         if readings:

@@ -1,7 +1,7 @@
-"""Is what is computed on the device right?
+"""Correctness on the device.
 
-Logits against transformers' own forward pass, drafts against those of the CPU, and whether drafting waits for the
-device where it must not.
+Compares logits with transformers' own forward pass and drafts with those of the CPU, and checks that drafting does not
+synchronise with the device.
 """
 
 import copy
@@ -35,14 +35,14 @@ from draftwire.requests.parameters import SamplingParams
 LARGEST_ERROR = 1e-4
 """Of float32 logits."""
 TAMING = 0.25
-"""What logits are multiplied with where they are compared. They deviate by about 1 then; rounding grows with them."""
+"""Scale of compared logits, for a standard deviation of about 1: rounding errors grow with the logits."""
 STEPS = {True: 12, False: 60}
 """Steps whose logits are compared, by whether the plan is tiny."""
 NUM_TEXTS = 6
 FEW, MANY = (1, 2, 3, 5), (9, 40, 150)
-"""Tokens that are read at a time. The few ones come up over and over, so that recorded steps are replayed."""
+"""Numbers of tokens per step. The few ones recur, so that recorded CUDA graphs are replayed."""
 NUM_BLOCKS = 16
-"""Blocks that are drafted side by side for each of these ways to sample."""
+"""Blocks in a batch, for each kind of sampling."""
 
 SAMPLINGS = {
     "temperature 1": SamplingParams(),
@@ -116,15 +116,15 @@ def largest_error(model: LlamaForCausalLM, plan: Plan, is_static: bool) -> dict[
 
 
 class _WatchedDrawer(Drawer):
-    """Lets nothing wait for the device from its beginning to its end."""
+    """Raises on any synchronisation with the device while tokens are drawn."""
 
     def __init__(self, *arguments: Any) -> None:
-        """Begins."""
+        """Starts the check."""
         super().__init__(*arguments)
         torch.cuda.set_sync_debug_mode("error")
 
     def drafts(self) -> list[Draft | DraftwireError]:
-        """Ends: here waiting is right."""
+        """Ends the check: reading the drafts synchronises."""
         torch.cuda.set_sync_debug_mode("default")
         return super().drafts()
 
@@ -142,16 +142,16 @@ def _watched(is_cuda: bool) -> Iterator[None]:
 
 
 def synchronizations(model: LlamaForCausalLM, plan: Plan) -> dict[str, str]:
-    """Returns where drafting waited for the device before all tokens were drawn, by how it was sampled.
+    """Returns where drafting synchronised before all tokens were drawn, by kind of sampling.
 
-    Without a GPU drafting is tried, and waits nowhere.
+    Without a GPU drafting runs, and never synchronises.
     """
     waits: dict[str, str] = {}
     decoder = decoder_of(model, "lean")
     for is_static in (False, True):
         drafter = LanguageModelDrafter(CachedModel(decoder, 4096, is_static), 1024)
         for name, sampling in SAMPLINGS.items():
-            for watches in (False, True):  # the first time things are recorded and allocated
+            for watches in (False, True):  # the first run records graphs and allocates memory
                 try:
                     with _watched(plan.is_cuda and watches):
                         draft_blocks(drafter, sampling, num_blocks=3, prompt_tokens=20)
@@ -162,7 +162,7 @@ def synchronizations(model: LlamaForCausalLM, plan: Plan) -> dict[str, str]:
 
 
 def _own_place(error: BaseException) -> str:
-    """Returns the innermost line of this project that an error came through."""
+    """Returns the innermost frame of this project in the traceback of an error."""
     folder = str(Path(draftwire.__file__).parent)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(folder)]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
@@ -190,9 +190,9 @@ def draft_blocks(
 
 
 def draft_differences(model: LlamaForCausalLM, budget: Budget) -> dict[str, Any]:
-    """Counts blocks that the device drafts otherwise than the CPU, from the same weights and keys, in float32.
+    """Counts blocks that device and CPU draft differently, from the same weights and keys, in float32.
 
-    Logits are rounded differently there, so a number close to a border between two tokens may fall on its other side.
+    Logits are rounded differently, so a uniform number close to the border between two tokens may select the other one.
     """
     on_cpu: Any = copy.deepcopy(model)
     reference = LanguageModelDrafter(CachedModel(decoder_of(on_cpu.to("cpu"), "lean"), 8192), 1024)

@@ -1,7 +1,7 @@
-"""Steps of a drafter that computes the attention of several layers at once, on one device: right, and how much faster?
+"""Correctness and speed of layer-parallel draft steps on one device.
 
-The drafter has the shape of Llama-3.2-1B. On one device, groups of layers save kernels, not reading: a step reads the
-same weights.
+The drafter has the shape of Llama-3.2-1B. On one device, groups of layers save kernel launches, not memory traffic: a
+step reads the same weights.
 """
 
 import copy
@@ -30,7 +30,7 @@ BATCH_SIZES = (1, 16)
 BLOCK_LENGTH = 5
 CACHE_TOKENS = 16 * 512
 COMPARED_SIZE, COMPARED_TEXTS, COMPARED_STEPS = 3, 3, 4
-"""Groups, texts and tokens of each whose logits are compared with the CPU's."""
+"""Group size, number of texts and tokens per text whose logits are compared with the CPU's."""
 
 
 def layer_parallel(plan: Plan, findings: Findings, budget: Budget) -> None:

@@ -16,7 +16,7 @@ from draftwire.models.synthesis import Trial, synthesize
 DRAFT_LAYERS = 2
 AGREEMENT = 0.8
 TOLERANCE = 0.03
-"""How far the agreement on other texts may be from the wanted one."""
+"""Largest difference between wanted and measured agreement on other texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def bytes_read(model: LlamaForCausalLM) -> int:
 
 
 def make_pair(plan: Plan, temperature: float, findings: Findings, _: Budget) -> Pair:
-    """Runs the section, and returns what it made."""
+    """Runs the section and returns the pair."""
     if plan.is_cuda:
         torch.cuda.reset_peak_memory_stats()
     trials: list[Trial] = []
@@ -62,7 +62,7 @@ def make_pair(plan: Plan, temperature: float, findings: Findings, _: Budget) -> 
     )
     seconds = time.perf_counter() - started
     target_bytes, drafter_bytes = bytes_read(made.target), bytes_read(made.drafter)
-    # The drafter first: the target's layers are given up as they are taken over.
+    # The drafter first: converting the target frees its original layers.
     drafter = decoder_of(made.drafter, "lean")
     pair = Pair(decoder_of(made.target, "lean", consumes=True), drafter, target_bytes, drafter_bytes, temperature)
     peak = torch.cuda.max_memory_allocated() if plan.is_cuda else 0

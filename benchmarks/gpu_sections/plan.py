@@ -1,4 +1,4 @@
-"""How much is measured: all of it on a GPU, a little where only the code is tried."""
+"""Sizes of all measurements: full on a GPU, tiny to test the code."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from draftwire.models.synthesis import SHAPES, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured on which device."""
+    """Device and sizes of the measurements."""
 
     device: torch.device
     size: str
@@ -20,7 +20,7 @@ class Plan:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether only the code is tried."""
+        """Whether the run only tests the code."""
         return self.size == "tiny"
 
     @property
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def exact_shape(self) -> ModelShape:
-        """Of the model whose logits are compared: heads as wide and as shared as those of large models."""
+        """Shape of the model whose logits are compared: head size and grouping of large models."""
         return SHAPES["tiny"] if self.is_tiny else ModelShape(1024, 2816, 4, 8, 2, 32_000, context_length=1024)
 
     @property
@@ -64,7 +64,7 @@ class Plan:
         return self.prompt_tokens + self.new_tokens
 
     def bound(self, value: float | None) -> float | None:
-        """Returns a bound of a ratio of times; None where they say nothing."""
+        """Returns a bound of a ratio of times; None where times are not meaningful."""
         return None if self.is_tiny else value
 
     @property
@@ -79,5 +79,5 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """How long one thing is measured at most."""
+        """Largest duration of one measurement."""
         return 0.2 if self.is_tiny else 2.0

@@ -1,4 +1,4 @@
-"""Are rules computed on the device as on the CPU, and what do they take?"""
+"""Correctness of verification rules on the device against the CPU, and their times."""
 
 import copy
 from typing import Any
@@ -37,12 +37,12 @@ def rules(plan: Plan, findings: Findings, budget: Budget) -> None:
 
 @torch.inference_mode()
 def rule_differences(device: str, shape: Shape) -> dict[str, int]:
-    """Returns how many blocks each rule decides otherwise than on the CPU, from the same logits and keys.
+    """Returns how many blocks each rule decides differently from the CPU, from the same logits and keys.
 
-    Softmax and sums round differently there, so a number close to a threshold may fall on the other side of it.
+    Softmax and sums round differently, so a uniform number close to a threshold may fall on its other side.
     """
     reference = Step(shape, NUM_BLOCKS, "cpu")
-    own = copy.copy(reference)  # making it anew would take long
+    own = copy.copy(reference)  # building another one would take long
     own.device, own.logits = torch.device(device), reference.logits.to(device)
     own.buffer = torch.empty_like(own.logits)
     differences = {}

@@ -1,4 +1,4 @@
-"""What a section is: some measurements that end in time, and whose failure leaves the others alone."""
+"""Sections: measurements with a time budget, whose failure does not affect other sections."""
 
 import gc
 import signal
@@ -20,12 +20,12 @@ class Row:
     value: float | int | str
     unit: str = ""
     bound: float | None = None
-    """The value is to be at most this, or at least, if `is_least`."""
+    """Upper bound of the value, or lower bound if `is_least`."""
     is_least: bool = False
 
     @property
     def verdict(self) -> str:
-        """Whether the bound is kept; empty where there is none."""
+        """Whether the bound holds; empty without a bound."""
         if self.bound is None or isinstance(self.value, str):
             return ""
         return "ok" if (self.value >= self.bound if self.is_least else self.value <= self.bound) else "NOT MET"
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(slots=True)
 class Findings:
-    """What a section found."""
+    """Results of a section."""
 
     results: dict[str, Any] = field(default_factory=dict)
     """For the report."""
@@ -53,7 +53,7 @@ class OverBudgetError(Exception):
 
 
 class Budget:
-    """How long a section may take."""
+    """Time budget of a section."""
 
     def __init__(self, seconds: float) -> None:
         """Starts now."""
@@ -62,12 +62,12 @@ class Budget:
 
     @property
     def spent_s(self) -> float:
-        """Seconds that are over."""
+        """Elapsed seconds."""
         return time.monotonic() - self._started
 
     @property
     def is_nearly_spent(self) -> bool:
-        """Whether nothing more should be begun."""
+        """Whether no further measurement should start."""
         return self.spent_s > 0.85 * self.seconds
 
 
@@ -78,10 +78,10 @@ class Section:
     name: str
     budget_s: float
     work: Callable[[Findings, Budget], None]
-    """Puts what it finds into the findings as it goes, so that what was found before a failure is kept."""
+    """Adds results to the findings as they are measured, so that those before a failure are kept."""
 
     def run(self) -> dict[str, Any]:
-        """Does the work, prints what came of it, and returns that for the report. Raises nothing but interrupts."""
+        """Runs the work, prints its findings, and returns them for the report. Raises only interrupts."""
         findings, budget, failure = Findings(), Budget(self.budget_s), {}
         previous = signal.signal(signal.SIGALRM, _interrupt)
         signal.setitimer(signal.ITIMER_REAL, self.budget_s)
@@ -119,5 +119,5 @@ def _give_memory_back() -> None:
     if torch.cuda.is_initialized():
         try:
             torch.cuda.empty_cache()
-        except RuntimeError as error:  # the device failed, and says so whatever it is asked
+        except RuntimeError as error:  # after a device error, every further call fails too
             print(f"  the device does not answer: {str(error).splitlines()[0]}")

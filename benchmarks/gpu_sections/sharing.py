@@ -1,4 +1,4 @@
-"""One GPU for two processes: what do a drafter's and a verifier's steps take beside each other?"""
+"""Step times of a drafter and a verifier process that share one GPU."""
 
 import multiprocessing
 import time
@@ -25,16 +25,16 @@ from draftwire.requests.parameters import SamplingParams
 
 BLOCK_LENGTH = 4
 PATIENCE_S = 45.0
-"""How long the other process may take to start, and to answer."""
+"""Timeout of the other process's start and of each answer."""
 RUN, PAUSE = "run", "pause"
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the drafter's process says."""
+    """Message from the drafter's process."""
 
     times_ms: list[float]
-    """Of its steps since it was told to run."""
+    """Times of its steps since the last command to run."""
 
 
 def sharing(plan: Plan, pair: Pair, findings: Findings, _: Budget) -> None:
@@ -43,7 +43,7 @@ def sharing(plan: Plan, pair: Pair, findings: Findings, _: Budget) -> None:
     own_end, other_end = context.Pipe()
     child = context.Process(target=draft_in_a_loop, args=(other_end, plan), daemon=True)
     child.start()
-    other_end.close()  # so that the child's death ends the waiting
+    other_end.close()  # so that the child's death ends the wait
     try:
         _receive(own_end)
         own_end.send(RUN)
@@ -114,7 +114,7 @@ def verify_steps_ms(plan: Plan, pair: Pair) -> list[float]:
 
 
 def draft_in_a_loop(connection: Connection, plan: Plan) -> None:
-    """Is the drafter's process: says that it is ready, then runs and pauses as it is told, until nobody is there."""
+    """Main of the drafter's process: reports ready, then runs and pauses on command until the parent disconnects."""
     if not plan.is_cuda:
         torch.set_num_threads(1)
     shape = replace(plan.shape, num_layers=DRAFT_LAYERS)

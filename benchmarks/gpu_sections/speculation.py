@@ -16,7 +16,7 @@ QUANTIZATIONS = {"default": Quantization(), "512 of mass 0.99": Quantization(mas
 LEAST_RATIO = 2.0
 """Of speculative to plain decoding of one text."""
 WARM_UP_ROUNDS = 8
-"""Rounds that are not counted: they record the graphs of the shapes that come up."""
+"""Rounds that are not counted: they record CUDA graphs."""
 CACHE_MARGIN = 32
 """Room for each text beyond its tokens."""
 

@@ -1,4 +1,4 @@
-"""Steps of one text against memory bandwidth: what takes how much longer than reading the weights?"""
+"""Step times of one sequence relative to memory bandwidth, that is to reading the weights once."""
 
 from functools import partial
 from statistics import median
@@ -109,7 +109,7 @@ def verify_ms(plan: Plan, model: CachedModel, timer: Timer) -> float:
 
 
 def attention_times(plan: Plan, pair: Pair, timer: Timer) -> dict[str, dict[str, float]]:
-    """Returns what steps take with and without cuDNN's attention, which plans anew for every shape."""
+    """Returns step times with and without cuDNN's attention, which builds a new plan for every shape."""
     found = {}
     was_allowed = torch.backends.cuda.cudnn_sdp_enabled()
     try:
@@ -126,7 +126,7 @@ def attention_times(plan: Plan, pair: Pair, timer: Timer) -> dict[str, dict[str,
 
 
 def new_length_ms(plan: Plan, model: CachedModel, start: int, timer: Timer) -> float:
-    """Returns the median time of reading texts of lengths that were not met before, milliseconds."""
+    """Returns the median time of a forward pass over texts of new lengths, milliseconds."""
     times = []
     for index in range(start, start + 7):
         sequence = model.cache.open()

@@ -1,4 +1,4 @@
-"""Times of work on a device."""
+"""Timing of work on a device."""
 
 import time
 from collections.abc import Callable
@@ -11,10 +11,9 @@ WARM_UPS = 3
 
 
 class Timer:
-    """Times work from the moment that the device is idle until it is idle again.
+    """Times work from an idle device until it is idle again.
 
-    On a GPU by its own events: what the host takes longer than the device counts, the wait of the host for the device's
-    last word does not.
+    On a GPU by CUDA events: host time during which the device idles counts, the host's final synchronisation does not.
     """
 
     def __init__(self, device: torch.device) -> None:

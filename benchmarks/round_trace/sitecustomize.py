@@ -1,6 +1,6 @@
-"""Notes when a round passes the stations of a service. Python loads this file in processes whose path has its folder.
+"""Records when a round passes the stations of a service. Python loads this file if its folder is on the path.
 
-The clock is the machine's, so notes of different processes can be put in one order. Read by `benchmarks.round_profile`.
+The clock is the machine's, so spans of different processes can be ordered. Read by `benchmarks.round_profile`.
 """
 
 import atexit
@@ -18,13 +18,13 @@ spans: list[tuple[str, float, float, list[int]]] = []
 
 
 def watch(owner: Any, name: str, span: str, about: Callable[..., list[int]] | None = None) -> None:
-    """Notes every call of a function.
+    """Records every call of a function.
 
     Args:
-        owner: the class or module that has it.
-        name: under which it is looked up there at each call.
-        span: what its calls are noted as.
-        about: returns numbers to note, from the arguments of a call.
+        owner: the class or module of the function.
+        name: the attribute that callers look up at each call.
+        span: name of the recorded spans.
+        about: returns numbers to record, from the arguments of a call.
     """
     original: Callable[..., Any] = getattr(owner, name)
 
@@ -38,7 +38,7 @@ def watch(owner: Any, name: str, span: str, about: Callable[..., list[int]] | No
 
 
 def watch_service(command: str) -> str:
-    """Watches the service that this process runs and returns its name; empty for any other process."""
+    """Traces the service that this process runs and returns its name; empty for any other process."""
     if "serve gateway" in command:
         watch_gateway()
         return "gateway"
@@ -52,7 +52,7 @@ def watch_service(command: str) -> str:
 
 
 def watch_gateway() -> None:
-    """From a verdict's arrival to the request for the next block, and the text beside it."""
+    """Traces from a verdict's arrival to the request for the next block, and the work on the text."""
     from draftwire.method.rounds import Verdict
     from draftwire.runtime import messages
     from draftwire_gateway.peers.wire import DrafterLink, VerifierLink
@@ -72,7 +72,7 @@ def watch_gateway() -> None:
 
 
 def watch_drafter() -> None:
-    """From a calibration's arrival to its block's departure."""
+    """Traces from a calibration's arrival until its block is sent."""
     from draftwire.drafting.drawing import Drawer
     from draftwire.models.cached_model import CachedModel
     from draftwire.runtime import messages
@@ -88,7 +88,7 @@ def watch_drafter() -> None:
 
 
 def watch_verifier() -> None:
-    """From a block's arrival to its verdict's departure."""
+    """Traces from a block's arrival until its verdict is sent."""
     from draftwire.models.cached_model import CachedModel
     from draftwire.runtime import messages
     from draftwire.verification import target

@@ -1,4 +1,4 @@
-{{/* What the schema cannot say. Included by the gateway's Deployment, which is always there. */}}
+{{/* Checks that the schema cannot express. Included by the gateway's Deployment, which is always rendered. */}}
 {{- define "draftwire.checks" -}}
 {{- with .Values -}}
 {{- if not (or .tls.enabled .tls.allowPlaintext) -}}

@@ -1,5 +1,5 @@
-{{/* Options of a service travel as environment variables: services.options has the rule for their names. Numbers are
-written as JSON, because Helm would write a large one as 6.7e+07. */}}
+{{/* Options of a service are passed as environment variables. Numbers are written as JSON, because Helm would write a large
+one as 6.7e+07. */}}
 {{- define "draftwire.environment" -}}
 {{- $root := .root -}}
 {{- $values := index $root.Values .service -}}
@@ -17,7 +17,7 @@ written as JSON, because Helm would write a large one as 6.7e+07. */}}
 {{- $_ := set $options "tls_cert" "/etc/draftwire/tls/tls.crt" -}}
 {{- $_ := set $options "tls_key" "/etc/draftwire/tls/tls.key" -}}
 {{- $_ := set $options "tls_ca" "/etc/draftwire/tls/ca.crt" -}}
-{{- if ne $.service "verifier" -}}{{/* which calls nobody */}}
+{{- if ne $.service "verifier" -}}{{/* which calls no service */}}
 {{- $_ := set $options "tls_target_name" .targetName -}}
 {{- end -}}
 {{- if eq $.service "gateway" -}}
@@ -30,7 +30,7 @@ written as JSON, because Helm would write a large one as 6.7e+07. */}}
 {{- with $root.Values.tracing -}}
 {{- if .endpoint -}}
 {{- $_ := set $options "otlp_endpoint" .endpoint -}}
-{{- if eq $.service "gateway" -}}{{/* which decides for all */}}
+{{- if eq $.service "gateway" -}}{{/* which samples for all services */}}
 {{- $_ := set $options "trace_sample_ratio" .sampleRatio -}}
 {{- end -}}
 {{- end -}}
@@ -53,7 +53,7 @@ written as JSON, because Helm would write a large one as 6.7e+07. */}}
 {{- $_ := set $options "layer_parallel_ranks" $ranks -}}
 {{- $_ := set $options "layer_parallel_size" $values.layerParallel.size -}}
 {{- end -}}
-{{- $cuda := gt (int $ranks) 1 | ternary "cuda" "cuda:0" -}}{{/* several take a GPU each */}}
+{{- $cuda := gt (int $ranks) 1 | ternary "cuda" "cuda:0" -}}{{/* with several ranks, one GPU each */}}
 {{- $_ := set $options "device" (eq $values.device "cuda" | ternary $cuda $values.device) -}}
 {{- $missing := printf "%s.model: a folder under /models, or a name on the hub" .service -}}
 {{- $_ := set $options "model" (required $missing $values.model) -}}
@@ -66,7 +66,7 @@ written as JSON, because Helm would write a large one as 6.7e+07. */}}
 {{- if eq .service "gateway" }}
 {{- include "draftwire.peers" $root }}
 {{- else }}
-# For what libraries keep in the home folder, which cannot be written to.
+# For caches of libraries: the home folder is read-only.
 - name: HOME
   value: /tmp
 {{- with $root.Values.models.hub }}
@@ -88,7 +88,7 @@ written as JSON, because Helm would write a large one as 6.7e+07. */}}
 {{- end }}
 {{- end }}
 
-{{/* Where the gateway finds the others. Their Services are headless, so a name leads to all pods that are ready. */}}
+{{/* Addresses of verifiers and drafters. Their Services are headless, so a name resolves to all ready pods. */}}
 {{- define "draftwire.peers" -}}
 {{- $verifier := include "draftwire.name" (dict "root" . "service" "verifier") -}}
 {{- $drafter := include "draftwire.name" (dict "root" . "service" "drafter") -}}

@@ -9,8 +9,8 @@
 {{ include "draftwire.fullname" .root }}-{{ .service }}
 {{- end }}
 
-{{/* The LeaderWorkerSet has a name of its own: its controller makes a Service of that name, for all pods of a group
-before they are ready, and would take ours, which has leaders only, for it. */}}
+{{/* The LeaderWorkerSet needs a different name: its controller creates a Service of that name, for all pods of a group
+before they are ready, and would use ours, which has leaders only, instead. */}}
 {{- define "draftwire.groupName" -}}
 {{ include "draftwire.fullname" . }}-verifier-group
 {{- end }}
@@ -46,7 +46,7 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{ get .root.Values.tls.secrets .service | default (printf "%s-tls" (include "draftwire.name" .)) }}
 {{- end }}
 
-{{/* How many processes, and GPUs, one pod has. */}}
+{{/* Number of processes, and GPUs, per pod. */}}
 {{- define "draftwire.ranks" -}}
 {{- if eq .service "verifier" -}}
 {{ with .root.Values.verifier.tensorParallel }}{{ div .size .nodes }}{{ end }}
@@ -64,7 +64,7 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 {{- end }}
 
-{{/* The gateway waits for the first verifier, and for the drafters that it knows then. */}}
+{{/* The gateway waits for the first verifier, and for the drafters known by then. */}}
 {{- define "draftwire.startupSeconds" -}}
 {{- with .root.Values -}}
 {{- if eq $.service "gateway" -}}

@@ -1,5 +1,5 @@
-{{/* Rules of NetworkPolicies; each begins with a new line, or is empty. A rule without peers would let everybody
-through, so where a list of peers is empty the rule is left out. */}}
+{{/* Rules of NetworkPolicies; each begins with a new line, or is empty. A rule without peers would allow all peers,
+so a rule with an empty list is left out. */}}
 
 {{- define "draftwire.rules" -}}
 {{- if trim . -}}
@@ -59,7 +59,7 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* What every pod may call: names, and a collector of traces. */}}
+{{/* Egress of every pod: DNS and the trace collector. */}}
 {{- define "draftwire.toCommon" -}}
 {{- with .root.Values.networkPolicy }}
 {{- with .dns }}

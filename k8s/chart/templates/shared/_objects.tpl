@@ -1,6 +1,6 @@
-{{/* Objects that all services have alike; each takes (dict "root" $ "service" "verifier"). */}}
+{{/* Objects of every service; each template takes (dict "root" $ "service" "verifier"). */}}
 
-{{/* "objectName" where it is not the service's. */}}
+{{/* "objectName" if it differs from the service's name. */}}
 {{- define "draftwire.metadata" -}}
 name: {{ .objectName | default (include "draftwire.name" .) }}
 namespace: {{ .root.Release.Namespace }}
@@ -16,7 +16,7 @@ metadata:
 automountServiceAccountToken: false
 {{- end }}
 
-{{/* A pod that never gets ready must not keep a node from being drained. */}}
+{{/* A pod that never becomes ready must not block a node drain. */}}
 {{- define "draftwire.disruptionBudget" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
@@ -40,8 +40,8 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* Headless: gateways choose the verifier and the drafter of each session themselves, and drafters call the verifier
-that they are told. */}}
+{{/* Headless: gateways choose the verifier and the drafter of each session themselves, and drafters call the session's
+verifier. */}}
 {{- define "draftwire.headlessService" -}}
 apiVersion: v1
 kind: Service
@@ -58,8 +58,8 @@ spec:
     {{- include "draftwire.servicePorts" . | nindent 4 }}
 {{- end }}
 
-{{/* gRPC takes RSA, and ECDSA on P-256 or P-384; no Ed25519. Every service both shows a certificate to callers and, but
-for the verifier, to those that it calls. */}}
+{{/* gRPC supports RSA, and ECDSA on P-256 or P-384; not Ed25519. Every service presents its certificate as a server and,
+except the verifier, as a client. */}}
 {{- define "draftwire.certificate" -}}
 {{- with .root.Values.tls -}}
 apiVersion: cert-manager.io/v1

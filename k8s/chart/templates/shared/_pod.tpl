@@ -1,12 +1,12 @@
 {{/* One pod of a service; in addition to "root" and "service":
-  "command": what runs
+  "command": command line of the container
   "isWorker": a pod of a group that has no rank 0, and so no gRPC server
 */}}
 {{- define "draftwire.podTemplate" -}}
 {{- $values := index .root.Values .service -}}
 metadata:
   labels:
-    {{- /* No versions: a new one of the chart alone must not restart what has loaded a large model. */}}
+    {{- /* No version labels: a new chart version alone must not restart a pod with a large model. */}}
     {{- include "draftwire.selector" . | nindent 4 }}
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
@@ -18,9 +18,9 @@ metadata:
 spec:
   serviceAccountName: {{ include "draftwire.name" . }}
   automountServiceAccountToken: {{ and (eq .service "gateway") (eq .root.Values.discovery "kubernetes") }}
-  # Links would set variables such as DRAFTWIRE_GATEWAY_PORT=tcp://..., which the services take for options.
+  # Links would set variables such as DRAFTWIRE_GATEWAY_PORT=tcp://..., which the services parse as options.
   enableServiceLinks: false
-  # Ranks are let go after the drain: 10 s for the step under way and 6 s to end.
+  # Ranks are released after the drain: 10 s for the current step and 6 s to end.
   terminationGracePeriodSeconds: {{ add (ceil $values.drainSeconds) ($values.preStopSeconds | default 0) 30 }}
   securityContext:
     {{- include "draftwire.podSecurity" . | nindent 4 }}
@@ -131,8 +131,8 @@ livenessProbe:
   failureThreshold: 3
 {{- end }}
 
-{{/* The kubelet's own gRPC probes speak no TLS: there, a command in the container asks, with the service's certificate,
-which gateways do not need and verifiers and drafters do. */}}
+{{/* The kubelet's gRPC probes do not support TLS: with TLS, a command in the container checks the health, with the
+service's certificate, which verifiers and drafters require. */}}
 {{- define "draftwire.probe" -}}
 {{- if .root.Values.tls.enabled -}}
 exec:
@@ -180,7 +180,7 @@ grpc:
 {{- end }}
 {{- end }}
 
-{{/* Secrets are mounted as folders, not file by file: so they change when the Secret does, and are read again. */}}
+{{/* Secrets are mounted as folders, not by subPath, so that files change with the Secret and are reloaded. */}}
 {{- define "draftwire.volumes" -}}
 - name: tmp
   emptyDir: {}
@@ -205,7 +205,7 @@ grpc:
 {{- end }}
 {{- end }}
 {{- if gt (include "draftwire.ranks" . | int) 1 }}
-# NCCL's ranks talk through it; a container's own has 64 MiB.
+# NCCL's ranks communicate through it; a container's default has 64 MiB.
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ get (index .root.Values .service) "sharedMemory" }}}
 {{- end }}
