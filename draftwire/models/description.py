@@ -15,6 +15,8 @@ OLDEST_PROTOCOL_VERSION = 10
 
 PARTIAL_BLOCKS = "partial_blocks"
 """Capability of a drafter that can end a block under way and send what it has drawn."""
+FLUSH_REPLIES = "flush_replies"
+"""Capability of a drafter that replies to that request when the block is sent."""
 
 
 @dataclass(frozen=True, slots=True)
