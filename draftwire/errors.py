@@ -6,6 +6,9 @@ RETRY_KEY = "grpc-retry-pushback-ms"
 """Trailing metadata of a full server: when to try again, milliseconds. gRPC itself reads it where a client has retries
 configured. Source: gRPC proposal A6, "Client Retries"."""
 
+MAX_RETRY_AFTER_S = 3600.0
+"""Longest retry delay that is taken over from a peer, seconds."""
+
 GENERATED_KEY = "draftwire-generated-tokens"
 """Trailing metadata of a completion that was interrupted: how many tokens it had."""
 
@@ -80,9 +83,15 @@ class NoRoomError(DraftwireError):
 
     @classmethod
     def hinted(cls, message: str, hint: object) -> "NoRoomError":
-        """Makes one from a status and the value of its `RETRY_KEY`, which may be missing or nonsense."""
+        """Makes one from a status and the value of its `RETRY_KEY`, which may be missing, nonsense, or too long a time.
+
+        At most `MAX_RETRY_AFTER_S` is taken over.
+        """
         text = str(hint)
-        return cls(message, int(text) / 1e3) if text.isdecimal() else cls(message)
+        if not text.isdecimal():
+            return cls(message)
+        is_short = len(text) <= len(str(int(MAX_RETRY_AFTER_S * 1e3)))  # Python refuses to parse thousands of digits
+        return cls(message, min(int(text) / 1e3, MAX_RETRY_AFTER_S) if is_short else MAX_RETRY_AFTER_S)
 
 
 class UnavailableError(DraftwireError):
