@@ -25,8 +25,9 @@ LONG = 400
 @contextmanager
 def own_stack(way: str) -> Iterator[LocalStack]:
     """Starts services of which one behaves wrongly; see `tests/injected/wrong_peers`."""
+    path = os.pathsep.join([str(WRONG_PEERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (
-        patch.dict(os.environ, {"PYTHONPATH": str(WRONG_PEERS), "DRAFTWIRE_TEST_WRONG": way}),
+        patch.dict(os.environ, {"PYTHONPATH": path, "WRONG_PEER": way}),
         LocalStack(stack_options(None, None, 4)) as stack,
     ):
         yield stack
@@ -62,16 +63,22 @@ def frozen_drafter(victim: Victim) -> Figures:
     """Freezes the only drafter for 0.8 s within stream after stream. Others wait, and it drafts again afterwards."""
     gaps: list[float] = []
     lost = num_drafts = 0
-    until = time.monotonic() + victim.seconds
     with Client(victim.gateway) as client:
-        read(client)
-        while time.monotonic() < until:
+        _, quiet_gap_s = read(client)
+        until = time.monotonic() + victim.seconds
+        while not gaps or time.monotonic() < until:
             completion, gap_s = read(client, victim.pids["drafter"], seed=len(gaps))
             gaps.append(gap_s)
             lost += completion.statistics.num_drafters_lost
             num_drafts += completion.statistics.num_drafts
             time.sleep(FROZEN_SECONDS)
-    return {"streams": len(gaps), "largest_gap_s": max(gaps), "drafters_lost": lost, "drafts": num_drafts}
+    return {
+        "streams": len(gaps),
+        "quiet_gap_s": quiet_gap_s,
+        "largest_gap_s": max(gaps),
+        "drafters_lost": lost,
+        "drafts": num_drafts,
+    }
 
 
 @attack("verifier")

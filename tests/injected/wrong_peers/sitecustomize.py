@@ -1,9 +1,10 @@
 """Makes a verifier or a drafter behave as no honest one does. Python loads this file in processes whose path has its
-folder; `DRAFTWIRE_TEST_WRONG` says how.
+folder; `WRONG_PEER` says how.
 
 stall           the verifier's step number 40, and each hundredth after it, takes 6 s
 draft_tokens    its fifth verdict says that 2**27 draft tokens were judged
-slow_tokens     a drafter takes 0.18 s for each fourth token 1 after a token 0, and no time for other tokens
+slow_tokens     a drafter takes 0.18 s for each fourth token 1 after a token 0, and no time for other tokens; the
+                verifier's steps take 15 ms, so that much can happen between them
 """
 
 import os
@@ -14,6 +15,7 @@ from typing import Any
 STALL_SECONDS, FIRST_STALL, STALL_EVERY = 6.0, 40, 100
 TOKEN_SECONDS, SLOW_TOKENS, SLOW_EVERY = 0.18, [0, 1], 4
 """So seldom that it is not what the gateway expects."""
+STEP_SECONDS = 0.015
 LYING_VERDICT = 5
 
 
@@ -48,6 +50,18 @@ def lie_about_draft_tokens() -> None:
     messages.verdict_to_proto = lying
 
 
+def take_time_for_steps() -> None:
+    from draftwire_verifier.engine import TargetEngine
+
+    step = TargetEngine.step
+
+    def slow(self: TargetEngine, *arguments: Any) -> Any:
+        time.sleep(STEP_SECONDS)
+        return step(self, *arguments)
+
+    TargetEngine.step = slow  # type: ignore[method-assign]
+
+
 def take_time_for_tokens() -> None:
     from draftwire.drafting.drawing import Drawer
 
@@ -67,10 +81,11 @@ def take_time_for_tokens() -> None:
 WAYS = {
     ("verifier", "stall"): stall,
     ("verifier", "draft_tokens"): lie_about_draft_tokens,
+    ("verifier", "slow_tokens"): take_time_for_steps,
     ("drafter", "slow_tokens"): take_time_for_tokens,
 }
 
 for (service, way), spoil in WAYS.items():
     is_meant = f"serve\0{service}" in Path("/proc/self/cmdline").read_text()
-    if is_meant and os.environ.get("DRAFTWIRE_TEST_WRONG") == way:
+    if is_meant and os.environ.get("WRONG_PEER") == way:
         spoil()

@@ -40,6 +40,9 @@ RECONNECT_SECONDS = 0.5
 OPEN_SECONDS = 10.0
 """Timeout of opening a session on a verifier, which reads the prompt later."""
 
+MAX_QUARANTINED = 4096
+"""Drafters in quarantine that are remembered for each verifier."""
+
 COOLDOWN_SECONDS = 1.0
 """How long a service that was unavailable for a session is avoided, if there is another one."""
 
@@ -256,7 +259,8 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
                 prompt_read = messages.prompt_read_from_proto(event.prompt_read)
                 self._deliver((prompt_read.session_id, prompt_read.epoch), prompt_read)
             case "refusal":
-                if event.refusal.HasField("quarantined_drafter_id"):
+                is_new = len(self._quarantined) < MAX_QUARANTINED  # what a peer says is not kept without a bound
+                if is_new and event.refusal.HasField("quarantined_drafter_id"):
                     self._quarantined.add(event.refusal.quarantined_drafter_id)
                 error = ModelMismatchError(f"the verifier refused a block: {event.refusal.message[:MAX_MESSAGE]}")
                 refused = BlocksRefused(error, event.refusal.permit_number)
