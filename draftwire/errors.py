@@ -6,6 +6,9 @@ RETRY_KEY = "grpc-retry-pushback-ms"
 """Trailing metadata key of a full server: delay before a retry, milliseconds. gRPC itself reads it where a client has
 retries configured. Source: gRPC proposal A6, "Client Retries"."""
 
+MAX_RETRY_AFTER_S = 3600.0
+"""Longest retry delay that is taken over from a peer, seconds."""
+
 GENERATED_KEY = "draftwire-generated-tokens"
 """Trailing metadata key of an interrupted completion: number of tokens it had."""
 
@@ -82,7 +85,10 @@ class NoRoomError(DraftwireError):
     def hinted(cls, message: str, hint: object) -> "NoRoomError":
         """Returns an error from a status message and the value of its `RETRY_KEY`, which may be missing or invalid."""
         text = str(hint)
-        return cls(message, int(text) / 1e3) if text.isdecimal() else cls(message)
+        if not text.isdecimal():
+            return cls(message)
+        is_short = len(text) <= len(str(int(MAX_RETRY_AFTER_S * 1e3)))  # Python refuses to parse thousands of digits
+        return cls(message, min(int(text) / 1e3, MAX_RETRY_AFTER_S) if is_short else MAX_RETRY_AFTER_S)
 
 
 class UnavailableError(DraftwireError):

@@ -198,6 +198,16 @@ class SendDrafted:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSent:
+    """Replies to `SendDrafted`: the block is on its way to the verifier. Says nothing of what was drawn."""
+
+    session_id: int
+    epoch: int
+    round: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TargetSessionSpec:
     """Parameters of a new session on a verifier."""
 

@@ -9,6 +9,7 @@ from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import (
+    BlockSent,
     Calibration,
     DraftBlock,
     DraftSessionSpec,
@@ -252,9 +253,11 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
 
 
 def _checked_draft_logprobs(message: session_pb2.Verdict) -> list[float]:
+    if message.draft_logprobs and len(message.draft_logprobs) != len(message.token_ids):
+        raise InvalidRequestError(
+            f"{len(message.draft_logprobs)} log-probabilities of drafters, of {len(message.token_ids)} tokens"
+        )
     values = list(message.draft_logprobs)
-    if values and len(values) != len(message.token_ids):
-        raise InvalidRequestError(f"{len(values)} log-probabilities of drafters, of {len(message.token_ids)} tokens")
     if any(value > 0.0 for value in values):
         raise InvalidRequestError("a log-probability of a drafter is a number of at most 0, or NaN")
     return values
@@ -469,6 +472,16 @@ def send_drafted_to_proto(command: SendDrafted) -> drafter_pb2.SendDrafted:
 def send_drafted_from_proto(message: drafter_pb2.SendDrafted) -> SendDrafted:
     """Decodes the command to send a block as far as it is drawn."""
     return SendDrafted(message.session_id, message.epoch, message.round, message.attempt)
+
+
+def block_sent_to_proto(sent: BlockSent) -> drafter_pb2.BlockSent:
+    """Encodes the reply to a command to send a block."""
+    return drafter_pb2.BlockSent(session_id=sent.session_id, epoch=sent.epoch, round=sent.round, attempt=sent.attempt)
+
+
+def block_sent_from_proto(message: drafter_pb2.BlockSent) -> BlockSent:
+    """Decodes the reply to a command to send a block."""
+    return BlockSent(message.session_id, message.epoch, message.round, message.attempt)
 
 
 def model_to_proto(model: ModelDescription) -> model_pb2.ModelDescription:

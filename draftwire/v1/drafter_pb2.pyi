@@ -183,6 +183,42 @@ class SendDrafted(_message.Message):
 Global___SendDrafted: _TypeAlias = SendDrafted  # noqa: Y015
 
 @_typing.final
+class BlockSent(_message.Message):
+    """Replies to SendDrafted: the block was sent to the verifier, just now or before the command came. Not sent if another
+    block was requested since, or the session failed. Only drafters with the capability "flush_replies" send it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.int
+    """The session."""
+    epoch: _builtins.int
+    """Its epoch."""
+    round: _builtins.int
+    """The block's round."""
+    attempt: _builtins.int
+    """The block's attempt."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        round: _builtins.int = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "epoch", b"epoch", "round", b"round", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockSent: _TypeAlias = BlockSent  # noqa: Y015
+
+@_typing.final
 class DraftCommand(_message.Message):
     """A gateway's command for one session."""
 
@@ -252,6 +288,7 @@ class DraftEvent(_message.Message):
 
     LEASE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease(self) -> _session_pb2.Lease:
         """The stream may open sessions. Sent once, first."""
@@ -260,17 +297,22 @@ class DraftEvent(_message.Message):
     def failure(self) -> _session_pb2.SessionFailure:
         """The session failed and is closed."""
 
+    @_builtins.property
+    def sent(self) -> Global___BlockSent:
+        """A block that was asked for by SendDrafted is on its way."""
+
     def __init__(
         self,
         *,
         lease: _session_pb2.Lease | None = ...,
         failure: _session_pb2.SessionFailure | None = ...,
+        sent: Global___BlockSent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failure", b"failure", "lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failure", b"failure", "lease", b"lease", "sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failure", b"failure", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "failure", b"failure", "lease", b"lease", "sent", b"sent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["lease", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["lease", "failure", "sent"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

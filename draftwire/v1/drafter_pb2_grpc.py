@@ -53,7 +53,7 @@ class DrafterServiceServicer:
 
     def RunDraftSessions(self, request_iterator, context):
         """The gateway's stream. The first response is a lease; requests carry commands for all sessions that were
-        opened under the lease, responses carry failures. Blocks are sent to the verifier, not here. When the stream ends,
+        opened under the lease, responses carry failures and replies. Blocks are sent to the verifier, not here. When the stream ends,
         its sessions end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

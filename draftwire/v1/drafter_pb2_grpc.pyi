@@ -35,7 +35,7 @@ class DrafterServiceStub:
     def __new__(cls, channel: _aio.Channel) -> DrafterServiceAsyncStub: ...
     RunDraftSessions: _grpc.StreamStreamMultiCallable[_drafter_pb2.RunDraftSessionsRequest, _drafter_pb2.RunDraftSessionsResponse]
     """The gateway's stream. The first response is a lease; requests carry commands for all sessions that were
-    opened under the lease, responses carry failures. Blocks are sent to the verifier, not here. When the stream ends,
+    opened under the lease, responses carry failures and replies. Blocks are sent to the verifier, not here. When the stream ends,
     its sessions end.
     """
     OpenDraftSession: _grpc.UnaryUnaryMultiCallable[_drafter_pb2.OpenDraftSessionRequest, _drafter_pb2.OpenDraftSessionResponse]
@@ -51,7 +51,7 @@ class DrafterServiceAsyncStub(DrafterServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     RunDraftSessions: _aio.StreamStreamMultiCallable[_drafter_pb2.RunDraftSessionsRequest, _drafter_pb2.RunDraftSessionsResponse]  # type: ignore[assignment]
     """The gateway's stream. The first response is a lease; requests carry commands for all sessions that were
-    opened under the lease, responses carry failures. Blocks are sent to the verifier, not here. When the stream ends,
+    opened under the lease, responses carry failures and replies. Blocks are sent to the verifier, not here. When the stream ends,
     its sessions end.
     """
     OpenDraftSession: _aio.UnaryUnaryMultiCallable[_drafter_pb2.OpenDraftSessionRequest, _drafter_pb2.OpenDraftSessionResponse]  # type: ignore[assignment]
@@ -70,7 +70,7 @@ class DrafterServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_drafter_pb2.RunDraftSessionsResponse], _abc.AsyncIterator[_drafter_pb2.RunDraftSessionsResponse]]:
         """The gateway's stream. The first response is a lease; requests carry commands for all sessions that were
-        opened under the lease, responses carry failures. Blocks are sent to the verifier, not here. When the stream ends,
+        opened under the lease, responses carry failures and replies. Blocks are sent to the verifier, not here. When the stream ends,
         its sessions end.
         """
 

@@ -65,6 +65,7 @@ class ModelDescription(_message.Message):
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of optional features that the peer supports; other optional features are not used with it. At most 64.
         "partial_blocks": a drafter can end the current block and send it as far as it is drawn (SendDrafted).
+        "flush_replies": it replies to that command when the block is sent (BlockSent).
         """
 
     @_builtins.property

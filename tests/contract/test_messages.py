@@ -16,6 +16,7 @@ from draftwire.method.distributions import rows_of
 from draftwire.method.encoding import DENSE_FORMATS, DenseProbs, DraftDistributions, Supports, encode_dense
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import (
+    BlockSent,
     Calibration,
     DraftBlock,
     DraftSessionSpec,
@@ -376,6 +377,11 @@ WIRE: dict[type, tuple[st.SearchStrategy[Any], Callable[[Any], Message], Callabl
     ),
     PlainRun: (made(PlainRun), messages.plain_run_to_proto, messages.plain_run_from_proto),
     Calibration: (made(Calibration), messages.calibration_to_proto, messages.calibration_from_proto),
+    BlockSent: (
+        made(BlockSent, session_id=UINT64),
+        messages.block_sent_to_proto,
+        messages.block_sent_from_proto,
+    ),
     SendDrafted: (
         made(SendDrafted, session_id=UINT64),
         messages.send_drafted_to_proto,
@@ -514,6 +520,7 @@ SENT: dict[str, tuple[Any, str]] = {
         GOLDEN_VERDICT.hex() + "7a" + DRAFTED,
     ),
     "block under way": (SendDrafted(FENCE.session_id, 1, 300, attempt=2), GOLDEN_SEND_DRAFTED.hex()),
+    "block that was sent": (BlockSent(FENCE.session_id, 1, 300, attempt=2), GOLDEN_SEND_DRAFTED.hex()),
     "model": (MODEL, GOLDEN_MODEL.hex()),
     **SPECS,
 }
@@ -524,6 +531,10 @@ WRITTEN: dict[str, tuple[Message, str]] = {
     "permit": (messages.permit_to_proto(Permit.make(bytes(range(16)), 300)), GOLDEN_PERMIT.hex()),
     "wrapped block under way": (  # 3: send_drafted, 16 bytes
         drafter_pb2.DraftCommand(send_drafted=drafter_pb2.SendDrafted.FromString(GOLDEN_SEND_DRAFTED)),
+        "1a10" + GOLDEN_SEND_DRAFTED.hex(),
+    ),
+    "wrapped reply": (  # 3: sent, 16 bytes
+        drafter_pb2.DraftEvent(sent=drafter_pb2.BlockSent.FromString(GOLDEN_SEND_DRAFTED)),
         "1a10" + GOLDEN_SEND_DRAFTED.hex(),
     ),
     # The process's id is the same number in both, so that a session's drafter is known by it.

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from draftwire.client import Client
 from draftwire.errors import (
     GENERATED_KEY,
+    MAX_RETRY_AFTER_S,
     BlockViolationError,
     CompletionInterruptedError,
     DraftwireError,
@@ -388,3 +389,21 @@ async def test_calls_succeed_as_soon_as_the_gate_opens_and_health_answers_before
             assert (await call(channel))[0] is Code.OK, call.__name__
         answer = await gateway_pb2_grpc.GatewayServiceStub(channel).GetServer(gateway_pb2.GetServerRequest())
         assert answer.num_speculative_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("hint", "seconds"),
+    [
+        ("1500", 1.5),
+        ("3600000", 3600.0),
+        ("3600001", MAX_RETRY_AFTER_S),
+        ("9" * 5000, MAX_RETRY_AFTER_S),
+        ("-1", 1.0),
+        ("1e9", 1.0),
+        ("", 1.0),
+        (None, 1.0),
+    ],
+)
+def test_retry_delay_of_a_peer_is_bounded(hint: str | None, seconds: float) -> None:
+    """Python refuses to parse integers of thousands of digits, with another error than ours."""
+    assert NoRoomError.hinted("full", hint).retry_after_s == seconds

@@ -14,6 +14,7 @@ from session_specs import FACTS
 
 from draftwire.errors import UnavailableError
 from draftwire.method.rounds import (
+    BlockSent,
     Calibration,
     CommittedTokens,
     DraftSessionSpec,
@@ -29,7 +30,7 @@ from draftwire.method.rounds import (
     judge_fence,
 )
 from draftwire.method.token_source import TokenSource
-from draftwire.models.description import PARTIAL_BLOCKS, ModelDescription
+from draftwire.models.description import FLUSH_REPLIES, PARTIAL_BLOCKS, ModelDescription
 from draftwire.requests.logprobs import PromptPart, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.config import LoopSettings
@@ -196,6 +197,8 @@ class FakeTarget:
         """What it says of its prompts; None says what is to be said, one token in a part."""
         self.leaves_out = False
         """Whether verdicts lack log-probabilities."""
+        self.alter: Callable[[Verdict], Verdict] = lambda verdict: verdict
+        """What is sent in the place of a verdict."""
         self.work_us = 0
         """What each verdict says that deciding took, beside a few that tell verdicts apart."""
         self.quarantined: set[int] = set()
@@ -298,7 +301,7 @@ class FakeTarget:
     def _decide(self, session: TargetSession, num_draft_tokens: int) -> None:
         if not session.is_open or self.silent:
             return
-        verdict = self._verdict(session, num_draft_tokens)
+        verdict = self.alter(self._verdict(session, num_draft_tokens))
         session.committed.append(verdict.token_ids)
         session.round += 1
         session.busy = False
@@ -361,7 +364,7 @@ class FakeTarget:
 def describe(name: str, context_length: int = 10_000) -> ModelDescription:
     """Returns a model that can do whatever a verifier's or a drafter's can."""
     described = ModelDescription(name, "", "float32", b"", STOP_TOKEN + 1, context_length, (STOP_TOKEN,))
-    return replace(described, capabilities=frozenset({PARTIAL_BLOCKS}), rules=tuple(FACTS.values()))
+    return replace(described, capabilities=frozenset({FLUSH_REPLIES, PARTIAL_BLOCKS}), rules=tuple(FACTS.values()))
 
 
 # Drafters
@@ -380,6 +383,10 @@ class DraftSession:
     last_round: int = -1
     is_faulty: bool = False
     """Whether it gave its gateway a reason to go on without it."""
+    sent: set[int] = field(default_factory=set)
+    """Rounds whose blocks were sent."""
+    flushed: set[int] = field(default_factory=set)
+    """Rounds whose blocks were asked for as far as they were drawn."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -404,6 +411,8 @@ class FakeDrafter:
         self.on_hurry: Callable[[SendDrafted], None] = lambda command: None
         self.sessions: list[DraftSession] = []
         self.open_cancelled = False
+        self.replies = True
+        """Whether it says when a block that is asked for is sent, where it can."""
         self.calibrations: list[Calibration] = []
         self.hurried: list[SendDrafted] = []
         self.closed: list[tuple[int, int]] = []
@@ -463,6 +472,10 @@ class FakeDrafter:
         session = self._of(command.session_id, command.epoch)
         if session is None or command.round != session.last_round:
             self.violations.append(command)
+            return
+        session.flushed.add(command.round)
+        if command.round in session.sent:
+            self.reply(session, command.round)
         self.on_hurry(command)
 
     def send_block(self, calibration: Calibration, num_draft_tokens: int | None = None) -> None:
@@ -472,6 +485,14 @@ class FakeDrafter:
         session.has_shown_permit = True
         num = calibration.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         self.targets[session.spec.verifier_address].offer_block(calibration.fence, num, self.instance_id, permit)
+        session.sent.add(calibration.fence.round)
+        if calibration.fence.round in session.flushed:
+            self.reply(session, calibration.fence.round)
+
+    def reply(self, session: DraftSession, number: int) -> None:
+        """Says that a block which was asked for is sent."""
+        if self.replies and session.is_open and FLUSH_REPLIES in self.description.capabilities:
+            session.inbox.put_nowait(BlockSent(*session.key, number))
 
     def answer_block(self, number: int, act: Callable[[Calibration], Any]) -> None:
         """Answers the `number`-th calibration, from 0, in another way than with a block, which the others get."""

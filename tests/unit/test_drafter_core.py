@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
@@ -11,10 +12,10 @@ from engine_service_contract import EngineServiceContract, Served, join_group, u
 from group_fakes import FakeFollowers, FakeParallelModel
 from session_specs import draft_spec
 
-from draftwire.engine.leases import SessionFailed
 from draftwire.errors import GroupLostError, UnavailableError
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.rounds import (
+    BlockSent,
     Calibration,
     CommittedTokens,
     DraftBlock,
@@ -106,18 +107,18 @@ class Rig:
     core: DrafterCore
     links: dict[str, list[FakeLink]]
     lease_id: int
-    failures: list[SessionFailed]
+    events: list[Any]
     running: asyncio.Task[None]
 
     @classmethod
     @asynccontextmanager
     async def running_of(
-        cls, core: DrafterCore, links: dict[str, list[FakeLink]], lease_id: int, failures: list[SessionFailed]
+        cls, core: DrafterCore, links: dict[str, list[FakeLink]], lease_id: int, events: list[Any]
     ) -> AsyncIterator["Rig"]:
         """Runs a core that was started, and stops it at the end."""
         running = asyncio.create_task(core.run())
         try:
-            yield cls(core, links, lease_id, failures, running)
+            yield cls(core, links, lease_id, events, running)
         finally:
             running.cancel()
             await core._torch.run(lambda: None)  # the running step ends while there is a loop to tell of it
@@ -158,15 +159,15 @@ async def test_sessions_of_a_lost_verifier_fail_at_once_and_no_others(rig: Rig) 
     for session_id, address in ((1, "a:1"), (2, "b:1"), (3, "a:1")):
         await rig.open(session_id, address)
     rig.links["a:1"][0].break_off()
-    assert [(failed.session_id, str(failed.error)) for failed in rig.failures] == [
+    assert [(failed.session_id, str(failed.error)) for failed in rig.events] == [
         (1, "verifier at a:1 was lost"),
         (3, "verifier at a:1 was lost"),
     ]
-    assert all(isinstance(failed.error, UnavailableError) for failed in rig.failures)
+    assert all(isinstance(failed.error, UnavailableError) for failed in rig.events)
     assert rig.core.num_sessions == 1
     rig.calibrate(2)
     await until(lambda: rig.links["b:1"][0].blocks)
-    assert len(rig.failures) == 2
+    assert len(rig.events) == 2
 
 
 async def test_session_after_the_loss_gets_a_new_link_and_shows_its_permit_there(rig: Rig) -> None:
@@ -221,6 +222,24 @@ async def test_block_under_way_is_sent_when_it_is_asked_for(rig: Rig) -> None:
     (link,) = rig.links["a:1"]
     await until(lambda: link.blocks)
     assert 1 <= len(link.blocks[0].token_ids) < 8
+    assert rig.events == [BlockSent(1, 0, 0)]
+
+
+async def test_every_flush_gets_one_reply_when_its_block_is_sent_and_no_block_does_otherwise(rig: Rig) -> None:
+    await rig.open(1)
+    rig.calibrate(1)
+    (link,) = rig.links["a:1"]
+    await until(lambda: link.blocks)
+    assert rig.events == []
+    for number, attempt in ((0, 0), (0, 1), (1, 0)):
+        rig.core.send_drafted(SendDrafted(1, 0, number, attempt))
+    rig.core.send_drafted(SendDrafted(2, 0, 0))
+    assert rig.events == [BlockSent(1, 0, 0)]
+    rig.calibrate(1, round_number=1)
+    rig.core.send_drafted(SendDrafted(1, 0, 1))
+    await until(lambda: len(link.blocks) == 2)
+    await until(lambda: len(rig.events) == 2)
+    assert rig.events == [BlockSent(1, 0, 0), BlockSent(1, 0, 1)]
 
 
 # Several processes
@@ -240,5 +259,5 @@ async def test_lost_rank_fails_a_session_that_opens(rig: Rig) -> None:
             await asyncio.wait_for(task, 5.0)
     assert rig.core.group.is_lost
     assert rig.core.num_sessions == 0
-    assert {failed.session_id for failed in rig.failures} == {1, 2}
-    assert all(isinstance(failed.error, GroupLostError) for failed in rig.failures)
+    assert {failed.session_id for failed in rig.events} == {1, 2}
+    assert all(isinstance(failed.error, GroupLostError) for failed in rig.events)

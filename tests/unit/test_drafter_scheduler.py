@@ -278,7 +278,8 @@ class DrafterInAnyOrder(AnyOrder):
         key = self.key_of(who)
         known = self.known.get(key, Known())
         wish = known.last_asked[0] + off[0], known.last_asked[1] + off[1]
-        self.scheduler.send_drafted(SendDrafted(*key, *wish))
+        was_sent = self.scheduler.send_drafted(SendDrafted(*key, *wish))
+        assert was_sent == (key in self.known and known.calibration is None and off == (0, 0))
         if known.calibration is not None and off == (0, 0):
             known.cut_at = wish
         else:
@@ -308,6 +309,7 @@ class DrafterInAnyOrder(AnyOrder):
                 assert (each.outcome.fence, each.outcome.attempt) == (item.calibration.fence, item.calibration.attempt)
                 assert each.outcome.permit == (None if known.has_shown_permit else each.session.spec.permit)
                 known.has_shown_permit = True
+                assert each.is_flushed == (known.cut_at == (each.outcome.fence.round, each.outcome.attempt))
                 if known.calibration is item.calibration:
                     known.calibration = None
             assert known.is_reading or not each.is_opened

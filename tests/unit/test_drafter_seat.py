@@ -1,18 +1,19 @@
 """The drafter's seat alone: who has it, what it is asked, and how it is lost. No text and no verdicts."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from gateway_fakes import GONE, PROMPT, STORY, FakeDrafter, FakePeers, FakeTarget, in_virtual_time, make_generation
+from gateway_fakes import GONE, PROMPT, STORY, FakeDrafter, FakePeers, FakeTarget, in_virtual_time, make_generation, now
 
 from draftwire.errors import NoRoomError
-from draftwire.method.rounds import Permit, SendDrafted, Verdict
+from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
-from draftwire_gateway.session.drafter_seat import DrafterSeat
+from draftwire.models.description import PARTIAL_BLOCKS
+from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, MAX_STRETCH, NO_BLOCK, DrafterSeat
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent, SessionEvent
-from draftwire_gateway.session.round_trip_estimate import LEAST_TIMEOUT_S
+from draftwire_gateway.session.round_trip_estimate import LEAST_FLUSH_S, LEAST_TIMEOUT_S
 from draftwire_gateway.session.session_state import SessionState
 
 
@@ -48,10 +49,22 @@ class Seating:
         number = self.seat.permit_number
         return next(each for each in self.drafters if each.sessions and each.spec.permit.number == number)
 
-    def end_round(self, tokens: list[int]) -> None:
-        """A verdict of the open round came."""
-        self.session.commit(Verdict(self.session.fence, tokens, 0, 0, TokenSource.PLAIN, plain_rounds_left=0))
-        self.seat.end_round()
+    def end_round(self, tokens: list[int], num_draft_tokens: int = 0, ago_s: float = 0.0) -> None:
+        """A verdict of the open round came, some time ago."""
+        timings = DraftTimings(1_000, 3_000)
+        verdict = Verdict(self.session.fence, tokens, num_draft_tokens, 0, TokenSource.PLAIN, 0, timings=timings)
+        self.seat.end_round(verdict, now() - ago_s)
+        self.session.commit(verdict)
+
+    async def learn(self, seconds: float) -> None:
+        """Lets a block take so long."""
+        self.seat.ask_for_block(4)
+        await asyncio.sleep(seconds)
+        self.end_round(STORY[:1], num_draft_tokens=4)
+
+    def reply(self, number: int) -> bool:
+        """The drafter replies to the flush of a round."""
+        return self.seat.note_sent(BlockSent(self.session.session_id, self.session.epoch, number), now())
 
 
 def seating(num_drafters: int = 1, context_lengths: tuple[int, ...] = (), **changes: Any) -> Seating:
@@ -212,3 +225,131 @@ async def test_seat_that_is_dropped_leaves_nothing_open_and_asks_nobody(is_ready
     await asyncio.sleep(0)
     assert (drafter.closed, drafter.open_cancelled) == ([(one.session.session_id, 0)], not is_ready)
     assert (one.session.statistics.num_drafters_lost, one.seat.error) == (0, "")
+
+
+# A block is late
+
+
+def is_idle(seat: DrafterSeat) -> tuple[bool, bool, int]:
+    """Returns whether a block is awaited, whether the drafter is asleep, and whether it has room for blocks."""
+    return seat.is_awaited, seat.is_asleep, seat.room > 0
+
+
+@in_virtual_time
+async def test_drafter_that_does_not_reply_is_asleep_and_asked_again_when_it_does() -> None:
+    one = seating()
+    drafter = await one.seek_until_ready()
+    await one.learn(0.01)
+    one.seat.ask_for_block(4)
+    one.seat.request_flush()
+    one.seat.fall_asleep()
+    assert is_idle(one.seat) == (False, True, False)
+    one.end_round(STORY[1:2])
+    one.end_round(STORY[2:3])
+    assert is_idle(one.seat) == (False, True, False)
+    assert not one.reply(0), "to an older flush"
+    assert one.seat.is_asleep
+    assert not one.reply(1), "its block is stale"
+    assert is_idle(one.seat) == (False, False, True)
+    one.seat.ask_for_block(4)
+    assert (drafter.calibrations[-1].token_ids, drafter.violations) == (STORY[1:3], [])
+    assert (drafter.closed, one.session.statistics.num_drafters_lost) == ([], 0)
+
+
+@in_virtual_time
+async def test_block_that_is_judged_wakes_its_drafter() -> None:
+    """The verifier was late, or its plain round was: which of both it takes first is its own matter."""
+    for capabilities in (frozenset({PARTIAL_BLOCKS}), None):
+        one = seating()
+        drafter = await one.seek_until_ready()
+        if capabilities is not None:
+            drafter.description = replace(drafter.description, capabilities=capabilities)
+        one.seat.ask_for_block(4)
+        one.seat.request_flush()
+        one.seat.fall_asleep()
+        one.end_round(STORY[:3], num_draft_tokens=4)
+        assert is_idle(one.seat) == (False, False, True)
+        assert one.session.statistics.num_drafters_lost == 0
+
+
+@in_virtual_time
+async def test_drafter_that_cannot_reply_is_given_up_with_its_late_block() -> None:
+    one = seating()
+    drafter = await one.seek_until_ready()
+    drafter.description = replace(drafter.description, capabilities=frozenset({PARTIAL_BLOCKS}))
+    assert one.seat.flush_timeout_s(5.0) == 5.0
+    one.seat.ask_for_block(4)
+    one.seat.request_flush()
+    one.seat.fall_asleep()
+    one.end_round(STORY[:1])
+    assert (one.seat.error, one.session.statistics.num_drafters_lost) == (NO_BLOCK, 1)
+
+
+@in_virtual_time
+async def test_drafter_that_has_replied_is_not_asleep_and_given_up_if_its_blocks_keep_missing() -> None:
+    one = seating()
+    await one.seek_until_ready()
+    for number in range(MAX_MISSING_BLOCKS + 1):
+        one.seat.ask_for_block(4)
+        one.seat.request_flush()
+        assert one.reply(one.session.round), "it is the verifier's turn"
+        one.seat.fall_asleep()
+        assert is_idle(one.seat) == (False, False, True)
+        one.end_round(STORY[:1], num_draft_tokens=4 * (number == 0))
+        if number == 0:
+            one.seat.ask_for_block(4)
+            one.end_round(STORY[:1])
+        assert one.session.statistics.num_drafters_lost == (number == MAX_MISSING_BLOCKS)
+
+
+@in_virtual_time
+async def test_drafter_that_sleeps_for_long_is_given_up_only_for_another_one() -> None:
+    for num_drafters, lost in ((1, 0), (2, 1)):
+        one = seating(num_drafters=num_drafters)
+        await one.seek_until_ready()
+        one.seat.ask_for_block(4)
+        one.seat.request_flush()
+        one.seat.fall_asleep()
+        one.end_round(STORY[:1])
+        for seconds in (4.0, 2.0):
+            assert one.session.statistics.num_drafters_lost == 0
+            await asyncio.sleep(seconds)
+            one.seat.seek(one.target, longest_sleep_s=5.0)
+        assert one.session.statistics.num_drafters_lost == lost
+        assert sum(drafter.opened for drafter in one.drafters) == 1 or one.seat.permit_number == 1
+
+
+@in_virtual_time
+async def test_time_of_a_block_ends_when_its_verdict_arrives_and_not_when_it_is_taken() -> None:
+    """Who reads a text may be away in between."""
+    one = seating()
+    await one.seek_until_ready()
+    await one.learn(0.01)
+    before = one.seat.timeout_s(5.0), one.seat.flush_timeout_s(5.0)
+    one.seat.ask_for_block(4)
+    await asyncio.sleep(60.0)
+    one.end_round(STORY[1:2], num_draft_tokens=4, ago_s=59.99)
+    assert (one.seat.timeout_s(5.0), one.seat.flush_timeout_s(5.0)) == before == (LEAST_TIMEOUT_S, LEAST_FLUSH_S)
+
+
+@in_virtual_time
+async def test_one_pause_does_not_make_all_sessions_patient_and_a_slow_drafter_does() -> None:
+    """Sixteen sessions of one drafter wait for the same step of six seconds."""
+    one = seating()
+    drafter = await one.seek_until_ready()
+    for _ in range(10):
+        await one.learn(0.01)
+    others = [seating() for _ in range(16)]
+    for other in others:
+        other.drafters[0].round_trip = drafter.round_trip
+        await other.seek_until_ready()
+        other.seat.ask_for_block(4, 5.0)
+    await asyncio.sleep(6.0)
+    for other in others:
+        other.end_round(STORY[:1], num_draft_tokens=4)
+    assert one.seat.timeout_s(5.0) < 5.0 * MAX_STRETCH * LEAST_TIMEOUT_S
+    for _ in range(30):
+        one.seat.ask_for_block(4, 5.0)
+        await asyncio.sleep(2.0)
+        one.end_round(STORY[1:2], num_draft_tokens=4)
+    assert one.seat.timeout_s(5.0) > 4.0

@@ -1,10 +1,13 @@
 """The outer loop when its peers fail: whatever happens to verifiers and drafters, the text goes on as the target's."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, product
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 from gateway_fakes import (
@@ -42,13 +45,29 @@ from draftwire.errors import (
     UnavailableError,
 )
 from draftwire.method.rounds import Calibration, SendDrafted, TargetSessionSpec
+from draftwire.models.description import PARTIAL_BLOCKS
+from draftwire.requests.logprobs import TokenLogprob
 from draftwire_gateway.config import LoopSettings
+from draftwire_gateway.session import ports
 from draftwire_gateway.session.committed_text import FinishReason
+from draftwire_gateway.session.drafter_seat import NO_BLOCK
 from draftwire_gateway.session.loop import GenerationLoop
-from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, DrafterReady, TargetLost
-from draftwire_gateway.session.round_trip_estimate import LEAST_TIMEOUT_S
+from draftwire_gateway.session.ports import (
+    BlocksRefused,
+    DrafterLost,
+    DrafterReady,
+    PeerEvent,
+    TaggedInbox,
+    TargetLost,
+)
+from draftwire_gateway.session.round_trip_estimate import LEAST_FLUSH_S, LEAST_TIMEOUT_S
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.session.verifier_seat import FIRST_WAIT_SECONDS, LONGEST_PAUSE_S, MAX_FUTILE_MOVES
+from draftwire_gateway.session.verifier_seat import (
+    FIRST_WAIT_SECONDS,
+    LONGEST_NAMED_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MAX_FUTILE_MOVES,
+)
 
 LIMITS = LoopSettings(
     plain_run_rounds=4, block_timeout_s=5.0, verdict_timeout_s=20.0, prompt_timeout_s=30.0, failover_timeout_s=10.0
@@ -95,11 +114,13 @@ class Reply:
     """It cannot be asked."""
     is_lost: bool = False
     is_refused: bool = False
-    when_hurried: Literal["sends", "is deaf", "is silent"] = "is silent"
+    when_hurried: Literal["sends", "is deaf", "is silent", "lies"] = "is silent"
+    """Who lies says that a block was sent that was not."""
 
     @property
     def is_fault(self) -> bool:
         comes = any(seconds < 5.0 for seconds in self.sent_after_s) or self.when_hurried == "sends"
+        comes = comes and self.when_hurried != "lies"
         return self.is_deaf or self.is_lost or self.is_refused or not comes
 
 
@@ -116,6 +137,8 @@ REPLIES = [
     Reply(),
     Reply(when_hurried="sends"),
     Reply(when_hurried="is deaf"),
+    Reply(when_hurried="lies"),
+    Reply((7.0,), when_hurried="lies"),
 ]
 
 
@@ -274,6 +297,8 @@ class World:
     def _hurry(self, drafter: FakeDrafter, command: SendDrafted) -> None:
         if self._reply.when_hurried == "is deaf":
             raise GONE
+        if self._reply.when_hurried == "lies":
+            drafter.reply(drafter.session, command.round)
         if self._reply.when_hurried == "sends":
             drafter.send_block(drafter.calibrations[-1], num_draft_tokens=1)
 
@@ -658,13 +683,14 @@ def test_drafter_that_is_slow_again_is_asked_again() -> None:
     assert len(drafter.hurried) > 2
 
 
-def test_drafter_that_answers_nothing_or_cannot_be_hurried_is_replaced_by_another() -> None:
+def test_drafter_that_cannot_reply_or_cannot_be_hurried_is_replaced_by_another() -> None:
     """The latter at once, the former when it had as much time again."""
     for on_hurry, factor, reason in (
         (lambda _: None, 2, "no block in time, not even a part of one"),
         (refuse, 1, TOO_SLOW),
     ):
         target, drafter, other = two_drafters()
+        drafter.description = replace(drafter.description, capabilities=frozenset({PARTIAL_BLOCKS}))
         asked_at: list[float] = []
         drafter.on_hurry = on_hurry
         drafter.answer_block(0, lambda _, asked_at=asked_at: asked_at.append(now()))
@@ -725,10 +751,204 @@ def test_drafter_is_not_hurried_because_the_verifier_takes_its_time() -> None:
     assert (result.statistics.num_drafts > 4, drafter.hurried) == (True, [])
 
 
-def test_session_with_a_silent_verifier_gives_up_the_drafter_first_and_then_the_verifier() -> None:
-    """Who of the two is silent cannot be told apart while a block is awaited."""
+def test_session_with_a_silent_verifier_gives_up_the_verifier_and_blames_no_drafter() -> None:
+    """The drafter says that its block was sent."""
     first, second = targets = some_targets(accepts=[2] * 20)
     drafter = FakeDrafter(first, second)
     fated(first, Fate.TOLD, Fate.SILENT)
     statistics = whole_story(targets, drafter, LIMITS).statistics
-    assert (statistics.num_drafters_lost, statistics.num_verifiers_lost, len(drafter.sessions)) == (1, 1, 2)
+    assert (statistics.num_drafters_lost, statistics.num_verifiers_lost, len(drafter.sessions)) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("capabilities", [None, frozenset({PARTIAL_BLOCKS})])
+def test_verifier_that_stalls_for_a_while_costs_no_drafter(capabilities: frozenset[str] | None) -> None:
+    """One step of 6 or 60 s, for which nothing is heard of the verifier: all rounds but the first are drafted."""
+    for seconds in (6.0, 60.0):
+        target, drafter, other = two_drafters()
+        if capabilities is not None:
+            drafter.description = replace(drafter.description, capabilities=capabilities)
+        target.delay_s = lambda count, seconds=seconds: seconds if count == 3 else 0.008
+        limits = replace(LIMITS, verdict_timeout_s=120.0)
+        assert_kept(whole_story(target, [drafter, other], limits, 60), other)
+        assert [verdict.num_draft_tokens > 0 for verdict in target.verdicts].count(False) == 1
+        assert len(drafter.hurried) == 1
+
+
+class Naps:
+    """A drafter that is frozen for a span of time: messages to it wait, and it draws nothing."""
+
+    def __init__(self, drafter: FakeDrafter, start: float, end: float) -> None:
+        self._start, self._end, self._num_waiting = start, end, 0
+        self._calibrate, self._send_drafted = drafter.calibrate, drafter.send_drafted
+        drafter.calibrate = lambda calibration: self._when_awake(self._calibrate, calibration)  # type: ignore[method-assign]
+        drafter.send_drafted = lambda command: self._when_awake(self._send_drafted, command)  # type: ignore[method-assign]
+
+    def _when_awake(self, act: Any, message: Any) -> None:
+        if self._start <= now() < self._end:
+            self._num_waiting += 1  # messages keep their order
+            asyncio.get_running_loop().call_at(self._end + 1e-6 * self._num_waiting, act, message)
+        else:
+            act(message)
+
+
+def test_frozen_drafter_is_a_short_gap_and_drafts_again_when_it_is_back() -> None:
+    """It is neither lost nor replaced, and what was asked of it in its sleep is stale."""
+    target, drafter, other = two_drafters()
+    target.delay_s = lambda count: 0.02
+    Naps(drafter, start=0.1, end=1.0)
+    verdict_times: list[float] = []
+    target.after_verdict = lambda count: verdict_times.append(now())
+    assert_kept(whole_story(target, [drafter, other], LIMITS, 190), other)
+    gaps = [after - before for before, after in pairwise(verdict_times)]
+    assert max(gaps) <= LEAST_TIMEOUT_S + LEAST_FLUSH_S + 0.021
+    assert sum(0.5 < when < 1.0 for when in verdict_times) > 20, "plain rounds go on"
+    assert len(drafter.hurried) == 1
+    assert target.verdicts[-2].num_draft_tokens > 0
+
+
+def test_drafter_that_freezes_for_long_is_replaced_where_there_is_another() -> None:
+    target, drafter, other = two_drafters()
+    target.delay_s = lambda count: 0.05
+    Naps(drafter, start=0.3, end=1e6)
+    result = whole_story(target, [drafter, other], LIMITS, 190)
+    assert_replaced(result, other, NO_BLOCK)
+
+
+# The law of what is dropped
+
+
+TOKEN_SECONDS = [(0.001, 0.001), (0.001, 0.08), (0.001, 0.2), (0.06, 0.2)]
+"""How long drawing each of two tokens takes."""
+DRAFT_LAW, TARGET_LAW = (0.3, 0.7), (0.6, 0.4)
+
+
+@pytest.mark.parametrize("token_seconds", TOKEN_SECONDS)
+def test_drafter_whose_time_depends_on_its_tokens_is_hurried_and_never_dropped(
+    token_seconds: tuple[float, ...],
+) -> None:
+    """All blocks of three tokens are enumerated: a block that is dropped for its tokens' sake would bias the next one.
+
+    The law of the first token is that of token verification if a block is judged, else the target's. Of others, it is
+    the same argument one token later.
+    """
+    law, hurried = [0.0, 0.0], 0
+    for block in product(range(2), repeat=3):
+        target, drafter, other = two_drafters()
+        whole_story(target, [drafter, other], replace(LIMITS, plain_run_rounds=1), 30)  # of usual blocks: no time
+        pace = drafter.round_trip
+        target, drafter, other = two_drafters()
+        drafter.round_trip = pace
+        draw_in_time(drafter, [token_seconds[token] for token in block])
+        assert_kept(whole_story(target, [drafter, other], LIMITS, 8), other)
+        hurried += len(drafter.hurried)
+        num_drafted = target.verdicts[1].num_draft_tokens
+        mass = math.prod(DRAFT_LAW[token] for token in block)
+        law = [before + mass * part for before, part in zip(law, first_token_law(block[0], num_drafted), strict=True)]
+    assert law == pytest.approx(TARGET_LAW)
+    assert (hurried > 0) is (sum(token_seconds) > 0.1 / 3)
+
+
+def draw_in_time(drafter: FakeDrafter, seconds: Sequence[float]) -> None:
+    """Lets a drafter draw its first block token by token; a flush ends it after the token that is being drawn."""
+    ends = list(accumulate(seconds))
+
+    def send(calibration: Calibration, at: float, num_tokens: int) -> None:
+        asyncio.get_running_loop().call_at(at, send_once, calibration, num_tokens)
+
+    def send_once(calibration: Calibration, num_tokens: int) -> None:
+        if calibration.fence.round not in drafter.session.sent:
+            drafter.send_block(calibration, num_tokens)
+
+    def hurry(command: SendDrafted) -> None:
+        calibration, started_at = begun[0]
+        index = next(index for index, end in enumerate(ends) if started_at + end >= now())
+        send(calibration, started_at + ends[index], index + 1)
+
+    begun: list[tuple[Calibration, float]] = []
+
+    def begin(calibration: Calibration) -> None:
+        begun.append((calibration, now()))
+        send(calibration, now() + ends[-1], len(ends))
+
+    drafter.answer_block(0, begin)
+    drafter.on_hurry = hurry
+
+
+def first_token_law(first: int, num_drafted: int) -> list[float]:
+    """Returns the law of a round's first token, given the block's first token and whether the block was judged."""
+    if not num_drafted:
+        return list(TARGET_LAW)
+    accepted = min(1.0, TARGET_LAW[first] / DRAFT_LAW[first])
+    residual = [max(0.0, target - draft) for target, draft in zip(TARGET_LAW, DRAFT_LAW, strict=True)]
+    return [
+        accepted * (token == first) + (1.0 - accepted) * part / sum(residual) for token, part in enumerate(residual)
+    ]
+
+
+# A verifier is wrong
+
+
+def verdict_of(**changes: Any) -> Any:
+    return lambda verdict: replace(verdict, **changes)
+
+
+WRONG_VERDICTS: dict[str, Any] = {
+    "more tokens accepted than judged": verdict_of(num_accepted_tokens=9, token_ids=STORY[:10]),
+    "more accepted than there are": verdict_of(num_accepted_tokens=4),
+    "more judged than requested": verdict_of(num_draft_tokens=2**27),
+    "fewer tokens than accepted": verdict_of(num_accepted_tokens=2, token_ids=[1]),
+    "more tokens than accepted": verdict_of(num_accepted_tokens=0, token_ids=[1, 2]),
+    "no token": verdict_of(num_accepted_tokens=0, token_ids=[]),
+    "a token beyond the vocabulary": lambda verdict: replace(
+        verdict, token_ids=[*verdict.token_ids[:-1], STOP_TOKEN + 1]
+    ),
+    "plain rounds that nobody requested": verdict_of(plain_rounds_left=1),
+    "near-ties of more tokens": verdict_of(num_near_ties=2**32 - 1),
+    "cached tokens that there are not": verdict_of(num_cached_tokens=2**32 - 1),
+    "log-probabilities that nobody requested": verdict_of(logprobs=[TokenLogprob(1, -1.0)]),
+    "details that nobody requested": verdict_of(draft_logprobs=[-1.0]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_VERDICTS)
+def test_verifier_whose_verdict_is_not_of_what_was_requested_is_lost(name: str) -> None:
+    """Nothing of it is believed, counted or shown."""
+    first, second = targets = some_targets(accepts=[2] * 20)
+    drafter = FakeDrafter(first, second)
+    first.alter = lambda verdict: WRONG_VERDICTS[name](verdict) if len(first.verdicts) == 3 else verdict
+    loop = make_loop(targets, drafter, LIMITS)
+    result = run(collect(loop))
+    result.assert_whole()
+    assert (result.statistics.num_verifiers_lost, result.statistics.num_drafters_lost) == (1, 0)
+    assert len(second.attempts) == 1
+    assert len(result.statistics.num_accepted_tokens_per_pos) <= 4
+
+
+def test_plain_run_does_not_grow_while_it_runs() -> None:
+    first, second = targets = some_targets()
+    first.alter = lambda verdict: replace(verdict, plain_rounds_left=4) if len(first.verdicts) == 1 else verdict
+    assert whole_story(targets, None, LIMITS).statistics.num_verifiers_lost == 1
+    assert len(second.attempts) == 1
+
+
+@pytest.mark.parametrize("retry_after_s", [1e9, math.inf])
+def test_verifier_does_not_say_how_long_a_session_waits_for_room(retry_after_s: float) -> None:
+    first, second = targets = some_targets()
+    lost_after(first, 1)
+    second.open_error = NoRoomError("full", retry_after_s)
+    limits = replace(LIMITS, failover_timeout_s=60.0)
+    _, _, waited_s = interrupted(make_loop(targets, None, limits))
+    assert 60.0 <= waited_s <= 60.0 + LONGEST_NAMED_PAUSE_S
+    assert len(second.attempts) >= 60.0 / LONGEST_NAMED_PAUSE_S
+
+
+@in_virtual_time
+async def test_peer_that_sends_more_events_than_were_requested_is_refused() -> None:
+    queue: asyncio.Queue[PeerEvent] = asyncio.Queue()
+    inbox = TaggedInbox(queue, epoch=0)
+    with patch.object(ports, "MAX_UNREAD_EVENTS", 100):
+        for _ in range(100):
+            inbox.put_nowait(TargetLost(GONE))
+        with pytest.raises(ProtocolViolationError, match="more events"):
+            inbox.put_nowait(TargetLost(GONE))
+    assert queue.qsize() == 100

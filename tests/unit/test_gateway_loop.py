@@ -279,13 +279,10 @@ def test_drafter_that_refuses_the_session_costs_only_speed(ready_after: int) -> 
         assert max(run.num_rounds for run in target.plain_runs) > LoopSettings().bridge_rounds, "no bridging"
 
 
-IN_TIME = "no block in time, not even a part of one"
-
-
 @pytest.mark.parametrize(
     ("act", "told"),
-    [(lambda drafter: drafter.tell(DrafterLost(GONE)), "gone"), (lambda _: None, IN_TIME), (refuse, TOO_SLOW)],
-    ids=["lost", "silent", "cannot be asked"],
+    [(lambda drafter: drafter.tell(DrafterLost(GONE)), "gone"), (lambda _: None, ""), (refuse, TOO_SLOW)],
+    ids=["lost", "asleep", "cannot be asked"],
 )
 def test_drafter_that_fails_to_draft_a_block_turns_the_same_round_into_a_plain_one(
     act: Callable[[FakeDrafter], None], told: str

@@ -1,6 +1,6 @@
 """Resumed completions: wherever a stream was cut, what came before and what comes after are one completion."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Request:
 
     def generate(self, generated_ids: list[int]) -> tuple[Result, FakeTarget]:
         target = FakeTarget(self.story, accepts=list(self.accepts))
+        target.description = replace(target.description, vocab_size=2**20)  # the tokenizer's, not that of letters
         target.prompt_len = len(self.prompt_ids)
         changes = {"prompt_ids": self.prompt_ids, "max_tokens": self.max_tokens, "generated_ids": tuple(generated_ids)}
         ends = {"stop": self.stop, "stop_token_ids": self.stop_token_ids}

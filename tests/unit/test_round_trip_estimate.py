@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwire_gateway.session.round_trip_estimate import LEAST_TIMEOUT_S, RoundTripEstimate
+from draftwire_gateway.session.round_trip_estimate import (
+    FLUSH_PASSES,
+    LEAST_FLUSH_S,
+    LEAST_TIMEOUT_S,
+    RoundTripEstimate,
+)
 
 MOST = 5.0
 
@@ -44,3 +49,24 @@ def test_patience_grows_where_times_vary_or_grow() -> None:
 @given(times=st.lists(st.floats(0.0, 60.0), max_size=30))
 def test_patience_is_between_the_least_and_the_most(times: list[float]) -> None:
     assert LEAST_TIMEOUT_S <= timeout_s(times) <= MOST
+
+
+KNOWN_FLUSHES: list[tuple[list[tuple[float, float | None]], float]] = [
+    ([], MOST),
+    ([(0.001, None)] * 100, LEAST_FLUSH_S),
+    ([(0.001, 0.0002)] * 100, LEAST_FLUSH_S),
+    ([(0.2, 0.05)] * 100, FLUSH_PASSES * 0.05 + 0.2),
+    ([(0.2, 0.05), (0.2, 0.13), (0.2, None)], FLUSH_PASSES * (0.05 + 0.08 / 8) + 0.2),
+    ([(4.0, 1.0)], MOST),
+]
+
+
+@pytest.mark.parametrize(("times", "expected"), KNOWN_FLUSHES)
+def test_flush_is_waited_for_eight_passes_and_a_trip_within_its_bounds(
+    times: list[tuple[float, float | None]], expected: float
+) -> None:
+    pace = RoundTripEstimate()
+    for seconds, pass_s in times:
+        pace.add(seconds, pass_s)
+    assert pace.flush_timeout_s(MOST) == pytest.approx(expected)
+    assert pace.flush_timeout_s(0.02) == 0.02

@@ -12,7 +12,7 @@ import structlog
 from draftwire.drafting.strategies import load_strategy
 from draftwire.engine.admission import Room
 from draftwire.engine.engine_service import EngineService
-from draftwire.engine.leases import SessionFailed, SessionKey
+from draftwire.engine.leases import SessionKey
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place
@@ -22,8 +22,8 @@ from draftwire.errors import (
     ProtocolViolationError,
     UnavailableError,
 )
-from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, SendDrafted
-from draftwire.models.description import PARTIAL_BLOCKS
+from draftwire.method.rounds import BlockSent, Calibration, DraftBlock, DraftSessionSpec, SendDrafted
+from draftwire.models.description import FLUSH_REPLIES, PARTIAL_BLOCKS
 from draftwire.models.loading import ModelCard
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.config import DrafterConfig
@@ -57,7 +57,7 @@ Connect = Callable[[str, ModelCard, Callable[[], None]], Awaitable[BlockLink]]
 event loop, when the link breaks."""
 
 
-class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
+class DrafterCore(EngineService[Step, StepResult, BlockSent]):
     """Owns the draft model. All methods run on the event loop; tensors are touched on the torch thread only."""
 
     failure = "the drafter failed"
@@ -84,7 +84,7 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
         loaded = load_strategy(self.config.drafts.strategy, ConfiguredContext(self.config, self.group))
-        description = replace(loaded.card.description, capabilities=frozenset({PARTIAL_BLOCKS}))
+        description = replace(loaded.card.description, capabilities=frozenset({FLUSH_REPLIES, PARTIAL_BLOCKS}))
         return replace(loaded.card, description=description), DraftEngine(loaded.strategy)
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
@@ -156,8 +156,9 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
         self._work.set()
 
     def send_drafted(self, command: SendDrafted) -> None:
-        """Ends the block that is being drafted and sends it as far as it is drawn."""
-        self._scheduler.send_drafted(command)
+        """Ends the block that is being drafted and sends it as far as it is drawn, with a reply to the gateway."""
+        if self._scheduler.send_drafted(command):
+            self._reply(self._scheduler.sessions[command.session_id, command.epoch], command.round, command.attempt)
 
     def _complete(self, step: Step, result: StepResult) -> list[Completed]:
         self.metrics.count_step(len(step.items), result.calibration_s + result.draft_s)
@@ -170,6 +171,8 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
             if isinstance(outcome, DraftBlock):
                 try:
                     self._push(completed.session, outcome)
+                    if completed.is_flushed:
+                        self._reply(completed.session, outcome.fence.round, outcome.attempt)
                 except UnavailableError as error:
                     outcome = error
             if isinstance(outcome, DraftwireError):
@@ -183,6 +186,10 @@ class DrafterCore(EngineService[Step, StepResult, SessionFailed]):
         link.push(block)
         self.metrics.blocks_sent.inc()
         self.metrics.draft_tokens.inc(len(block.token_ids))
+
+    def _reply(self, session: DraftSession, number: int, attempt: int) -> None:
+        """Tells the gateway that the block of a round is on its way."""
+        self._leases.send(session.lease_id, BlockSent(*session.key, number, attempt))
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
         if key in self._scheduler.sessions:

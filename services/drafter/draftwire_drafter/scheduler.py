@@ -92,6 +92,8 @@ class Completed:
     """A block is sent; an error fails the session."""
     is_opened: bool
     """Whether its prefill was completed in this step."""
+    is_flushed: bool = False
+    """Whether the outcome is a block that the gateway asked for as far as it was drawn, and gets a reply for."""
 
 
 class Scheduler(SessionBook[DraftSession, Step]):
@@ -157,14 +159,19 @@ class Scheduler(SessionBook[DraftSession, Step]):
             session.queued = True
             self._ready.append(session)
 
-    def send_drafted(self, command: SendDrafted) -> None:
-        """Ends the current block, queued or being drawn, after at most one more token. A stale command is dropped."""
+    def send_drafted(self, command: SendDrafted) -> bool:
+        """Ends the current block, queued or being drawn, after at most one more token. A stale command is dropped.
+
+        Returns:
+            Whether that block was sent before, so that the reply is due at once.
+        """
         session = self.sessions.get((command.session_id, command.epoch))
         asked_for = (command.round, command.attempt)
         if session is None or session.calibration is None or session.last_asked != asked_for:
             self.dropped["unknown_session" if session is None else "stale"] += 1
-            return
+            return session is not None and session.last_asked == asked_for
         session.cut_at = asked_for
+        return False
 
     def next_step(self) -> Step | None:
         """Returns the next step, or None if there is nothing to do. Pass it to `complete` after."""
@@ -191,7 +198,8 @@ class Scheduler(SessionBook[DraftSession, Step]):
             if isinstance(outcome, DraftBlock) and not session.has_shown_permit:
                 outcome = replace(outcome, permit=session.spec.permit)
                 session.has_shown_permit = True
-            completed.append(Completed(session, outcome, is_opened))
+            is_flushed = isinstance(outcome, DraftBlock) and session.cut_at == (outcome.fence.round, outcome.attempt)
+            completed.append(Completed(session, outcome, is_opened, is_flushed))
         return completed
 
     def _item(self, session: DraftSession, max_read: int | None) -> StepItem:

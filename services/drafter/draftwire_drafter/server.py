@@ -12,6 +12,7 @@ from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.guard import end_if_lost
 from draftwire.engine.ranks.place import Place
 from draftwire.errors import ProtocolViolationError
+from draftwire.method.rounds import BlockSent
 from draftwire.models.loading import ModelCard
 from draftwire.runtime import messages
 from draftwire.runtime.channels import check_prompt_fits, in_messages
@@ -44,14 +45,14 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         lease_id, outbox = self._core.open_lease()
         lease = drafter_pb2.DraftEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
 
-        async def write_failures() -> None:
-            while failures := await outbox.take_all():
-                for message in in_messages(_failures_to_proto, failures):
+        async def write_events() -> None:
+            while events := await outbox.take_all():
+                for message in in_messages(_events_to_proto, events):
                     await context.write(message)
 
         try:
             await context.write(drafter_pb2.RunDraftSessionsResponse(events=[lease]))
-            await exchange(self._read_commands(request_iterator, lease_id), write_failures())
+            await exchange(self._read_commands(request_iterator, lease_id), write_events())
         finally:
             self._core.end_lease(lease_id)
 
@@ -85,12 +86,14 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                         raise ProtocolViolationError("a command without content")
 
 
-def _failures_to_proto(failures: Sequence[SessionFailed]) -> drafter_pb2.RunDraftSessionsResponse:
-    events = [
-        drafter_pb2.DraftEvent(failure=messages.failure_to_proto(failed.session_id, failed.epoch, failed.error))
-        for failed in failures
-    ]
-    return drafter_pb2.RunDraftSessionsResponse(events=events)
+def _events_to_proto(events: Sequence[BlockSent | SessionFailed]) -> drafter_pb2.RunDraftSessionsResponse:
+    return drafter_pb2.RunDraftSessionsResponse(events=[_event_to_proto(event) for event in events])
+
+
+def _event_to_proto(event: BlockSent | SessionFailed) -> drafter_pb2.DraftEvent:
+    if isinstance(event, BlockSent):
+        return drafter_pb2.DraftEvent(sent=messages.block_sent_to_proto(event))
+    return drafter_pb2.DraftEvent(failure=messages.failure_to_proto(event.session_id, event.epoch, event.error))
 
 
 def make_service(config: DrafterConfig, place: Place | None = None, followers: Followers | None = None) -> Service:

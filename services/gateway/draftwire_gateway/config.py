@@ -61,7 +61,8 @@ class LoopSettings:
     """Rounds asked for at once while the drafter still reads the prompt."""
     block_timeout_s: float = 5.0
     """A drafter that is slower than its blocks usually are is asked for what it has drawn, at the latest after this
-    time. If that does not come within this time again, the drafter is given up for the session."""
+    time. If it does not reply soon, at the latest after this time again, the session goes on without it until it does;
+    after this time once more, another drafter takes over if there is one."""
     verdict_timeout_s: float = 120.0
     """A verifier that is silent for this long during its own work is lost."""
     prompt_timeout_s: float = 900.0

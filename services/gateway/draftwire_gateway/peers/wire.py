@@ -11,14 +11,20 @@ from typing import Any, Generic, TypeVar
 import grpc
 import structlog
 
-from draftwire.errors import DraftwireError, InvalidRequestError, ModelMismatchError, UnavailableError
+from draftwire.errors import (
+    DraftwireError,
+    InvalidRequestError,
+    ModelMismatchError,
+    ProtocolViolationError,
+    UnavailableError,
+)
 from draftwire.method.rounds import Calibration, DraftSessionSpec, PlainRun, SendDrafted, TargetSessionSpec
 from draftwire.models.description import ModelDescription
 from draftwire.runtime import messages
 from draftwire.runtime.channels import in_messages
 from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.peers import ModelPeer
-from draftwire.runtime.status import error_of, error_of_number
+from draftwire.runtime.status import MAX_MESSAGE, error_of, error_of_number
 from draftwire.runtime.tls import Dialler, RenewedChannel
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire_gateway.session.ports import BlocksRefused, DrafterLost, Inbox, SessionEvent, TargetLost
@@ -33,6 +39,9 @@ RECONNECT_SECONDS = 0.5
 
 OPEN_SECONDS = 10.0
 """Timeout of opening a session on a verifier, which reads the prompt later."""
+
+MAX_QUARANTINED = 4096
+"""Drafters in quarantine that are remembered for each verifier."""
 
 COOLDOWN_SECONDS = 1.0
 """How long a service that was unavailable for a session is avoided, if there is another one."""
@@ -142,7 +151,7 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
             inbox.put_nowait(event)
 
     def _failure(self, failure: session_pb2.SessionFailure) -> None:
-        error = error_of_number(failure.status_code, failure.message)
+        error = error_of_number(failure.status_code, failure.message[:MAX_MESSAGE])
         self._deliver((failure.session_id, failure.epoch), self._lost(error))
 
     async def disconnect(self) -> None:
@@ -242,21 +251,29 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
     def _receive(self, event: verifier_pb2.TargetEvent) -> None:
         match event.WhichOneof("event"):
             case "verdict":
+                self._check_size(event.verdict)
                 verdict = messages.verdict_from_proto(event.verdict)
                 self._deliver((verdict.fence.session_id, verdict.fence.epoch), verdict)
             case "prompt_read":
+                self._check_size(event.prompt_read)
                 prompt_read = messages.prompt_read_from_proto(event.prompt_read)
                 self._deliver((prompt_read.session_id, prompt_read.epoch), prompt_read)
             case "refusal":
-                if event.refusal.HasField("quarantined_drafter_id"):
+                is_new = len(self._quarantined) < MAX_QUARANTINED  # what a peer says is not kept without a bound
+                if is_new and event.refusal.HasField("quarantined_drafter_id"):
                     self._quarantined.add(event.refusal.quarantined_drafter_id)
-                error = ModelMismatchError(f"the verifier refused a block: {event.refusal.message}")
+                error = ModelMismatchError(f"the verifier refused a block: {event.refusal.message[:MAX_MESSAGE]}")
                 refused = BlocksRefused(error, event.refusal.permit_number)
                 self._deliver((event.refusal.session_id, event.refusal.epoch), refused)
             case "failure":
                 self._failure(event.failure)
             case "lease":
                 self._take_lease(event.lease)
+
+    def _check_size(self, event: session_pb2.Verdict | verifier_pb2.PromptRead) -> None:
+        """Checks the size of an event before it is decoded. The stream of a verifier that exceeds it is ended."""
+        if len(event.token_ids) > self.description.context_length:
+            raise ProtocolViolationError(f"{self.address} sent more tokens at once than its context has")
 
     def _close_command(self, close: session_pb2.CloseSession) -> verifier_pb2.TargetCommand:
         return verifier_pb2.TargetCommand(close_session=close)
@@ -295,6 +312,9 @@ class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent])
 
     def _receive(self, event: drafter_pb2.DraftEvent) -> None:
         match event.WhichOneof("event"):
+            case "sent":
+                sent = messages.block_sent_from_proto(event.sent)
+                self._deliver((sent.session_id, sent.epoch), sent)
             case "failure":
                 self._failure(event.failure)
             case "lease":

@@ -22,7 +22,7 @@ from draftwire.requests.logprobs import PromptPart
 from draftwire_gateway.session.committed_text import Delta, Finish
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.loop import GenerationLoop
-from draftwire_gateway.session.verifier_seat import FIRST_PAUSE_S
+from draftwire_gateway.session.verifier_seat import FIRST_PAUSE_S, LONGEST_NAMED_PAUSE_S
 
 MAX_UNREAD_EVENTS = 64
 """Bound of the queue of all choices of a request."""
@@ -158,7 +158,7 @@ class ChoiceRunner:
             except NoRoomError as error:
                 if not others_ran and not self._running:
                     raise
-                await asyncio.sleep(max(FIRST_PAUSE_S, error.retry_after_s))
+                await asyncio.sleep(min(max(FIRST_PAUSE_S, error.retry_after_s), LONGEST_NAMED_PAUSE_S))
 
     async def _run_choice(self, generation: Generation, prompt: _SharedPrompt) -> None:
         """Runs one choice, and puts its events into the common queue."""

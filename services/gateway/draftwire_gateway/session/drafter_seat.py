@@ -1,13 +1,19 @@
-"""The drafter of a session: at most one at a time, each with a permit of its own. Independent of text."""
+"""The drafter of a session: at most one at a time, each with a permit of its own. Independent of text.
+
+A drafter whose block is late is asked to send what it has drawn, and replies when that is on its way. One that does not
+reply in time is *asleep*: the round becomes plain, the session stays open on it, and it is asked for blocks again once
+it replies. A drafter that has replied is never blamed for the verifier's silence.
+"""
 
 import asyncio
+import math
 
 import structlog
 
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.keys import Role
-from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit, SendDrafted
-from draftwire.models.description import PARTIAL_BLOCKS, ModelDescription
+from draftwire.method.rounds import BlockSent, Calibration, DraftSessionSpec, Permit, SendDrafted, Verdict
+from draftwire.models.description import FLUSH_REPLIES, PARTIAL_BLOCKS, ModelDescription
 from draftwire_gateway.session.ports import (
     DrafterLost,
     DrafterPort,
@@ -20,6 +26,15 @@ from draftwire_gateway.session.ports import (
 from draftwire_gateway.session.session_state import SessionState
 
 log = structlog.get_logger()
+
+NO_BLOCK = "no block in time, not even a part of one"
+
+MAX_MISSING_BLOCKS = 2
+"""A drafter is given up when so many blocks in a row, which it says that it sent, did not reach the verifier."""
+
+MAX_STRETCH = 2.0
+"""A block counts in the estimate of a drafter's times as at most so many times the timeout that it was asked under: one
+pause, of the verifier too, must not make all sessions patient."""
 
 
 class DrafterSeat:
@@ -41,12 +56,20 @@ class DrafterSeat:
         self._tried: set[int] = set()
         self._known_len = 0
         self._asked_at = 0.0
+        self._asked_round = -1
+        self._timeout_s = 0.0
+        self._asleep_since = 0.0
+        self._has_replied = False
+        self._is_missing = False
+        self._num_missing = 0
         self.permit_number = -1
         """Permit number of the latest drafter; each drafter has a higher one."""
         self.is_ready = False
         """Whether there is a drafter that has finished its prefill."""
         self.is_awaited = False
-        """Whether the drafter was asked for a block of the open round."""
+        """Whether a block of the open round is awaited: not if it was late, though it may still be judged."""
+        self.is_asleep = False
+        """Whether the drafter did not reply in time, and is not asked for blocks until it does."""
         self.flush_requested = False
         """Whether the drafter was asked for the tokens drawn so far of that block."""
         self.error = ""
@@ -59,8 +82,8 @@ class DrafterSeat:
 
     @property
     def room(self) -> int:
-        """How many more tokens fit into the context of the drafter; 0 if no drafter is ready."""
-        if self._drafter is None or not self.is_ready:
+        """How many more tokens fit into the context of the drafter; 0 if no drafter is ready and awake."""
+        if self._drafter is None or not self.is_ready or self.is_asleep:
             return 0
         return self._drafter.description.context_length - len(self._session.committed)
 
@@ -73,12 +96,15 @@ class DrafterSeat:
         self._tried = set()
         return self._next(target) is not None
 
-    def seek(self, target: TargetPort) -> None:
+    def seek(self, target: TargetPort, longest_sleep_s: float = math.inf) -> None:
         """Opens the session on the next drafter, unless there is one already. The queue receives the outcome.
 
         Args:
             target: the verifier that its blocks go to.
+            longest_sleep_s: a drafter that has been asleep for longer is given up if there is another one.
         """
+        if self.is_asleep and self._now() - self._asleep_since > longest_sleep_s and self._next(target) is not None:
+            self.give_up(UnavailableError(NO_BLOCK))
         drafter = None if self._drafter is not None else self._next(target)
         if drafter is None:
             return
@@ -97,10 +123,25 @@ class DrafterSeat:
 
     def timeout_s(self, most: float) -> float:
         """Returns the timeout of the drafter's next block, after which `request_flush` is due; at most `most`."""
+        if not self._is_capable_of(PARTIAL_BLOCKS):  # all that could be done is to leave out what it has drawn
+            return most
         return self._ready_drafter.round_trip.timeout_s(most)
 
-    def ask_for_block(self, num_draft_tokens: int) -> None:
+    def flush_timeout_s(self, most: float) -> float:
+        """Returns the timeout of the reply to `request_flush`, or of the block if the drafter does not reply."""
+        if not self._is_capable_of(FLUSH_REPLIES):
+            return most
+        return self._ready_drafter.round_trip.flush_timeout_s(most)
+
+    def ask_for_block(self, num_draft_tokens: int, most_s: float = math.inf) -> float:
         """Requests a block of the open round, and sends the tokens committed since the last one.
+
+        Args:
+            num_draft_tokens: how many tokens to draft.
+            most_s: longest timeout of the block, seconds.
+
+        Returns:
+            The timeout of the block, seconds; see `timeout_s`.
 
         Raises:
             DraftwireError: the drafter cannot be asked.
@@ -108,14 +149,18 @@ class DrafterSeat:
         base_len = self._known_len
         self._known_len = len(self._session.committed)
         self.is_awaited, self.flush_requested = True, False
-        self._asked_at = asyncio.get_running_loop().time()
+        self._has_replied = self._is_missing = False
+        self._asked_at, self._asked_round = self._now(), self._session.round
+        self._timeout_s = self.timeout_s(most_s)
+        self._session.expected.request_block(num_draft_tokens)
         new_ids = self._session.committed.ids[base_len:]
         self._ready_drafter.calibrate(Calibration(self._session.fence, base_len, new_ids, num_draft_tokens))
+        return self._timeout_s
 
     @property
     def can_flush(self) -> bool:
         """Whether the drafter supports partial blocks, and was not asked for this one yet."""
-        return not self.flush_requested and PARTIAL_BLOCKS in self._ready_drafter.description.capabilities
+        return not self.flush_requested and self._is_capable_of(PARTIAL_BLOCKS)
 
     def request_flush(self) -> None:
         """Requests the tokens drawn so far of the block.
@@ -128,11 +173,57 @@ class DrafterSeat:
             SendDrafted(self._session.session_id, self._session.epoch, self._session.round)
         )
 
-    def end_round(self) -> None:
-        """Ends the open round; if a block was requested, updates the drafter's round-trip estimate."""
-        if self.is_awaited and self._drafter is not None:
-            self._drafter.round_trip.add(asyncio.get_running_loop().time() - self._asked_at)
-        self.is_awaited = False
+    def fall_asleep(self) -> None:
+        """Records that the block of the open round did not come in time, which must then be requested in another way.
+
+        The drafter is asleep unless it has replied: then the verifier has the block, and is late itself, or will never
+        get it. The block may still be the first to be judged.
+        """
+        self.is_awaited, self._is_missing = False, self._has_replied
+        if self._is_missing:
+            return
+        self.is_asleep, self._asleep_since = True, self._now()
+        log.info("gateway.drafter_asleep", session_id=self._session.session_id, round=self._session.round)
+        self._session.add_event("drafter asleep", epoch=self._session.epoch, round=self._session.round)
+
+    def note_sent(self, sent: BlockSent, arrived_at: float) -> bool:
+        """Records the drafter's reply to a flush, which wakes it if it is asleep.
+
+        Args:
+            sent: the reply.
+            arrived_at: when it arrived, by the event loop's clock.
+
+        Returns:
+            Whether the block is still awaited: from now on of the verifier.
+        """
+        if self._drafter is None or not self.flush_requested or sent.round != self._asked_round:
+            return False
+        if self.is_asleep:
+            self._learn(arrived_at, None)
+            self._wake()
+        self._has_replied = True
+        return self.is_awaited
+
+    def end_round(self, verdict: Verdict, arrived_at: float) -> None:
+        """Ends the open round; if a block was requested, updates the estimate of the drafter's times.
+
+        Args:
+            verdict: of the open round.
+            arrived_at: when it arrived, by the event loop's clock: who reads the text may have been away since.
+        """
+        was_awaited, self.is_awaited = self.is_awaited, False
+        if self._drafter is None or self._asked_round != verdict.fence.round:
+            return
+        if was_awaited or verdict.num_draft_tokens:
+            self._learn(arrived_at, verdict)
+            self._num_missing = 0
+            self._wake()
+        elif self._is_missing:
+            self._num_missing += 1
+            if self._num_missing == MAX_MISSING_BLOCKS:
+                self.give_up(UnavailableError("its blocks do not reach the verifier"))
+        elif self.is_asleep and not self._is_capable_of(FLUSH_REPLIES):  # nobody would say when it is awake
+            self.give_up(UnavailableError(NO_BLOCK))
 
     def give_up(self, error: Exception) -> bool:
         """Drops the drafter, unless it was dropped before: one loss may cause several events.
@@ -160,6 +251,27 @@ class DrafterSeat:
         if self._drafter is not None:
             self._session.close_at(self._drafter)
         self._drafter, self.is_ready, self.is_awaited = None, False, False
+        self.is_asleep, self._asked_round, self._num_missing = False, -1, 0
+
+    def _wake(self) -> None:
+        if self.is_asleep:
+            self.is_asleep = False
+            self._session.add_event("drafter awake", epoch=self._session.epoch)
+
+    def _learn(self, arrived_at: float, verdict: Verdict | None) -> None:
+        """Updates the estimate of the drafter's times by the time since the block was requested."""
+        seconds = min(arrived_at - self._asked_at, MAX_STRETCH * self._timeout_s)
+        pass_s = None
+        if verdict is not None and verdict.num_draft_tokens:
+            drafting_s = (verdict.timings.calibration_us + verdict.timings.draft_us) / 1e6
+            pass_s = min(drafting_s, seconds) / verdict.num_draft_tokens
+        self._ready_drafter.round_trip.add(seconds, pass_s)
+
+    def _is_capable_of(self, capability: str) -> bool:
+        return capability in self._ready_drafter.description.capabilities
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     @property
     def _ready_drafter(self) -> DrafterPort:

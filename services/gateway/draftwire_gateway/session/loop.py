@@ -6,7 +6,8 @@
         request the next round: a block of the drafter, or a plain run without a drafter
 
 The loop owns the committed tokens (`session_state`, `committed_text`), so it survives its peers. A lost drafter is
-replaced by another one, and until then by plain runs (`drafter_seat`). A lost verifier is replaced too
+replaced by another one, and until then by plain runs (`drafter_seat`). One that does not answer in time is asleep, and
+asked again when it answers. A lost verifier is replaced too
 (`verifier_seat`): the session is opened elsewhere with all committed ids, under the next epoch, and goes on with the
 round that was open. Late events of lost peers are fenced off.
 
@@ -18,11 +19,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
-from draftwire.method.rounds import PromptRead, Verdict
+from draftwire.method.rounds import BlockSent, PromptRead, Verdict
 from draftwire.requests.logprobs import PromptPart
 from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import CommittedText, Delta, Finish
 from draftwire_gateway.session.drafter_seat import DrafterSeat
+from draftwire_gateway.session.expected_verdict import check_top
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.ports import (
     BlocksRefused,
@@ -63,8 +65,8 @@ class GenerationLoop:
             spans: traces the session; None traces nothing.
         """
         self._settings = settings
-        # Unbounded, so that peers never block, but what they send unrequested is limited: the verdicts of a block and a
-        # plain run, and for a reported prompt MAX_LOGPROBS + 1 entries for each of its tokens.
+        # Peers never block: a peer that sends more than was requested, the verdicts of a block and a plain run and the
+        # parts of a reported prompt, is lost; see `MAX_UNREAD_EVENTS`.
         self._queue: asyncio.Queue[PeerEvent] = asyncio.Queue()
         self._session = SessionState(generation, spans)
         self._text = CommittedText(self._session, text)
@@ -115,7 +117,6 @@ class GenerationLoop:
                 if isinstance(verdict, PromptPart):
                     yield verdict
                     continue
-                self._drafter.end_round()
                 self._verifier.end_round()
                 self._set_timeout(self._settings.verdict_timeout_s)  # for the next round of a plain run
                 token_ids, reason = self._text.commit(verdict)
@@ -151,10 +152,10 @@ class GenerationLoop:
                 continue  # of a peer that was dropped
             match event.event:
                 case Verdict() as verdict if verdict.fence == self._session.fence:
-                    if self._session.has_all_of(verdict):
+                    if await self._believes(verdict):
                         self._watch.take(verdict, event.at)
+                        self._drafter.end_round(verdict, event.arrived_at)
                         return verdict
-                    await self._move(UnavailableError("the verifier left out log-probabilities"))
                 case PromptRead(part=part):
                     new = await self._take_prompt(part)
                     if new is not None:
@@ -168,10 +169,24 @@ class GenerationLoop:
                     self._give_up_drafter(error)
                 case DrafterReady():
                     self._drafter.mark_ready()
+                case BlockSent() as sent:
+                    if self._drafter.note_sent(sent, event.arrived_at):
+                        self._set_timeout(self._settings.block_timeout_s)
+
+    async def _believes(self, verdict: Verdict) -> bool:
+        """Whether a verdict of the open round is one of what was requested. If not, moves the session."""
+        try:
+            self._session.check(verdict, self._verifier.target.description.vocab_size)
+        except ProtocolViolationError as error:
+            await self._move(UnavailableError(str(error)))
+            return False
+        return True
 
     async def _take_prompt(self, part: PromptPart) -> PromptPart | None:
         """Returns the new tokens of a part of the prompt's log-probabilities, if any."""
+        generation, vocab_size = self._session.generation, self._verifier.target.description.vocab_size
         try:
+            check_top(part.tokens, generation.logprobs.prompt_logprobs, vocab_size)
             new = self._session.prompt.take(part)
         except ProtocolViolationError as error:
             await self._move(UnavailableError(str(error)))
@@ -181,13 +196,17 @@ class GenerationLoop:
         return new
 
     async def _handle_timeout(self) -> None:
-        """Moves the session, flushes the block or drops the drafter, when the current round takes too long."""
+        """Moves the session, flushes the block or requests a plain round, when the current round takes too long.
+
+        Depends on times alone, never on the drafted tokens: see docs/exactness.md.
+        """
         if not self._drafter.is_awaited:
             await self._move(UnavailableError("the verifier was silent for too long"))
         elif not self._drafter.can_flush:
-            self._give_up_drafter(UnavailableError("no block in time, not even a part of one"))
+            self._drafter.fall_asleep()
+            self._run_plain(WhyPlain.LATE, self._settings.bridge_rounds)
         else:
-            self._set_timeout(self._settings.block_timeout_s)
+            self._set_timeout(self._drafter.flush_timeout_s(self._settings.block_timeout_s))
             try:
                 self._drafter.request_flush()
             except DraftwireError as error:
@@ -199,16 +218,20 @@ class GenerationLoop:
 
     def _ask_for_round(self) -> None:
         """Requests the next round: a block if a drafter is ready and has room, else plain rounds."""
-        self._drafter.seek(self._verifier.target)
+        self._drafter.seek(self._verifier.target, self._settings.block_timeout_s)
         num_draft_tokens = self._num_draft_tokens()
         if num_draft_tokens >= 1:
             self._ask_for_block(num_draft_tokens)
             return
-        bridging = self._drafter.is_warming_up
+        bridging = self._drafter.is_warming_up or self._drafter.is_asleep
         rounds = self._settings.bridge_rounds if bridging else self._settings.plain_run_rounds
-        self._watch.ask(WhyPlain.NO_ROOM if self._drafter.is_ready else self._why_no_block(bridging))
+        self._run_plain(WhyPlain.NO_ROOM if self._drafter.is_ready else self._why_no_block(bridging), rounds)
+
+    def _run_plain(self, why: WhyPlain, num_rounds: int) -> None:
+        """Requests plain rounds, as many as are left. A block of the open round that is judged first counts as well."""
+        self._watch.ask(WhyPlain.LATE if self._drafter.is_asleep else why)
         self._set_timeout(self._settings.verdict_timeout_s)
-        self._verifier.run_plain(min(rounds, self._session.num_left))
+        self._verifier.run_plain(min(num_rounds, self._session.num_left))
 
     def _num_draft_tokens(self) -> int:
         """Returns how many tokens to draft for the next round; less than 1 for none.
@@ -220,9 +243,8 @@ class GenerationLoop:
 
     def _ask_for_block(self, num_draft_tokens: int) -> None:
         self._watch.ask(WhyPlain.EMPTY_BLOCK)
-        self._set_timeout(self._drafter.timeout_s(self._settings.block_timeout_s))
         try:
-            self._drafter.ask_for_block(num_draft_tokens)
+            self._set_timeout(self._drafter.ask_for_block(num_draft_tokens, self._settings.block_timeout_s))
         except DraftwireError as error:
             self._give_up_drafter(error)
 

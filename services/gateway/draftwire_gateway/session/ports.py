@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import (
+    BlockSent,
     Calibration,
     DraftSessionSpec,
     PlainRun,
@@ -47,7 +49,7 @@ class DrafterReady:
     """The drafter has finished its prefill."""
 
 
-SessionEvent = Verdict | PromptRead | TargetLost | BlocksRefused | DrafterLost | DrafterReady
+SessionEvent = Verdict | PromptRead | TargetLost | BlocksRefused | DrafterLost | DrafterReady | BlockSent
 
 
 class Inbox(Protocol):
@@ -107,7 +109,10 @@ class DrafterPort(Protocol):
         """Requests a block, without waiting."""
 
     def send_drafted(self, command: SendDrafted) -> None:
-        """Requests the tokens drawn so far of the block in progress, without waiting."""
+        """Requests the tokens drawn so far of the block in progress, without waiting.
+
+        The inbox gets a `BlockSent` if the drafter is capable of `FLUSH_REPLIES`.
+        """
 
     def close(self, session_id: int, epoch: int) -> None:
         """Ends a session, without waiting. Its inbox gets nothing more."""
@@ -138,6 +143,13 @@ class PeerEvent:
     event: SessionEvent
     at: float = field(default_factory=time.perf_counter)
     """Time of arrival, by `time.perf_counter`."""
+    arrived_at: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    """The same by the event loop's clock, which timeouts are measured with."""
+
+
+MAX_UNREAD_EVENTS = 2**14
+"""Events of a session that wait to be handled, at most: many times what its requests can cause. The parts of a prompt's
+report, of up to 128 tokens each, are the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,5 +161,11 @@ class TaggedInbox:
     permit_number: int | None = None
 
     def put_nowait(self, item: SessionEvent) -> None:
-        """Adds an event, with its sender and time of arrival."""
+        """Adds an event, with its sender and time of arrival.
+
+        Raises:
+            ProtocolViolationError: there are more than anybody requested. The peer's stream must be ended.
+        """
+        if self.queue.qsize() >= MAX_UNREAD_EVENTS:
+            raise ProtocolViolationError("a peer sent more events than were requested")
         self.queue.put_nowait(PeerEvent(self.epoch, self.permit_number, item))

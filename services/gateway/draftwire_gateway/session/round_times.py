@@ -25,6 +25,8 @@ class WhyPlain(Enum):
     """The drafter is in its prefill."""
     NO_ROOM = "no_room"
     """One token is left, or the drafter's context is full."""
+    LATE = "late"
+    """The drafter's block did not come in time; it is asked again when it answers."""
     EMPTY_BLOCK = "empty_block"
     """The drafter drew nothing."""
 

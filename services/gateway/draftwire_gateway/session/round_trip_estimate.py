@@ -1,11 +1,17 @@
-"""Estimate of a drafter's block time, to distinguish a slow drafter from a lost one."""
+"""Estimate of a drafter's times, to distinguish a slow drafter from one that does not answer."""
 
 LEAST_TIMEOUT_S = 0.1
 """Least timeout of a block: delays of this size occur on any busy machine."""
 
+FLUSH_PASSES = 8
+"""Forward passes that a drafter may take, beside a trip, to reply to a flush: it ends its own block after the running
+one, but waits for longer blocks of the same step."""
+LEAST_FLUSH_S = 0.25
+"""Least timeout of that reply."""
+
 
 class RoundTripEstimate:
-    """A running estimate of the time from the request of a block to its verdict, and of its deviation.
+    """A running estimate of the time from the request of a block to its verdict, of its deviation, and of a pass.
 
     Includes the verifier's time, as does the wait that it is compared with. The estimator is TCP's for round-trip
     times. Source: RFC 6298.
@@ -14,9 +20,12 @@ class RoundTripEstimate:
     def __init__(self) -> None:
         self._mean_s: float | None = None
         self._deviation_s = 0.0
+        self._pass_s: float | None = None
 
-    def add(self, seconds: float) -> None:
-        """Adds the time of one block."""
+    def add(self, seconds: float, pass_s: float | None = None) -> None:
+        """Adds the time of one block, and of a forward pass of the drafter in it; None if that is not known."""
+        if pass_s is not None:
+            self._pass_s = pass_s if self._pass_s is None else self._pass_s + (pass_s - self._pass_s) / 8
         if self._mean_s is None:
             self._mean_s, self._deviation_s = seconds, seconds / 2
             return
@@ -28,3 +37,9 @@ class RoundTripEstimate:
         if self._mean_s is None:
             return most
         return min(most, max(LEAST_TIMEOUT_S, 2.0 * self._mean_s + 4.0 * self._deviation_s))
+
+    def flush_timeout_s(self, most: float) -> float:
+        """Returns how long the drafter may then take to reply: `FLUSH_PASSES` passes and a trip; at most `most`."""
+        if self._mean_s is None:
+            return most
+        return min(most, max(LEAST_FLUSH_S, FLUSH_PASSES * (self._pass_s or 0.0) + self._mean_s))

@@ -3,10 +3,11 @@
 import secrets
 from contextlib import suppress
 
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, ProtocolViolationError
 from draftwire.method.keys import KEY_BYTES, Role, derive_key
 from draftwire.method.rounds import CommittedTokens, Fence, Verdict
 from draftwire.requests.session_parameters import SessionParameters
+from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
 from draftwire_gateway.session.prompt_report import PromptReport
@@ -37,6 +38,8 @@ class SessionState:
         self.num_generated = len(generation.generated_ids)
         """Tokens of the completion: the committed ones, cut at a stop."""
         self.prompt = PromptReport(generation.prompt_ids, generation.logprobs.prompt_logprobs is not None)
+        self.expected = ExpectedVerdict(generation)
+        """What the open round's verdict may be."""
         self.statistics = Statistics(num_prompt_tokens=len(generation.prompt_ids))
         self._spans = spans
 
@@ -50,16 +53,24 @@ class SessionState:
         """Tokens that may still be generated."""
         return self.generation.max_tokens - self.num_generated
 
-    def has_all_of(self, verdict: Verdict) -> bool:
-        """Whether a verdict, and the prompt parts before it, hold all requested log-probabilities."""
-        is_wanted = self.generation.logprobs.logprobs is not None
-        has_draft = len(verdict.draft_logprobs) == len(verdict.token_ids) * self.generation.token_details
-        has_all = len(verdict.logprobs) == len(verdict.token_ids) * is_wanted
-        return not self.prompt.is_missing and has_all and has_draft
+    def check(self, verdict: Verdict, vocab_size: int) -> None:
+        """Checks the verdict of the open round, and that the prompt parts before it held all that was requested.
+
+        Args:
+            verdict: its fence is the open round's.
+            vocab_size: of the target.
+
+        Raises:
+            ProtocolViolationError: the verifier must not be believed.
+        """
+        if self.prompt.is_missing:
+            raise ProtocolViolationError("the verifier left out log-probabilities of the prompt")
+        self.expected.check(verdict, vocab_size)
 
     def commit(self, verdict: Verdict) -> None:
         """Commits all tokens of the open round, and starts the next round."""
         self.round += 1
+        self.expected.end_round(verdict)
         self.committed.append(verdict.token_ids)
         self.statistics.count(verdict)
 

@@ -29,6 +29,9 @@ FIRST_WAIT_SECONDS = 5.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Pauses between attempts to open a session; each is twice the one before."""
 
+LONGEST_NAMED_PAUSE_S = 10.0
+"""Longest pause that a full verifier can ask for."""
+
 MAX_FUTILE_MOVES = 3
 """A session that is lost more often than this without committing a token is ended: it may crash its verifiers."""
 
@@ -103,7 +106,7 @@ class VerifierSeat:
             if clock() >= deadline or (full and not waits_for_room):
                 raise [*full, *refusals, UnavailableError(self._no_verifier())][0]
             if full:
-                pause_s = max(pause_s, full[0].retry_after_s)
+                pause_s = max(pause_s, min(full[0].retry_after_s, LONGEST_NAMED_PAUSE_S))
             # Many sessions may have been lost at once: jitter spreads their retries.
             await asyncio.sleep(min(pause_s * random.uniform(0.5, 1.0), max(0.0, deadline - clock())))
             pause_s = min(2.0 * pause_s, LONGEST_PAUSE_S)
@@ -142,6 +145,7 @@ class VerifierSeat:
 
     def run_plain(self, num_rounds: int) -> None:
         """Requests plain rounds, starting with the open one."""
+        self._session.expected.request_plain(num_rounds)
         with suppress(DraftwireError):  # a loss arrives as an event
             self.target.run_plain(PlainRun(self._session.fence, num_rounds))
 
@@ -167,8 +171,10 @@ class VerifierSeat:
 
     async def _open_at(self, target: TargetPort, plain_rounds: int) -> None:
         """Opens the session on a verifier. On failure, closes the session there and raises."""
+        spec = self._spec(plain_rounds)
+        self._session.expected.open(spec.plain_rounds)
         try:
-            await target.open(self._spec(plain_rounds), TaggedInbox(self._queue, self._session.epoch))
+            await target.open(spec, TaggedInbox(self._queue, self._session.epoch))
         except BaseException:
             self._session.close_at(target)
             raise

@@ -1,0 +1,84 @@
+"""Bounds of the verdict of the open round. A verifier that exceeds them is lost, like one that is silent."""
+
+from collections.abc import Sequence
+
+from draftwire.errors import ProtocolViolationError
+from draftwire.method.rounds import Verdict
+from draftwire.requests.logprobs import TokenLogprob
+from draftwire_gateway.session.generation import Generation
+
+
+class ExpectedVerdict:
+    """What the verdict of the open round may be: of the block and the plain rounds that were requested, not more."""
+
+    def __init__(self, generation: Generation) -> None:
+        """Expects nothing before a request.
+
+        Args:
+            generation: the choice that the session generates.
+        """
+        self._generation = generation
+        self._num_draft_tokens = 0
+        self._num_plain_rounds = 0
+
+    def open(self, num_plain_rounds: int) -> None:
+        """Records that the session is opened on a verifier, which starts with plain rounds."""
+        self._num_draft_tokens, self._num_plain_rounds = 0, num_plain_rounds
+
+    def request_block(self, num_draft_tokens: int) -> None:
+        """Records the request of a block; it may be judged even after its drafter was given up."""
+        self._num_draft_tokens = num_draft_tokens
+
+    def request_plain(self, num_rounds: int) -> None:
+        """Records the request of plain rounds."""
+        self._num_plain_rounds = num_rounds
+
+    def end_round(self, verdict: Verdict) -> None:
+        """Ends the open round: what is left is the rest of a plain run."""
+        self._num_draft_tokens, self._num_plain_rounds = 0, verdict.plain_rounds_left
+
+    def check(self, verdict: Verdict, vocab_size: int) -> None:
+        """Checks a verdict of the open round before anything is computed from it.
+
+        Args:
+            verdict: its fence is the open round's.
+            vocab_size: of the target.
+
+        Raises:
+            ProtocolViolationError: it is not a verdict of what was requested.
+        """
+        num_tokens, prefix_len = len(verdict.token_ids), verdict.fence.prefix_len
+        _require(verdict.num_draft_tokens <= self._num_draft_tokens, "judges more draft tokens than were requested")
+        _require(verdict.num_accepted_tokens <= verdict.num_draft_tokens, "accepts more draft tokens than it judged")
+        _require(num_tokens == verdict.num_accepted_tokens + 1, "has another number of tokens than were accepted")
+        _require(max(verdict.token_ids) < vocab_size, "has a token beyond the vocabulary")
+        _require(prefix_len + num_tokens <= self._generation.max_len, "reaches beyond the end of the completion")
+        most_left = 0 if verdict.num_draft_tokens else max(0, self._num_plain_rounds - 1)
+        _require(verdict.plain_rounds_left <= most_left, "leaves more plain rounds than were requested")
+        _require(verdict.num_near_ties <= num_tokens, "counts more near-ties than tokens")
+        _require(verdict.num_cached_tokens <= prefix_len, "counts more cached tokens than there are")
+        is_wanted, has_details = self._generation.logprobs.logprobs is not None, self._generation.token_details
+        _require(len(verdict.logprobs) == num_tokens * is_wanted, "has other log-probabilities than were requested")
+        _require(len(verdict.draft_logprobs) == num_tokens * has_details, "has other details than were requested")
+        check_top(verdict.logprobs, self._generation.logprobs.logprobs, vocab_size)
+
+
+def check_top(tokens: Sequence[TokenLogprob], num_top: int | None, vocab_size: int) -> None:
+    """Checks the likeliest tokens of reported log-probabilities.
+
+    Args:
+        tokens: as they were reported.
+        num_top: how many of the likeliest were requested; None if nothing was.
+        vocab_size: of the target.
+
+    Raises:
+        ProtocolViolationError: there are more than were requested, or one is beyond the vocabulary.
+    """
+    _require(all(len(token.top) <= (num_top or 0) for token in tokens), "has more likeliest tokens than were requested")
+    in_vocabulary = all(token_id < vocab_size for token in tokens for token_id, _ in token.top)
+    _require(in_vocabulary, "has a likeliest token beyond the vocabulary")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ProtocolViolationError(f"the verifier's answer {message}")

@@ -1,0 +1,138 @@
+"""Peers that are frozen, stall, or say what is not so; and readers that keep their peers waiting."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.up_command import stack_options
+from draftwire.client import Client, Completion
+from draftwire.errors import DraftwireError
+from tests.attacks.victim import Figures, Victim, attack, resident_mib
+
+PROMPT = "def mean(values):\n"
+WRONG_PEERS = Path(__file__).parents[1] / "injected" / "wrong_peers"
+FROZEN_SECONDS = 0.8
+LONG = 400
+"""Tokens of a stream that something happens to."""
+
+
+@contextmanager
+def own_stack(way: str) -> Iterator[LocalStack]:
+    """Starts services of which one behaves wrongly; see `tests/injected/wrong_peers`."""
+    path = os.pathsep.join([str(WRONG_PEERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with (
+        patch.dict(os.environ, {"PYTHONPATH": path, "WRONG_PEER": way}),
+        LocalStack(stack_options(None, None, 4)) as stack,
+    ):
+        yield stack
+
+
+def frozen_for_a_while(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(FROZEN_SECONDS, os.kill, (pid, signal.SIGCONT)).start()
+
+
+def read(client: Client, freezes: int | None = None, seed: int = 0) -> tuple[Completion, float]:
+    """Reads a stream, and returns it with its largest gap in seconds.
+
+    Args:
+        client: of the gateway.
+        freezes: the process to freeze after some tokens.
+        seed: of the completion.
+    """
+    largest_s, last, num_tokens = 0.0, 0.0, 0
+    stream = client.stream(PROMPT, max_tokens=LONG, ignore_eos=True, seed=seed)
+    for piece in stream:
+        now = time.monotonic()
+        largest_s, last = max(largest_s, now - last if last else 0.0), now
+        if freezes is not None and num_tokens < 100 <= num_tokens + len(piece.token_ids):
+            frozen_for_a_while(freezes)
+        num_tokens += len(piece.token_ids)
+    assert stream.completion is not None
+    return stream.completion, largest_s
+
+
+@attack("drafter")
+def frozen_drafter(victim: Victim) -> Figures:
+    """Freezes the only drafter for 0.8 s within stream after stream. Others wait, and it drafts again afterwards."""
+    gaps: list[float] = []
+    lost = num_drafts = 0
+    with Client(victim.gateway) as client:
+        _, quiet_gap_s = read(client)
+        until = time.monotonic() + victim.seconds
+        while not gaps or time.monotonic() < until:
+            completion, gap_s = read(client, victim.pids["drafter"], seed=len(gaps))
+            gaps.append(gap_s)
+            lost += completion.statistics.num_drafters_lost
+            num_drafts += completion.statistics.num_drafts
+            time.sleep(FROZEN_SECONDS)
+    return {
+        "streams": len(gaps),
+        "quiet_gap_s": quiet_gap_s,
+        "largest_gap_s": max(gaps),
+        "drafters_lost": lost,
+        "drafts": num_drafts,
+    }
+
+
+@attack("verifier")
+def stalling_verifier(victim: Victim) -> Figures:
+    """A verifier whose one step takes 6 s. Beside it nobody notices; its own sessions draft on."""
+    with own_stack("stall") as stack, Client(stack.address) as client:
+        completion, gap_s = read(client)
+    numbers = completion.statistics
+    return {
+        "largest_gap_s": gap_s,
+        "rounds": numbers.num_rounds,
+        "drafted": numbers.num_drafts,
+        "drafters_lost": numbers.num_drafters_lost,
+    }
+
+
+@attack("user")
+def slow_reader(victim: Victim) -> Figures:
+    """Reads one delta each third of a second, and then looks for how long others wait for a frozen drafter."""
+    with own_stack("") as stack, Client(stack.address) as client:
+        read(client)
+        stopping = threading.Event()
+
+        def read_slowly(seed: int) -> None:
+            with Client(stack.address) as slow:
+                for _ in slow.stream(PROMPT, max_tokens=1500, ignore_eos=True, seed=seed, logprobs=20):
+                    if stopping.wait(0.3):
+                        return
+
+        readers = [threading.Thread(target=read_slowly, args=(seed,)) for seed in range(8)]
+        for reader in readers:
+            reader.start()
+        time.sleep(max(10.0, victim.seconds))
+        stopping.set()
+        for reader in readers:
+            reader.join()
+        _, gap_s = read(client, stack.services["drafter"].process.pid)
+    return {"largest_gap_s": gap_s}
+
+
+@attack("verifier")
+def lying_verifier(victim: Victim) -> Figures:
+    """Says in each fifth verdict that 2**27 draft tokens were judged, which a gateway must not count."""
+    errors: dict[str, int] = {}
+    with own_stack("draft_tokens") as stack, Client(stack.address, resume_s=0.0) as client:
+        pid = stack.services["gateway"].process.pid
+        before = largest = resident_mib(pid)
+        until = time.monotonic() + victim.seconds
+        while time.monotonic() < until and largest:
+            try:
+                client.generate(PROMPT, max_tokens=48, ignore_eos=True, timeout_s=30.0)
+                name = "completed"
+            except DraftwireError as error:
+                name = f"{type(error).__name__}: {error}"[:80]
+            errors[name] = errors.get(name, 0) + 1
+            largest = max(largest, resident_mib(pid))
+    return {"gateway_mib_before": before, "gateway_mib_after": largest, "outcomes": errors}
