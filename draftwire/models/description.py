@@ -15,6 +15,8 @@ OLDEST_PROTOCOL_VERSION = 10
 
 PARTIAL_BLOCKS = "partial_blocks"
 """Capability of a drafter: can end a block in progress and send the tokens drawn so far."""
+FLUSH_REPLIES = "flush_replies"
+"""Capability of a drafter: replies to that request when the block is sent."""
 
 
 @dataclass(frozen=True, slots=True)
