@@ -22,6 +22,10 @@ class UnauthenticatedError(DraftwireError):
     """The caller did not show a token that is good here. The message does not say why."""
 
 
+class WrongRoleError(DraftwireError):
+    """The certificate of the caller is of a service that has no business with this call."""
+
+
 class UnknownSessionError(DraftwireError):
     """No session, or no lease, of that id is open here."""
 

@@ -16,6 +16,10 @@ OLDEST_PROTOCOL_VERSION = 10
 PARTIAL_BLOCKS = "partial_blocks"
 """Capability of a drafter that can end a block under way and send what it has drawn."""
 
+ISSUED_IDENTITIES = "issued_identities"
+"""Capability of a verifier that gives drafters their identities, and of a drafter that shows the one that it was given,
+tells gateways of it, and takes a permit that names it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
