@@ -81,9 +81,6 @@ def test_each_role_does_its_own_part_and_no_other(rig: Rig, tmp_path: Path) -> N
         def channel(service: str) -> grpc.aio.Channel:
             return dialler.open(f"127.0.0.1:{stack.services[service].port}", bulk=False)
 
-        async def hello() -> Any:
-            yield verifier_pb2.PushDraftBlocksRequest(hello=verifier_pb2.DrafterHello())
-
         async with channel("verifier") as to_verifier, channel("drafter") as to_drafter:
             verifier = verifier_pb2_grpc.VerifierServiceStub(to_verifier)
             drafter = drafter_pb2_grpc.DrafterServiceStub(to_drafter)
@@ -93,18 +90,18 @@ def test_each_role_does_its_own_part_and_no_other(rig: Rig, tmp_path: Path) -> N
             ]
             results = await asyncio.gather(*unary, return_exceptions=True)
             codes = [error.code().name for error in results if isinstance(error, grpc.aio.AioRpcError)]
-            streams = (verifier.RunTargetSessions(), drafter.RunDraftSessions(), verifier.PushDraftBlocks(hello()))
+            streams = (verifier.RunTargetSessions(), drafter.RunDraftSessions(), verifier.PushDraftBlocks(iter(())))
             return [*[await outcome(stream) for stream in streams], *codes]
 
     async def all_outcomes() -> list[list[str]]:
         return [await outcomes(role) for role in ("gateway", "drafter", "user", "")]
 
-    denied, invalid, mismatch = "PERMISSION_DENIED", "INVALID_ARGUMENT", "FAILED_PRECONDITION"
+    denied, invalid = "PERMISSION_DENIED", "INVALID_ARGUMENT"
     gateway, drafter, user, nobody = asyncio.run(all_outcomes())
     assert gateway == ["served", "served", denied, invalid, invalid]
-    assert drafter == [denied, denied, mismatch, denied, denied]
+    assert drafter == [denied, denied, "ended", denied, denied]
     assert user == [denied] * 5
-    assert nobody == ["served", "served", mismatch, invalid, invalid], "for one version"
+    assert nobody == ["served", "served", "ended", invalid, invalid], "for one version"
 
 
 def test_drafter_that_connects_again_is_the_same_one(rig: Rig) -> None:
