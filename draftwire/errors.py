@@ -25,6 +25,10 @@ class UnauthenticatedError(DraftwireError):
     """The caller sent no valid token. The message does not say why."""
 
 
+class WrongRoleError(DraftwireError):
+    """The certificate of the caller is of a service that has no business with this call."""
+
+
 class UnknownSessionError(DraftwireError):
     """No session or lease of that id is open on this server."""
 

@@ -639,6 +639,17 @@ def hello(**changes: Any) -> Callable[[Stage], Any]:
     return lambda stage: stage.hello(**changes)
 
 
+def shown(token: bytes) -> Callable[[Stage], Any]:
+    """A hello with an identity."""
+
+    def make(stage: Stage) -> verifier_pb2.PushDraftBlocksRequest:
+        request = stage.hello()
+        request.hello.identity.CopyFrom(verifier_pb2.DrafterIdentity(drafter_id=1, token=token))
+        return request
+
+    return make
+
+
 def blocks(*given: session_pb2.DraftBlock) -> verifier_pb2.PushDraftBlocksRequest:
     return verifier_pb2.PushDraftBlocksRequest(blocks=verifier_pb2.DraftBlocks(blocks=given))
 
@@ -1123,6 +1134,8 @@ def _push_rows() -> list[Row]:
         ),
         ("another fingerprint", FAILED, push(hello(vocabulary_fingerprint=bytes(32))), "vocabulary"),
         ("a fingerprint of 1 MB", FAILED, push(hello(vocabulary_fingerprint=bytes(10**6))), "vocabulary"),
+        ("an identity of 1 byte", INVALID, push(shown(b"\0")), "16 bytes"),
+        ("an identity that nobody gave", OK, push(shown(bytes(KEY_BYTES)))),
         ("a model name of 1 MB", INVALID, push(hello(name="x" * 10**6)), "name"),
         ("a model name of 1,000 emoji", INVALID, push(hello(name="\U0001f600" * 1000)), "name"),
         ("vocabulary and context of 2^32 - 1", OK, push(hello(**model_size))),
@@ -1182,7 +1195,7 @@ def _open_draft_rows() -> list[Row]:
         ("`max_draft_tokens` 2^32 - 1", INVALID, open_draft(max_draft_tokens=LARGEST), "num_speculative_tokens"),
         ("`target_vocab_size` 0", INVALID, open_draft(target_vocab_size=0), "target_vocab_size"),
         ("a `drafting_key` of 15 bytes", INVALID, open_draft(drafting_key=bytes(15)), "key"),
-        ("no permit", INVALID, open_draft(permit=None), "permit"),
+        ("no permit, which may come with the first calibration", OK, open_draft(permit=None)),
         ("a permit of 1 byte", INVALID, open_draft(permit=session_pb2.DraftPermit(token=b"\0")), "permit"),
         ("a rule of another server", OK, open_draft(rule="magic")),
         ("a rule without a name", INVALID, open_draft(rule=""), "rejection_sample_method"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from draftwire.drafting.drawing import Drawer
 from draftwire.drafting.strategy import Draft
 from draftwire.method.distributions import QuantizedRows
-from draftwire.method.rounds import DraftSessionSpec
+from draftwire.method.rounds import Calibration, DraftSessionSpec, Permit
 from draftwire_drafter.scheduler import DraftSession, Scheduler
 
 CORRUPTED_TEMPERATURE = 0.875
@@ -53,12 +53,19 @@ def corrupt(patch: pytest.MonkeyPatch) -> None:
 
 def forge(patch: pytest.MonkeyPatch) -> None:
     """Shows permits of numbers that it was not given."""
-    honest = Scheduler.open
+    honest, honest_calibrate = Scheduler.open, Scheduler.calibrate
+
+    def forged(permit: Permit | None) -> Permit | None:
+        return None if permit is None else replace(permit, number=permit.number + 1)
 
     def forged_open(self: Scheduler, spec: DraftSessionSpec, *rest: Any) -> DraftSession:
-        return honest(self, replace(spec, permit=replace(spec.permit, number=spec.permit.number + 1)), *rest)
+        return honest(self, replace(spec, permit=forged(spec.permit)), *rest)
+
+    def forged_calibrate(self: Scheduler, calibration: Calibration) -> None:
+        honest_calibrate(self, replace(calibration, permit=forged(calibration.permit)))
 
     patch.setattr(Scheduler, "open", forged_open)
+    patch.setattr(Scheduler, "calibrate", forged_calibrate)
 
 
 @contextmanager

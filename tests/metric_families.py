@@ -29,7 +29,7 @@ UNITS = {
     "usage_perc$": "share, 0 to 1",
     "audit_evidence$": "powers of ten",
     "audit_(sum|variance)$": "tokens, nats",
-    "drafter_quarantined$": "0 or 1",
+    "drafter_(proven|quarantined)$": "0 or 1",
     "rounds$|passes$|num_drafts$": "rounds",
     "steps$": "steps",
     "blocks": "blocks",

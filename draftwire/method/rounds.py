@@ -78,6 +78,16 @@ class DraftTimings:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterIdentity:
+    """What a verifier knows a drafter by: chosen by the verifier, and shown by the drafter when it connects again."""
+
+    drafter_id: int
+    """In permits, refusals, logs and metrics."""
+    token: bytes
+    """Secret of `KEY_BYTES`, which shows that the identity was given to whoever has it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Permit:
     """Credential with which a drafter pushes blocks for one session."""
 
@@ -86,13 +96,21 @@ class Permit:
     token: bytes
 
     @classmethod
-    def make(cls, key: bytes, number: int) -> "Permit":
-        """Signs a permit with the session's key, which no drafter has."""
-        return cls(number, hashlib.blake2b(number.to_bytes(4, "little"), key=key, digest_size=KEY_BYTES).digest())
+    def make(cls, key: bytes, number: int, drafter_id: int | None = None) -> "Permit":
+        """Makes a session's permit from its key, which no drafter knows.
 
-    def is_made_with(self, key: bytes) -> bool:
-        """Whether the permit was signed with `key`."""
-        return bool(key) and hmac.compare_digest(self.token, Permit.make(key, self.number).token)
+        Args:
+            key: of the session.
+            number: of the permit.
+            drafter_id: the drafter that may show it, by the identity that the verifier gave it; None lets any.
+        """
+        named = number.to_bytes(4, "little") + (b"" if drafter_id is None else drafter_id.to_bytes(8, "little"))
+        return cls(number, hashlib.blake2b(named, key=key, digest_size=KEY_BYTES).digest())
+
+    def is_made_with(self, key: bytes, drafter_id: int | None = None) -> bool:
+        """Whether it is genuine, and names this drafter or nobody."""
+        made = (Permit.make(key, self.number, name) for name in (drafter_id, None)) if key else ()
+        return any(hmac.compare_digest(self.token, permit.token) for permit in made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +137,12 @@ class ReceivedBlock:
     has_distributions: bool
     """Whether the drafter sent distributions."""
     drafter_id: int
-    """The drafter that sent it."""
+    """The drafter that sent it, by its identity."""
     attempt: int = 0
     timings: DraftTimings = field(default_factory=DraftTimings)
     permit: Permit | None = None
+    is_used: bool = True
+    """Whether its tokens may enter the text. If not, they are audited, and the round is decided without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +205,8 @@ class Calibration:
     token_ids: list[int]
     num_draft_tokens: int
     attempt: int = 0
+    permit: Permit | None = None
+    """With the first one, unless the session was opened with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,4 +267,5 @@ class DraftSessionSpec:
     target_vocab_size: int
     max_len: int
     """Upper bound of committed and drafted tokens together."""
-    permit: Permit
+    permit: Permit | None
+    """None if it comes with the first calibration."""

@@ -18,6 +18,10 @@ PARTIAL_BLOCKS = "partial_blocks"
 FLUSH_REPLIES = "flush_replies"
 """Capability of a drafter: replies to that request when the block is sent."""
 
+ISSUED_IDENTITIES = "issued_identities"
+"""Capability of a verifier that gives drafters their identities, and of a drafter that shows the one that it was given,
+tells gateways of it, and takes a permit that names it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:

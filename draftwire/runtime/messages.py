@@ -12,6 +12,7 @@ from draftwire.method.rounds import (
     BlockSent,
     Calibration,
     DraftBlock,
+    DrafterIdentity,
     DraftSessionSpec,
     DraftTimings,
     Fence,
@@ -156,6 +157,20 @@ def permit_to_proto(permit: Permit) -> session_pb2.DraftPermit:
 def permit_from_proto(message: session_pb2.DraftPermit) -> Permit:
     """Decodes a permit; its token is not verified."""
     return Permit(message.number, message.token)
+
+
+def identity_to_proto(identity: DrafterIdentity) -> verifier_pb2.DrafterIdentity:
+    """Encodes the identity of a drafter."""
+    return verifier_pb2.DrafterIdentity(drafter_id=identity.drafter_id, token=identity.token)
+
+
+def identity_from_proto(message: verifier_pb2.DrafterIdentity) -> DrafterIdentity:
+    """Decodes the identity of a drafter; its token is not verified.
+
+    Raises:
+        InvalidRequestError: its token is none.
+    """
+    return DrafterIdentity(message.drafter_id, _checked_key(message.token))
 
 
 def blocks_from_proto(
@@ -322,17 +337,23 @@ def calibration_to_proto(calibration: Calibration) -> drafter_pb2.Calibration:
         token_ids=calibration.token_ids,
         num_draft_tokens=calibration.num_draft_tokens,
         attempt=calibration.attempt,
+        permit=permit_to_proto(calibration.permit) if calibration.permit is not None else None,
     )
 
 
 def calibration_from_proto(message: drafter_pb2.Calibration) -> Calibration:
-    """Decodes a calibration."""
+    """Decodes a calibration.
+
+    Raises:
+        InvalidRequestError: its permit is none.
+    """
     return Calibration(
         fence=fence_from_proto(message.fence),
         base_len=message.base_len,
         token_ids=list(message.token_ids),
         num_draft_tokens=message.num_draft_tokens,
         attempt=message.attempt,
+        permit=_permit_of(message),
     )
 
 
@@ -439,7 +460,7 @@ def draft_spec_to_proto(spec: DraftSessionSpec, lease_id: int) -> drafter_pb2.Op
         verifier_address=spec.verifier_address,
         target_vocab_size=spec.target_vocab_size,
         max_len=spec.max_len,
-        permit=permit_to_proto(spec.permit),
+        permit=permit_to_proto(spec.permit) if spec.permit is not None else None,
     )
 
 
@@ -458,7 +479,7 @@ def draft_spec_from_proto(message: drafter_pb2.OpenDraftSessionRequest) -> Draft
         verifier_address=message.verifier_address,
         target_vocab_size=message.target_vocab_size,
         max_len=message.max_len,
-        permit=_checked_permit(permit_from_proto(message.permit)),
+        permit=_permit_of(message),
     )
 
 
@@ -537,7 +558,10 @@ def _checked_key(key: bytes) -> bytes:
     return key
 
 
-def _checked_permit(permit: Permit) -> Permit:
+def _permit_of(message: drafter_pb2.OpenDraftSessionRequest | drafter_pb2.Calibration) -> Permit | None:
+    if not message.HasField("permit"):
+        return None
+    permit = permit_from_proto(message.permit)
     if len(permit.token) != KEY_BYTES:
         raise InvalidRequestError(f"a permit's token has {KEY_BYTES} bytes, not {len(permit.token)}")
     return permit

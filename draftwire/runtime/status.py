@@ -16,11 +16,13 @@ from draftwire.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnknownSessionError,
+    WrongRoleError,
 )
 
 STATUS: dict[type[BaseException], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    WrongRoleError: grpc.StatusCode.PERMISSION_DENIED,
     UnknownSessionError: grpc.StatusCode.NOT_FOUND,
     ProtocolViolationError: grpc.StatusCode.FAILED_PRECONDITION,
     ModelMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -32,6 +34,7 @@ STATUS: dict[type[BaseException], grpc.StatusCode] = {
 ERROR: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: WrongRoleError,
     grpc.StatusCode.NOT_FOUND: UnknownSessionError,
     grpc.StatusCode.FAILED_PRECONDITION: ProtocolViolationError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: NoRoomError,

@@ -59,7 +59,9 @@ class OpenDraftSessionRequest(_message.Message):
 
     @_builtins.property
     def permit(self) -> _session_pb2.DraftPermit:
-        """Lets this drafter push the session's blocks."""
+        """Lets this drafter push the session's blocks. Absent: it comes with the first calibration, where it can name the
+        identity of the drafter.
+        """
 
     @_builtins.property
     def parameters(self) -> _session_pb2.SessionParameters:
@@ -93,12 +95,19 @@ class OpenDraftSessionResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    DRAFTER_ID_FIELD_NUMBER: _builtins.int
+    drafter_id: _builtins.int
+    """What the session's verifier knows the drafter by: the identity that it gave, or, if it gives none, the drafter's
+    instance_id. 0: the drafter does not tell.
+    """
     def __init__(
         self,
+        *,
+        drafter_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -115,6 +124,7 @@ class Calibration(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    PERMIT_FIELD_NUMBER: _builtins.int
     base_len: _builtins.int
     """Committed tokens that the drafter has already received; `token_ids` follow them."""
     num_draft_tokens: _builtins.int
@@ -129,6 +139,10 @@ class Calibration(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids committed since the base."""
 
+    @_builtins.property
+    def permit(self) -> _session_pb2.DraftPermit:
+        """In the first calibration, unless the session was opened with one: lets this drafter push the session's blocks."""
+
     def __init__(
         self,
         *,
@@ -137,10 +151,11 @@ class Calibration(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_draft_tokens: _builtins.int = ...,
         attempt: _builtins.int = ...,
+        permit: _session_pb2.DraftPermit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "permit", b"permit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_len", b"base_len", "fence", b"fence", "num_draft_tokens", b"num_draft_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base_len", b"base_len", "fence", b"fence", "num_draft_tokens", b"num_draft_tokens", "permit", b"permit", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

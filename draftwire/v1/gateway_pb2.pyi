@@ -386,8 +386,9 @@ class GenerateRequest(_message.Message):
     Those of the prompt of index i are the choices i * num_choices to (i + 1) * num_choices - 1.
     """
     cache_salt: _builtins.str
-    """Requests with a common prefix share its KV cache, which others could detect by the time of prefill. Requests with
-    different salts share nothing. At most 256 characters.
+    """Requests of one caller with a common prefix share its KV cache, which could be detected by the time of prefill.
+    Requests with different salts share nothing, and neither do callers with different bearer tokens. At most 256
+    characters.
     """
     logprobs: _builtins.int
     """Reports the log-probability of every generated token and of so many likeliest tokens in its place, 0 to 20. Absent:

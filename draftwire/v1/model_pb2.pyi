@@ -66,6 +66,8 @@ class ModelDescription(_message.Message):
         """Names of optional features that the peer supports; other optional features are not used with it. At most 64.
         "partial_blocks": a drafter can end the current block and send it as far as it is drawn (SendDrafted).
         "flush_replies": it replies to that command when the block is sent (BlockSent).
+        "issued_identities": a verifier gives each drafter an identity; a drafter shows the one that it was given when it
+        connects again, tells gateways of it, and takes its permit from the first calibration.
         """
 
     @_builtins.property

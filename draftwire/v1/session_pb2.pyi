@@ -460,8 +460,9 @@ Global___SessionParameters: _TypeAlias = SessionParameters  # noqa: Y015
 
 @_typing.final
 class DraftPermit(_message.Message):
-    """Authorises a drafter to push blocks for one session. The gateway makes it for one drafter and sends it when it opens
-    the session there, so that drafters with the same certificate cannot push blocks for each other's sessions.
+    """Authorises a drafter to push blocks for one session. The gateway makes it for one drafter, so that drafters with the
+    same certificate cannot push blocks for each other's sessions. It names the identity that the verifier gave to the
+    drafter, and is worth nothing on the stream of another one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -471,7 +472,10 @@ class DraftPermit(_message.Message):
     number: _builtins.int
     """0 for the session's first drafter, then increased for each replacement."""
     token: _builtins.bytes
-    """BLAKE2b of the number (4 bytes, little-endian), keyed with the session's permit_key, 16 bytes."""
+    """BLAKE2b of the number (4 bytes, little-endian) and the drafter_id of OpenDraftSessionResponse (8 bytes,
+    little-endian), keyed with the session's permit_key, 16 bytes. For a peer without the capability
+    "issued_identities", of the number alone.
+    """
     def __init__(
         self,
         *,

@@ -239,8 +239,8 @@ class BlockRefusal(_message.Message):
     message: _builtins.str
     """Human-readable reason, without tokens."""
     quarantined_drafter_id: _builtins.int
-    """The drafter, if it is in quarantine: its tokens are not drawn from the distributions that it sends, and no session
-    of this verifier accepts its blocks.
+    """Identity of the drafter, if it is in quarantine: its tokens are not drawn from the distributions that it sends, and
+    no session of this verifier accepts its blocks.
     """
     permit_number: _builtins.int
     """Number of the permit of the drafter whose blocks are refused."""
@@ -387,6 +387,34 @@ class RunTargetSessionsResponse(_message.Message):
 Global___RunTargetSessionsResponse: _TypeAlias = RunTargetSessionsResponse  # noqa: Y015
 
 @_typing.final
+class DrafterIdentity(_message.Message):
+    """What a verifier knows a drafter by, whatever the drafter calls itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    drafter_id: _builtins.int
+    """Chosen at random by the verifier; in permits, refusals, logs and metrics."""
+    token: _builtins.bytes
+    """Secret of 16 bytes, chosen at random by the verifier: shows that the identity was given to whoever has it. Another
+    length is refused.
+    """
+    def __init__(
+        self,
+        *,
+        drafter_id: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_id", b"drafter_id", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrafterIdentity: _TypeAlias = DrafterIdentity  # noqa: Y015
+
+@_typing.final
 class DrafterHello(_message.Message):
     """Introduces a drafter."""
 
@@ -394,21 +422,29 @@ class DrafterHello(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.int
     """Id of the drafter's process, the same as in its leases."""
     @_builtins.property
     def model(self) -> _model_pb2.ModelDescription:
         """The drafter's model."""
 
+    @_builtins.property
+    def identity(self) -> Global___DrafterIdentity:
+        """The identity that this verifier gave to the drafter before. Absent at the first connection; an identity that is not
+        genuine counts as absent.
+        """
+
     def __init__(
         self,
         *,
         model: _model_pb2.ModelDescription | None = ...,
         instance_id: _builtins.int = ...,
+        identity: Global___DrafterIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "instance_id", b"instance_id", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -477,18 +513,24 @@ class PushDraftBlocksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> _model_pb2.ModelDescription:
         """The drafter is compatible; the verifier's model. Sent once, first."""
+
+    @_builtins.property
+    def identity(self) -> Global___DrafterIdentity:
+        """With the welcome: what the verifier knows the drafter by. To be shown when it connects again."""
 
     def __init__(
         self,
         *,
         welcome: _model_pb2.ModelDescription | None = ...,
+        identity: Global___DrafterIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

@@ -67,6 +67,7 @@ class VerifierServiceServicer:
     def OpenTargetSession(self, request, context):
         """Opens a session under a lease. Unary, so that prompts do not delay the messages of the stream.
         INVALID_ARGUMENT: ids or parameters. FAILED_PRECONDITION: unknown lease. RESOURCE_EXHAUSTED: no room.
+        PERMISSION_DENIED: the certificate has another role than a gateway's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,7 +75,8 @@ class VerifierServiceServicer:
 
     def PushDraftBlocks(self, request_iterator, context):
         """A drafter's stream. The first request is a hello; then blocks, for any session of any gateway.
-        FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello.
+        FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello. PERMISSION_DENIED:
+        the certificate has another role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

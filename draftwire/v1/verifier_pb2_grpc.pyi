@@ -40,10 +40,12 @@ class VerifierServiceStub:
     OpenTargetSession: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.OpenTargetSessionRequest, _verifier_pb2.OpenTargetSessionResponse]
     """Opens a session under a lease. Unary, so that prompts do not delay the messages of the stream.
     INVALID_ARGUMENT: ids or parameters. FAILED_PRECONDITION: unknown lease. RESOURCE_EXHAUSTED: no room.
+    PERMISSION_DENIED: the certificate has another role than a gateway's.
     """
     PushDraftBlocks: _grpc.StreamStreamMultiCallable[_verifier_pb2.PushDraftBlocksRequest, _verifier_pb2.PushDraftBlocksResponse]
     """A drafter's stream. The first request is a hello; then blocks, for any session of any gateway.
-    FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello.
+    FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello. PERMISSION_DENIED:
+    the certificate has another role.
     """
 
 @_typing.type_check_only
@@ -58,10 +60,12 @@ class VerifierServiceAsyncStub(VerifierServiceStub):
     OpenTargetSession: _aio.UnaryUnaryMultiCallable[_verifier_pb2.OpenTargetSessionRequest, _verifier_pb2.OpenTargetSessionResponse]  # type: ignore[assignment]
     """Opens a session under a lease. Unary, so that prompts do not delay the messages of the stream.
     INVALID_ARGUMENT: ids or parameters. FAILED_PRECONDITION: unknown lease. RESOURCE_EXHAUSTED: no room.
+    PERMISSION_DENIED: the certificate has another role than a gateway's.
     """
     PushDraftBlocks: _aio.StreamStreamMultiCallable[_verifier_pb2.PushDraftBlocksRequest, _verifier_pb2.PushDraftBlocksResponse]  # type: ignore[assignment]
     """A drafter's stream. The first request is a hello; then blocks, for any session of any gateway.
-    FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello.
+    FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello. PERMISSION_DENIED:
+    the certificate has another role.
     """
 
 class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -85,6 +89,7 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_verifier_pb2.OpenTargetSessionResponse, _abc.Awaitable[_verifier_pb2.OpenTargetSessionResponse]]:
         """Opens a session under a lease. Unary, so that prompts do not delay the messages of the stream.
         INVALID_ARGUMENT: ids or parameters. FAILED_PRECONDITION: unknown lease. RESOURCE_EXHAUSTED: no room.
+        PERMISSION_DENIED: the certificate has another role than a gateway's.
         """
 
     @_abc_1.abstractmethod
@@ -94,7 +99,8 @@ class VerifierServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_verifier_pb2.PushDraftBlocksResponse], _abc.AsyncIterator[_verifier_pb2.PushDraftBlocksResponse]]:
         """A drafter's stream. The first request is a hello; then blocks, for any session of any gateway.
-        FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello.
+        FAILED_PRECONDITION: the drafter's vocabulary is different, or the first message is not a hello. PERMISSION_DENIED:
+        the certificate has another role.
         """
 
 def add_VerifierServiceServicer_to_server(servicer: VerifierServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -143,6 +143,37 @@ class VerificationRule(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class UndraftedRule:
+    """A rule as it decides where nothing is drafted: blocks are scored, so that they can be audited, and not used."""
+
+    rule: VerificationRule
+
+    @property
+    def name(self) -> str:
+        """What requests call the rule."""
+        return self.rule.name
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether the output is distributed as the target's."""
+        return self.rule.is_lossless
+
+    @property
+    def needs_draft_probs(self) -> bool:
+        """Whether the rule reads the distributions that the draft tokens were drawn from."""
+        return self.rule.needs_draft_probs
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the rule works best with coupled draft tokens."""
+        return self.rule.is_coupled
+
+    def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:
+        """Decides about each block as if it were empty."""
+        return self.rule.decide(blocks.cut(torch.zeros_like(blocks.lengths)), noise)
+
+
 def facts_of(rule: VerificationRule) -> RuleFacts:
     """Returns the declared properties of a rule, for services that do not run it."""
     return RuleFacts(rule.name, rule.is_lossless, rule.needs_draft_probs, rule.is_coupled)

@@ -19,6 +19,7 @@ from draftwire.method.rounds import (
     BlockSent,
     Calibration,
     DraftBlock,
+    DrafterIdentity,
     DraftSessionSpec,
     DraftTimings,
     Fence,
@@ -161,6 +162,14 @@ BLOCK = DraftBlock(
 GOLDEN_PERMIT = bytes.fromhex(
     "08 ac02"  # 1: number, varint 300
     "12 10 9f7af5d478a6b3a50e33baba94f046cb"  # 2: token: BLAKE2b-128 of 2c010000 under the key 000102..0f
+)
+GOLDEN_NAMED_PERMIT = bytes.fromhex(
+    "08 ac02"  # 1: number, varint 300
+    "12 10 eda2713087f3608dd37afb0f4645e392"  # 2: token: the same of 2c010000 0700000000000000
+)
+GOLDEN_IDENTITY = bytes.fromhex(
+    "09 0700000000000000"  # 1: drafter_id, fixed64 little-endian
+    "12 10 000102030405060708090a0b0c0d0e0f"  # 2: token
 )
 GOLDEN_BLOCK_START = (
     bytes.fromhex("0a 19")  # 1: fence, 25 bytes
@@ -529,6 +538,8 @@ WRITTEN: dict[str, tuple[Message, str]] = {
     "draft block": (messages.block_to_proto(BLOCK), GOLDEN_BLOCK.hex()),
     "dense distributions": (messages.block_to_proto(DENSE_BLOCK).distributions, GOLDEN_DENSE.hex()),
     "permit": (messages.permit_to_proto(Permit.make(bytes(range(16)), 300)), GOLDEN_PERMIT.hex()),
+    "permit with a name": (messages.permit_to_proto(Permit.make(bytes(range(16)), 300, 7)), GOLDEN_NAMED_PERMIT.hex()),
+    "identity": (messages.identity_to_proto(DrafterIdentity(7, bytes(range(16)))), GOLDEN_IDENTITY.hex()),
     "wrapped block under way": (  # 3: send_drafted, 16 bytes
         drafter_pb2.DraftCommand(send_drafted=drafter_pb2.SendDrafted.FromString(GOLDEN_SEND_DRAFTED)),
         "1a10" + GOLDEN_SEND_DRAFTED.hex(),
@@ -537,7 +548,6 @@ WRITTEN: dict[str, tuple[Message, str]] = {
         drafter_pb2.DraftEvent(sent=drafter_pb2.BlockSent.FromString(GOLDEN_SEND_DRAFTED)),
         "1a10" + GOLDEN_SEND_DRAFTED.hex(),
     ),
-    # The process's id is the same number in both, so that a session's drafter is known by it.
     "lease": (session_pb2.Lease(lease_id=1, instance_id=2**64 - 2), "090100000000000000 11feffffffffffffff"),
     "hello": (verifier_pb2.DrafterHello(instance_id=2**64 - 2), "11feffffffffffffff"),
     "log-probabilities of a delta": (
@@ -600,6 +610,12 @@ def test_draft_block_is_read_from_its_golden_bytes() -> None:
     assert block.draft.token_ids[1, 0] == 300
     permit = messages.permit_from_proto(session_pb2.DraftPermit.FromString(GOLDEN_PERMIT))
     assert permit.is_made_with(bytes(range(16)))
+    assert permit.is_made_with(bytes(range(16)), 7)
+    assert not permit.is_made_with(bytes(16))
+    named = messages.permit_from_proto(session_pb2.DraftPermit.FromString(GOLDEN_NAMED_PERMIT))
+    assert named.is_made_with(bytes(range(16)), 7)
+    assert not named.is_made_with(bytes(range(16)), 8)
+    assert not named.is_made_with(bytes(range(16)))
 
 
 def test_every_number_of_the_statistics_reaches_the_user() -> None:
@@ -728,7 +744,10 @@ REFUSED: list[tuple[type, Message, str]] = [
         (DraftSessionSpec, changed(DRAFT, permit=session_pb2.DraftPermit(token=bytes(size))), "permit")
         for size in (0, 15, 17)
     ),
-    (DraftSessionSpec, changed(DRAFT, permit=None), "permit"),
+    *(
+        (Calibration, drafter_pb2.Calibration(permit=session_pb2.DraftPermit(token=bytes(size))), "permit")
+        for size in (0, 15, 17)
+    ),
 ]
 
 

@@ -46,7 +46,7 @@ from tests.bad_inputs import (
 )
 from tests.in_process import parse
 
-CONTEXT: Any = SimpleNamespace(invocation_metadata=tuple, write=AsyncMock())
+CONTEXT: Any = SimpleNamespace(invocation_metadata=tuple, write=AsyncMock(), auth_context=dict, peer=str)
 LIMITS = {"max_message_bytes": MAX_MESSAGE_BYTES}
 NOWHERE = "127.0.0.1:1"
 

@@ -25,6 +25,7 @@ from draftwire.errors import (
     UnavailableError,
     UnknownSessionError,
     Violation,
+    WrongRoleError,
 )
 from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.status import (
@@ -46,6 +47,7 @@ EXPECTED: dict[type[DraftwireError], grpc.StatusCode] = {
     BlockViolationError: Code.INVALID_ARGUMENT,
     GroupLostError: Code.UNAVAILABLE,
     UnauthenticatedError: Code.UNAUTHENTICATED,
+    WrongRoleError: Code.PERMISSION_DENIED,
     UnknownSessionError: Code.NOT_FOUND,
     ProtocolViolationError: Code.FAILED_PRECONDITION,
     ModelMismatchError: Code.FAILED_PRECONDITION,

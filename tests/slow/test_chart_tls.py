@@ -76,6 +76,7 @@ def test_cert_manager_makes_what_grpc_takes(service: str) -> None:
             f"{certificate}.issuerRef": {"group": "cert-manager.io", "kind": "Issuer", "name": "draftwire-ca"},
             f"{certificate}.duration": "720h",
             f"{certificate}.renewBefore": "240h",
+            f"{certificate}.uris": [f"urn:draftwire:role:{service}"],
             f"{certificate}.dnsNames": ["draftwire.internal", *own],
         },
     )

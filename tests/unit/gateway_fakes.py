@@ -400,6 +400,8 @@ class FakeDrafter:
         self.connected = True
         self.description = describe("drafter", context_length)
         self.instance_id = instance_id
+        self.identity: int | None = None
+        """What verifiers know it by, if they give identities."""
         self.round_trip = RoundTripEstimate()
         self.targets = {target.address: target for target in targets}
         self.ready_after = 0
@@ -447,6 +449,9 @@ class FakeDrafter:
             session.is_faulty = True
             raise error
         session.is_ready = True
+
+    def known_as(self, address: str) -> int:
+        return self.instance_id if self.identity is None else self.identity
 
     def calibrate(self, calibration: Calibration) -> None:
         self.calibrations.append(calibration)

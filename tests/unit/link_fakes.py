@@ -52,6 +52,8 @@ class FakeLink:
         self.fault: DraftwireError | None = None
         self.instance_id = 0
         self.quarantined: set[int] = set()
+        self.known: dict[str, int] = {}
+        """What verifiers know it by, by address."""
         self.peer = FakePeer(describe("target"))
         self.is_maintained = False
         self.num_disconnects = 0
@@ -60,6 +62,9 @@ class FakeLink:
     @property
     def is_leaving(self) -> bool:
         return self.has_left.is_set()
+
+    def known_as(self, address: str) -> int:
+        return self.known.get(address, self.instance_id)
 
     def takes_blocks_of(self, drafter_id: int) -> bool:
         return drafter_id not in self.quarantined

@@ -3,14 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 from engine_service_contract import EngineServiceContract, Served, join_group, until
 from group_fakes import FakeFollowers, FakeParallelModel
-from session_specs import draft_spec
+from session_specs import changed, draft_spec
 
 from draftwire.errors import GroupLostError, UnavailableError
 from draftwire.method.keys import KEY_BYTES
@@ -41,6 +41,7 @@ class FakeLink:
 
     lose: Callable[[], None]
     broken: bool = False
+    drafter_id: int = 0
     blocks: list[DraftBlock] = field(default_factory=list)
 
     def push(self, block: DraftBlock) -> None:
@@ -182,6 +183,18 @@ async def test_session_after_the_loss_gets_a_new_link_and_shows_its_permit_there
         rig.calibrate(2, number)
         await until(lambda number=number: len(second.blocks) > number)
     assert [block.permit for block in first.blocks + second.blocks] == [PERMIT, PERMIT, None]
+
+
+async def test_permit_that_comes_with_a_calibration_is_shown_and_the_identity_is_told(rig: Rig) -> None:
+    await rig.open(1)
+    link = rig.links["a:1"][0]
+    link.drafter_id = 77
+    spec = changed(make_spec(2), permit=None)
+    assert await rig.core.open_session(spec, rig.lease_id) == 77
+    for number, permit in enumerate((PERMIT, None)):
+        rig.core.calibrate(replace(make_calibration(2, number), permit=permit))
+        await until(lambda number=number: len(link.blocks) > number)
+    assert [block.permit for block in link.blocks] == [PERMIT, None]
 
 
 @pytest.mark.parametrize("rig", ["scripted:calibration_ms=100"], indirect=True)

@@ -1,6 +1,7 @@
 """The drafter's seat alone: who has it, what it is asked, and how it is lost. No text and no verdicts."""
 
 import asyncio
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from gateway_fakes import GONE, PROMPT, STORY, FakeDrafter, FakePeers, FakeTarge
 from draftwire.errors import NoRoomError
 from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
-from draftwire.models.description import PARTIAL_BLOCKS
+from draftwire.models.description import ISSUED_IDENTITIES, PARTIAL_BLOCKS
 from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, MAX_STRETCH, NO_BLOCK, DrafterSeat
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent, SessionEvent
 from draftwire_gateway.session.round_trip_estimate import LEAST_FLUSH_S, LEAST_TIMEOUT_S
@@ -46,8 +47,8 @@ class Seating:
         self.seek()
         assert isinstance(await self.hear(), DrafterReady)
         self.seat.mark_ready()
-        number = self.seat.permit_number
-        return next(each for each in self.drafters if each.sessions and each.spec.permit.number == number)
+        permit = Permit.make(self.session.permit_key, self.seat.permit_number)
+        return next(each for each in self.drafters if each.sessions and each.spec.permit in (None, permit))
 
     def end_round(self, tokens: list[int], num_draft_tokens: int = 0, ago_s: float = 0.0) -> None:
         """A verdict of the open round came, some time ago."""
@@ -107,6 +108,28 @@ async def test_drafter_that_takes_over_is_told_all_and_shows_a_higher_permit() -
     assert permits == [Permit.make(one.session.permit_key, number) for number in (0, 1)]
     one.seat.ask_for_block(4)
     assert (second.calibrations[0].token_ids, second.violations) == ([], [])
+
+
+@in_virtual_time
+async def test_drafter_with_an_identity_gets_its_permit_with_the_first_calibration_and_by_that_name() -> None:
+    """Where one of the two does not know identities, the permit comes when the session is opened, and names nobody."""
+    for of_drafter, of_target in itertools.product((False, True), repeat=2):
+        one = seating()
+        drafter = one.drafters[0]
+        for peer, has_it in ((drafter, of_drafter), (one.target, of_target)):
+            own = {ISSUED_IDENTITIES} if has_it else set()
+            peer.description = replace(peer.description, capabilities=frozenset(own))
+        drafter.identity = 2**63
+        await one.seek_until_ready()
+        for number in range(2):
+            one.end_round(STORY[number : number + 1])
+            one.seat.ask_for_block(4)
+        key = one.session.permit_key
+        opened_with, asked_with = drafter.spec.permit, [each.permit for each in drafter.calibrations]
+        if of_drafter and of_target:
+            assert (opened_with, asked_with) == (None, [Permit.make(key, 0, 2**63), None])
+        else:
+            assert (opened_with, asked_with) == (Permit.make(key, 0), [None, None])
 
 
 @in_virtual_time

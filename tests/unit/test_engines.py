@@ -26,6 +26,7 @@ from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
     DraftBlock,
+    DraftTimings,
     Fence,
     Permit,
     PlainRun,
@@ -33,6 +34,7 @@ from draftwire.method.rounds import (
     SendDrafted,
     Verdict,
 )
+from draftwire.method.token_source import TokenSource
 from draftwire.models import scripted as scripted_models
 from draftwire.models.cached_model import Reading
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
@@ -171,6 +173,28 @@ def test_step_audits_the_blocks_of_rules_that_ask_for_distributions_and_nothing_
     verifier.scheduler.run_plain(PlainRun(sessions[-1].fence, 1))
     ((result, _),) = verifier.steps()
     assert [sums is not None for sums in result.audits] == [True, False, True, False, False]
+
+
+@every("rule", ["block", "token"])
+def test_block_that_is_set_aside_is_audited_and_its_round_is_a_plain_one(rule: str) -> None:
+    """Beside one that is used, and one of the other rule. The rounds after it go on as usual."""
+    verifier = Verifier()
+    aside, used, other = (verifier.open(number, rule=each) for number, each in enumerate((rule, rule, "token")))
+    verifier.run()
+    for number in range(2):
+        for session in (aside, used, other):
+            verifier.offer(session, expected_tokens(len(session.committed), 4))
+        if number == 0:
+            verifier.scheduler.set_aside(aside)
+        ((result, told),) = verifier.steps()
+        assert all(sums is not None for sums in result.audits)
+        verdicts = {session.spec.session_id: verdict for session, verdict in told if isinstance(verdict, Verdict)}
+        counts = [(verdicts[each].num_draft_tokens, verdicts[each].num_accepted_tokens) for each in range(3)]
+        assert counts == [(0, 0) if number == 0 else (4, 4), (4, 4), (4, 4)]
+        if number == 0:
+            plain = verdicts[0]
+            assert (plain.extra, plain.plain_rounds_left, plain.timings) == (TokenSource.PLAIN, 0, DraftTimings())
+            assert plain.token_ids == expected_tokens(len(aside.committed) - 1, 1)
 
 
 @every("is_closed", [False, True])

@@ -24,7 +24,7 @@ from draftwire_gateway.http.app import make_app
 from draftwire_gateway.metrics import PARTS, GatewayMetrics
 from draftwire_gateway.session.latencies import Latencies
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
-from draftwire_verifier.drafters import Drafters
+from draftwire_verifier.drafters import Drafters, Greeting
 from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.metrics import VerifierMetrics
 from tests.metric_families import IDLE
@@ -277,10 +277,10 @@ async def test_names_are_the_same_on_the_gateways_own_port(accepted: str) -> Non
 
 def test_drafters_may_come_while_they_are_read() -> None:
     drafters = Drafters()
-    drafters.connect(1, "small")
+    first = drafters.connect(Greeting("small", "host a", 1))
     read = iter(drafters)
-    drafters.connect(2, "small")
-    assert [drafter.id for drafter in read] == [1]
+    drafters.connect(Greeting("small", "host a", 2))
+    assert list(read) == [first]
 
 
 def test_without_an_observer_rounds_are_not_timed() -> None:

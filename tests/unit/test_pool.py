@@ -65,6 +65,10 @@ DRAFTERS: list[tuple[State, list[State], set[int], int | None]] = [
     # In quarantine at this verifier, or not connected.
     ({"quarantined": {1}}, [{}, {"num_sessions": 5}], set(), 1),
     ({"quarantined": {3}}, [{}, {"num_sessions": 5}], set(), 0),
+    # By what the verifier knows it by, if it has told: what another one calls itself is nobody's name.
+    ({"address": "v:1", "quarantined": {77}}, [{"known": {"v:1": 77}}, {"num_sessions": 5}], set(), 1),
+    ({"address": "v:1", "quarantined": {77}}, [{"known": {"v:2": 77}}, {"num_sessions": 5}], set(), 0),
+    ({"address": "v:1", "quarantined": {1}}, [{"known": {"v:1": 77}}, {"num_sessions": 5}], set(), 0),
     ({}, [{"connected": False}], set(), None),
     # In the verifier's zone, until it has too many sessions more, or where no other can.
     ({"zone": "a"}, [{"zone": "a"}, {"zone": "b"}], set(), 0),

@@ -38,6 +38,8 @@ TARGET = ModelDescription(
 DEFAULTS = SpeculationDefaults(num_speculative_tokens=3, max_speculative_tokens=8, rule="token")
 MINIMAL = RequestedGeneration(prompts=[[1, 2, 3]], sampling=SamplingParams())
 FORM = StructuredOutput(Form.REGEX, ("a*",))
+CALLERS = ("", "alice", "bob", "a", "lice")
+SALTS = ("", "x", "alice", "al", "x" * MAX_SALT_LENGTH, "\N{GRINNING FACE}")
 
 
 def complete(**changes: Any) -> list[Generation]:
@@ -132,12 +134,21 @@ def test_value_out_of_range_is_refused_by_name(changes: dict[str, Any], named: s
         {"num_speculative_tokens": 0},
         {"num_speculative_tokens": 8},
         {"cache_salt": ""},
-        {"cache_salt": "x" * MAX_SALT_LENGTH},
     ],
 )
 def test_value_at_the_edge_of_its_range_is_kept(changes: dict[str, Any]) -> None:
     generation = only(**changes)
     assert {name: getattr(generation, name) for name in changes} == changes
+
+
+def test_callers_share_no_salt_whatever_they_ask_for() -> None:
+    """A caller's own requests do, and so do all callers where nobody has a token."""
+    salts = {(caller, salt): only(caller=caller, cache_salt=salt).cache_salt for caller in CALLERS for salt in SALTS}
+    assert len(set(salts.values())) == len(CALLERS) * len(SALTS)
+    assert salts["", ""] == ""
+    assert all(only(caller=caller, cache_salt=salt).cache_salt == own for (caller, salt), own in salts.items())
+    assert max(map(len, salts.values())) <= MAX_SALT_LENGTH
+    assert not set(salts.values()) & {only(cache_salt=salt).cache_salt for salt in salts.values() if salt}
 
 
 def test_rule_is_one_that_the_target_offers() -> None:

@@ -1,5 +1,6 @@
 """The verifier's core: who is told of a refused block and a drafter in quarantine, and who is not."""
 
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -13,14 +14,14 @@ from draftwire.errors import Violation
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
-from draftwire.method.rounds import CommittedTokens, Fence, Permit, PlainRun, ReceivedBlock, Verdict
+from draftwire.method.rounds import CommittedTokens, DrafterIdentity, Fence, Permit, PlainRun, ReceivedBlock, Verdict
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.metrics import PREFIX
 from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.settings import ModelSettings
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import BlockRefused, VerifierCore
-from draftwire_verifier.drafters import MAX_DRAFTERS, Drafters
+from draftwire_verifier.drafters import MAX_DRAFTERS, PROVEN_TOKENS, Drafters, Greeting
 from draftwire_verifier.scheduler import Step, StepItem, StepResult
 
 PROMPT = [1, 2, 3, 4]
@@ -33,10 +34,15 @@ DISHONEST = AuditSums(10_000, 5_000.0, 100.0, 0.0, 100.0)
 async def core() -> AsyncIterator[VerifierCore]:
     core = VerifierCore(VerifierConfig(ModelSettings("scripted:")))
     await core.start()
+    core.drafters._new_id = itertools.count(DRAFTER).__next__
     for drafter_id in (DRAFTER, OTHER):
-        core.welcome_drafter(drafter_id, core.description)
+        assert core.welcome_drafter(greet(), core.description).id == drafter_id
     yield core
     core.stop()
+
+
+def greet(identity: DrafterIdentity | None = None, origin: str = "host a") -> Greeting:
+    return Greeting("small", origin, 1, identity)
 
 
 def open_session(
@@ -181,7 +187,7 @@ async def test_drafter_that_reconnects_stays_in_quarantine(core: VerifierCore) -
     drafter = core.drafters.get(DRAFTER)
     assert drafter is not None
     drafter.num_streams -= 1
-    assert core.welcome_drafter(DRAFTER, core.description) is drafter
+    assert core.welcome_drafter(greet(drafter.identity), core.description) is drafter
     open_session(core, 2, lease)
     assert [event.session_id for event in events_of(outbox)] == [1, 2]
 
@@ -232,16 +238,19 @@ async def test_violation_of_a_replacement_is_told_with_its_number_and_a_forged_p
 
 
 def test_only_so_many_drafters_are_remembered_and_those_that_matter_longest() -> None:
-    drafters = Drafters()
-    connected = drafters.connect(1, "m")
-    convicted = drafters.connect(2, "m")
+    drafters = Drafters(itertools.count(1).__next__)
+    connected = drafters.connect(greet())
+    convicted = drafters.connect(greet())
+    proven = drafters.connect(greet())
+    proven.add(AuditSums(PROVEN_TOKENS))
+    used = drafters.connect(greet())
     assert convicted.add(DISHONEST)
-    convicted.num_streams = 0
-    for number in range(10, 10 + 2 * MAX_DRAFTERS):
-        drafters.connect(number, "m").num_streams = 0
+    for drafter in (convicted, proven, used):
+        drafter.num_streams = 0
+    for _ in range(2 * MAX_DRAFTERS):
+        drafters.connect(greet(), {used.id}).num_streams = 0
     assert len(list(drafters)) == MAX_DRAFTERS
-    assert drafters.get(1) is connected
-    assert drafters.get(2) is convicted
+    assert all(drafters.get(kept.id) is kept for kept in (connected, convicted, proven, used))
     assert drafters.get(10) is None
 
 

@@ -23,7 +23,7 @@ from draftwire.errors import (
     UnavailableError,
 )
 from draftwire.method.rounds import BlockSent, Calibration, DraftBlock, DraftSessionSpec, SendDrafted
-from draftwire.models.description import FLUSH_REPLIES, PARTIAL_BLOCKS
+from draftwire.models.description import FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS
 from draftwire.models.loading import ModelCard
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.config import DrafterConfig
@@ -43,6 +43,10 @@ class BlockLink(Protocol):
     @property
     def broken(self) -> bool:
         """Whether the connection was lost; a broken link stays broken."""
+
+    @property
+    def drafter_id(self) -> int:
+        """What the verifier knows this drafter by: the identity that it gave or, if it gives none, the instance id."""
 
     def push(self, block: DraftBlock) -> None:
         """Queues a block to be sent.
@@ -84,7 +88,8 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
         loaded = load_strategy(self.config.drafts.strategy, ConfiguredContext(self.config, self.group))
-        description = replace(loaded.card.description, capabilities=frozenset({FLUSH_REPLIES, PARTIAL_BLOCKS}))
+        capabilities = frozenset({FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS})
+        description = replace(loaded.card.description, capabilities=capabilities)
         return replace(loaded.card, description=description), DraftEngine(loaded.strategy)
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
@@ -95,8 +100,11 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
             pacer=pacer,
         )
 
-    async def open_session(self, spec: DraftSessionSpec, lease_id: int) -> None:
+    async def open_session(self, spec: DraftSessionSpec, lease_id: int) -> int:
         """Opens a session and returns when its prefill is done and the link to its verifier is open.
+
+        Returns:
+            What the verifier knows this drafter by.
 
         Raises:
             ProtocolViolationError: the lease is unknown, or the session was closed while it opened.
@@ -117,10 +125,11 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         opened.add_done_callback(_retrieve)
         self._work.set()
         try:
-            await self._link(spec.verifier_address)
+            link = await self._link(spec.verifier_address)
             await opened
             if not self._scheduler.is_open(session):
                 raise ProtocolViolationError("session was closed while it opened")
+            return link.drafter_id
         except BaseException:
             if self._scheduler.is_open(session):
                 self.close_session(*session.key)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from draftwire.engine.session_book import EngineSession, SessionBook
 from draftwire.errors import DraftwireError, InvalidRequestError, ProtocolViolationError
-from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Fence, SendDrafted
+from draftwire.method.rounds import Calibration, DraftBlock, DraftSessionSpec, Fence, Permit, SendDrafted
 from draftwire.requests.automaton import Automaton
 
 
@@ -23,6 +23,8 @@ class DraftSession(EngineSession[DraftSessionSpec]):
     """Whether it waits for a step or is in one: first for prefill, later for a calibration."""
     is_reading: bool = True
     """Whether its prompt is still being read."""
+    permit: Permit | None = None
+    """Lets it push blocks; None until the first calibration, if the session was opened without."""
     has_shown_permit: bool = False
     """Whether a block was sent; the first one carries the permit."""
     cut_at: tuple[int, int] | None = None
@@ -125,6 +127,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
         self._check_prompt_len(spec)
         self._check_max_len(spec)
         session = DraftSession(spec=spec, lease_id=lease_id, automaton=automaton, num_known=len(spec.token_ids))
+        session.permit = spec.permit
         self._admit(session)
         self._ready.append(session)
         return session
@@ -154,6 +157,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             raise ProtocolViolationError("calibration beyond the session's max_len")
         session.num_unread += len(calibration.token_ids)
         session.last_asked = (fence.round, calibration.attempt)
+        session.permit = calibration.permit or session.permit
         session.calibration = calibration  # replaces an older one, whose block is obsolete
         if not session.queued:
             session.queued = True
@@ -196,7 +200,7 @@ class Scheduler(SessionBook[DraftSession, Step]):
             if session.queued:
                 self._ready.append(session)
             if isinstance(outcome, DraftBlock) and not session.has_shown_permit:
-                outcome = replace(outcome, permit=session.spec.permit)
+                outcome = replace(outcome, permit=session.permit)
                 session.has_shown_permit = True
             is_flushed = isinstance(outcome, DraftBlock) and session.cut_at == (outcome.fence.round, outcome.attempt)
             completed.append(Completed(session, outcome, is_opened, is_flushed))

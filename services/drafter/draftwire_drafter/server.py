@@ -12,9 +12,10 @@ from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.guard import end_if_lost
 from draftwire.engine.ranks.place import Place
 from draftwire.errors import ProtocolViolationError
-from draftwire.method.rounds import BlockSent
+from draftwire.method.rounds import BlockSent, DrafterIdentity
 from draftwire.models.loading import ModelCard
 from draftwire.runtime import messages
+from draftwire.runtime.caller_identity import CallerRole, require_role
 from draftwire.runtime.channels import check_prompt_fits, in_messages
 from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange
@@ -42,6 +43,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         request_iterator: AsyncIterator[drafter_pb2.RunDraftSessionsRequest],
         context: grpc.aio.ServicerContext[drafter_pb2.RunDraftSessionsRequest, drafter_pb2.RunDraftSessionsResponse],
     ) -> None:
+        require_role(context, CallerRole.GATEWAY)
         lease_id, outbox = self._core.open_lease()
         lease = drafter_pb2.DraftEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
 
@@ -62,8 +64,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         request: drafter_pb2.OpenDraftSessionRequest,
         context: grpc.aio.ServicerContext[drafter_pb2.OpenDraftSessionRequest, drafter_pb2.OpenDraftSessionResponse],
     ) -> drafter_pb2.OpenDraftSessionResponse:
-        await self._core.open_session(messages.draft_spec_from_proto(request), request.lease_id)
-        return drafter_pb2.OpenDraftSessionResponse()
+        require_role(context, CallerRole.GATEWAY)
+        drafter_id = await self._core.open_session(messages.draft_spec_from_proto(request), request.lease_id)
+        return drafter_pb2.OpenDraftSessionResponse(drafter_id=drafter_id)
 
     async def _read_commands(self, requests: AsyncIterator[drafter_pb2.RunDraftSessionsRequest], lease_id: int) -> None:
         core = self._core
@@ -106,13 +109,17 @@ def make_service(config: DrafterConfig, place: Place | None = None, followers: F
     """
     tls = watch_tls(config.tls)
     dialler = Dialler(config.connections, config.tls, tls)
+    identities: dict[str, DrafterIdentity] = {}  # those that verifiers gave, by address
 
     async def connect(address: str, card: ModelCard, on_lost: Callable[[], None]) -> BlockLink:
-        introduction = Introduction(card, core.instance_id)
+        introduction = Introduction(card, core.instance_id, identities.get(address))
         count_bytes = core.metrics.draft_bytes.inc
-        return await GrpcBlockLink.connect(
+        link = await GrpcBlockLink.connect(
             address, introduction, dialler, config.connect_timeout_s, on_lost, count_bytes
         )
+        if link.identity is not None:
+            identities[address] = link.identity
+        return link
 
     core = DrafterCore(config, connect, place, followers)
     tracer = open_tracer(config.tracing, "drafter", f"{core.instance_id:016x}")

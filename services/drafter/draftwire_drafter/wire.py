@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
-from draftwire.method.rounds import DraftBlock
+from draftwire.method.rounds import DraftBlock, DrafterIdentity
 from draftwire.models.description import vocabulary_mismatch
 from draftwire.models.loading import ModelCard
 from draftwire.runtime import messages
@@ -30,6 +30,8 @@ class Introduction:
 
     card: ModelCard
     instance_id: int
+    identity: DrafterIdentity | None = None
+    """What the verifier knows the drafter by since an earlier connection."""
 
 
 class GrpcBlockLink:
@@ -48,6 +50,10 @@ class GrpcBlockLink:
         self._on_lost, self._on_sent = on_lost, on_sent
         self._max_message_bytes = max_message_bytes
         self.broken = False
+        self.identity: DrafterIdentity | None = None
+        """What the verifier knows the drafter by; None if it gives no identities. Set by `connect`."""
+        self.drafter_id = 0
+        """See `BlockLink.drafter_id`."""
         self._channel = channel
         self._outbox = Outbox[DraftBlock]()
         self._lifetime: asyncio.Task[None] | None = None
@@ -74,6 +80,7 @@ class GrpcBlockLink:
 
         Raises:
             ModelMismatchError: the verifier's vocabulary differs; names the first differing token.
+            InvalidRequestError: the identity that the verifier gives is none.
             UnavailableError: no welcome before the timeout.
         """
         channel = dialler.open(address, bulk=True)
@@ -81,15 +88,19 @@ class GrpcBlockLink:
         stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         card = introduction.card
         hello = verifier_pb2.DrafterHello(
-            model=messages.model_to_proto(card.description), instance_id=introduction.instance_id
+            model=messages.model_to_proto(card.description),
+            instance_id=introduction.instance_id,
+            identity=messages.identity_to_proto(introduction.identity) if introduction.identity is not None else None,
         )
         call = stub.PushDraftBlocks(link._requests(hello), wait_for_ready=True)
         is_welcome = False
         try:
             async with asyncio.timeout(timeout_s):
-                is_welcome = await call.read() is not grpc.aio.EOF
-            if not is_welcome:
+                response = await call.read()
+            if not isinstance(response, verifier_pb2.PushDraftBlocksResponse):
                 raise UnavailableError(f"verifier at {address} ended the stream")
+            link._take_identity(response, introduction)
+            is_welcome = True
         except TimeoutError:
             raise UnavailableError(f"verifier at {address} did not answer within {timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
@@ -101,6 +112,11 @@ class GrpcBlockLink:
         link._lifetime = asyncio.create_task(link._watch(call))
         log.info("drafter.verifier_connected", address=address)
         return link
+
+    def _take_identity(self, welcome: verifier_pb2.PushDraftBlocksResponse, introduction: Introduction) -> None:
+        if welcome.HasField("identity"):
+            self.identity = messages.identity_from_proto(welcome.identity)
+        self.drafter_id = introduction.instance_id if self.identity is None else self.identity.drafter_id
 
     def push(self, block: DraftBlock) -> None:
         """Queues a block to be sent; see `BlockLink.push`."""

@@ -143,8 +143,14 @@ class GatewayCore:
         text = TextStream(self._tokenizer, [], (), per_token=True)
         return (await asyncio.to_thread(text.push, token_ids)).lengths
 
-    async def complete(self, requested: RequestedGeneration) -> list[Generation]:
-        """Checks a request and fills in the defaults; see `complete_request`. A large one is checked on a thread."""
+    async def complete(self, requested: RequestedGeneration, caller: str) -> list[Generation]:
+        """Checks a request and fills in the defaults; see `complete_request`. A large one is checked on a thread.
+
+        Args:
+            requested: the request.
+            caller: see `RequestedGeneration.caller`.
+        """
+        requested = replace(requested, caller=caller)
         if requested.num_ids > MAX_IDS_ON_LOOP:
             return await asyncio.to_thread(complete_request, requested, self.target, self.defaults)
         return complete_request(requested, self.target, self.defaults)

@@ -88,7 +88,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         num_choices = _num_choices(request)
         num_finished = sum(choice.is_finished for choice in request.generated_choices)  # validated by `complete`
         with caller.request(num_choices), self._core.admit(max(0, num_choices - num_finished)):
-            generations = await self._core.complete(await self._requested(request))
+            generations = await self._core.complete(await self._requested(request), caller.name)
             await self._core.check_form(generations)
             async with aclosing(self._core.generate(generations, _metadata(context, "traceparent") or "")) as events:
                 async for event in events:

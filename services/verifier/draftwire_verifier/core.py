@@ -21,13 +21,13 @@ from draftwire.errors import (
     Violation,
 )
 from draftwire.method.rounds import FenceVerdict, PlainRun, PromptRead, ReceivedBlock, TargetSessionSpec, Verdict
-from draftwire.models.description import ModelDescription
+from draftwire.models.description import ISSUED_IDENTITIES, ModelDescription
 from draftwire.models.loading import ModelCard
 from draftwire.requests.automaton import Automaton
 from draftwire.verification.rule import VerificationRule, facts_of
 from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.config import VerifierConfig
-from draftwire_verifier.drafters import Drafter, Drafters
+from draftwire_verifier.drafters import Drafter, DrafterOrigin, Drafters, Greeting
 from draftwire_verifier.engine import TargetEngine
 from draftwire_verifier.metrics import VerifierMetrics
 from draftwire_verifier.progress import LoadProgress
@@ -81,7 +81,11 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _load_engine(self) -> tuple[ModelCard, TargetEngine]:
         self._rules = served_rules(self.config.own_rules)
         target = self._load_target()
-        description = replace(target.card.description, rules=tuple(map(facts_of, self._rules.values())))
+        description = replace(
+            target.card.description,
+            capabilities=frozenset({ISSUED_IDENTITIES}),
+            rules=tuple(map(facts_of, self._rules.values())),
+        )
         card = replace(target.card, description=description)
         return card, TargetEngine(target.model, description.context_length)
 
@@ -149,15 +153,23 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             self._fail((run.fence.session_id, run.fence.epoch), error)
         self._work.set()
 
-    def welcome_drafter(self, drafter_id: int, model: ModelDescription) -> Drafter:
-        """Checks that a drafter has the target's vocabulary, and returns its record.
+    def welcome_drafter(self, greeting: Greeting, model: ModelDescription) -> Drafter:
+        """Checks that a drafter has the target's vocabulary, and returns its record with its identity.
 
         Raises:
             ProtocolViolationError: the vocabularies differ. (The drafter then compares them and reports the token.)
         """
         if model.vocabulary_fingerprint != self.description.vocabulary_fingerprint:
             raise ProtocolViolationError(f"vocabulary of drafter {model.name} differs from {self.description.name}'s")
-        return self.drafters.connect(drafter_id, model.name)
+        drafter = self.drafters.connect(greeting, {session.drafter_id for session in self._scheduler.sessions.values()})
+        log.info(
+            "verifier.drafter_connected",
+            drafter_id=drafter.id,
+            instance_id=greeting.instance_id,
+            origin=greeting.origin,
+            model_name=greeting.model_name,
+        )
+        return drafter
 
     def push_blocks(self, blocks: Iterable[ReceivedBlock]) -> None:
         """Accepts blocks. Stale ones are dropped; a protocol violation ends the speculation of its session."""
@@ -165,10 +177,34 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             self.metrics.blocks_received.inc()
             try:
                 self._take_permit(block)
-                self._scheduler.offer_block(block)
+                session = self._scheduler.offer_block(block)
             except BlockViolationError as error:
                 self._refuse_block(block, error)
+                continue
+            if session is not None and not self._may_use(session, block):
+                self._scheduler.set_aside(session)
+                self.metrics.blocks_set_aside.inc()
         self._work.set()
+
+    def _may_use(self, session: TargetSession, block: ReceivedBlock) -> bool:
+        """Whether the tokens of a queued block may enter the text, as far as their sender is trusted.
+
+        Depends on the sender and on lengths, never on the tokens: see docs/exactness.md.
+        """
+        drafter = self.drafters.get(block.drafter_id)
+        if drafter is None or drafter.is_proven or not session.can_be_biased:
+            return drafter is not None
+        return drafter.origin.has_credit(self._num_pending(drafter.origin))
+
+    def _num_pending(self, origin: DrafterOrigin) -> int:
+        """Returns how many tokens of the unproven drafters of an origin are queued or being judged, to be used."""
+        blocks = [session.block for session in self._scheduler.sessions.values() if session.can_be_biased]
+        senders = ((block, self.drafters.get(block.drafter_id)) for block in blocks if block and block.is_used)
+        return sum(
+            len(block.token_ids)
+            for block, sender in senders
+            if sender is not None and sender.origin is origin and not sender.is_proven
+        )
 
     def _take_permit(self, block: ReceivedBlock) -> None:
         """Admits the sender to its session if the block has a permit; refuses it again if it is in quarantine."""
@@ -197,14 +233,24 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
 
     def _audit(self, step: Step, result: StepResult) -> None:
         """Adds the audit sums of a step to the drafters' records; quarantines drafters that exceed the bound."""
-        sums_of: dict[int, AuditSums] = {}
+        sums_of: dict[tuple[int, bool], AuditSums] = {}
         for item, sums in zip(step.items, result.audits, strict=True):
             if item.block is not None and item.session.is_audited and sums is not None:
-                sums_of[item.block.drafter_id] = sums_of.get(item.block.drafter_id, AuditSums()) + sums
-        for drafter_id, sums in sums_of.items():
+                sender = (item.block.drafter_id, item.block.is_used)
+                sums_of[sender] = sums_of.get(sender, AuditSums()) + sums
+        for (drafter_id, is_used), sums in sums_of.items():
             drafter = self.drafters.get(drafter_id)
-            if drafter is not None and drafter.add(sums):
-                self._quarantine(drafter)
+            if drafter is not None:
+                self._add(drafter, sums, is_used=is_used)
+
+    def _add(self, drafter: Drafter, sums: AuditSums, *, is_used: bool) -> None:
+        origin = drafter.origin
+        suspicion = origin.suspicion
+        is_newly_quarantined = drafter.add(sums, is_used=is_used)
+        if origin.suspicion is not None and suspicion is None:
+            log.warning("verifier.origin_suspected", origin=origin.name, reason=origin.suspicion.message)
+        if is_newly_quarantined:
+            self._quarantine(drafter)
 
     def _quarantine(self, drafter: Drafter) -> None:
         reason = _quarantine_message(drafter)

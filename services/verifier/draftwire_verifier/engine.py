@@ -12,7 +12,8 @@ from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
-from draftwire.verification import rule_named
+from draftwire.verification import VerificationRule, rule_named
+from draftwire.verification.rule import UndraftedRule
 from draftwire.verification.target import Judgement, Judging, StepOutcome, judge
 from draftwire_verifier.scheduler import Step, StepItem, StepResult
 
@@ -25,6 +26,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
         self.model = model
         self._context_length = context_length
         self._sequences: dict[SessionKey, CachedSequence] = {}
+        self._undrafted: dict[str, UndraftedRule] = {}
 
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         rule, key = rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
@@ -74,7 +76,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             draft_tokens=block.token_ids if block else [],
             draft=rows_of(block.draft) if block and not isinstance(block.draft, BlockViolationError) else None,
             sampling=parameters.sampling,
-            rule=session.rule,
+            rule=session.rule if block is None or block.is_used else self._without_drafts(session.rule),
             key=DrawKey(spec.verifying_key, parameters.choice, session.round, block.attempt if block else 0),
             prompt_len=parameters.prompt_len,
             stop_token_ids=parameters.stop_token_ids,
@@ -82,6 +84,10 @@ class TargetEngine(StepEngine[Step, StepResult]):
             logprobs=spec.logprobs,
             automaton=session.automaton,
         )
+
+    def _without_drafts(self, rule: VerificationRule) -> VerificationRule:
+        """Returns a rule that decides as if nothing had been drafted: one object for each, so that they are batched."""
+        return self._undrafted.setdefault(rule.name, UndraftedRule(rule))
 
 
 def _audits(judgings: list[Judging], done: StepOutcome) -> list[AuditSums | None]:

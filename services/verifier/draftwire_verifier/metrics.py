@@ -25,6 +25,9 @@ class VerifierMetrics(EngineMetrics):
         self._num_draft_bytes = self._num_tokens = 0
         self.blocks_received = self.counter("blocks_received", "Draft blocks that drafters sent to this verifier.")
         self.blocks_refused = self.counter("blocks_refused", "Draft blocks that broke the protocol.", ("violation",))
+        self.blocks_set_aside = self.counter(
+            "blocks_set_aside", "Draft blocks that were audited but not used: their drafters had not proved themselves."
+        )
         for violation in Violation:
             self.blocks_refused.labels(violation.value)  # exported at 0 from the start, so that `rate` sees the first
         self.draft_bytes = self.counter(
@@ -149,6 +152,9 @@ class _AuditCollector(Collector):
         quarantined = GaugeMetricFamily(
             PREFIX + "drafter_quarantined", "Whether blocks of the drafter are refused.", labels=labels
         )
+        proven = GaugeMetricFamily(
+            PREFIX + "drafter_proven", "Whether the audit has seen enough of the drafter to trust it.", labels=labels
+        )
         for drafter in self._drafters:
             names = [f"{drafter.id:016x}", drafter.model_name]
             audit = drafter.audit
@@ -161,4 +167,5 @@ class _AuditCollector(Collector):
                 variances.add_metric([*names, span, "surprise"], own.surprise_variance)
             evidence.add_metric(names, audit.evidence)
             quarantined.add_metric(names, float(audit.alarm is not None))
-        yield from (tokens, sums, variances, evidence, quarantined)
+            proven.add_metric(names, float(drafter.is_proven))
+        yield from (tokens, sums, variances, evidence, quarantined, proven)

@@ -7,7 +7,7 @@ as the latency target of decoding sessions allows.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from draftwire.audit import AuditSums
 from draftwire.engine.session_book import EngineSession, SessionBook
@@ -76,6 +76,12 @@ class TargetSession(EngineSession[TargetSessionSpec]):
         """Unread tokens that one step may read."""
         is_reported = self.spec.logprobs.prompt_logprobs is not None
         return min(self.num_unread, REPORTED_CHUNK) if is_reported else self.num_unread
+
+    @property
+    def can_be_biased(self) -> bool:
+        """Whether a drafter that lies could change the law of its text, and the audit would see it."""
+        is_greedy = self.spec.parameters.sampling.greedy
+        return self.is_audited and self.rule.needs_draft_probs and not is_greedy
 
     @property
     def has_speculation(self) -> bool:
@@ -177,13 +183,13 @@ class Scheduler(SessionBook[TargetSession, Step]):
             The session, if its drafter has changed.
 
         Raises:
-            BlockViolationError: the permit was not made for this session.
+            BlockViolationError: the permit was not made for this session, or for another drafter.
         """
         session, permit = self.sessions.get((block.fence.session_id, block.fence.epoch)), block.permit
         if session is None or permit is None:
             return None
-        if not permit.is_made_with(session.spec.permit_key):
-            raise BlockViolationError(Violation.PEER, "block with a permit that was not made for its session")
+        if not permit.is_made_with(session.spec.permit_key, block.drafter_id):
+            raise BlockViolationError(Violation.PEER, "block with a permit for another session or another drafter")
         if permit.number <= session.permit_number:
             return None
         session.drafter_id, session.permit_number = block.drafter_id, permit.number
@@ -193,10 +199,13 @@ class Scheduler(SessionBook[TargetSession, Step]):
         """Refuses further blocks for a session, until another drafter sends a permit with a higher number."""
         session.drafter_id = None
 
-    def offer_block(self, block: ReceivedBlock) -> None:
+    def offer_block(self, block: ReceivedBlock) -> TargetSession | None:
         """Queues a draft block for verification, if it is the first work for the session's current round.
 
         A stale block is dropped, whatever else is wrong with it; so is one with a permit of a lower number.
+
+        Returns:
+            The session, if the block was queued.
 
         Raises:
             BlockViolationError: the block violates the protocol. The session is unchanged.
@@ -204,19 +213,19 @@ class Scheduler(SessionBook[TargetSession, Step]):
         known = self.sessions.get((block.fence.session_id, block.fence.epoch))
         if known is not None and block.permit is not None and block.permit.number < known.permit_number:
             self.dropped["stale"] += 1
-            return
+            return None
         if known is not None and not known.has_speculation:
             self.dropped["no_speculation"] += 1
-            return
+            return None
         session, verdict = self._judge(block.fence)
         if verdict is FenceVerdict.STALE:
-            return
+            return None
         if known is not None and known.drafter_id != block.drafter_id:
             raise BlockViolationError(Violation.PEER, "block from a drafter that is not the session's")
         if verdict is FenceVerdict.VIOLATION:
             raise BlockViolationError(Violation.PREFIX, "block for another prefix than the session's")
         if session is None:
-            return
+            return None
         if isinstance(block.draft, BlockViolationError):
             raise block.draft
         limit = session.spec.parameters.max_draft_tokens
@@ -236,6 +245,12 @@ class Scheduler(SessionBook[TargetSession, Step]):
             self.draft_wait_s += self.clock() - session.waits_since
             self._end_wait(session)
         self._enqueue(session)
+        return session
+
+    def set_aside(self, session: TargetSession) -> None:
+        """Has the block that a session has queued audited alone: its round is decided as if the block were empty."""
+        assert session.block is not None, "a block was queued"
+        session.block = replace(session.block, is_used=False)
 
     def run_plain(self, run: PlainRun) -> FenceVerdict:
         """Starts plain decoding, if the current round has no work yet.
@@ -303,6 +318,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
         else:
             session.waits_since = self.clock()
             self.idle.wait(1, session.waits_since)
+        if block is not None and not block.is_used:  # a plain round, as far as anybody else sees
+            block = None
         num_draft_tokens = len(block.token_ids) if block else 0
         return Verdict(
             fence=fence,

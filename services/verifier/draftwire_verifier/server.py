@@ -13,7 +13,9 @@ from draftwire.engine.ranks.guard import end_if_lost
 from draftwire.engine.ranks.place import Place
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import PromptRead, Verdict
+from draftwire.models.description import ISSUED_IDENTITIES, ModelDescription
 from draftwire.runtime import messages
+from draftwire.runtime.caller_identity import CallerRole, origin_of, require_role
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
 from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange
@@ -25,7 +27,7 @@ from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import BlockRefused, TargetEvent, VerifierCore
-from draftwire_verifier.drafters import Drafter
+from draftwire_verifier.drafters import Drafter, Greeting
 from draftwire_verifier.spans import VerifierSpans
 
 OFF_LOOP_BYTES = 2**18
@@ -46,6 +48,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             verifier_pb2.RunTargetSessionsRequest, verifier_pb2.RunTargetSessionsResponse
         ],
     ) -> None:
+        require_role(context, CallerRole.GATEWAY)
         lease_id, outbox = self._core.open_lease()
         lease = verifier_pb2.TargetEvent(lease=session_pb2.Lease(lease_id=lease_id, instance_id=self._core.instance_id))
 
@@ -68,6 +71,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
             verifier_pb2.OpenTargetSessionRequest, verifier_pb2.OpenTargetSessionResponse
         ],
     ) -> verifier_pb2.OpenTargetSessionResponse:
+        require_role(context, CallerRole.GATEWAY)
         spec = messages.target_spec_from_proto(request)
         self._core.open_session(spec, request.lease_id, await self._core.automaton_of(spec))
         return verifier_pb2.OpenTargetSessionResponse()
@@ -78,15 +82,19 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         request_iterator: AsyncIterator[verifier_pb2.PushDraftBlocksRequest],
         context: grpc.aio.ServicerContext[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse],
     ) -> None:
+        require_role(context, CallerRole.DRAFTER)
         drafter: Drafter | None = None
         try:
             async for request in request_iterator:
                 kind = request.WhichOneof("message")
                 if kind == "hello" and drafter is None:
                     model = messages.model_from_proto(request.hello.model)
-                    drafter = self._core.welcome_drafter(request.hello.instance_id, model)
-                    welcome = messages.model_to_proto(self._core.description)
-                    await context.write(verifier_pb2.PushDraftBlocksResponse(welcome=welcome))
+                    drafter = self._core.welcome_drafter(_greeting(request.hello, model, origin_of(context)), model)
+                    response = verifier_pb2.PushDraftBlocksResponse(
+                        welcome=messages.model_to_proto(self._core.description),
+                        identity=messages.identity_to_proto(drafter.identity),
+                    )
+                    await context.write(response)
                 elif kind == "blocks" and drafter is not None:
                     await self._push_blocks(request, drafter)
                 else:
@@ -122,6 +130,12 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                             core.close_session(*key)
                     case _:
                         raise ProtocolViolationError("a command without content")
+
+
+def _greeting(hello: verifier_pb2.DrafterHello, model: ModelDescription, origin: str) -> Greeting:
+    identity = messages.identity_from_proto(hello.identity) if hello.HasField("identity") else None
+    keeps_identity = ISSUED_IDENTITIES in model.capabilities
+    return Greeting(model.name, origin, hello.instance_id, identity, keeps_identity)
 
 
 def _events_to_proto(events: Sequence[TargetEvent]) -> verifier_pb2.RunTargetSessionsResponse:

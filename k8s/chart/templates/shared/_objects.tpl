@@ -71,6 +71,7 @@ spec:
   commonName: {{ $.service }}
   dnsNames:
     {{- prepend ($.names | default list) .targetName | uniq | toYaml | nindent 4 }}
+  uris: ["urn:draftwire:role:{{ $.service }}"]
   usages: [digital signature, server auth, client auth]
   privateKey: {algorithm: ECDSA, size: 256, rotationPolicy: Always}
   duration: {{ .certManager.duration }}

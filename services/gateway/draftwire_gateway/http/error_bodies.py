@@ -15,6 +15,7 @@ from draftwire.errors import (
     UnauthenticatedError,
     UnavailableError,
     UnknownSessionError,
+    WrongRoleError,
 )
 from draftwire_gateway.http.body import ChatBody, CompletionBody
 from draftwire_gateway.http.refusal import RefusedError
@@ -47,6 +48,7 @@ _TABLE: dict[type[BaseException], _Kind] = {
     ),  # lost by a peer: clients do not address sessions
     ProtocolViolationError: _Kind(500, "api_error", "peer_failed"),
     ModelMismatchError: _Kind(500, "api_error", "peer_failed"),
+    WrongRoleError: _Kind(500, "api_error", "peer_failed"),
     NoRoomError: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
     UnavailableError: _Kind(503, "service_unavailable_error", "unavailable"),
     TimeoutError: _Kind(504, "service_unavailable_error", "timeout"),

@@ -67,7 +67,7 @@ class Pool:
         usable = [
             drafter
             for drafter in self.drafters.connected
-            if drafter.instance_id not in but and target.takes_blocks_of(drafter.instance_id)
+            if drafter.instance_id not in but and target.takes_blocks_of(drafter.known_as(target.address))
         ]
 
         def load(drafter: DrafterLink) -> tuple[bool, int, bool]:

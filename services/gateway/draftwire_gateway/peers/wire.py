@@ -119,6 +119,8 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
                 reason = "the service ended the stream"
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
+                if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                    self.fault = error_of(error)
             except DraftwireError as error:
                 reason = str(error)
             finally:
@@ -169,10 +171,10 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
             raise
         self.description, self.fault = description, None
 
-    async def _open_session(self, call: Awaitable[Any]) -> None:
-        """Awaits the call that opens a session, and converts its error."""
+    async def _open_session(self, call: Awaitable[Any]) -> Any:
+        """Awaits the call that opens a session, returns its response, and converts its error."""
         try:
-            await call
+            return await call
         except grpc.aio.AioRpcError as error:
             refusal = error_of(error)
             if isinstance(refusal, UnavailableError):
@@ -288,13 +290,20 @@ class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent])
     def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
         super().__init__(address, dialler, timeout_s)
         self.round_trip = RoundTripEstimate()
+        self._known_as: dict[str, int] = {}
 
     async def open(self, spec: DraftSessionSpec, inbox: Inbox) -> None:
         """Opens a session by a unary call, which returns after the prefill."""
         lease_id = self._leased(spec.session_id, spec.epoch, inbox)
         stub = drafter_pb2_grpc.DrafterServiceStub(self._bulk.get())
         request = messages.draft_spec_to_proto(spec, lease_id)
-        await self._open_session(stub.OpenDraftSession(request, timeout=self._timeout_s))
+        response = await self._open_session(stub.OpenDraftSession(request, timeout=self._timeout_s))
+        if response.drafter_id:
+            self._known_as[spec.verifier_address] = response.drafter_id
+
+    def known_as(self, address: str) -> int:
+        """Returns what the verifier at an address knows the drafter by; its instance id, if it has not told."""
+        return self._known_as.get(address, self.instance_id)
 
     def calibrate(self, calibration: Calibration) -> None:
         """Requests a block, without waiting."""
@@ -318,6 +327,8 @@ class DrafterLink(SessionLink[drafter_pb2.DraftCommand, drafter_pb2.DraftEvent])
             case "failure":
                 self._failure(event.failure)
             case "lease":
+                if event.lease.instance_id != self.instance_id:
+                    self._known_as.clear()  # by that process the verifiers know another one
                 self._take_lease(event.lease)
 
     def _close_command(self, close: session_pb2.CloseSession) -> drafter_pb2.DraftCommand:

@@ -13,7 +13,7 @@ import structlog
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.keys import Role
 from draftwire.method.rounds import BlockSent, Calibration, DraftSessionSpec, Permit, SendDrafted, Verdict
-from draftwire.models.description import FLUSH_REPLIES, PARTIAL_BLOCKS, ModelDescription
+from draftwire.models.description import FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS, ModelDescription
 from draftwire_gateway.session.ports import (
     DrafterLost,
     DrafterPort,
@@ -55,6 +55,8 @@ class DrafterSeat:
         self._opening: asyncio.Task[None] | None = None
         self._tried: set[int] = set()
         self._known_len = 0
+        self._verifier_address = ""
+        self._has_permit = False
         self._asked_at = 0.0
         self._asked_round = -1
         self._timeout_s = 0.0
@@ -112,6 +114,8 @@ class DrafterSeat:
         self._drafter, self.is_ready = drafter, False
         self._known_len = len(self._session.committed)
         self.permit_number += 1
+        self._verifier_address = target.address
+        self._has_permit = not _has_identity(drafter.description, target.description)
         inbox = TaggedInbox(self._queue, self._session.epoch, self.permit_number)
         self._opening = asyncio.create_task(_open(drafter, self._spec(drafter.description, target), inbox))
 
@@ -154,7 +158,10 @@ class DrafterSeat:
         self._timeout_s = self.timeout_s(most_s)
         self._session.expected.request_block(num_draft_tokens)
         new_ids = self._session.committed.ids[base_len:]
-        self._ready_drafter.calibrate(Calibration(self._session.fence, base_len, new_ids, num_draft_tokens))
+        permit = None if self._has_permit else self._named_permit()
+        self._has_permit = True
+        calibration = Calibration(self._session.fence, base_len, new_ids, num_draft_tokens, permit=permit)
+        self._ready_drafter.calibrate(calibration)
         return self._timeout_s
 
     @property
@@ -278,6 +285,11 @@ class DrafterSeat:
         assert self._drafter is not None, "only a drafter that is ready is asked"
         return self._drafter
 
+    def _named_permit(self) -> Permit:
+        """Returns the permit of the drafter, which nobody else can show."""
+        drafter_id = self._ready_drafter.known_as(self._verifier_address)
+        return Permit.make(self._session.permit_key, self.permit_number, drafter_id)
+
     def _next(self, target: TargetPort) -> DrafterPort | None:
         """Returns the next drafter that was not tried yet and whose context is long enough; None if there is none."""
         unwanted = set(self._tried)
@@ -305,8 +317,13 @@ class DrafterSeat:
             verifier_address=target.address,
             target_vocab_size=target.description.vocab_size,
             max_len=min(session.generation.max_len, drafter.context_length),
-            permit=Permit.make(session.permit_key, self.permit_number),
+            permit=Permit.make(session.permit_key, self.permit_number) if self._has_permit else None,
         )
+
+
+def _has_identity(drafter: ModelDescription, target: ModelDescription) -> bool:
+    """Whether a verifier gives a drafter an identity, of which it tells."""
+    return ISSUED_IDENTITIES in drafter.capabilities & target.capabilities
 
 
 async def _open(drafter: DrafterPort, spec: DraftSessionSpec, inbox: TaggedInbox) -> None:

@@ -1,5 +1,6 @@
 """Validation of requests, and completion with the server's defaults."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_CHOICES = 128
 """Completions of one request, over all its prompts."""
+SALT_BYTES = 16
+"""Of the salts that peers get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class RequestedGeneration:
     logprobs_mode: str | None = None
     echo: bool = False
     token_details: bool = False
+    caller: str = ""
+    """Name of the caller's token; empty without tokens. Computed prefixes are shared only within one caller."""
 
     @property
     def num_ids(self) -> int:
@@ -149,7 +154,7 @@ def complete_request(
         seed=seed,
         num_speculative_tokens=_num_speculative_tokens(request, defaults),
         rule=target.rule_named(request.rule if request.rule is not None else defaults.rule),
-        cache_salt=request.cache_salt,
+        cache_salt=_salt_of(request),
         logprobs=_wanted_logprobs(request),
         token_details=request.token_details,
     )
@@ -170,6 +175,15 @@ def complete_request(
                 reports_prompt = choice == index * num_choices and not generated.token_ids
                 generations.append(_choice_of(prompt, generated, request, reports_prompt=reports_prompt))
     return generations
+
+
+def _salt_of(request: RequestedGeneration) -> str:
+    """Returns a salt that no other caller has, whatever it asks for; empty without a caller's name and a salt."""
+    if not request.caller and not request.cache_salt:
+        return ""
+    digest = hashlib.blake2b(request.cache_salt.encode("utf-8", "surrogatepass"), digest_size=SALT_BYTES)
+    digest.update(b"\0" + request.caller.encode())
+    return digest.hexdigest()
 
 
 def check_num_choices(num_prompts: int, num_choices: int | None) -> int:

@@ -75,7 +75,7 @@ class TargetPort(Protocol):
         """Zone of the verifier, if known."""
 
     def takes_blocks_of(self, drafter_id: int) -> bool:
-        """Whether the verifier has not reported a drafter as quarantined."""
+        """Whether the verifier has not reported a drafter as quarantined; see `DrafterPort.known_as`."""
 
     async def open(self, spec: TargetSessionSpec, inbox: Inbox) -> None:
         """Opens a session, whose verdicts then go to the inbox. Raises if the verifier refuses or cannot be reached."""
@@ -97,6 +97,9 @@ class DrafterPort(Protocol):
     @property
     def instance_id(self) -> int:
         """Identifies the drafter's process."""
+
+    def known_as(self, address: str) -> int:
+        """Returns what the verifier at an address knows the drafter by; its instance id, if it has not told."""
 
     @property
     def round_trip(self) -> RoundTripEstimate:

@@ -1,0 +1,277 @@
+"""Who a drafter is to a verifier, and how far one is trusted that is new."""
+
+import itertools
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from session_specs import target_spec
+from structlog.testing import capture_logs
+
+from draftwire.audit import AuditSums
+from draftwire.errors import Violation, WrongRoleError
+from draftwire.method.encoding import Claim, DraftDistributions, decode
+from draftwire.method.keys import KEY_BYTES
+from draftwire.method.quantization import Encoding
+from draftwire.method.rounds import DrafterIdentity, Permit, ReceivedBlock
+from draftwire.requests.parameters import SamplingParams
+from draftwire.runtime.caller_identity import ROLE_PREFIX, CallerRole, origin_of, require_role
+from draftwire.runtime.metrics import PREFIX
+from draftwire.runtime.settings import ModelSettings
+from draftwire_verifier.config import VerifierConfig
+from draftwire_verifier.core import VerifierCore
+from draftwire_verifier.drafters import (
+    CREDIT_TOKENS,
+    ORIGIN_WINDOW,
+    PROVEN_TOKENS,
+    REFILL_S,
+    Drafter,
+    Drafters,
+    Greeting,
+)
+from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession
+
+PROMPT = [1, 2, 3, 4]
+PERMIT_KEY = bytes(range(16))
+BLOCK = 16
+LIE = AuditSums(BLOCK, 0.5 * BLOCK, 0.25 * BLOCK, 0.0, 0.0)
+"""Of a block of a drafter that declares two tokens alike and always sends the one that is accepted."""
+TRUTH = AuditSums(BLOCK, 0.0, 0.25 * BLOCK, 0.0, 0.0)
+
+
+def greet(identity: DrafterIdentity | None = None, origin: str = "certificate a", **changes: Any) -> Greeting:
+    return replace(Greeting("small", origin, 1, identity), **changes)
+
+
+# Identities
+
+
+def test_drafter_is_known_again_by_what_it_was_given_and_by_nothing_else() -> None:
+    drafters = Drafters()
+    honest, other = drafters.connect(greet()), drafters.connect(greet())
+    assert drafters.connect(greet(honest.identity)) is honest
+    assert drafters.connect(greet(honest.identity, origin="certificate b")) is honest, "certificates are renewed"
+    guessed = replace(honest.identity, token=bytes(KEY_BYTES))
+    mixed = replace(honest.identity, token=other.identity.token)
+    strangers = [drafters.connect(greet(shown)) for shown in (None, guessed, mixed, replace(guessed, drafter_id=5))]
+    assert len({drafter.id for drafter in (honest, other, *strangers)}) == 6
+    assert len({drafter.identity.token for drafter in (honest, other, *strangers)}) == 6
+
+
+def test_drafter_of_the_previous_version_is_known_by_where_it_comes_from_and_its_own_name() -> None:
+    drafters = Drafters()
+    old = greet(instance_id=7, keeps_identity=False)
+    known = drafters.connect(old)
+    assert drafters.connect(old) is known
+    others = (replace(old, origin="certificate b"), replace(old, instance_id=8), replace(old, keeps_identity=True))
+    for other in others:
+        assert drafters.connect(other) is not known
+
+
+def connection(peer: str = "ipv4:10.0.0.1:4711", certificate: bytes = b"", uris: tuple[str, ...] = ()) -> Any:
+    names = {"x509_pem_cert": [certificate], "peer_uri": [uri.encode() for uri in uris]} if certificate else {}
+    return SimpleNamespace(peer=lambda: peer, auth_context=lambda: names)
+
+
+def test_origin_is_the_certificate_or_else_the_host() -> None:
+    assert origin_of(connection()) == origin_of(connection("ipv4:10.0.0.1:5")) == "host 10.0.0.1"
+    assert origin_of(connection("ipv6:%5B::ffff:10.0.0.1%5D:5")) == "host 10.0.0.1"
+    assert origin_of(connection("unix:")) == "host unix"
+    network = [origin_of(connection(f"ipv6:%5B2001:db8::{host}%5D:5")) for host in ("1", "ffff")]
+    assert network == ["host 2001:db8::/64"] * 2
+    assert origin_of(connection("ipv6:[2001:db8:0:1::1]:5")) == "host 2001:db8:0:1::/64"
+    first, second = (origin_of(connection("ipv4:10.0.0.1:5", certificate)) for certificate in (b"one", b"two"))
+    assert first == origin_of(connection("ipv4:10.0.0.2:5", b"one")) != second
+    assert first.startswith("certificate ")
+
+
+def test_caller_of_another_role_is_refused_and_one_without_a_role_is_logged_once() -> None:
+    roles = [f"{ROLE_PREFIX}drafter", "spiffe://other"]
+    require_role(connection(certificate=b"role", uris=tuple(roles)), CallerRole.DRAFTER)
+    require_role(connection(certificate=b"role", uris=(*roles, f"{ROLE_PREFIX}gateway")), CallerRole.GATEWAY)
+    for uris in (roles, [f"{ROLE_PREFIX}user"], [f"{ROLE_PREFIX}gateways"]):
+        with pytest.raises(WrongRoleError, match="not of a gateway"):
+            require_role(connection(certificate=b"role", uris=tuple(uris)), CallerRole.GATEWAY)
+    with capture_logs() as logs:
+        for _ in range(3):
+            require_role(connection(certificate=b"role of nobody", uris=("spiffe://other",)), CallerRole.GATEWAY)
+            require_role(connection(), CallerRole.GATEWAY)
+    assert [(line["event"], line["role"]) for line in logs] == [("rpc.role_missed", "gateway")]
+
+
+# Trust
+
+
+@pytest.fixture
+async def core() -> AsyncIterator[VerifierCore]:
+    core = VerifierCore(VerifierConfig(ModelSettings("scripted:")))
+    await core.start()
+    yield core
+    core.stop()
+
+
+session_ids = itertools.count(1)
+
+
+def open_session(core: VerifierCore, temperature: float = 1.0, rule: str = "block", seed: int = 0) -> TargetSession:
+    session_id = next(session_ids)
+    spec = target_spec(
+        session_id=session_id,
+        epoch=0,
+        first_round=0,
+        choice=0,
+        token_ids=PROMPT,
+        prompt_len=len(PROMPT),
+        sampling=SamplingParams(temperature),
+        rule=rule,
+        verifying_key=(seed or session_id).to_bytes(KEY_BYTES, "little"),
+        max_draft_tokens=BLOCK,
+        plain_rounds=0,
+        stop_token_ids=frozenset(),
+        max_len=100,
+        permit_key=PERMIT_KEY,
+    )
+    lease_id, _ = core.open_lease()
+    core.open_session(spec, lease_id)
+    return core._scheduler.sessions[session_id, 0]
+
+
+def push(core: VerifierCore, session: TargetSession, drafter: Drafter, named: int | None = None) -> ReceivedBlock:
+    """Has a drafter send a block with its permit, and returns it as it was queued."""
+    tokens = [97] * BLOCK
+    (draft,) = decode([Claim(tokens, DraftDistributions(Encoding.ONE_HOT, 320))], 320)
+    permit = Permit.make(PERMIT_KEY, session.permit_number + 1, drafter.id if named is None else named)
+    core.push_blocks([ReceivedBlock(session.fence, tokens, draft, True, drafter.id, permit=permit)])
+    assert session.block is not None, "it is queued"
+    return session.block
+
+
+def judge(core: VerifierCore, sums: AuditSums, *sessions: TargetSession) -> None:
+    """Has a step audit what the sessions have queued; their rounds stay open."""
+    items = [StepItem(session, session.block, 1) for session in sessions]
+    for session in sessions:
+        session.block, session.queued = None, False
+        core._scheduler._ready.clear()
+    core._audit(Step(items, 0.0), StepResult([], [], [], 0, 0, audits=[sums] * len(items)))
+
+
+def connect(core: VerifierCore, **greeting: Any) -> Drafter:
+    return core.welcome_drafter(greet(**greeting), core.description)
+
+
+def blocks_used(core: VerifierCore, drafter: Drafter, sums: AuditSums, num_blocks: int) -> int:
+    """Returns how many of a drafter's blocks are used, each judged before the next one comes."""
+    used = 0
+    session = open_session(core)
+    for _ in range(num_blocks):
+        if drafter.is_quarantined:
+            break
+        used += push(core, session, drafter).is_used
+        judge(core, sums, session)
+    core.close_session(*session.key)
+    return used
+
+
+async def test_frames_under_another_drafters_name_are_their_senders(core: VerifierCore) -> None:
+    honest, liar = connect(core, instance_id=7), connect(core, instance_id=7)
+    session, other = open_session(core), open_session(core)
+    push(core, other, honest)
+    blocks_used(core, liar, LIE, 100)
+    assert (liar.is_quarantined, honest.is_quarantined) == (True, False)
+    assert other.drafter_id == honest.id
+    assert push(core, session, honest) is not None
+
+
+async def test_permit_is_worth_nothing_to_another_drafter(core: VerifierCore) -> None:
+    named, thief = connect(core), connect(core)
+    session = open_session(core)
+    with pytest.raises(AssertionError, match="queued"):
+        push(core, session, thief, named=named.id)
+    assert session.drafter_id is None
+    labels = {"violation": Violation.PEER.value}
+    assert core.metrics.registry.get_sample_value(PREFIX + "blocks_refused_total", labels) == 1.0
+    push(core, session, named)
+    assert session.drafter_id == named.id
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3])
+async def test_forty_fresh_identities_gain_no_more_than_one(core: VerifierCore, num_blocks: int) -> None:
+    """Two origins: one identity lies until it is found out; forty lie for a few blocks each, and none is found out."""
+    alone = connect(core, origin="host alone")
+    gain = blocks_used(core, alone, LIE, 100)
+    assert alone.is_quarantined
+    together = [connect(core) for _ in range(40)]
+    gains = [blocks_used(core, drafter, LIE, num_blocks) for drafter in together]
+    assert not any(drafter.is_quarantined for drafter in together)
+    assert 0 < sum(gains) <= gain < 40 * num_blocks
+
+
+async def test_honest_past_of_an_origin_does_not_hide_many_fresh_identities_that_lie(core: VerifierCore) -> None:
+    for _ in range(20):
+        blocks_used(core, connect(core), TRUTH, PROVEN_TOKENS // BLOCK)
+    gain = sum(blocks_used(core, connect(core), LIE, 3) for _ in range(40))
+    assert gain * BLOCK < 2 * ORIGIN_WINDOW < 40 * 3 * BLOCK
+
+
+async def test_credit_of_an_origin_bounds_what_is_used_at_any_time(core: VerifierCore) -> None:
+    """However it is spread, also over blocks that are queued at once, and whatever the audit thinks."""
+    num_blocks = CREDIT_TOKENS // BLOCK
+    used = 0
+    for _ in range(3 * num_blocks // 60):
+        sessions = [open_session(core) for _ in range(60)]
+        used += sum(push(core, session, connect(core)).is_used for session in sessions)
+        judge(core, TRUTH, *sessions)
+        for session in sessions:
+            core.close_session(*session.key)
+    assert used == num_blocks
+    aside = core.metrics.registry.get_sample_value(PREFIX + "blocks_set_aside_total")
+    assert aside == 3 * num_blocks // 60 * 60 - used
+    assert push(core, open_session(core), connect(core, origin="certificate b")).is_used, "others have their own"
+
+
+async def test_liar_leaves_replicas_with_its_certificate_alone(core: VerifierCore) -> None:
+    """The proven one goes on; the new one starts without credit, and proves itself with blocks that are not used."""
+    proven, liar, fresh = connect(core), connect(core), connect(core)
+    needed = PROVEN_TOKENS // BLOCK
+    assert blocks_used(core, proven, TRUTH, needed) == needed
+    assert proven.is_proven
+    blocks_used(core, liar, LIE, 100)
+    assert liar.is_quarantined
+    assert blocks_used(core, proven, TRUTH, 5) == 5
+    assert blocks_used(core, fresh, TRUTH, needed + 5) == 5
+    assert (fresh.is_proven, fresh.is_quarantined) == (True, False)
+    assert blocks_used(core, connect(core, identity=fresh.identity), TRUTH, 5) == 5, "it connected again"
+
+
+async def test_drafter_that_proves_itself_gives_back_its_credit(core: VerifierCore) -> None:
+    needed = PROVEN_TOKENS // BLOCK
+    for _ in range(2 * CREDIT_TOKENS // PROVEN_TOKENS + 1):
+        assert blocks_used(core, connect(core), TRUTH, needed) == needed
+
+
+async def test_credit_that_was_spent_comes_back_with_time_unless_it_was_abused(core: VerifierCore) -> None:
+    now = 0.0
+    core.drafters._clock = lambda: now
+    few, num_blocks = PROVEN_TOKENS // BLOCK - 1, CREDIT_TOKENS // BLOCK
+    used = sum(blocks_used(core, connect(core), TRUTH, few) for _ in range(4))
+    assert used == num_blocks
+    now += REFILL_S / 2
+    assert sum(blocks_used(core, connect(core), TRUTH, few) for _ in range(3)) == num_blocks // 2
+    now += REFILL_S
+    blocks_used(core, connect(core), LIE, 100)
+    now += 10 * REFILL_S
+    assert blocks_used(core, connect(core), TRUTH, few) == 0
+
+
+@pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"rule": "coupled"}, {"seed": 2**100}])
+async def test_session_that_no_drafter_can_bias_unseen_needs_no_credit(
+    core: VerifierCore, changes: dict[str, Any]
+) -> None:
+    blocks_used(core, connect(core), LIE, 100)
+    fresh = connect(core)
+    assert not push(core, open_session(core), fresh).is_used
+    if "seed" in changes:
+        core.close_session(*open_session(core, **changes).key)
+    assert push(core, open_session(core, **changes), fresh).is_used
