@@ -13,7 +13,6 @@ replaced, adapted or lost cannot guarantee: this rule is for experiments in one 
 Source: Sun et al. 2024 (arXiv 2403.10444), Algorithms 4, 5 and 6.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -148,7 +147,7 @@ class GreedyBlockRule(LawRule):
 
 def _path_ratios(blocks: BlockBatch) -> Tensor:
     """Returns R_1 .. R_n, `[batch, max_len] float64`: the product of the ratios so far, without a bound at 1."""
-    return blocks.log_ratios().cumsum(dim=1).clamp(max=math.log(LARGEST_RATIO)).exp()
+    return blocks.log_ratios().cumsum(dim=1).exp().clamp(max=LARGEST_RATIO)
 
 
 def _extended(ratios: Tensor, layers: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:
