@@ -156,9 +156,9 @@ def words(pre_tokenizer: Any) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def without_spaces() -> PreTrainedTokenizerBase:
+def without_spaces(first: Any) -> PreTrainedTokenizerBase:
     made = byte_level()
-    parts = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    parts = [first, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     return made
 
@@ -178,7 +178,8 @@ BOUNDED = {
 UNBOUNDED = {
     "unknown characters are one token": byte_fallback(unk_token="<unk>", fuse_unk=True),
     "unknown characters are dropped": byte_fallback(),
-    "spaces are dropped": without_spaces(),
+    "spaces are dropped": without_spaces(pre_tokenizers.WhitespaceSplit()),
+    "spaces are split off": without_spaces(pre_tokenizers.Split(" ", "removed")),
     "accents are dropped": byte_level(normalizers.StripAccents()),
     "a text is replaced by none": byte_level(normalizers.Replace("b", "")),
     "a special token takes the spaces before it": byte_level(lstrip=True),
