@@ -226,7 +226,8 @@ def _span(drawer: Drawer, index: int, sequence: LanguageModelSequence, request: 
     """Returns the span of a block's next token."""
     text = [*sequence.ids, *drawer.token_ids(index)] if request.sampling.penalizes else ()
     position, mask = drawer.position(index), _mask(drawer, index, sequence, request)
-    return Span(request.sampling, 1, text, request.prompt_len, request.stop_token_ids, position, mask)
+    stops, edits = request.stop_token_ids, request.edits
+    return Span(request.sampling, 1, text, request.prompt_len, stops, position, mask, edits)
 
 
 def _mask(

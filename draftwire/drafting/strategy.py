@@ -7,6 +7,7 @@ from typing import Protocol
 from draftwire.errors import DraftwireError
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.randomness import DrawKey
+from draftwire.method.sampling import TokenEdits
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 
@@ -38,6 +39,8 @@ class DraftRequest:
     """The tokens that `SamplingParams.min_tokens` masks."""
     automaton: Automaton | None = None
     """Masks tokens that break the form in `sampling`. Without it, drafts that break the form are rejected."""
+    edits: TokenEdits | None = None
+    """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for every token."""
     is_cut: Callable[[], bool] = never
     """Whether to end the block early. Called on the torch thread after each token. A block that is cut ends before its
     next token is drawn and keeps all drawn tokens: dropping a token because of its value would bias the output."""

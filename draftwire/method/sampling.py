@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,47 @@ TOP_P_CANDIDATES = 1024
 """Top-p first looks for its set among this many likeliest tokens, before it sorts a whole vocabulary."""
 
 
+class TokenEdits:
+    """What a request's bias and masks do to logits, as tensors. They do not depend on the text: keep one per session.
+
+    Made when they are first needed, in time and memory of one row over the vocabulary each, however long the lists are.
+    Used on the torch thread.
+    """
+
+    def __init__(self, params: SamplingParams, stop_token_ids: frozenset[int] = frozenset()) -> None:
+        """Computes nothing yet; the arguments are those of `Span`."""
+        self._params = params
+        self._stop_token_ids = stop_token_ids
+        self._made: dict[tuple[str, int, torch.device], Any] = {}
+
+    def bias(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the biased tokens, `[n] int64`, and what is added to their logits, of the dtype of `logits`."""
+        key = ("bias", logits.shape[1], logits.device)
+        if key not in self._made:
+            pairs = [(token, bias) for token, bias in self._params.logit_bias if token < logits.shape[1]]
+            index = upload([token for token, _ in pairs], logits.device, torch.int64)
+            self._made[key] = index, upload([bias for _, bias in pairs], logits.device, torch.float64)
+        index, values = self._made[key]
+        return index, values.to(logits.dtype)
+
+    def not_allowed(self, logits: Tensor) -> Tensor:
+        """Returns -inf for tokens that `allowed_token_ids` leaves out and 0 for others, `[vocab]`."""
+        return self._mask("allowed", logits, self._params.allowed_token_ids or frozenset(), if_listed=False)
+
+    def stops(self, logits: Tensor) -> Tensor:
+        """Returns -inf for the stop tokens and 0 for others, `[vocab]`."""
+        return self._mask("stops", logits, self._stop_token_ids, if_listed=True)
+
+    def _mask(self, name: str, logits: Tensor, token_ids: frozenset[int], *, if_listed: bool) -> Tensor:
+        key = (name, logits.shape[1], logits.device)
+        if key not in self._made:
+            is_masked = torch.full((logits.shape[1],), not if_listed)
+            listed = [token for token in token_ids if token < logits.shape[1]]
+            is_masked[torch.tensor(listed, dtype=torch.int64)] = if_listed
+            self._made[key] = is_masked.to(logits.device)  # a byte a token
+        return torch.where(self._made[key], -math.inf, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Consecutive positions of one text whose distributions are requested."""
@@ -51,6 +93,8 @@ class Span:
     masks: NDArray[np.uint8] | None = None
     """Tokens that `SamplingParams.structured_output` allows at each position, `[num_rows, bytes]`: one bit per token,
     lowest first. Computed by `draftwire.requests.automaton`; None allows all."""
+    edits: TokenEdits | None = None
+    """Those of `params` and `stop_token_ids`, kept from earlier calls; None makes them for this one."""
 
     @property
     def num_generated(self) -> int:
@@ -127,19 +171,18 @@ def _edit(logits: Tensor, span: Span) -> None:
         logits: `[num_rows, vocab]`.
         span: the positions of the rows.
     """
-    params, vocab_size = span.params, logits.shape[1]
+    params = span.params
+    edits = span.edits if span.edits is not None else TokenEdits(params, span.stop_token_ids)
     if params.logit_bias:
-        pairs = [(token, bias) for token, bias in params.logit_bias if token < vocab_size]
-        index = upload([token for token, _ in pairs], logits.device, torch.int64)
-        logits[:, index] += upload([bias for _, bias in pairs], logits.device, logits.dtype)
+        index, bias = edits.bias(logits)
+        logits[:, index] += bias
     if params.allowed_token_ids is not None:
-        logits += _mask(params.allowed_token_ids, vocab_size, logits.device)
+        logits += edits.not_allowed(logits)
     if span.masks is not None:
         _keep_form(logits, span.masks)
-    if params.min_tokens:
-        num_masked = max(0, min(span.num_rows, params.min_tokens - span.num_generated))
-        stops = [token for token in span.stop_token_ids if token < vocab_size]
-        logits[:num_masked, upload(stops, logits.device, torch.int64)] += -math.inf
+    num_masked = min(span.num_rows, params.min_tokens - span.num_generated)
+    if params.min_tokens and num_masked > 0:
+        logits[:num_masked] += edits.stops(logits)
     if params.penalizes and span.text:
         _penalize(logits, span)
 
@@ -242,14 +285,6 @@ def _one_hot(logits: Tensor) -> Tensor:
     choice = logits.argmax(dim=-1, keepdim=True)
     is_finite = torch.isfinite(logits.gather(-1, choice))
     return torch.zeros_like(logits).scatter_(-1, choice, 1.0).masked_fill_(~is_finite, math.nan)
-
-
-@lru_cache(maxsize=64)
-def _mask(allowed: frozenset[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Returns 0 for tokens in `allowed` and -inf for others, `[vocab_size] float32`."""
-    mask = torch.full((vocab_size,), -math.inf)
-    mask[torch.tensor([token for token in allowed if token < vocab_size], dtype=torch.int64)] = 0.0
-    return mask.to(device)
 
 
 @lru_cache(maxsize=8)

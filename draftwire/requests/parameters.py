@@ -74,7 +74,6 @@ class SamplingParams:
             count = len(self.allowed_token_ids)
             _require(1 <= count <= MAX_ALLOWED_TOKENS, "allowed_token_ids", f"1 to {MAX_ALLOWED_TOKENS} ids", count)
             _require(min(self.allowed_token_ids) >= 0, "allowed_token_ids", "token ids", min(self.allowed_token_ids))
-            # A frozenset caches its hash, by which masks are looked up.
             object.__setattr__(self, "allowed_token_ids", frozenset(self.allowed_token_ids))
         _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
         if self.structured_output is not None:

@@ -39,7 +39,7 @@ def block_weights(blocks: BlockBatch) -> Tensor:
     In logarithms the recursion is a walk reflected at 0: log a_i = L_i - max(0, max over j <= i of L_j), where L_i is
     the sum of log r_1 .. log r_i. This form needs no loop over positions and cannot overflow.
     """
-    walk = blocks.ratios().log().cumsum(dim=1)  # -inf from the first impossible token on, and in the padding
+    walk = blocks.log_ratios().cumsum(dim=1)  # -inf from the first impossible token on, and in the padding
     ones = walk.new_ones(blocks.batch_size, 1)
     if blocks.max_len == 0:
         return ones

@@ -129,6 +129,14 @@ class BlockBatch:
         """
         return (self.target_probs_of_drafts() / self.draft_probs_of_drafts()).masked_fill_(~self.inside, 0.0)
 
+    def log_ratios(self) -> Tensor:
+        """Returns the logarithms of `ratios`, `[batch, max_len] float64`; -inf in the padding.
+
+        Never infinite or NaN where a ratio overflows, which it does if a draft probability is denormal.
+        """
+        logs = self.target_probs_of_drafts().log() - self.draft_probs_of_drafts().log()
+        return logs.masked_fill_(~self.inside, -torch.inf)
+
     def residual_mass(self, scales: Tensor) -> Tensor:
         """Returns sum over tokens of [scale * target - draft]+ at each position.
 

@@ -147,7 +147,7 @@ class GreedyBlockRule(LawRule):
 
 def _path_ratios(blocks: BlockBatch) -> Tensor:
     """Returns R_1 .. R_n, `[batch, max_len] float64`: the product of the ratios so far, without a bound at 1."""
-    return blocks.ratios().cumprod(dim=1).clamp(max=LARGEST_RATIO)
+    return blocks.log_ratios().cumsum(dim=1).exp().clamp(max=LARGEST_RATIO)
 
 
 def _extended(ratios: Tensor, layers: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwire.method.devices import upload
-from draftwire.method.sampling import Span, probabilities_of_spans
+from draftwire.method.sampling import Span, TokenEdits, probabilities_of_spans
 from draftwire.requests.logprobs import LogprobsMode, TokenLogprob
 from draftwire.requests.parameters import SamplingParams
 
@@ -29,6 +29,8 @@ class PromptRows:
     mode: LogprobsMode
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
+    edits: TokenEdits | None = None
+    """As in `Span`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def of_prompt(logits: Tensor, prompt: PromptRows) -> list[TokenLogprob]:
             log_probs = log_softmax_of(logits, range(start, end))
         else:
             before = prompt.text[: first + end - 1]  # the text before the last position
-            span = Span(prompt.sampling, end - start, before, len(before), prompt.stop_token_ids)
+            span = Span(prompt.sampling, end - start, before, len(before), prompt.stop_token_ids, edits=prompt.edits)
             log_probs = probabilities_of_spans(logits[start:end].clone(), [span]).log_()
         tokens += reported(log_probs, prompt.text[first + start : first + end], [prompt.num_top] * (end - start))
     return tokens

@@ -14,7 +14,7 @@ from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableErr
 from draftwire.method.devices import upload
 from draftwire.method.distributions import DenseRows, DraftRows, no_rows
 from draftwire.method.randomness import DrawKey
-from draftwire.method.sampling import SMALLEST, Span, is_distribution, probabilities_of_spans
+from draftwire.method.sampling import SMALLEST, Span, TokenEdits, is_distribution, probabilities_of_spans
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.automaton import Automaton, BlockMasks
@@ -58,6 +58,8 @@ class Judging:
     """The log-probabilities to report. A step reports the prompt tokens that it reads."""
     automaton: Automaton | None = None
     """Automaton of the generated text, if `sampling` prescribes a form."""
+    edits: TokenEdits | None = None
+    """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for this step."""
 
     def masks(self) -> BlockMasks | None:
         """Returns the form's masks at the positions of `span`; None if there is no form.
@@ -75,7 +77,7 @@ class Judging:
         text_len = len(self.committed) + len(self.draft_tokens)
         num_rows = len(self.draft_tokens) + 1
         rows = masks.rows if masks is not None else None
-        return Span(self.sampling, num_rows, text, self.prompt_len, self.stop_token_ids, text_len, rows)
+        return Span(self.sampling, num_rows, text, self.prompt_len, self.stop_token_ids, text_len, rows, self.edits)
 
     def prompt_rows(self, num_read: int) -> PromptRows | None:
         """Returns the prompt tokens to report if the next `num_read` committed tokens are read, or None."""
@@ -84,7 +86,8 @@ class Judging:
         if num_top is None or end <= start:
             return None
         text = self.committed[: end + 1]
-        return PromptRows(text, end - start, num_top, self.logprobs.mode, self.sampling, self.stop_token_ids)
+        mode, stops = self.logprobs.mode, self.stop_token_ids
+        return PromptRows(text, end - start, num_top, mode, self.sampling, stops, self.edits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -541,6 +541,12 @@ class FakePeers:
 class LetterTokenizer:
     """One letter per token."""
 
+    all_special_ids = ()
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012 - as in transformers
+
+    def get_vocab(self) -> dict[str, int]:
+        return {letter: token for token, letter in enumerate(LETTERS)}
+
     def decode(self, ids: list[int], **_: Any) -> str:
         return "".join(LETTERS[token] for token in ids)
 

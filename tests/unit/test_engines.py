@@ -8,7 +8,7 @@ import torch
 from cases import every
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_specs import draft_spec, target_spec
+from session_specs import changed, draft_spec, target_spec
 from tiny_models import ExtendsByReading
 from torch import Tensor
 
@@ -39,12 +39,14 @@ from draftwire.models import scripted as scripted_models
 from draftwire.models.cached_model import Reading
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
 from draftwire.models.scripted import Script, ScriptedTarget, expected_tokens
+from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.target import StillReading
 from draftwire_drafter import scheduler as drafting
 from draftwire_drafter.engine import DraftEngine
 from draftwire_verifier import scheduler as verifying
 from draftwire_verifier.engine import TargetEngine
+from draftwire_verifier.scheduler import REPORTED_CHUNK
 
 CACHE_TOKENS = 2048
 CERTAIN = Script(acceptance=(1.0,))
@@ -478,3 +480,90 @@ def test_blocks_are_what_was_asked_for_and_accounts_of_the_drafter_add_up_whatev
     for session_id, _ in list(side.scheduler.sessions):
         side.close(session_id)
     assert is_empty(side.cache)
+
+
+# Lists as long as the vocabulary
+
+
+class CountedIds(frozenset[int]):
+    """Counts how often it is gone through."""
+
+    num_walks = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_walks += 1
+        return super().__iter__()
+
+
+def with_long_list(name: str, session: Any) -> CountedIds:
+    """Gives a session a list of ids that no script emits, and returns it."""
+    unused = CountedIds(range(200, 320))
+    if name == "allowed_token_ids":
+        unused, params = CountedIds(range(200)), SamplingParams(allowed_token_ids=frozenset({0}))
+        object.__setattr__(params, "allowed_token_ids", unused)
+        session.spec = changed(session.spec, sampling=params)
+    else:
+        min_tokens = 50 if name == "stop tokens before min_tokens" else 1
+        params = SamplingParams(min_tokens=min_tokens)
+        session.spec = changed(session.spec, sampling=params, stop_token_ids=unused)
+    return unused
+
+
+long_lists = every(
+    ("name", "walks"), [("allowed_token_ids", 1), ("stop tokens before min_tokens", 1), ("stop tokens after it", 0)]
+)
+
+
+@long_lists
+@every("num_rounds", [10, 20])
+def test_long_lists_are_read_once_in_a_session_of_the_target(name: str, walks: int, num_rounds: int) -> None:
+    verifier = Verifier()
+    session = verifier.open(plain_rounds=num_rounds)
+    token_ids = with_long_list(name, session)
+    if not walks:
+        session.spec = changed(session.spec, prompt_len=len(PROMPT) - 1)  # so one was generated before
+    told = verifier.run()
+    assert [type(result) for _, result in told] == [Verdict] * num_rounds
+    assert token_ids.num_walks == walks
+
+
+@long_lists
+@every("num_rounds", [5, 10])
+def test_long_lists_are_read_once_in_a_session_of_the_drafter(name: str, walks: int, num_rounds: int) -> None:
+    side = with_cache()
+    side.open()
+    session = side.scheduler.sessions[1, 0]
+    token_ids = with_long_list(name, session)
+    if not walks:
+        session.spec = changed(session.spec, prompt_len=len(PROMPT) - 1)
+    for number in range(num_rounds):
+        side.calibrate([9] if number else [], number)
+        assert [len(block.token_ids) for block in side.blocks()] == [4]
+    assert token_ids.num_walks == walks
+
+
+@every("num_parts", [2, 4])
+def test_long_lists_are_read_once_for_all_parts_of_a_prompt_whose_log_probabilities_are_processed(
+    num_parts: int,
+) -> None:
+    verifier = Verifier()
+    prompt = PROMPT * (num_parts * REPORTED_CHUNK // len(PROMPT))
+    session = verifier.open(token_ids=prompt)
+    wanted = LogprobsRequest(prompt_logprobs=1, mode=LogprobsMode.PROCESSED)
+    token_ids = with_long_list("allowed_token_ids", session)
+    session.spec = changed(session.spec, logprobs=wanted)
+    assert len(verifier.run()) > num_parts
+    assert token_ids.num_walks == 1
+
+
+@either_strategy
+def test_masks_of_a_session_end_with_it(make: Any) -> None:
+    verifier, side = Verifier(), make()
+    verifier.open()
+    side.open()
+    verifier.run()
+    side.blocks()
+    verifier.close()
+    side.close()
+    assert not verifier.engine._edits
+    assert not side.engine._edits

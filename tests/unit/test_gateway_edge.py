@@ -13,6 +13,7 @@ from draftwire_gateway.auth.access import Access
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.server import GatewayServicer
+from draftwire_gateway.text.tokenizer_pool import TokenizerPool
 
 CONTEXT_LENGTH = 50
 
@@ -39,7 +40,8 @@ class CountingTokenizer:
 def make_core(**config: Any) -> tuple[GatewayCore, CountingTokenizer]:
     core = GatewayCore(GatewayConfig(**config), FakePeers([]))
     tokenizer = CountingTokenizer(core)
-    core.description, core._tokenizer = describe("target", CONTEXT_LENGTH), tokenizer  # type: ignore[assignment]
+    core.description = describe("target", CONTEXT_LENGTH)
+    core._tokenizers = TokenizerPool(tokenizer, core.description)  # type: ignore[arg-type]
     return core, tokenizer
 
 

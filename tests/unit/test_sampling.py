@@ -28,7 +28,14 @@ from transformers import (
 )
 
 from draftwire.errors import InvalidRequestError
-from draftwire.method.sampling import TOP_P_CANDIDATES, Span, is_distribution, probabilities, probabilities_of_spans
+from draftwire.method.sampling import (
+    TOP_P_CANDIDATES,
+    Span,
+    TokenEdits,
+    is_distribution,
+    probabilities,
+    probabilities_of_spans,
+)
 from draftwire.requests.parameters import MAX_BIASED_TOKENS, SamplingParams
 
 torch.set_num_threads(1)
@@ -545,3 +552,17 @@ def test_a_forms_masks_take_tokens_away_row_by_row_before_penalties_and_hide_no_
         assert torch.equal(probs[2], free[2])
         logits[0, 1] = math.nan
         assert is_distribution(probabilities_of_spans(logits, spans)).tolist() == [False, True, True]
+
+
+def test_edits_that_are_kept_change_logits_as_new_ones_do_in_every_vocabulary_and_precision() -> None:
+    """They are made for the first logits, and made anew for others: a drafter's vocabulary may be smaller."""
+    params = SamplingParams(0.8, logit_bias=((3, 1.5), (9, -2.0)), allowed_token_ids=tuple(range(2, 20)), min_tokens=2)
+    kept = TokenEdits(params, STOPS)
+    for vocab_size, dtype, num_rows in product((8, 25), (torch.float32, torch.float64), (3, 1)):
+        logits = random_logits(num_rows, vocab_size, seed=17, dtype=dtype)
+        for text_len in (2, 3, 9):
+            span = Span(params, num_rows, (), 0, STOPS, text_len)
+            assert torch.equal(of_spans(logits, [span]), of_spans(logits, [replace(span, edits=kept)]))
+    bfloat = random_logits(2, 25, seed=18).bfloat16()
+    span = Span(params, 2, (), 0, STOPS, 2)
+    assert torch.equal(of_spans(bfloat, [span]), of_spans(bfloat, [replace(span, edits=kept)]))

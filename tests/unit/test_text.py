@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from draftwire_gateway.text.text import REPLACEMENT, IncrementalDetokenizer, StopStrings, TextStream
+from draftwire_gateway.text.text import MAX_AT_ONCE, REPLACEMENT, IncrementalDetokenizer, StopStrings, TextStream
 
 TOKENIZER_FOLDER = Path(__file__).parents[2] / "models" / "target"
 LARGEST_ID = 4095
@@ -137,14 +137,14 @@ def test_tokens_without_text_change_nothing_and_are_not_kept(
     whole = decoded(used, prompt_ids + ids)
     assert "".join([*pieces, detokenizer.finish()]) == whole.removeprefix(decoded(used, prompt_ids))
     if parts and parts[-1][1] == 200 and REPLACEMENT not in whole:
-        assert len(detokenizer._window) < 150
+        assert len(detokenizer._window) <= MAX_AT_ONCE
 
 
 def test_many_tokens_without_text_are_decoded_only_a_few_times_each(tokenizer: PreTrainedTokenizerBase) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, tokenizer("x")["input_ids"])
     for _ in range(1000):
         assert detokenizer.push(tokenizer.all_special_ids[:1]) == ""
-        assert len(detokenizer._window) < 80
+        assert len(detokenizer._window) <= 4
     assert detokenizer.push(tokenizer("!")["input_ids"]) == "!"
 
 
@@ -177,6 +177,62 @@ def test_pieces_join_to_the_text_with_a_byte_fallback_tokenizer(text: str) -> No
     assert decoded(tokenizer, ids) == text
     pieces = pieces_of(IncrementalDetokenizer(tokenizer, tokenizer("x")["input_ids"]), ids)
     assert "".join(pieces) == text
+
+
+class CountingTokenizer:
+    """Counts the tokens that are decoded."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self.num_decoded = 0
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        self.num_decoded += len(token_ids)
+        return self._tokenizer.decode(token_ids, **options)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tokenizer, name)
+
+
+def lone_bytes(tokenizer: PreTrainedTokenizerBase, names: tuple[str, ...]) -> list[int]:
+    return [tokenizer.convert_tokens_to_ids(name) for name in names]
+
+
+HOSTILE = {
+    "one byte again and again": (False, ("\u0122",), 1),
+    "beginnings of characters": (False, ("\u00e4",), 1),
+    "a character that never ends, with special tokens": (False, ("\u00e4", "<special>", "<special>"), 1),
+    "pairs of them, in rounds of five": (False, ("\u00e4", "\u0122"), 5),
+    "byte fallback": (True, ("<0xFF>",), 1),
+    "byte fallback, whole characters behind an invalid byte": (
+        True,
+        ("<0xFF>", *["<0xE4>", "<0xBD>", "<0xA0>"] * 50),
+        1,
+    ),
+    "byte fallback, whole characters in rounds that end inside them": (True, ("<0xE4>", "<0xBD>", "<0xA0>"), 5),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_cost_of_bytes_that_are_no_text_grows_with_their_number_alone(
+    tokenizer: PreTrainedTokenizerBase, case: str, per_token: bool
+) -> None:
+    """Twice as many tokens, twice as many decoded; and the text is that of all of them at once."""
+    is_fallback, names, chunk = HOSTILE[case]
+    used = byte_fallback_tokenizer() if is_fallback else tokenizer
+    special = used.convert_ids_to_tokens(used.all_special_ids[0])
+    unit = lone_bytes(used, tuple(name.replace("<special>", special) for name in names))
+    prompt_ids, costs = used("x", add_special_tokens=False)["input_ids"], []
+    for count in (990, 1980):
+        ids = (unit * count)[:count]
+        counting = CountingTokenizer(used)
+        stream = TextStream(counting, prompt_ids, (), per_token)  # type: ignore[arg-type]
+        pieces = [stream.push(ids[start : start + chunk]).text for start in range(0, count, chunk)]
+        costs.append(counting.num_decoded)
+        assert "".join([*pieces, stream.finish()]) == decoded(used, prompt_ids + ids)[1:]
+    assert costs[1] <= 2.2 * costs[0]
+    assert costs[1] <= 1980 * 300
 
 
 # StopStrings

@@ -1,7 +1,9 @@
 """The rules, proved by enumeration: no sampling, float64, every outcome. Then their edges, in both layouts."""
 
 import json
-from itertools import product
+from fractions import Fraction
+from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -386,6 +388,49 @@ def test_tails_of_1e_30_on_either_side_leave_every_number_a_probability(
         assert (weights >= 0.0).all()
         assert (weights[:, target[stop] == 0.0] == 0.0).all()
         assert (weights.sum(dim=1) > 0.0).all()
+
+
+def fractions_law(name: str, target: Tensor, draft: Tensor, tokens: list[int]) -> list[Fraction]:
+    """Returns the probability of each number of accepted tokens, as the papers state it, without rounding."""
+    p, q = ([[Fraction(value) for value in row] for row in rows.tolist()] for rows in (target, draft))
+    weights, num = [Fraction(1)], len(tokens)
+    for place, token in enumerate(tokens):
+        ratio = p[place][token] / q[place][token]
+        weights.append(min(Fraction(1), ratio if name == "token" else weights[-1] * ratio))
+    if name == "token":
+        reach = [prod(weights[: place + 1], start=Fraction(1)) for place in range(num + 1)]
+        return [here - after for here, after in pairwise([*reach, Fraction(0)])]
+    tests = [Fraction(1)]
+    for place in range(1, num):
+        mass = sum(max(weights[place] * a - b, Fraction(0)) for a, b in zip(p[place], q[place], strict=True))
+        total = mass + 1 - weights[place]
+        tests.append(mass / total if total else Fraction(1))
+    tests.append(weights[num])
+    return [
+        tests[place] * prod((1 - test for test in tests[place + 1 :]), start=Fraction(1)) for place in range(num + 1)
+    ]
+
+
+@every("tail", [5e-324, 1e-310])
+@LAYOUTS
+def test_draft_probability_of_which_the_ratio_overflows_leaves_the_law_exact(tail: float, layout: str) -> None:
+    """In float64, 0.5 / 5e-324 is infinite. All 27 blocks, compared with fractions; greedy block has to be a law."""
+    assert torch.isinf(tensor([0.5]) / tail).all()
+    target = tensor([[0.5, 0.3, 0.2], [0.1, 0.0, 0.9], [tail, 0.4, 0.6], [0.2, 0.2, 0.6]])
+    draft = tensor([[tail, 0.5, 0.5], [0.25, 0.75, tail], [0.5, tail, 0.5]])
+    blocks = [list(each) for each in product(range(3), repeat=3)]
+    rows = [rows_in(layout, draft, unused_id=first) for first, *_ in blocks]
+    batch = BlockBatch.packed(target, rows, blocks, [0] * len(blocks))
+    for name in (*CHAINED, GreedyBlockRule.name):
+        law = law_rule(name).stop_law(batch).accepted_probs
+        assert torch.isfinite(law).all(), name
+        assert (law.sum(dim=1) - 1.0).abs().max() < 1e-12, name
+        outcome = verify(new_rule(name), batch, noise_of(len(blocks)))
+        assert outcome.num_accepted.max() <= 3
+        assert outcome.extra_tokens.max() <= 2
+        if name in CHAINED:
+            expected = tensor([[float(prob) for prob in fractions_law(name, target, draft, each)] for each in blocks])
+            assert (law - expected).abs().max() < 1e-12, name
 
 
 def test_drafted_tail_that_the_target_likes_is_kept_and_a_tail_of_the_target_is_not() -> None:

@@ -9,6 +9,7 @@ from draftwire.errors import DraftwireError
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.randomness import DrawKey
 from draftwire.method.rounds import DraftBlock, DraftTimings
+from draftwire.method.sampling import TokenEdits
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.scheduler import DraftOutcome, Step, StepItem, StepResult
 
@@ -20,6 +21,7 @@ class DraftEngine(StepEngine[Step, StepResult]):
         """Starts without sessions; `strategy` is loaded."""
         self.strategy = strategy
         self._sequences: dict[SessionKey, DraftSequence] = {}
+        self._edits: dict[SessionKey, TokenEdits] = {}
 
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         request = DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), vocab_size=2**31)
@@ -47,21 +49,23 @@ class DraftEngine(StepEngine[Step, StepResult]):
 
     def forget(self, key: SessionKey) -> None:
         """Frees a session's sequence."""
+        self._edits.pop(key, None)
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             sequence.close()
 
     def _drafting(self, item: StepItem) -> Drafting:
-        session, calibration = item.session, item.calibration
+        session, calibration, parameters = item.session, item.calibration, item.session.spec.parameters
         sequence = self._sequences.get(session.key)
         if sequence is None:
-            sequence = self.strategy.open(session.spec.token_ids, session.spec.parameters.cache_salt)
+            sequence = self.strategy.open(session.spec.token_ids, parameters.cache_salt)
             self._sequences[session.key] = sequence
+            self._edits[session.key] = TokenEdits(parameters.sampling, parameters.stop_token_ids)
         if item.token_ids or calibration is not None:
             sequence.calibrate(item.base_len, item.token_ids)
         if calibration is None:
             return Drafting(sequence, None, item.max_read)
-        spec, parameters = session.spec, session.spec.parameters
+        spec = session.spec
         key = DrawKey(spec.drafting_key, parameters.choice, calibration.fence.round, calibration.attempt)
         request = DraftRequest(
             calibration.num_draft_tokens,
@@ -73,6 +77,7 @@ class DraftEngine(StepEngine[Step, StepResult]):
             prompt_len=parameters.prompt_len,
             stop_token_ids=parameters.stop_token_ids,
             automaton=session.automaton,
+            edits=self._edits[session.key],
             is_cut=lambda: session.cut_at == (calibration.fence.round, calibration.attempt),
         )
         return Drafting(sequence, request, item.max_read)

@@ -29,11 +29,10 @@ from draftwire_gateway.session.ports import Peers
 from draftwire_gateway.session.round_times import RoundObserver, RoundTimes
 from draftwire_gateway.session.spans import RequestTracing
 from draftwire_gateway.text.chat import ChatTemplate
+from draftwire_gateway.text.control_tokens import is_marked
 from draftwire_gateway.text.conversation import Conversation
 from draftwire_gateway.text.text import TextStream, decoded
-
-MAX_PROMPT_CHARACTERS = 4_000_000
-"""Longer prompts are refused before they are tokenised."""
+from draftwire_gateway.text.tokenizer_pool import MAX_PROMPT_CHARACTERS, TokenizerPool
 
 MAX_IDS_ON_LOOP = 100_000
 """Requests with more token ids are checked on a thread, because they would block the event loop."""
@@ -55,6 +54,7 @@ class GatewayCore:
         self.description: ModelDescription
         """The target model."""
         self._tokenizer: PreTrainedTokenizerBase
+        self._tokenizers: TokenizerPool
         self._chat_template: ChatTemplate
         self._forms: FormCompilerPool
         self._token_texts: dict[int, str] = {}
@@ -78,6 +78,8 @@ class GatewayCore:
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
         """Sets the target model and loads its tokenizer, chat template and form compiler."""
         self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
+        self._tokenizers = TokenizerPool(self._tokenizer, description)
+        TextStream(self._tokenizer, [], ())  # reads the vocabulary, which takes long if it is large
         self._chat_template = ChatTemplate(self._tokenizer, description.name)
         self.metrics.of_model.model_name = description.name
         self._forms = FormCompilerPool(
@@ -104,31 +106,36 @@ class GatewayCore:
         finally:
             self.num_requests -= num_choices
 
-    async def tokenize(self, text: str) -> list[int]:
+    async def tokenize(self, text: str, caller: str = "") -> list[int]:
         """Returns the token ids of a prompt, with the special tokens that the target's tokenizer puts in front.
 
+        Args:
+            text: the prompt.
+            caller: name of the token's holder; callers take turns.
+
         Raises:
-            InvalidRequestError: the text is empty or longer than `MAX_PROMPT_CHARACTERS`.
+            InvalidRequestError: the text is empty, certainly longer than the context, or takes too long.
+            NoRoomError: too many prompts wait, or others took the time.
         """
         if not text:
             raise InvalidRequestError("the prompt is empty")
-        _check_length(len(text))
-        encoding = await asyncio.to_thread(self._tokenizer, text)
-        return list(encoding["input_ids"])
+        return await self._tokenizers.encode(text, caller)
 
-    async def render_chat(self, conversation: Conversation) -> list[int]:
+    async def render_chat(self, conversation: Conversation, caller: str = "") -> list[int]:
         """Returns the token ids of a conversation, rendered by the target's chat template up to the answer.
+
+        Control tokens in the conversation's own texts are encoded as text.
 
         Raises:
             InvalidRequestError: the target has no chat template, the template refuses the conversation or leaves
-                something out, or the conversation is longer than `MAX_PROMPT_CHARACTERS`.
-            NoRoomError: too many conversations are being rendered.
+                something out, or the text is certainly longer than the context or takes too long.
+            NoRoomError: too many conversations are being rendered, or texts tokenised.
         """
-        _check_length(conversation.num_characters)
+        if conversation.num_characters > MAX_PROMPT_CHARACTERS:
+            raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
         text = await self._chat_template.render(conversation)
-        _check_length(len(text))
-        encoding = await asyncio.to_thread(self._tokenizer, text, add_special_tokens=False)
-        return list(encoding["input_ids"])
+        options = {"sanitize_control_tokens": True} if is_marked(text) else {}
+        return await self._tokenizers.encode(text, caller, add_special_tokens=False, **options)
 
     def token_text(self, token_id: int) -> str:
         """Decodes a single token of the target, special or not; an incomplete character becomes U+FFFD."""
@@ -234,11 +241,6 @@ class GatewayCore:
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))
-
-
-def _check_length(num_characters: int) -> None:
-    if num_characters > MAX_PROMPT_CHARACTERS:
-        raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
 
 
 def _combined(first: RoundObserver, second: RoundObserver | None) -> RoundObserver:

@@ -88,7 +88,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         num_choices = _num_choices(request)
         num_finished = sum(choice.is_finished for choice in request.generated_choices)  # validated by `complete`
         with caller.request(num_choices), self._core.admit(max(0, num_choices - num_finished)):
-            generations = await self._core.complete(await self._requested(request), caller.name)
+            generations = await self._core.complete(await self._requested(request, caller.name), caller.name)
             await self._core.check_form(generations)
             async with aclosing(self._core.generate(generations, _metadata(context, "traceparent") or "")) as events:
                 async for event in events:
@@ -131,9 +131,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         ):
             _refuse_over(name, size, most)
 
-    async def _requested(self, request: gateway_pb2.GenerateRequest) -> RequestedGeneration:
+    async def _requested(self, request: gateway_pb2.GenerateRequest, caller: str) -> RequestedGeneration:
         return RequestedGeneration(
-            prompts=[await self._prompt_ids(prompt) for prompt in _prompts(request)],
+            prompts=[await self._prompt_ids(prompt, caller) for prompt in _prompts(request)],
             num_choices=request.num_choices if request.HasField("num_choices") else None,
             sampling=messages.sampling_from_proto(request.sampling),
             max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
@@ -159,14 +159,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             token_details=request.token_details,
         )
 
-    async def _prompt_ids(self, prompt: AnyPrompt) -> list[int]:
+    async def _prompt_ids(self, prompt: AnyPrompt, caller: str) -> list[int]:
         match prompt.WhichOneof("prompt"):
             case "text":
-                return await self._core.tokenize(prompt.text)
+                return await self._core.tokenize(prompt.text, caller)
             case "token_ids":
                 return await _id_list(prompt.token_ids.ids)
             case "chat":
-                return await self._core.render_chat(_conversation(prompt.chat))
+                return await self._core.render_chat(_conversation(prompt.chat), caller)
         raise InvalidRequestError("a prompt is needed: text, token_ids or chat")
 
 

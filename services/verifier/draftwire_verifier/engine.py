@@ -9,6 +9,7 @@ from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import rows_of
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.randomness import DrawKey
+from draftwire.method.sampling import TokenEdits
 from draftwire.models.cached_model import SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
@@ -27,6 +28,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
         self._context_length = context_length
         self._sequences: dict[SessionKey, CachedSequence] = {}
         self._undrafted: dict[str, UndraftedRule] = {}
+        self._edits: dict[SessionKey, TokenEdits] = {}
 
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         rule, key = rule_named("block"), DrawKey(bytes(KEY_BYTES), 0, 0)
@@ -57,6 +59,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
 
     def forget(self, key: SessionKey) -> None:
         """Frees a session's KV cache."""
+        self._edits.pop(key, None)
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             self.model.cache.close(sequence)
@@ -70,6 +73,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             is_reported = spec.logprobs.prompt_logprobs is not None
             sequence = self.model.cache.open(() if is_reported else session.committed.ids, parameters.cache_salt)
             self._sequences[session.key] = sequence
+            self._edits[session.key] = TokenEdits(parameters.sampling, parameters.stop_token_ids)
         return Judging(
             sequence=sequence,
             committed=session.committed.ids,
@@ -83,6 +87,7 @@ class TargetEngine(StepEngine[Step, StepResult]):
             max_read=item.max_read,
             logprobs=spec.logprobs,
             automaton=session.automaton,
+            edits=self._edits[session.key],
         )
 
     def _without_drafts(self, rule: VerificationRule) -> VerificationRule:

@@ -366,7 +366,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
         sampling.check_vocabulary(self.vocab_size)
         allowed = sampling.allowed_token_ids
         possible = range(self.vocab_size) if allowed is None else allowed
-        if sampling.min_tokens and spec.parameters.stop_token_ids.issuperset(possible):
+        stops = spec.parameters.stop_token_ids
+        are_many = len(stops) >= len(possible)  # else the possible tokens need not be looked through
+        if sampling.min_tokens and are_many and stops.issuperset(possible):
             raise InvalidRequestError("all tokens that are possible are stop tokens, which min_tokens keeps away")
         if not 1 <= len(spec.token_ids) < self.context_length:
             raise InvalidRequestError(

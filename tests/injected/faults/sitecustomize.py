@@ -38,14 +38,14 @@ def spoil_gateway() -> None:
     from draftwire.runtime import messages
     from draftwire_gateway import core
 
-    fail_on(core.GatewayCore, "tokenize", "fault:tokenize", lambda _core, text: [text])
+    fail_on(core.GatewayCore, "tokenize", "fault:tokenize", lambda _core, text, *_: [text])
     fail_on(messages, "draft_spec_to_proto", "fault:spec", lambda spec, *_: [spec.token_ids])
     tokenize, load_tokenizer = core.GatewayCore.tokenize, core.load_tokenizer
 
-    async def tokenize_and_fail_later(self: Any, text: str) -> list[int]:
+    async def tokenize_and_fail_later(self: Any, text: str, caller: str = "") -> list[int]:
         if "fault:task" in text:
             asyncio.get_running_loop().create_task(fail_later(text))
-        return await tokenize(self, text)
+        return await tokenize(self, text, caller)
 
     def load_with_template(files: dict[str, bytes]) -> Any:
         tokenizer = load_tokenizer(files)

@@ -5,8 +5,8 @@ import asyncio
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from draftwire_gateway.core import MAX_PROMPT_CHARACTERS
 from draftwire_gateway.http.refusal import RefusedError
+from draftwire_gateway.text.tokenizer_pool import MAX_PROMPT_CHARACTERS
 
 MAX_BODY_BYTES = 2 * MAX_PROMPT_CHARACTERS
 """Largest body, even if gRPC accepts larger messages: parsed JSON takes many times as much memory."""

@@ -45,12 +45,12 @@ class Route(Protocol, Generic[Body]):
     def names(self, body: Body) -> Mapping[str, str]:
         """Returns this route's names of parameters that the core's errors name differently."""
 
-    async def requested(self, body: Body, core: GatewayCore) -> RequestedGeneration:
+    async def requested(self, body: Body, core: GatewayCore, caller: str) -> RequestedGeneration:
         """Tokenises the prompts, and returns the request for the core.
 
         Raises:
             InvalidRequestError: a value is out of range, or a prompt is invalid.
-            NoRoomError: too many conversations are being rendered.
+            NoRoomError: too many conversations are being rendered, or texts tokenised.
         """
 
 
@@ -73,9 +73,9 @@ class Completions:
         """Returns the HTTP names of parameters."""
         return HTTP_NAMES
 
-    async def requested(self, body: CompletionBody, core: GatewayCore) -> RequestedGeneration:
+    async def requested(self, body: CompletionBody, core: GatewayCore, caller: str) -> RequestedGeneration:
         """Tokenises the prompts that are text, and returns the request for the core."""
-        prompts = [await core.tokenize(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
+        prompts = [await core.tokenize(prompt, caller) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         # An echo with log-probabilities includes those of the prompt.
         tops = [body.prompt_logprobs, body.logprobs if body.echo else None]
         return RequestedGeneration(
@@ -110,10 +110,10 @@ class Chat:
         length = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         return {**HTTP_NAMES, **length, "the prompt": "messages"}
 
-    async def requested(self, body: ChatBody, core: GatewayCore) -> RequestedGeneration:
+    async def requested(self, body: ChatBody, core: GatewayCore, caller: str) -> RequestedGeneration:
         """Renders the conversation, and returns the request for the core."""
         return RequestedGeneration(
-            prompts=[await core.render_chat(_conversation(body))],
+            prompts=[await core.render_chat(_conversation(body), caller)],
             sampling=_sampling(body, _chat_form(body)),
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=_num_top(body),

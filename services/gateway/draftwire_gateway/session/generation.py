@@ -257,7 +257,8 @@ def _stop_token_ids(request: RequestedGeneration, target: ModelDescription) -> f
     stop_token_ids = frozenset(request.stop_token_ids) | frozenset(own)
     allowed = request.sampling.allowed_token_ids
     possible = range(target.vocab_size) if allowed is None else allowed
-    if request.sampling.min_tokens and stop_token_ids.issuperset(possible):
+    are_many = len(stop_token_ids) >= len(possible)  # else the possible tokens need not be looked through
+    if request.sampling.min_tokens and are_many and stop_token_ids.issuperset(possible):
         name = "stop_token_ids" if allowed is None else "allowed_token_ids"
         raise InvalidRequestError(f"{name}: all possible tokens are stop tokens, which min_tokens keeps away")
     return stop_token_ids

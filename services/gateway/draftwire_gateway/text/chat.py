@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
 from draftwire.runtime.time_limits import Deadline
+from draftwire_gateway.text.control_tokens import control_tokens
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
 MAX_JSON_DEPTH = 32
@@ -148,6 +149,22 @@ class _Rendering:
         if self._arguments.keys() - known:  # unknown names may be user data, and are not quoted
             names = ", ".join(sorted(known)) or "none"
             raise InvalidRequestError(f"template_arguments: the variables of the chat template are: {names}")
+        self._mark_control_tokens()
+
+    def _mark_control_tokens(self) -> None:
+        """Marks control tokens in the inputs. An assistant's message may hold those that are not special, as models do
+        that show their thoughts.
+
+        Raises:
+            InvalidRequestError: see `ControlTokens.marked`.
+        """
+        control = control_tokens(self._tokenizer, self._template.literals)
+        self._messages = [
+            control.marked(f"messages[{index}]", message, special_only=message["role"] == "assistant")
+            for index, message in enumerate(self._messages)
+        ]
+        self._tools = [control.marked(f"tools[{index}]", tool) for index, tool in enumerate(self._tools)]
+        self._arguments = control.marked("template_arguments", self._arguments)
 
     def text(self) -> str:
         """Renders the conversation with the current changes.
@@ -296,7 +313,7 @@ class _Template:
     variables: frozenset[str]
     """Variables that it reads without setting them first."""
     literals: frozenset[str]
-    """String literals in its source."""
+    """Strings in its source: literals and the text between tags."""
 
 
 class _Generation(Extension):
@@ -315,6 +332,7 @@ def _read_template(source: str) -> _Template:
     environment = ImmutableSandboxedEnvironment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
     tree = environment.parse(source)
     literals = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+    literals |= {node.data for node in tree.find_all(nodes.TemplateData)}
     return _Template(frozenset(meta.find_undeclared_variables(tree)), frozenset(literals - {""}))
 
 

@@ -1,18 +1,28 @@
 """Incremental detokenisation and stop strings: text is emitted only when later tokens cannot change it."""
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
 MAX_HELD = 16
-"""Most trailing replacement characters (U+FFFD) that are held back because further bytes may complete them. A tokenizer
-with byte fallback decodes each byte of a run as one until the whole run is valid."""
-MAX_SILENT, KEPT_SILENT = 64, 4
-"""Most tokens without text, such as special tokens, in the decoding window, and how many are kept beyond that."""
+"""Most trailing replacement characters (U+FFFD) that are held back where the bytes before them are known to be invalid.
+"""
+MAX_OPEN = 3
+"""Most tokens that can be the beginning of one character: UTF-8 has at most 3 bytes before a character's last one. A
+tokenizer with byte fallback decodes each byte of a run as U+FFFD until the whole run is valid."""
+MAX_AT_ONCE = 64
+"""Tokens that are decoded at once; bounds the decoding window."""
+MAX_INVALID, KEPT_INVALID = 128, 3 * MAX_HELD + MAX_OPEN
+"""Most tokens of invalid bytes in the decoding window, and how many of the last are kept beyond that: enough that a
+decoder which starts there agrees with one that began earlier before the characters that are held back, whose bytes
+are at most 3 each."""
 PROMPT_TOKENS = range(4, 17)
 """Numbers of trailing prompt tokens to decode as context, because some tokenizers decode the start of a text
 differently: the fewest that do not begin inside a character are used."""
+PROMPT_TAIL = 64
+"""Tokens at the end of the prompt among which context is looked for: the last ones may have no text."""
 
 
 def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
@@ -20,34 +30,39 @@ def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
     return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+@lru_cache(maxsize=4)
+def _ids_with_text(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Returns the ids that may have text; the others, such as special tokens, are as if they were not there."""
+    silent = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    silent |= set(tokenizer.all_special_ids)
+    return frozenset(token_id for token, token_id in tokenizer.get_vocab().items() if token and token_id not in silent)
+
+
 class IncrementalDetokenizer:
-    """Decodes a growing list of ids; the joined pieces equal the decoding of the whole list."""
+    """Decodes a growing list of ids; the joined pieces equal the decoding of the whole list.
+
+    Each token is decoded a bounded number of times. The window holds the tokens of the last piece, which are context,
+    and those since: if text is incomplete, at most `MAX_OPEN` of them; if bytes are invalid, at most `MAX_INVALID`.
+
+    One exception, which no decoder without hindsight avoids: where bytes of a byte-fallback tokenizer turn out to be
+    invalid, decoding the whole list would replace the valid characters of the same run too, which were emitted.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
         """Starts after a prompt, whose text is not emitted."""
         self._tokenizer = tokenizer
-        tails = [prompt_ids[-length:] for length in PROMPT_TOKENS]
+        self._with_text = _ids_with_text(tokenizer)
+        context = self._audible(prompt_ids[-PROMPT_TAIL:])
+        tails = [context[-length:] for length in PROMPT_TOKENS]
         self._window = next((tail for tail in tails if REPLACEMENT not in self._decode(tail)), tails[0])
-        self._settled = len(self._window)  # tokens of the window before those of the last piece
+        self._settled = len(self._window)  # tokens of the window up to the last complete text
         self._shown = len(self._decode(self._window))  # characters of the window that were emitted, or of the prompt
 
     def push(self, token_ids: list[int]) -> str:
         """Adds tokens and returns the text that they make final."""
-        self._window += token_ids
-        text = self._decode(self._window)
-        certain = len(text)
-        while certain > max(self._shown, len(text) - MAX_HELD) and text[certain - 1] == REPLACEMENT:
-            certain -= 1
-        piece = text[self._shown : certain]
-        self._shown = max(self._shown, certain)
-        if certain == len(text):  # no character is incomplete
-            if piece:  # tokens before the last piece are no longer needed
-                self._window = self._window[self._settled :]
-                self._settled = len(self._window)
-                self._shown = len(self._decode(self._window))
-            elif len(self._window) - self._settled > MAX_SILENT:
-                self._drop_silent(text)
-        return piece
+        audible = self._audible(token_ids)
+        parts = [audible[start : start + MAX_AT_ONCE] for start in range(0, len(audible), MAX_AT_ONCE)]
+        return "".join(self._push_part(part) for part in parts)
 
     def finish(self) -> str:
         """Returns the text that was held back because its last character could have been incomplete."""
@@ -55,11 +70,46 @@ class IncrementalDetokenizer:
         piece, self._shown = text[self._shown :], len(text)
         return piece
 
-    def _drop_silent(self, text: str) -> None:
-        """Drops most of the last tokens if they have no text, as special tokens: each round would decode them again."""
-        shorter = self._window[: self._settled] + self._window[-KEPT_SILENT:]
-        if self._decode(shorter) == text:
-            self._window = shorter
+    def _push_part(self, token_ids: list[int]) -> str:
+        text = self._decode(self._window + token_ids)
+        if not text.endswith(REPLACEMENT):
+            self._window += token_ids
+            return self._settle(text)
+        return "".join(self._push_one(token_id) for token_id in token_ids)
+
+    def _push_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if not text.endswith(REPLACEMENT):
+            return self._settle(text)
+        num_open = len(self._window) - self._settled
+        first_held = self._shown if num_open <= MAX_OPEN else max(self._shown, len(text) - MAX_HELD)
+        certain = len(text)
+        while certain > first_held and text[certain - 1] == REPLACEMENT:
+            certain -= 1
+        piece = text[self._shown : certain]
+        self._shown = max(self._shown, certain)
+        if num_open > MAX_INVALID:
+            self._shorten(len(text) - self._shown)
+        return piece
+
+    def _settle(self, text: str) -> str:
+        """Returns the rest of a text without an incomplete character. Tokens before its last piece are dropped."""
+        piece, self._shown = text[self._shown :], len(text)
+        if piece:
+            self._window = self._window[self._settled :]
+            self._shown = len(self._decode(self._window))
+        self._settled = len(self._window)
+        return piece
+
+    def _shorten(self, num_held: int) -> None:
+        """Drops tokens of invalid bytes, but for the first ones, which make a run of byte tokens invalid as a whole."""
+        first = self._settled + MAX_OPEN + 1
+        self._window = self._window[:first] + self._window[-KEPT_INVALID:]
+        self._shown = len(self._decode(self._window)) - num_held
+
+    def _audible(self, token_ids: list[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id in self._with_text]
 
     def _decode(self, ids: list[int]) -> str:
         return decoded(self._tokenizer, ids)

@@ -1,0 +1,137 @@
+"""Prompts to token ids, off the event loop: bounded, with a deadline, and fair between callers."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+from transformers import PreTrainedTokenizerBase
+
+from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.models.description import ModelDescription
+from draftwire.runtime.time_limits import Deadline
+from draftwire_gateway.text.character_bound import characters_per_token
+
+MAX_PROMPT_CHARACTERS = 4_000_000
+"""Longer prompts are refused, whatever the model."""
+TOKENIZE_SECONDS = 10.0
+"""Timeout of one prompt, with its time in the queue."""
+SHORT_CHARACTERS = 16_384
+"""Prompts of at most this length have a thread of their own, on which each takes milliseconds."""
+MAX_WAITING = 256
+"""Most prompts being tokenised or in the queues."""
+
+Work = Callable[[], list[int]]
+
+
+class TokenizerPool:
+    """Tokenises prompts for one model, on two threads: short prompts do not wait for long ones, of which only one at a
+    time takes memory. Each thread serves callers in turn. All methods run on the event loop.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, description: ModelDescription) -> None:
+        """Reads the tokenizer's vocabulary."""
+        self._tokenizer = tokenizer
+        self._model = description
+        self._per_token = characters_per_token(tokenizer)
+        self._short, self._long = _Lane("tokenize-short"), _Lane("tokenize-long")
+        self._num_waiting = 0
+
+    async def encode(self, text: str, caller: str, **options: bool) -> list[int]:
+        """Returns the token ids of a text.
+
+        Args:
+            text: the prompt.
+            caller: whose turn it uses.
+            options: of transformers' tokenizer call.
+
+        Raises:
+            InvalidRequestError: the text is certainly longer than the context, or takes more than `TOKENIZE_SECONDS`.
+            NoRoomError: too many prompts wait, or the timeout passed because of others.
+        """
+        self.check_length(len(text))
+        if self._num_waiting >= MAX_WAITING:
+            raise NoRoomError(f"{MAX_WAITING} prompts wait to be tokenised, which is the limit")
+        deadline = Deadline(TOKENIZE_SECONDS)
+
+        def tokenize() -> list[int]:
+            deadline.begin()
+            return list(self._tokenizer(text, **options)["input_ids"])
+
+        lane = self._short if len(text) <= SHORT_CHARACTERS else self._long
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(TOKENIZE_SECONDS):  # not `wait_for`: see form_compiler_pool.py
+                return await lane.run(caller, tokenize)
+        except TimeoutError as error:
+            if deadline.has_waited:
+                raise NoRoomError("other prompts are being tokenised") from error
+            raise InvalidRequestError(f"the prompt takes more than {TOKENIZE_SECONDS:g} s to tokenise") from error
+        finally:
+            self._num_waiting -= 1
+
+    def check_length(self, num_characters: int) -> None:
+        """Checks that a text of so many characters may fit the context.
+
+        Raises:
+            InvalidRequestError: it cannot, however it is tokenised.
+        """
+        if num_characters > MAX_PROMPT_CHARACTERS:
+            raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
+        length = self._model.context_length
+        if self._per_token is not None and num_characters > length * self._per_token:
+            raise InvalidRequestError(
+                f"the prompt has {num_characters} characters; the context of {self._model.name} is {length} tokens, "
+                f"of at most {self._per_token} characters each"
+            )
+
+
+class _Lane:
+    """One thread that serves callers in turn, each in order of arrival."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._is_busy = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def run(self, caller: str, work: Work) -> list[int]:
+        """Does work on the thread when it is the caller's turn. A cancellation does not interrupt work that has begun:
+        the next turn comes after it.
+        """
+        await self._turn(caller)
+        loop = asyncio.get_running_loop()
+
+        def pass_on(_: Future[list[int]]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._pass_on)
+
+        job = self._thread.submit(work)
+        job.add_done_callback(pass_on)
+        return await asyncio.wrap_future(job)
+
+    async def _turn(self, caller: str) -> None:
+        if not self._is_busy:
+            self._is_busy = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the turn came at the same moment
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """Gives the thread to the caller who has waited longest since the last turn."""
+        while self._waiting:
+            caller = next(iter(self._waiting))
+            turns = self._waiting.pop(caller)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[caller] = turns  # behind all others
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_busy = False
