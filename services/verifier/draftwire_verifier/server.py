@@ -14,6 +14,7 @@ from draftwire.engine.ranks.place import Place
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import PromptRead, Verdict
 from draftwire.runtime import messages
+from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
 from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange
@@ -179,6 +180,7 @@ def make_service(config: VerifierConfig, place: Place | None = None, followers: 
         run=lambda: end_if_lost(core.run()),
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,
+        limits=CallLimits(max_calls=config.engine.max_sessions + SPARE_CALLS),
         watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
         tracer=tracer,
         is_lost=lambda: core.group.is_lost,
