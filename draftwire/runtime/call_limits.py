@@ -14,7 +14,7 @@ SPARE_CALLS = 1024
 """Calls that a server takes beside those that run a session each: questions, streams of peers, calls to be refused."""
 
 MAX_ARRIVING = 32
-"""Requests that may arrive slowly at once; see `Arrivals`."""
+"""Requests that may arrive slowly at once; see `Arrivals`, which holds twice as many."""
 
 ARRIVAL_SECONDS = 60.0
 """How long a request may take to arrive as a whole."""
@@ -64,14 +64,16 @@ class Arrivals:
     """Requests that have not arrived as a whole, each of which holds what has come of it.
 
     They are given up after `ARRIVAL_SECONDS`. While more than `most` are arriving, the oldest of them have
-    `GRACE_SECONDS`: so whoever sends slowly, or never to the end, keeps nobody else out. All methods run on the event
-    loop.
+    `GRACE_SECONDS`, and while more than twice as many are, the oldest are given up at once: so whoever sends slowly, or
+    never to the end, keeps nobody else out. All methods run on the event loop.
     """
 
     def __init__(self, most: int = MAX_ARRIVING) -> None:
         self._most = most
         self._unhurried: dict[asyncio.Timeout, float] = {}
         """Deadlines of the requests that have all the time, the oldest first, and when they began."""
+        self._hurried: dict[asyncio.Timeout, float] = {}
+        """The same of those that have the shorter time."""
 
     async def receive(self, read: Callable[[], Awaitable[Result]]) -> Result:
         """Returns what `read` returns.
@@ -88,13 +90,22 @@ class Arrivals:
                     return await read()
                 finally:
                     self._unhurried.pop(deadline, None)
+                    self._hurried.pop(deadline, None)
         except TimeoutError:
             raise NoRoomError("the request took too long to arrive") from None
 
     def _hurry(self, now: float) -> None:
-        """Gives the oldest request the shorter time if there are too many."""
+        """Gives the oldest request the shorter time if there are too many, and another one none at all."""
         if len(self._unhurried) > self._most:
             oldest = next(iter(self._unhurried))
-            began = self._unhurried.pop(oldest)
-            if not oldest.expired():
-                oldest.reschedule(max(now, began + GRACE_SECONDS))
+            began = self._hurried[oldest] = self._unhurried.pop(oldest)
+            _reschedule(oldest, max(now, began + GRACE_SECONDS))
+        if len(self._hurried) > self._most:
+            oldest = next(iter(self._hurried))
+            del self._hurried[oldest]
+            _reschedule(oldest, now)
+
+
+def _reschedule(deadline: asyncio.Timeout, when: float) -> None:
+    if not deadline.expired():
+        deadline.reschedule(when)

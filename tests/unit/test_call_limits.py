@@ -47,19 +47,29 @@ async def test_as_many_may_arrive_slowly_as_the_limit_says_and_the_oldest_make_r
         task.cancel()
     await settled()
     assert not arrivals._unhurried, "nothing is left of those that are gone"
+    assert not arrivals._hurried
 
 
-async def test_who_is_quick_has_time_while_thousands_are_slow() -> None:
-    """The grace is not over for anybody, so that nobody is refused who comes with many others."""
+async def test_who_is_quick_has_time_while_thousands_are_slow_and_no_more_are_held_than_twice_the_limit() -> None:
     arrivals = Arrivals(2)
     slow = start(arrivals, 2000)
     await settled()
+    assert [task.done() for task in slow] == [True] * 1996 + [False] * 4
     assert await asyncio.gather(*(arrivals.receive(at_once) for _ in range(100))) == ["request"] * 100
-    assert not any(task.done() for task in slow)
-    assert len(arrivals._unhurried) <= 2, "the work for a newcomer is that for one, however many there are"
     for task in slow:
         task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_many_that_come_together_have_the_grace() -> None:
+    """So nobody is refused who only comes with others."""
+    arrivals = Arrivals(2)
+    tasks = start(arrivals, 4)
     await settled()
+    assert not any(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_request_that_never_ends_is_given_up_though_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
