@@ -13,8 +13,11 @@ Result = TypeVar("Result")
 SPARE_CALLS = 1024
 """Calls that a server takes beside those that run a session each: questions, streams of peers, calls to be refused."""
 
-MAX_ARRIVING = 32
-"""Requests that may arrive slowly at once; see `Arrivals`, which holds twice as many."""
+ARRIVING_BYTES = 256 * 2**20
+"""What requests that have not arrived as a whole may hold together, as long as there may be so few; see `Arrivals`."""
+
+LEAST_ARRIVING = 4
+"""Requests that may arrive slowly at once, however large each may be."""
 
 ARRIVAL_SECONDS = 60.0
 """How long a request may take to arrive as a whole."""
@@ -27,13 +30,18 @@ GRACE_SECONDS = 0.25
 class CallLimits:
     """What callers of a gRPC server may take of it."""
 
-    max_request_bytes: int | None = None
-    """Largest message that is accepted; None: `max_message_bytes` of the connections."""
+    max_request_bytes: int = 64 * 2**20
+    """Largest message that is accepted."""
     max_calls: int = SPARE_CALLS
     """Calls that may run at once, over all connections; also the streams of one connection."""
     is_public: bool = False
     """Whether users call, who are many and send little: a call may then send little ahead of what is read, and idle
     connections are closed."""
+
+    @property
+    def max_arriving(self) -> int:
+        """Requests that may arrive slowly at once; twice as many are held at most."""
+        return max(LEAST_ARRIVING, ARRIVING_BYTES // (2 * self.max_request_bytes))
 
 
 class CallCounter:
@@ -68,7 +76,8 @@ class Arrivals:
     never to the end, keeps nobody else out. All methods run on the event loop.
     """
 
-    def __init__(self, most: int = MAX_ARRIVING) -> None:
+    def __init__(self, most: int) -> None:
+        """Lets `most` requests arrive slowly."""
         self._most = most
         self._unhurried: dict[asyncio.Timeout, float] = {}
         """Deadlines of the requests that have all the time, the oldest first, and when they began."""

@@ -75,7 +75,7 @@ def server_options(settings: ConnectionSettings, limits: CallLimits) -> ChannelA
     """Returns the arguments of a server."""
     window = settings.flow_control_window_bytes
     return [
-        *_options_of_both(settings, min(settings.max_message_bytes, limits.max_request_bytes or 2**31)),
+        *_options_of_both(settings, min(settings.max_message_bytes, limits.max_request_bytes)),
         ("grpc.http2.lookahead_bytes", min(window, PUBLIC_WINDOW_BYTES) if limits.is_public else window),
         *([("grpc.max_connection_idle_ms", IDLE_MS)] if limits.is_public else []),
         ("grpc.max_concurrent_streams", limits.max_calls),

@@ -68,8 +68,9 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         """
         self.refusal = "loading"
         self._admit = admit
-        self._calls = CallCounter("calls", (limits or CallLimits()).max_calls)
-        self._arrivals = Arrivals()
+        limits = limits or CallLimits()
+        self._calls = CallCounter("calls", limits.max_calls)
+        self._arrivals = Arrivals(limits.max_arriving)
         self._watches = CallCounter("streams of health", MAX_WATCHES)
         self._reflections = CallCounter("streams of reflection", MAX_REFLECTIONS)
         self._questions = Arrivals(MAX_ARRIVING_QUESTIONS)

@@ -133,7 +133,7 @@ def test_without_drafters_nothing_of_theirs_is_left(
 ) -> None:
     rendered = render(values, "drafter.enabled=false")
     components = {manifest["metadata"]["labels"][COMPONENT] for manifest in rendered.manifests}
-    assert components - {"monitoring"} == {"gateway", "verifier", "test"}
+    assert components - {"monitoring", "gateway-metrics"} == {"gateway", "verifier", "test"}
     environment = rendered.environment("gateway")
     assert environment.get("DRAFTWIRE_GATEWAY_DRAFTER") == said
     assert "DRAFTWIRE_GATEWAY_DRAFTER_SERVICE" not in environment

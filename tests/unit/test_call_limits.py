@@ -6,7 +6,7 @@ import pytest
 
 from draftwire.errors import NoRoomError
 from draftwire.runtime import call_limits
-from draftwire.runtime.call_limits import Arrivals, CallCounter
+from draftwire.runtime.call_limits import Arrivals, CallCounter, CallLimits
 
 
 async def settled() -> None:
@@ -98,3 +98,12 @@ def test_calls_are_counted_until_they_end_however_they_do() -> None:
         except ValueError:
             pass
         assert calls.num_running == 0
+
+
+@pytest.mark.parametrize(("max_request_bytes", "max_arriving"), [(2**20, 128), (8 * 2**20, 16), (2**31 - 1, 4)])
+def test_requests_that_arrive_hold_no_more_memory_the_larger_they_may_be(
+    max_request_bytes: int, max_arriving: int
+) -> None:
+    limits = CallLimits(max_request_bytes)
+    assert limits.max_arriving == max_arriving
+    assert 2 * max_arriving * max_request_bytes <= call_limits.ARRIVING_BYTES or max_arriving == 4

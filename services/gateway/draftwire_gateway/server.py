@@ -376,6 +376,7 @@ async def make_service(config: GatewayConfig) -> Service:
             stream.cancel()
 
     servicer = GatewayServicer(core, pool, access)
+    max_request_bytes = min(config.max_request_bytes, config.connections.max_message_bytes)
 
     def register(server: grpc.aio.Server) -> None:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
@@ -398,7 +399,7 @@ async def make_service(config: GatewayConfig) -> Service:
         grpc_names=("draftwire.v1.GatewayService",),
         settings=config.server,
         connections=config.connections,
-        limits=CallLimits(config.max_request_bytes, config.max_requests + SPARE_CALLS, is_public=True),
+        limits=CallLimits(max_request_bytes, config.max_requests + SPARE_CALLS, is_public=True),
         admit=servicer.admit,
         credentials=server_credentials(tls, config.tls),
         metrics=core.metrics,

@@ -180,7 +180,7 @@ def make_service(config: VerifierConfig, place: Place | None = None, followers: 
         run=lambda: end_if_lost(core.run()),
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,
-        limits=CallLimits(max_calls=config.engine.max_sessions + SPARE_CALLS),
+        limits=CallLimits(config.connections.max_message_bytes, config.engine.max_sessions + SPARE_CALLS),
         watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
         tracer=tracer,
         is_lost=lambda: core.group.is_lost,
