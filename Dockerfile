@@ -1,4 +1,5 @@
 # Images of the three services, one target each: gateway, verifier, drafter. docs/containers.md says how to build them.
+# A tag can be pushed to again: BASE_IMAGE=python:3.11-slim@sha256:... builds on what you have looked at.
 ARG BASE_IMAGE=python:3.11-slim
 
 # What all stages share. The user's number is fixed, so that volumes and security policies can name it.

@@ -996,7 +996,7 @@ def _gateway_rows() -> list[Row]:
             several([GOOD_PROMPT] * 2, num_choices=65),
             "num_choices",
         ),
-        ("a list of 1,000,000 prompts", INVALID, several([gateway_pb2.Prompt()] * 10**6), "prompts"),
+        ("a list of 100,000 prompts", INVALID, several([gateway_pb2.Prompt()] * 100_000), "prompts"),
         ("a list with a prompt of 1,000,000 tokens", INVALID, several([GOOD_PROMPT, long_prompt]), "token_ids"),
         (
             "`ignore_eos` beside a structured output",
@@ -1015,7 +1015,8 @@ def _gateway_rows() -> list[Row]:
         ("a resumed id beyond the vocabulary", INVALID, resumed((0, [LARGEST])), "generated_choices"),
         ("a resumed choice that there is not", INVALID, resumed((1, [1])), "generated_choices"),
         ("a choice that is resumed twice", INVALID, resumed((0, [1]), (0, [1])), "generated_choices"),
-        ("1,000,000 resumed choices", INVALID, resumed(*[(0, [])] * 10**6), "generated_choices"),
+        ("100,000 resumed choices", INVALID, resumed(*[(0, [])] * 100_000), "generated_choices"),
+        ("1,000,000 resumed choices", INVALID, generate_bytes(b"\xb2\x01\x00" * 10**6), "fields"),
         ("bytes that are no message", INVALID, generate_bytes(GARBAGE), "message"),
         ("a message that is cut off", INVALID, generate_bytes(text[:-3]), "message"),
         ("a prompt that is not UTF-8", INVALID, generate_bytes(text.replace(b"t1", NOT_UTF8)), "message"),

@@ -10,6 +10,7 @@ import typer
 from draftwire.cli.exits import NOT_NOW, end
 from draftwire.cli.options import (
     ADDRESS_VARIABLE,
+    ALLOW_PLAINTEXT_VARIABLE,
     TLS_CA_VARIABLE,
     TLS_CERT_VARIABLE,
     TLS_KEY_VARIABLE,
@@ -49,6 +50,14 @@ class ConnectionOptions:
         str | None,
         typer.Option(envvar=TOKEN_VARIABLE, help="Bearer token; the variable hides it from other users."),
     ] = None
+    allow_plaintext: Annotated[
+        bool,
+        typer.Option(
+            "--allow-plaintext",
+            envvar=ALLOW_PLAINTEXT_VARIABLE,
+            help="Send the token without TLS to other machines too, where the network encrypts on its own.",
+        ),
+    ] = False
     wait: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for the gateway to come up.")] = 5.0
 
     @contextmanager
@@ -78,6 +87,7 @@ class ConnectionOptions:
             "tls_key": self.tls_key,
             "tls_target_name": self.tls_target_name,
             "token": self.token,
+            "allow_plaintext": self.allow_plaintext,
         }
 
 

@@ -57,6 +57,7 @@ class AsyncClient:
         tls_key: str | Path | None = None,
         tls_target_name: str | None = None,
         token: str | None = None,
+        allow_plaintext: bool = False,
     ) -> None:
         """Reads the certificate files; the first call connects.
 
@@ -66,13 +67,17 @@ class AsyncClient:
             tls_cert: client certificate.
             tls_key: key of the client certificate.
             tls_target_name: name that the gateway's certificate must carry instead of its address.
-            token: bearer token.
+            token: bearer token; without TLS for this machine alone.
+            allow_plaintext: sends the token without TLS to other machines too.
 
         Raises:
-            InvalidRequestError: a file cannot be read, or another file that it requires is missing.
+            InvalidRequestError: a file cannot be read, another file that it requires is missing, or the token would
+                travel in plaintext.
         """
         self._addresses = addresses_of(address)
-        security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token)
+        security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token, allow_plaintext)
+        for one in self._addresses:
+            security.check_address(one)
         self._credentials = security.credentials()
         self._security = security
         self._metadata = security.metadata

@@ -19,6 +19,7 @@ class Security:
     tls_key: str | Path | None = None
     tls_target_name: str | None = None
     token: str | None = None
+    allow_plaintext: bool = False
 
     def __post_init__(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -34,6 +35,19 @@ class Security:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Metadata of every call: the bearer token, if there is one."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+    def check_address(self, address: str) -> None:
+        """Checks that the token does not leave this machine in plaintext, unless that is allowed.
+
+        Raises:
+            InvalidRequestError: it would.
+        """
+        is_safe = self.token is None or self.tls_ca is not None or is_loopback(host_of(address))
+        if not is_safe and not self.allow_plaintext:
+            raise InvalidRequestError(
+                f"token: it would be sent to {address} without TLS, for everybody on the way to read: set tls_ca, or"
+                " allow_plaintext where the network encrypts on its own"
+            )
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Reads the files; None is plaintext.
@@ -60,8 +74,9 @@ class Security:
         """Returns a channel to host:port.
 
         Raises:
-            InvalidRequestError: a file cannot be read.
+            InvalidRequestError: a file cannot be read, or the token would travel in plaintext; see `check_address`.
         """
+        self.check_address(address)
         credentials, own = self.credentials(), self.channel_options(address, options)
         if credentials is None:
             return grpc.insecure_channel(address, options=own)

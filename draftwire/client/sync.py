@@ -53,6 +53,7 @@ class Client:
         tls_key: str | Path | None = None,
         tls_target_name: str | None = None,
         token: str | None = None,
+        allow_plaintext: bool = False,
     ) -> None:
         """Reads the certificate files; the first call connects.
 
@@ -63,13 +64,15 @@ class Client:
             tls_cert: PEM file of the client certificate, if the gateway requires one.
             tls_key: PEM file of the client certificate's key.
             tls_target_name: name that the gateway's certificate must carry instead of its address.
-            token: bearer token, if the gateway requires one. It is sent in clear: use TLS, or stay on one machine.
+            token: bearer token, if the gateway requires one. Without TLS it is sent to this machine alone.
+            allow_plaintext: sends the token without TLS to other machines too, where the network encrypts on its own.
 
         Raises:
-            InvalidRequestError: a file cannot be read, or another file that it requires is missing.
+            InvalidRequestError: a file cannot be read, another file that it requires is missing, or the token would
+                travel in plaintext.
         """
         self._addresses = addresses_of(address)
-        security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token)
+        security = Security(tls_ca, tls_cert, tls_key, tls_target_name, token, allow_plaintext)
         self._channels = [security.open_channel(one, CHANNEL_OPTIONS) for one in self._addresses]
         self._metadata = security.metadata
         self._stubs = [gateway_pb2_grpc.GatewayServiceStub(channel) for channel in self._channels]

@@ -11,6 +11,7 @@ from google.protobuf.message import Message as ProtoMessage
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription
+from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.settings import LEAST_KEEPALIVE_S, LEAST_MESSAGE_BYTES, ConnectionSettings
 
 ChannelArguments = list[tuple[str, int]]
@@ -31,6 +32,22 @@ MIN_PING_INTERVAL_MS = int(LEAST_KEEPALIVE_S * 1e3) // 2
 """A server disconnects a client that repeatedly pings twice within this time. Well below the shortest keep-alive of our
 clients, so that any two configurations work together, and still a limit for foreign clients."""
 
+PUBLIC_WINDOW_BYTES = 2**16
+"""Bytes that a call of a user may send ahead of what is read. A longer request takes a round trip more."""
+
+MAX_CONNECTIONS = 4096
+"""Connections that a server accepts; further ones are closed at once."""
+
+HANDSHAKE_MS = 10_000
+"""How long a new connection may take until it speaks HTTP/2."""
+
+IDLE_MS = 300_000
+"""How long a connection of a user may be open without a call. Clients open another one by themselves."""
+
+IDENTITY_ONLY = 1
+"""Set of compression algorithms: none. The limit of message sizes would be that of the compressed message, which can
+become a thousand times larger."""
+
 Item = TypeVar("Item")
 Message = TypeVar("Message", bound=ProtoMessage)
 
@@ -40,6 +57,7 @@ def client_options(settings: ConnectionSettings, *, bulk: bool) -> ChannelArgume
     largest = settings.max_message_bytes
     return [
         *_options_of_both(settings, largest if bulk else min(largest, CONTROL_MESSAGE_BYTES)),
+        ("grpc.http2.lookahead_bytes", settings.flow_control_window_bytes),
         # Services connect directly, whatever proxy the environment sets.
         ("grpc.enable_http_proxy", 0),
         # Without this, equal channels share one connection.
@@ -53,10 +71,16 @@ def client_options(settings: ConnectionSettings, *, bulk: bool) -> ChannelArgume
     ]
 
 
-def server_options(settings: ConnectionSettings) -> ChannelArguments:
+def server_options(settings: ConnectionSettings, limits: CallLimits) -> ChannelArguments:
     """Returns the arguments of a server."""
+    window = settings.flow_control_window_bytes
     return [
-        *_options_of_both(settings, settings.max_message_bytes),
+        *_options_of_both(settings, min(settings.max_message_bytes, limits.max_request_bytes)),
+        ("grpc.http2.lookahead_bytes", min(window, PUBLIC_WINDOW_BYTES) if limits.is_public else window),
+        *([("grpc.max_connection_idle_ms", IDLE_MS)] if limits.is_public else []),
+        ("grpc.max_concurrent_streams", limits.max_calls),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         # The name behind GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS has no "recv".
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 2),
@@ -78,10 +102,10 @@ def _options_of_both(settings: ConnectionSettings, message_bytes: int) -> Channe
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # BDP probing would override the window (with at least 4 MiB) and send additional pings.
-        ("grpc.http2.lookahead_bytes", settings.flow_control_window_bytes),
         ("grpc.http2.bdp_probe", 0),
         # Draft distributions do not compress; trying takes longer than sending.
         ("grpc.default_compression_algorithm", int(grpc.Compression.NoCompression)),
+        ("grpc.compression_enabled_algorithms_bitset", IDENTITY_ONLY),
     ]
 
 
@@ -89,36 +113,44 @@ def _milliseconds(seconds: float) -> int:
     return round(seconds * 1e3)
 
 
-def check_prompt_fits(model: ModelDescription, max_message_bytes: int) -> None:
+def check_prompt_fits(model: ModelDescription, most_bytes: int, setting: str = "max_message_bytes") -> None:
     """Checks that a request to open a session whose prompt fills the context fits into one message.
 
+    Args:
+        model: whose context it is.
+        most_bytes: value of the setting.
+        setting: name of the setting.
+
     Raises:
-        InvalidRequestError: `max_message_bytes` is too small.
+        InvalidRequestError: the setting is too small.
     """
     num_ids = model.context_length + 2 * model.vocab_size  # all tokens in allowed_token_ids and in stop_token_ids
     require_room(
         f"a prompt of {model.context_length} tokens, the context of {model.name}",
         num_ids * BYTES_PER_ID,
-        max_message_bytes,
+        most_bytes,
+        setting,
     )
 
 
-def require_room(what: str, most_bytes: int, max_message_bytes: int) -> None:
+def require_room(what: str, most_bytes: int, limit_bytes: int, setting: str = "max_message_bytes") -> None:
     """Checks that content of at most `most_bytes` fits into one message.
 
     Args:
         what: the content, for the error message.
         most_bytes: its largest size.
-        max_message_bytes: limit of a message.
+        limit_bytes: limit of a message.
+        setting: name of the setting that is the limit.
 
     Raises:
         InvalidRequestError: it does not fit; the message names the content and the setting.
     """
     needed = most_bytes + ENVELOPE_BYTES
-    if needed > max_message_bytes:
+    if needed > limit_bytes:
+        where = " at all services" if setting == "max_message_bytes" else ""
         raise InvalidRequestError(
-            f"max_message_bytes is {max_message_bytes}, but {what}, can take {needed}: set it at least so high at all"
-            " services, or serve something smaller"
+            f"{setting} is {limit_bytes}, but {what}, can take {needed}: set it at least so high{where}, or serve"
+            " something smaller"
         )
 
 

@@ -1,61 +1,96 @@
-"""Server interceptor: maps exceptions to gRPC statuses, and refuses calls while the service is not ready."""
+"""Server interceptor: decides on a call by its metadata, before its request is received, limits calls, and maps
+exceptions to gRPC statuses.
+"""
 
 from __future__ import annotations  # the generics of grpc exist for the type checker only
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
+from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
 from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError, UnavailableError
+from draftwire.runtime.call_limits import ARRIVAL_SECONDS, Arrivals, CallCounter, CallLimits
+from draftwire.runtime.message_scan import MALFORMED, SCANNED_BYTES, check_num_fields
 from draftwire.runtime.status import hints, is_expected, status_of
 
 log = structlog.get_logger()
 
+Metadata = Iterable[tuple[str, str | bytes]]
+Admit = Callable[[str, Metadata], AbstractContextManager[None]]
+"""Gets the name and the metadata of a call, and returns what the call holds while its request arrives. Raises, also on
+entry, to refuse the call."""
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+OWN_METHODS = "/draftwire.v1."
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+
+MAX_WATCHES = 64
+"""Streams of health that may be open at once. Nobody has to show a token for one."""
+MAX_REFLECTIONS = 8
+"""Streams of reflection that may be open at once, for `ARRIVAL_SECONDS` at most."""
+MAX_ARRIVING_QUESTIONS = 8
+"""Requests of health that may arrive slowly at once."""
+MAX_QUESTION_BYTES = 4096
+"""Largest request of health and reflection: a name."""
+
+
+def admit_all(_method: str, _metadata: Metadata) -> AbstractContextManager[None]:
+    """Admits every call."""
+    return nullcontext()
+
 
 class ServiceGate(grpc.aio.ServerInterceptor):
-    """Wraps all methods of the package `draftwire.v1`, whose servicers are coroutines (no generators).
+    """Wraps all methods. Servicers of the package `draftwire.v1` are coroutines (no generators).
+
+    A request is received once the service is ready and the call is admitted, so whoever is refused makes the server
+    hold and decode nothing. Health and reflection answer everybody, at any time, within limits of their own.
 
     Attributes:
         refusal: state in which calls are refused, such as "loading"; empty while the service is ready.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: CallLimits | None = None, admit: Admit = admit_all) -> None:
+        """Refuses calls until `refusal` is empty.
+
+        Args:
+            limits: of the package's methods.
+            admit: decides on calls of the package's methods.
+        """
         self.refusal = "loading"
+        self._admit = admit
+        limits = limits or CallLimits()
+        self._calls = CallCounter("calls", limits.max_calls)
+        self._arrivals = Arrivals(limits.max_arriving)
+        self._watches = CallCounter("streams of health", MAX_WATCHES)
+        self._reflections = CallCounter("streams of reflection", MAX_REFLECTIONS)
+        self._questions = Arrivals(MAX_ARRIVING_QUESTIONS)
 
     @override
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> Handler | None:
         handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
         method: str = handler_call_details.method
-        if handler is None or not method.startswith("/draftwire.v1."):
-            return handler
-        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-            inner = getattr(handler, kind)
-            if inner is not None:
-                make = getattr(grpc, f"{kind}_rpc_method_handler")
-                guarded: grpc.RpcMethodHandler[Any, Any] = make(
-                    self._guard(inner, method),
-                    request_deserializer=_tolerant(handler.request_deserializer),
-                    response_serializer=handler.response_serializer,
-                )
-                return guarded
-        return handler
+        serve = self._serve_own if method.startswith(OWN_METHODS) else self._serve_common
 
-    def _guard(self, inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
-        async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def guarded(_requests: Any, context: Context) -> Any:
             try:
-                if self.refusal:
-                    raise UnavailableError(f"service is {self.refusal}")
-                return await inner(_checked(request), context)
-            except asyncio.CancelledError:
+                return await serve(handler, method, context)
+            except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except Exception as error:
                 if not is_expected(error):
@@ -63,39 +98,95 @@ class ServiceGate(grpc.aio.ServerInterceptor):
                 code, message = status_of(error)
                 await context.abort(code, message, hints(error))
 
-        return guarded
+        # To gRPC every request is a stream, because it would receive any other before it calls the handler.
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+        wrapped: Handler = make(guarded, response_serializer=handler.response_serializer)
+        return wrapped
+
+    async def _serve_own(self, handler: Handler, method: str, context: Context) -> Any:
+        """Serves a call of the package `draftwire.v1`."""
+        if self.refusal:
+            raise UnavailableError(f"service is {self.refusal}")
+        decode = _decoder(handler, method)
+        with self._calls.one():
+            with self._admit(method, context.invocation_metadata() or ()):
+                request = (
+                    _decoded(context, decode) if handler.request_streaming else await self._receive(context, decode)
+                )
+            return await _inner(handler)(request, context)
+
+    async def _receive(self, context: Context, decode: Callable[[bytes], Any]) -> Any:
+        """Returns the request of a call that has one."""
+        data = _present(await self._arrivals.receive(context.read))
+        if len(data) < SCANNED_BYTES:
+            return decode(data)
+        return await asyncio.to_thread(decode, data)
+
+    async def _serve_common(self, handler: Handler, method: str, context: Context) -> Any:
+        """Serves a call of health or reflection, for which nobody needs a token."""
+        inner, decode = _inner(handler), _question_decoder(handler)
+        if handler.request_streaming:
+            with self._reflections.one():
+                async with asyncio.timeout(ARRIVAL_SECONDS):
+                    async for response in inner(_decoded(context, decode), context):
+                        await context.write(response)
+            return None
+        request = decode(_present(await self._questions.receive(context.read)))
+        with nullcontext() if method == HEALTH_CHECK else self._watches.one():
+            return await inner(request, context)
 
 
-class _Undecodable:
-    """Stands for a request whose bytes are not a message."""
+def _inner(handler: Handler) -> Callable[..., Any]:
+    """Returns the servicer's method."""
+    inner: Callable[..., Any] | None = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    assert inner is not None, "a handler has a method"
+    return inner
 
 
-def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """Returns a deserializer that does not raise: gRPC would report that as INTERNAL."""
-    assert deserialize is not None, "generated code sets one"
+def _decoder(handler: Handler, method: str) -> Callable[[bytes], Any]:
+    """Returns what decodes the requests of a method of ours. It raises InvalidRequestError."""
+    found = descriptor_pool.Default().FindMethodByName(method.removeprefix("/").replace("/", "."))
 
-    def tolerant(data: bytes) -> Any:
-        try:
-            return deserialize(data)
-        except DecodeError:
-            return _Undecodable()
+    def decode(data: bytes) -> Any:
+        check_num_fields(data, found.input_type)
+        return _deserialized(handler, data)
 
-    return tolerant
+    return decode
 
 
-def _checked(request: Any) -> Any:
-    """Returns a request, or the requests of a stream.
+def _question_decoder(handler: Handler) -> Callable[[bytes], Any]:
+    """Returns what decodes the requests of health and reflection. It raises InvalidRequestError."""
 
-    Raises:
-        InvalidRequestError: a request could not be decoded; in a stream, raised when it is reached.
-    """
-    if isinstance(request, AsyncIterator):
-        return _checked_stream(request)
-    if isinstance(request, _Undecodable):
-        raise InvalidRequestError("the bytes are not those of a message")
-    return request
+    def decode(data: bytes) -> Any:
+        if len(data) > MAX_QUESTION_BYTES:
+            raise InvalidRequestError(f"a request takes at most {MAX_QUESTION_BYTES} bytes here")
+        return _deserialized(handler, data)
+
+    return decode
 
 
-async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _checked(request)
+def _deserialized(handler: Handler, data: bytes) -> Any:
+    assert handler.request_deserializer is not None, "generated code sets one"
+    try:
+        return handler.request_deserializer(data)
+    except DecodeError:
+        raise InvalidRequestError(MALFORMED) from None
+
+
+def _present(data: Any) -> bytes:
+    if data is grpc.aio.EOF:
+        raise InvalidRequestError("the call has no request")
+    assert isinstance(data, bytes), "nothing is deserialized yet"
+    return data
+
+
+async def _decoded(context: Context, decode: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+    """Yields the requests of a stream. Raises InvalidRequestError when one is reached that cannot be decoded."""
+    while (data := await context.read()) is not grpc.aio.EOF:
+        yield decode(data)

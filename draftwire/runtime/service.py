@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
@@ -12,8 +12,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from draftwire.errors import UnavailableError
+from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.channels import server_options
-from draftwire.runtime.interceptor import ServiceGate
+from draftwire.runtime.interceptor import Admit, ServiceGate, admit_all
 from draftwire.runtime.metrics import ServiceMetrics
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 from draftwire.runtime.time_limits import Watchdog
@@ -69,6 +70,10 @@ class Service:
     """Releases the resources of `start`."""
     num_sessions: Callable[[], int]
     """Returns the number of sessions that a drain still waits for."""
+    limits: CallLimits = field(default_factory=CallLimits)
+    """What callers of the gRPC services may take."""
+    admit: Admit = admit_all
+    """Decides on each call of the gRPC services, before its request is received."""
     credentials: grpc.ServerCredentials | None = None
     """TLS; None is plaintext."""
     watchdog: Watchdog | None = None
@@ -92,8 +97,9 @@ class Running:
         """Prepares; see `start`."""
         self.ports: Mapping[str, int | None] = {}
         self._service = service
-        self._gate = ServiceGate()
-        self._server = grpc.aio.server(interceptors=[self._gate], options=server_options(service.connections))
+        self._gate = ServiceGate(service.limits, service.admit)
+        options = server_options(service.connections, service.limits)
+        self._server = grpc.aio.server(interceptors=[self._gate], options=options)
         self._probe = health.aio.HealthServicer()
         self._tasks: list[asyncio.Task[None]] = []
 

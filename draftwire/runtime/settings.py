@@ -89,13 +89,13 @@ class TlsSettings:
             require(can_show, "tls_ca asks callers for certificates, which needs tls_cert and tls_key")
 
     def check_dialling(self, host: str) -> None:
-        """Checks that a service that serves over TLS does not call other machines in plaintext.
+        """Checks that a service does not call other machines in plaintext, unless that is allowed.
 
         Raises:
             InvalidRequestError: it would.
         """
-        may_dial = self.tls_cert is None or self.tls_ca is not None or self.allow_plaintext or is_loopback(host)
-        require(may_dial, f"there is tls_cert, but {host} would be called without TLS: set tls_ca{_OR_PLAINTEXT}")
+        may_dial = self.tls_ca is not None or self.allow_plaintext or is_loopback(host)
+        require(may_dial, f"{host} would be called without TLS: set tls_ca{_OR_PLAINTEXT}")
 
 
 _OR_PLAINTEXT = ", or allow_plaintext where the network encrypts on its own"

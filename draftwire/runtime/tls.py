@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 
 from draftwire.errors import InvalidRequestError
+from draftwire.runtime.addresses import host_of
 from draftwire.runtime.channels import client_options
 from draftwire.runtime.settings import ConnectionSettings, TlsSettings, require
 from draftwire.runtime.watched_files import WatchedFiles, read_bytes
@@ -141,8 +142,8 @@ class Dialler:
 
     @classmethod
     def plaintext(cls, connections: ConnectionSettings) -> "Dialler":
-        """Returns a dialler without TLS."""
-        return cls(connections, TlsSettings(), None)
+        """Returns a dialler without TLS, whatever machine is called."""
+        return cls(connections, TlsSettings(allow_plaintext=True), None)
 
     @property
     def material(self) -> TlsMaterial | None:
@@ -155,7 +156,12 @@ class Dialler:
         Args:
             address: host:port.
             bulk: for large messages, on a TCP connection of its own, so that they do not delay commands and events.
+
+        Raises:
+            InvalidRequestError: another machine would be called in plaintext, which is not allowed. Addresses that are
+                configured are checked at start; a drafter is told others by gateways.
         """
+        self._settings.check_dialling(host_of(address))
         options = client_options(self.connections, bulk=bulk)
         material = self.material
         if material is None:

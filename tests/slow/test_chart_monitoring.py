@@ -49,7 +49,7 @@ def test_monitor_finds_the_metrics_of_all_services() -> None:
     assert monitor["spec"] == {
         "selector": ANY,
         "namespaceSelector": {"matchNames": ["llm"]},
-        "endpoints": [{"port": "metrics", "interval": "15s"}],
+        "endpoints": [{"port": "metrics", "interval": "15s", "relabelings": [ANY]}],
     }
     found = [
         service["metadata"]["labels"][COMPONENT]
@@ -57,7 +57,16 @@ def test_monitor_finds_the_metrics_of_all_services() -> None:
         if monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
         and "metrics" in {port["name"] for port in service["spec"]["ports"]}
     ]
-    assert sorted(found) == sorted(SERVICES)
+    assert sorted(name.removesuffix("-metrics") for name in found) == sorted(SERVICES)
+    assert "gateway" not in found, "the gateway's Service may be open to the world"
+    (relabeling,) = monitor["spec"]["endpoints"][0]["relabelings"]
+    jobs = [
+        re.sub(f"^(?:{relabeling['regex']})$", r"\1", service["metadata"]["name"])
+        for service in rendered.all("Service")
+    ]
+    assert set(jobs) == {f"prod-draftwire-{service}" for service in SERVICES}, (
+        "jobs are called as dashboard and alerts do"
+    )
 
 
 def test_alerts_are_those_of_compose_with_the_namespace_of_the_release_and_jobs_called_as_its_services() -> None:

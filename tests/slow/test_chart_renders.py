@@ -1,5 +1,7 @@
 """The chart as a whole: every set of values makes manifests that Kubernetes takes."""
 
+import json
+
 import kubernetes_validate
 import pytest
 import yaml
@@ -86,6 +88,8 @@ def test_services_lead_to_the_ports_that_pods_listen_on(service: str, ports: tup
     found = render("tp8").at(f"container/{service}.ports")
     assert {port["name"]: port["containerPort"] for port in found} == expected
     leads = render("tp8").at(f"Service/{service}.spec.ports")
+    if service == "gateway":  # whose own Service may be open to the world
+        leads = [*leads, *render("tp8").at("Service/gateway-metrics.spec.ports")]
     assert {port["name"]: (port["port"], port["targetPort"]) for port in leads} == {
         name: (port, name) for name, port in expected.items()
     }
@@ -110,7 +114,9 @@ def test_services_whose_clients_balance_have_no_address_of_their_own(service: st
 
 def test_gateways_service_is_as_values_say() -> None:
     expect("tp8", {"Service/gateway.spec.type": "ClusterIP"})
-    expect("mtls", {"Service/gateway.spec.type": "LoadBalancer"})
+    open_ports = [port["name"] for port in render("mtls").at("Service/gateway.spec.ports")]
+    expect("mtls", {"Service/gateway.spec.type": "LoadBalancer", "Service/gateway-metrics.spec.clusterIP": "None"})
+    assert open_ports == ["grpc", "http"], "metrics are plain and need no token"
     annotations = 'gateway.service.annotations={"a.b/c":"d"}'
     expect("tp8", {"Service/gateway.metadata.annotations": {"a.b/c": "d"}}, annotations)
 
@@ -127,7 +133,7 @@ def test_without_drafters_nothing_of_theirs_is_left(
 ) -> None:
     rendered = render(values, "drafter.enabled=false")
     components = {manifest["metadata"]["labels"][COMPONENT] for manifest in rendered.manifests}
-    assert components - {"monitoring"} == {"gateway", "verifier", "test"}
+    assert components - {"monitoring", "gateway-metrics"} == {"gateway", "verifier", "test"}
     environment = rendered.environment("gateway")
     assert environment.get("DRAFTWIRE_GATEWAY_DRAFTER") == said
     assert "DRAFTWIRE_GATEWAY_DRAFTER_SERVICE" not in environment
@@ -151,3 +157,10 @@ def test_images_are_those_of_the_values(
     images = {container_of(pod)["image"] for pod in pods}
     assert images == {f"{registry}draftwire-{service}:{tag}" for service in PORTS}
     assert [pod.get("imagePullSecrets") for pod in pods] == [secrets] * len(pods)
+
+
+def test_digests_pin_what_a_tag_names() -> None:
+    digests = {service: f"sha256:{number}{'0' * 63}" for number, service in enumerate(PORTS)}
+    pods = render("tp8", f"image.digests={json.dumps(digests)}").pods()
+    images = {container_of(pod["spec"])["image"] for pod in pods}
+    assert images == {f"draftwire-{service}:{__version__}@{digest}" for service, digest in digests.items()}

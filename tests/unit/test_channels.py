@@ -17,10 +17,15 @@ from hypothesis import strategies as st
 from draftwire.client.client_channels import CHANNEL_OPTIONS
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription
+from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.channels import (
     CONTROL_MESSAGE_BYTES,
     ENVELOPE_BYTES,
+    HANDSHAKE_MS,
+    IDLE_MS,
+    MAX_CONNECTIONS,
     MIN_PING_INTERVAL_MS,
+    PUBLIC_WINDOW_BYTES,
     check_prompt_fits,
     client_options,
     in_messages,
@@ -37,7 +42,8 @@ SETTINGS = ConnectionSettings(
 KINDS = {
     "control": client_options(SETTINGS, bulk=False),
     "bulk": client_options(SETTINGS, bulk=True),
-    "server": server_options(SETTINGS),
+    "server": server_options(SETTINGS, CallLimits(max_calls=99)),
+    "public": server_options(SETTINGS, CallLimits(2 * MIB, is_public=True)),
     "user": CHANNEL_OPTIONS,
 }
 
@@ -81,8 +87,16 @@ OF_SERVICES = {
     # The window of flow control is the one that was set.
     "grpc.http2.lookahead_bytes": 3 * MIB,
     "grpc.http2.bdp_probe": 0,
+    # Nothing that is compressed is taken: there would be no limit to what becomes of it.
+    "grpc.compression_enabled_algorithms_bitset": 1 << grpc.Compression.NoCompression,
 }
 OF_CLIENTS = {**OF_SERVICES, "grpc.min_reconnect_backoff_ms": 1_500}
+OF_SERVERS = {
+    **OF_SERVICES,
+    "grpc.so_reuseport": 0,  # shares its port with nobody
+    "grpc.max_allowed_incoming_connections": MAX_CONNECTIONS,
+    "grpc.server_handshake_timeout_ms": HANDSHAKE_MS,
+}
 
 
 def limits(most_bytes: int) -> dict[str, int]:
@@ -96,12 +110,21 @@ def limits(most_bytes: int) -> dict[str, int]:
         ("user", ALL),
         ("control", {**OF_CLIENTS, **limits(CONTROL_MESSAGE_BYTES), "grpc.use_local_subchannel_pool": 0}),
         ("bulk", {**OF_CLIENTS, **limits(8 * MIB), "grpc.use_local_subchannel_pool": 1}),  # has connections of its own
-        ("server", {**OF_SERVICES, **limits(8 * MIB), "grpc.so_reuseport": 0}),  # shares its port with nobody
+        ("server", {**OF_SERVERS, **limits(8 * MIB), "grpc.max_concurrent_streams": 99}),
+        ("server", {"grpc.max_connection_idle_ms": None}),
+        # Users' calls send little ahead, and connections that they have forgotten are closed.
+        ("public", {**OF_SERVERS, **limits(2 * MIB), "grpc.http2.lookahead_bytes": PUBLIC_WINDOW_BYTES}),
+        ("public", {"grpc.max_connection_idle_ms": IDLE_MS}),
     ],
 )
-def test_connections_are_what_settings_say_and_as_their_kind_needs(kind: str, expected: dict[str, int]) -> None:
+def test_connections_are_what_settings_say_and_as_their_kind_needs(kind: str, expected: dict[str, int | None]) -> None:
     found = arguments(kind)
     assert {name: found.get(name) for name in expected} == expected
+
+
+def test_smaller_limit_of_messages_holds_for_requests_too() -> None:
+    options = dict(server_options(SETTINGS, CallLimits(max_request_bytes=64 * MIB)))
+    assert options["grpc.max_receive_message_length"] == SETTINGS.max_message_bytes
 
 
 def test_control_streams_never_allow_more_than_was_set() -> None:
@@ -118,7 +141,7 @@ def test_lost_peer_is_tried_again_soon(kind: str) -> None:
 @pytest.mark.parametrize("seconds", [LEAST_KEEPALIVE_S, 10.0, 3600.0])
 def test_no_server_sends_a_client_away_that_can_be_configured(seconds: float) -> None:
     """Whatever the server's own keep-alive is."""
-    server = dict(server_options(replace(SETTINGS, keepalive_time_s=seconds)))
+    server = dict(server_options(replace(SETTINGS, keepalive_time_s=seconds), CallLimits()))
     assert server["grpc.http2.min_ping_interval_without_data_ms"] == MIN_PING_INTERVAL_MS
     assert server["grpc.keepalive_permit_without_calls"] == 1
     least = dict(client_options(replace(SETTINGS, keepalive_time_s=LEAST_KEEPALIVE_S), bulk=True))
@@ -148,7 +171,7 @@ async def _goaway_after_pings(port: int, interval_s: float) -> bool:
 
 async def test_the_limit_of_pings_is_in_force_and_clients_below_it_may_stay() -> None:
     """So the argument is not only known by name: a server's own default allows one ping in five minutes."""
-    server = grpc.aio.server(options=server_options(SETTINGS))
+    server = grpc.aio.server(options=server_options(SETTINGS, CallLimits()))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     intervals = (MIN_PING_INTERVAL_MS / 1e3 + 0.1, 0.05)
@@ -182,6 +205,12 @@ def test_prompt_that_fills_the_context_and_longest_block_must_fit(
     check(what, needed)
     with pytest.raises(InvalidRequestError, match=f"max_message_bytes is {needed - 1},{said}"):
         check(what, needed - 1)
+
+
+def test_prompt_that_fills_the_context_must_fit_into_a_request_of_a_user() -> None:
+    check_prompt_fits(MODEL, PROMPT_BYTES, "max_request_bytes")
+    with pytest.raises(InvalidRequestError, match=f"max_request_bytes is {PROMPT_BYTES - 1}, .* so high, or serve"):
+        check_prompt_fits(MODEL, PROMPT_BYTES - 1, "max_request_bytes")
 
 
 def test_what_the_check_allows_for_is_enough_for_the_largest_request() -> None:

@@ -178,8 +178,11 @@ def test_defaults_are_left_to_the_server(client: FakeClient) -> None:
 
 def test_connection_comes_from_options_and_variables(client: FakeClient) -> None:
     generate("--token", "secret", DRAFTWIRE_ADDRESS="there:1", DRAFTWIRE_TLS_CA="ca.pem")
-    nothing = {"tls_cert": None, "tls_key": None, "tls_target_name": None}
+    nothing = {"tls_cert": None, "tls_key": None, "tls_target_name": None, "allow_plaintext": False}
     assert client.opened_with == ("there:1", {"tls_ca": "ca.pem", "token": "secret", **nothing})
+    for words, variables in ((["--allow-plaintext"], {}), ([], {"DRAFTWIRE_ALLOW_PLAINTEXT": "true"})):
+        generate(*words, **variables)
+        assert client.opened_with[1]["allow_plaintext"] is True
     assert connection_options.DEFAULT_ADDRESS == sync.DEFAULT_ADDRESS
 
 

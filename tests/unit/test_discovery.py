@@ -22,6 +22,7 @@ from kubernetes_api import PORT, Asked, KubernetesApi, endpoint_slice, pod
 from structlog.testing import capture_logs
 
 from draftwire.errors import InvalidRequestError
+from draftwire.runtime.settings import TlsSettings
 from draftwire_gateway.config import DiscoverySettings, GatewayConfig
 from draftwire_gateway.peers import discovery, endpoint_slices
 from draftwire_gateway.peers.discovery import DnsSource, Endpoint, Source, SourceStatus, StaticSource
@@ -591,16 +592,19 @@ async def test_token_of_the_pod_is_read_again_when_it_was_replaced(
 # What is configured
 
 
+PLAINTEXT = TlsSettings(allow_plaintext=True, tls_require_client_cert=False)
+
+
 async def sources(**settings: Any) -> tuple[str, str]:
     """Returns the names of where verifiers and drafters are looked for."""
-    made = await sources_of(GatewayConfig(discovery=DiscoverySettings("kubernetes", **settings)))
+    made = await sources_of(GatewayConfig(discovery=DiscoverySettings("kubernetes", **settings), tls=PLAINTEXT))
     return made.verifiers.name, made.drafters.name
 
 
 async def test_configuration_names_services_and_namespace(api: KubernetesApi) -> None:
     named = {"verifier_service": "v", "namespace": "n"}
     assert await sources(**named, drafter_service="d") == ("service n/v", "service n/d")
-    made = await sources_of(GatewayConfig(discovery=DiscoverySettings("kubernetes", **named)))
+    made = await sources_of(GatewayConfig(discovery=DiscoverySettings("kubernetes", **named), tls=PLAINTEXT))
     assert made.drafters == StaticSource(())
 
 
@@ -634,7 +638,7 @@ async def test_without_the_library_the_gateway_does_not_start(monkeypatch: pytes
 
 
 async def test_listed_names_are_looked_up_and_addresses_are_not() -> None:
-    made = await sources_of(GatewayConfig(verifier="dns:///v:1,dns:///w:2", drafter="d:3,e:4"))
+    made = await sources_of(GatewayConfig(verifier="dns:///v:1,dns:///w:2", drafter="d:3,e:4", tls=PLAINTEXT))
     assert made.verifiers == DnsSource(("v:1", "w:2"), status=made.verifiers.status)
     assert made.drafters == StaticSource(("d:3", "e:4"))
     default = await sources_of(GatewayConfig())

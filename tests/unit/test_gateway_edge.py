@@ -1,18 +1,20 @@
 """The gateway's edge: what is refused before anything is made of a request."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_fakes import FakePeers, describe
 
-from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError
 from draftwire.v1 import gateway_pb2
 from draftwire_gateway import core as core_module
 from draftwire_gateway.auth.access import Access
+from draftwire_gateway.auth.tokens import TokenEntry, digest_of
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
-from draftwire_gateway.server import GatewayServicer
+from draftwire_gateway.server import GENERATE, GatewayServicer
 from draftwire_gateway.text.tokenizer_pool import TokenizerPool
 
 CONTEXT_LENGTH = 50
@@ -87,3 +89,48 @@ async def test_largest_requests_are_checked_beside_the_event_loop(where: str, mo
         with pytest.raises(InvalidRequestError, match="looked at"):
             await generate(core, request)
     assert threads == [True, False]
+
+
+SHOWN = (("authorization", "Bearer alice"),)
+
+
+def servicer_for(core: GatewayCore, path: Path, **limits: Any) -> GatewayServicer:
+    path.write_text(TokenEntry("alice", digest_of("alice"), **limits).to_toml())
+    return GatewayServicer(core, None, Access(path))  # type: ignore[arg-type]
+
+
+async def test_completion_has_a_place_while_its_request_arrives_and_no_longer(tmp_path: Path) -> None:
+    """Of its caller and of the gateway: so nobody has more requests on the way than may run."""
+    core, _ = make_core(max_requests=2)
+    servicer = servicer_for(core, tmp_path / "tokens.toml", max_sessions=1)
+    with servicer.admit(GENERATE, SHOWN):
+        assert core.num_requests == 1
+        with pytest.raises(NoRoomError, match="1 requests of alice"), servicer.admit(GENERATE, SHOWN):
+            pass
+    assert core.num_requests == 0
+    with core.admit(2):
+        with pytest.raises(NoRoomError, match="2 requests are running"), servicer.admit(GENERATE, SHOWN):
+            pass
+        with servicer.admit("/draftwire.v1.GatewayService/GetServer", SHOWN):
+            pass  # a full gateway says what it serves
+    with servicer.admit(GENERATE, SHOWN):
+        pass
+
+
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer bob"),), SHOWN * 2])
+@pytest.mark.parametrize("method", [GENERATE, "/draftwire.v1.GatewayService/GetServer"])
+async def test_whoever_shows_no_token_has_no_place(tmp_path: Path, method: str, metadata: Any) -> None:
+    core, _ = make_core()
+    servicer = servicer_for(core, tmp_path / "tokens.toml")
+    with pytest.raises(UnauthenticatedError), servicer.admit(method, metadata):
+        pass
+    assert core.num_requests == 0
+
+
+async def test_place_is_given_back_when_the_request_does_not_arrive(tmp_path: Path) -> None:
+    core, _ = make_core()
+    servicer = servicer_for(core, tmp_path / "tokens.toml", max_sessions=1)
+    with pytest.raises(ConnectionError), servicer.admit(GENERATE, SHOWN):
+        raise ConnectionError
+    with servicer.admit(GENERATE, SHOWN):
+        assert core.num_requests == 1

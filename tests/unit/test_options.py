@@ -41,7 +41,7 @@ DIALLERS = (DrafterConfig, GatewayConfig)
 
 IDENTITY = {"tls_cert": CERT, "tls_key": KEY}
 TRACED = {"otlp_endpoint": "http://host:4317"}
-IN_KUBERNETES = {"discovery": "kubernetes", "verifier_service": "verifier"}
+IN_KUBERNETES = {"discovery": "kubernetes", "verifier_service": "verifier", "allow_plaintext": True}
 
 OWN_DEFAULTS = ("port", "metrics_port", "tls_require_client_cert")
 
@@ -126,7 +126,9 @@ def test_unknown_variable_is_reported(name: str) -> None:
 
 def test_variables_of_all_settings_the_clients_and_those_of_others_are_not_reported() -> None:
     settings = {f"{service.upper()}_{setting.name.upper()}" for service, setting in ALL_SETTINGS}
-    clients = dict.fromkeys(("ADDRESS", "TOKEN", "TLS_CA", "TLS_CERT", "TLS_KEY", "TLS_TARGET_NAME"), "x")
+    clients = dict.fromkeys(
+        ("ADDRESS", "TOKEN", "ALLOW_PLAINTEXT", "TLS_CA", "TLS_CERT", "TLS_KEY", "TLS_TARGET_NAME"), "x"
+    )
     others = {"OTHER_PORT": "1", "MY_DRAFTWIRE_X": "1"}
     assert unknown_variables({PREFIX + name: "1" for name in (*clients, *settings)} | others) == []
 
@@ -163,6 +165,8 @@ def test_unknown_and_empty_variables_end_the_process(
         ),
         *((config, {"tls_cert": CERT, "tls_key": KEY, "tls_ca": CA, "tls_target_name": "x"}) for config in DIALLERS),
         *((config, {"tls_cert": CERT, "tls_key": KEY}) for config in SERVICES.values()),
+        (GatewayConfig, {"verifier": "10.0.0.1:1", "drafter": "d:1", "allow_plaintext": True}),
+        (GatewayConfig, {"verifier": "localhost:1", "drafter": "dns:///[::1]:1", "max_request_bytes": 2**20}),
         (VerifierConfig, {"tls_cert": CERT, "tls_key": KEY, "tls_ca": CA, "tls_require_client_cert": False}),
         (VerifierConfig, {"tls_cert": CERT, "tls_key": KEY, "host": "0.0.0.0"}),
         (DrafterConfig, {"tls_cert": CERT, "tls_key": KEY, "host": "0.0.0.0", "allow_plaintext": True}),
@@ -176,8 +180,8 @@ def test_unknown_and_empty_variables_end_the_process(
         *((config, {"keepalive_time_s": 1.0, "keepalive_timeout_s": 2.5}) for config in SERVICES.values()),
         *((config, {"flow_control_window_bytes": 2**16}) for config in SERVICES.values()),
         (GatewayConfig, {"max_message_bytes": 2**20, "log_format": "json", "verifier": "[::1]:1"}),
-        (GatewayConfig, {"verifier": "dns:///verifiers:1,dns:///more:2", "drafter": "dns:///drafters:1"}),
-        (GatewayConfig, {"discovery": "kubernetes", "verifier_service": "v"}),
+        (GatewayConfig, {"verifier": "dns:///v:1,dns:///more:2", "drafter": "dns:///d:1", "allow_plaintext": True}),
+        (GatewayConfig, {**IN_KUBERNETES, "verifier_service": "v", "tls_ca": CA}),
         (GatewayConfig, {**IN_KUBERNETES, "drafter_service": "d-1", "namespace": "n" * 63, "near_drafter_sessions": 0}),
         (GatewayConfig, {**IN_KUBERNETES, "tls_cert": CERT, "tls_key": KEY, "tls_ca": CA}),
         (GatewayConfig, {**TRACED, "trace_sample_ratio": 0.0}),
@@ -285,6 +289,8 @@ def test_values_left_alone_give_the_default_configuration(config_class: type) ->
         (GatewayConfig, "max_speculative_tokens", 3),
         (GatewayConfig, "startup_timeout_s", 0.0),
         (GatewayConfig, "max_requests", 0),
+        (GatewayConfig, "max_request_bytes", 2**20 - 1),
+        (GatewayConfig, "max_request_bytes", 2**31),
         (GatewayConfig, "plain_run_rounds", 0),
         (GatewayConfig, "bridge_rounds", 0),
         (GatewayConfig, "block_timeout_s", 0.0),
@@ -322,10 +328,16 @@ def test_value_out_of_range_is_refused(config_class: type, name: str, value: Any
         ),
         (VerifierConfig, {"host": "0.0.0.0"}, "0.0.0.0 .* set tls_cert and tls_key, or allow_plaintext"),
         (VerifierConfig, {**IDENTITY, "tls_ca": CA, "tls_target_name": "x"}, "tls_target_name"),
+        *(
+            (GatewayConfig, {"verifier": f"{host}:1"}, f"{host} would be called without TLS: set tls_ca, or allow_pl")
+            for host in ("10.0.0.1", "host", "0.0.0.0")
+        ),
+        (GatewayConfig, {"drafter": "10.0.0.2:1"}, "10.0.0.2 would be called without TLS"),
+        (GatewayConfig, IN_KUBERNETES | {"allow_plaintext": False}, "a pod would be called without TLS"),
         (GatewayConfig, {**IDENTITY, "verifier": "10.0.0.1:1"}, "10.0.0.1 would be called without TLS"),
         (GatewayConfig, {**IDENTITY, "drafter": "10.0.0.2:1"}, "10.0.0.2 would be called without TLS"),
         (GatewayConfig, {**IDENTITY, "drafter": "dns:///drafters:1"}, "drafters would be called without TLS"),
-        (GatewayConfig, {**IDENTITY, **IN_KUBERNETES}, "a pod would be called without TLS"),
+        (GatewayConfig, {**IDENTITY, **IN_KUBERNETES, "allow_plaintext": False}, "a pod would be called without TLS"),
         (DrafterConfig, {**IDENTITY, "host": "0.0.0.0"}, "without TLS: set tls_ca"),
     ],
 )

@@ -337,6 +337,29 @@ async def test_service_shows_its_new_certificate_after_the_old_one_expired(
         await renewed.get().close()
 
 
+# Plaintext
+
+
+def test_no_other_machine_is_called_in_plaintext_unless_that_is_allowed(ca: trustme.CA, tmp_path: Path) -> None:
+    """Whoever names its address: a drafter is told those of verifiers by gateways."""
+    identity = write_identity(tmp_path / "caller", ca)
+    without_ca = {name: identity[name] for name in ("tls_cert", "tls_key")}
+    for settings in (TlsSettings(), TlsSettings(**without_ca)):
+        dialler = Dialler(CONNECTIONS, settings, watch_tls(settings))
+        for address in ("10.0.0.1:1", "host:1", "0.0.0.0:1", "dns:///host:1"):
+            with pytest.raises(
+                InvalidRequestError, match="would be called without TLS: set tls_ca, or allow_plaintext"
+            ):
+                dialler.open(address, bulk=True)
+
+
+async def test_other_machines_are_called_over_tls_or_where_that_is_allowed(ca: trustme.CA, tmp_path: Path) -> None:
+    identity = write_identity(tmp_path / "caller", ca)
+    for settings in (TlsSettings(allow_plaintext=True), TlsSettings(tls_ca=identity["tls_ca"])):
+        await Dialler(CONNECTIONS, settings, watch_tls(settings)).open("10.0.0.1:1", bulk=True).close()
+    await Dialler.plaintext(CONNECTIONS).open("10.0.0.1:1", bulk=True).close()
+
+
 # The client of users
 
 

@@ -13,6 +13,7 @@ with Client(
     tls_key=os.environ.get("DRAFTWIRE_TLS_KEY"),
     tls_target_name=os.environ.get("DRAFTWIRE_TLS_TARGET_NAME"),
     token=os.environ.get("DRAFTWIRE_TOKEN"),
+    allow_plaintext=os.environ.get("DRAFTWIRE_ALLOW_PLAINTEXT") == "true",
 ) as client:
     completion = client.generate(
         "import os", max_tokens=wanted, min_tokens=wanted, wait_for_server_s=60.0, timeout_s=240.0

@@ -4,7 +4,14 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftwire.runtime.settings import ConnectionSettings, ServerSettings, TlsSettings, TracingSettings, require
+from draftwire.runtime.settings import (
+    LEAST_MESSAGE_BYTES,
+    ConnectionSettings,
+    ServerSettings,
+    TlsSettings,
+    TracingSettings,
+    require,
+)
 
 NO_DRAFTER = "none"
 """Value of the option `drafter` for plain decoding only."""
@@ -103,6 +110,9 @@ class GatewayConfig:
     """How long the first verifier and the first drafter may take to come up."""
     max_requests: int = 256
     """Requests that may run at once, each choice counted; more are refused with RESOURCE_EXHAUSTED."""
+    max_request_bytes: int = 8 * 2**20
+    """Largest request of a user over gRPC, bytes: a prompt as long as the context (5 bytes x tokens), and what it
+    resumes. max_message_bytes limits it too."""
     loop: LoopSettings = field(default_factory=LoopSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     tls: TlsSettings = field(default_factory=lambda: TlsSettings(tls_require_client_cert=False))
@@ -133,6 +143,8 @@ class GatewayConfig:
         )
         require(self.startup_timeout_s > 0.0, "startup_timeout_s must be positive")
         require(self.max_requests >= 1, "max_requests must be at least 1")
+        is_valid = LEAST_MESSAGE_BYTES <= self.max_request_bytes < 2**31
+        require(is_valid, "max_request_bytes must be 1 MiB to 2 GiB")
         require(0.0 <= self.trace_sample_ratio <= 1.0, "trace_sample_ratio must be in 0..1")
         has_use = self.trace_sample_ratio == 1.0 or self.tracing.otlp_endpoint is not None
         require(has_use, "trace_sample_ratio says which requests are traced, and none are: set otlp_endpoint too")

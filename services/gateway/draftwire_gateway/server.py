@@ -5,8 +5,8 @@ from __future__ import annotations  # the generics of grpc exist for the type ch
 import asyncio
 import random
 import secrets
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -16,6 +16,9 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.logprobs import PromptPart
 from draftwire.runtime import messages
+from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
+from draftwire.runtime.channels import check_prompt_fits
+from draftwire.runtime.interceptor import Metadata
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
 from draftwire.runtime.service import Service
@@ -56,6 +59,8 @@ from draftwire_gateway.text.conversation import (
 
 AnyPrompt = gateway_pb2.GenerateRequest | gateway_pb2.Prompt
 
+GENERATE = "/draftwire.v1.GatewayService/Generate"
+
 _REASONS = {
     FinishReason.STOP: gateway_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: gateway_pb2.FINISH_REASON_LENGTH,
@@ -75,6 +80,21 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._core = core
         self._pool = pool
         self._access = access
+
+    @contextmanager
+    def admit(self, method: str, metadata: Metadata) -> Iterator[None]:
+        """Decides on a call by its metadata. A completion has the place of one choice while its request arrives.
+
+        Raises:
+            UnauthenticatedError: the caller shows no valid token.
+            NoRoomError: the caller has reached a limit, or too many requests are running.
+        """
+        caller = self._access.authenticate(_single(metadata, "authorization"))
+        if method != GENERATE:
+            yield
+            return
+        with caller.request(), self._core.admit(1):
+            yield
 
     @override
     async def Generate(
@@ -229,8 +249,13 @@ def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
 
 
 def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str | None:
+    """Returns the value of a call's header; None if it is missing or repeated."""
+    return _single(context.invocation_metadata() or (), name)
+
+
+def _single(metadata: Metadata, name: str) -> str | None:
     """Returns the value of a header; None if it is missing or repeated."""
-    values = [str(value) for key, value in context.invocation_metadata() or () if key == name]
+    values = [str(value) for key, value in metadata if key == name]
     return values[0] if len(values) == 1 else None
 
 
@@ -339,6 +364,7 @@ async def make_service(config: GatewayConfig) -> Service:
     async def start() -> None:
         streams.extend(asyncio.create_task(stream) for stream in pool.maintain())
         reference = await pool.meet(config.startup_timeout_s)
+        check_prompt_fits(pool.description, config.max_request_bytes, "max_request_bytes")
         core.serve_model(pool.description, await reference.tokenizer_files())
         await pool.wait_connected(config.startup_timeout_s)
 
@@ -349,8 +375,11 @@ async def make_service(config: GatewayConfig) -> Service:
         for stream in streams:
             stream.cancel()
 
+    servicer = GatewayServicer(core, pool, access)
+    max_request_bytes = min(config.max_request_bytes, config.connections.max_message_bytes)
+
     def register(server: grpc.aio.Server) -> None:
-        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(core, pool, access), server)
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
 
     listeners: list[HttpListener] = []
     if config.http_port is not None:
@@ -370,6 +399,8 @@ async def make_service(config: GatewayConfig) -> Service:
         grpc_names=("draftwire.v1.GatewayService",),
         settings=config.server,
         connections=config.connections,
+        limits=CallLimits(max_request_bytes, config.max_requests + SPARE_CALLS, is_public=True),
+        admit=servicer.admit,
         credentials=server_credentials(tls, config.tls),
         metrics=core.metrics,
         register=register,

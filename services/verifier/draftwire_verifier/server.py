@@ -15,6 +15,7 @@ from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import PromptRead, Verdict
 from draftwire.models.description import ISSUED_IDENTITIES, ModelDescription
 from draftwire.runtime import messages
+from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
 from draftwire.runtime.caller_identity import CallerRole, origin_of, require_role
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
 from draftwire.runtime.model_service import ModelServicer
@@ -193,6 +194,7 @@ def make_service(config: VerifierConfig, place: Place | None = None, followers: 
         run=lambda: end_if_lost(core.run()),
         stop=core.stop,
         num_sessions=lambda: core.num_sessions,
+        limits=CallLimits(config.connections.max_message_bytes, config.engine.max_sessions + SPARE_CALLS),
         watchdog=Watchdog(config.engine.watchdog_s, core.busy_s),
         tracer=tracer,
         is_lost=lambda: core.group.is_lost,

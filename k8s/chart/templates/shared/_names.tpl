@@ -31,6 +31,7 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- define "draftwire.image" -}}
 {{- with .root.Values.image -}}
 {{- with .registry }}{{ . }}/{{ end -}}draftwire-{{ $.service }}:{{ .tag | default $.root.Chart.AppVersion }}
+{{- with get .digests $.service }}@{{ . }}{{ end -}}
 {{- end -}}
 {{- end }}
 

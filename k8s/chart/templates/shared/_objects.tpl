@@ -35,7 +35,7 @@ spec:
 {{- if eq .service "gateway" }}
 - {name: http, port: 8000, targetPort: http}
 {{- end }}
-{{- if .root.Values.monitoring.enabled }}
+{{- if and .root.Values.monitoring.enabled (ne .service "gateway") }}{{/* whose metrics have a Service of their own */}}
 - {name: metrics, port: {{ include "draftwire.metricsPort" . }}, targetPort: metrics}
 {{- end }}
 {{- end }}

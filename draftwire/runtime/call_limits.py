@@ -1,0 +1,120 @@
+"""Limits of what the callers of a server may take of it, and the counters that enforce them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from draftwire.errors import NoRoomError
+
+Result = TypeVar("Result")
+
+SPARE_CALLS = 1024
+"""Calls that a server takes beside those that run a session each: questions, streams of peers, calls to be refused."""
+
+ARRIVING_BYTES = 256 * 2**20
+"""What requests that have not arrived as a whole may hold together, as long as there may be so few; see `Arrivals`."""
+
+LEAST_ARRIVING = 4
+"""Requests that may arrive slowly at once, however large each may be."""
+
+ARRIVAL_SECONDS = 60.0
+"""How long a request may take to arrive as a whole."""
+
+GRACE_SECONDS = 0.25
+"""How long a request may take to arrive while too many arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """What callers of a gRPC server may take of it."""
+
+    max_request_bytes: int = 64 * 2**20
+    """Largest message that is accepted."""
+    max_calls: int = SPARE_CALLS
+    """Calls that may run at once, over all connections; also the streams of one connection."""
+    is_public: bool = False
+    """Whether users call, who are many and send little: a call may then send little ahead of what is read, and idle
+    connections are closed."""
+
+    @property
+    def max_arriving(self) -> int:
+        """Requests that may arrive slowly at once; twice as many are held at most."""
+        return max(LEAST_ARRIVING, ARRIVING_BYTES // (2 * self.max_request_bytes))
+
+
+class CallCounter:
+    """Counts running calls. All methods run on the event loop."""
+
+    def __init__(self, what: str, most: int) -> None:
+        """Counts `what`, such as "calls", of which `most` may run at once."""
+        self._what, self._most = what, most
+        self.num_running = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Counts one more within the block.
+
+        Raises:
+            NoRoomError: as many as possible are running.
+        """
+        if self.num_running >= self._most:
+            raise NoRoomError(f"{self.num_running} {self._what} are running, which is the limit; retry in a second")
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+
+
+class Arrivals:
+    """Requests that have not arrived as a whole, each of which holds what has come of it.
+
+    They are given up after `ARRIVAL_SECONDS`. While more than `most` are arriving, the oldest of them have
+    `GRACE_SECONDS`, and while more than twice as many are, the oldest are given up at once: so whoever sends slowly, or
+    never to the end, keeps nobody else out. All methods run on the event loop.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Lets `most` requests arrive slowly."""
+        self._most = most
+        self._unhurried: dict[asyncio.Timeout, float] = {}
+        """Deadlines of the requests that have all the time, the oldest first, and when they began."""
+        self._hurried: dict[asyncio.Timeout, float] = {}
+        """The same of those that have the shorter time."""
+
+    async def receive(self, read: Callable[[], Awaitable[Result]]) -> Result:
+        """Returns what `read` returns.
+
+        Raises:
+            NoRoomError: it took too long.
+        """
+        began = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(ARRIVAL_SECONDS) as deadline:
+                self._unhurried[deadline] = began
+                try:
+                    self._hurry(began)
+                    return await read()
+                finally:
+                    self._unhurried.pop(deadline, None)
+                    self._hurried.pop(deadline, None)
+        except TimeoutError:
+            raise NoRoomError("the request took too long to arrive") from None
+
+    def _hurry(self, now: float) -> None:
+        """Gives the oldest request the shorter time if there are too many, and another one none at all."""
+        if len(self._unhurried) > self._most:
+            oldest = next(iter(self._unhurried))
+            began = self._hurried[oldest] = self._unhurried.pop(oldest)
+            _reschedule(oldest, max(now, began + GRACE_SECONDS))
+        if len(self._hurried) > self._most:
+            oldest = next(iter(self._hurried))
+            del self._hurried[oldest]
+            _reschedule(oldest, now)
+
+
+def _reschedule(deadline: asyncio.Timeout, when: float) -> None:
+    if not deadline.expired():
+        deadline.reschedule(when)

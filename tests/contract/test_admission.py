@@ -1,0 +1,210 @@
+"""A call is decided on by its metadata: whoever is refused makes a server receive and decode nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from draftwire.errors import UnauthenticatedError
+from draftwire.runtime import call_limits, interceptor
+from draftwire.runtime.call_limits import CallLimits
+from draftwire.runtime.channels import server_options
+from draftwire.runtime.interceptor import MAX_QUESTION_BYTES, MAX_WATCHES, Metadata, ServiceGate
+from draftwire.runtime.message_scan import MAX_FIELDS
+from draftwire.runtime.settings import ConnectionSettings
+from draftwire.v1 import gateway_pb2
+
+Code = grpc.StatusCode
+
+SERVICE = "draftwire.v1.GatewayService"
+SECONDS = 10.0
+TOKEN = (("authorization", "Bearer good"),)
+EMPTIES = b"\xb2\x01\x00" * (MAX_FIELDS + 1)
+"""A request of one field more than a large one may have: of empty messages."""
+
+
+class Server:
+    """A guarded gateway whose methods answer at once, and what reached it."""
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+        self.num_served = 0
+        self.held_when_served: list[str] = []
+        self.held: list[str] = []
+        """Methods of the calls whose requests are arriving."""
+        self.gate = ServiceGate(CallLimits(max_calls=3), self.admit)
+        self.gate.refusal = ""
+
+    @contextmanager
+    def admit(self, method: str, metadata: Metadata) -> Iterator[None]:
+        if ("authorization", "Bearer good") not in tuple(metadata):
+            raise UnauthenticatedError("who are you?")
+        self.held.append(method)
+        try:
+            yield
+        finally:
+            self.held.remove(method)
+
+    def decode(self, data: bytes) -> gateway_pb2.GenerateRequest:
+        self.num_decoded += 1
+        return gateway_pb2.GenerateRequest.FromString(data)
+
+    async def serve(self, request: gateway_pb2.GenerateRequest, context: Any) -> Any:
+        self.num_served += 1
+        self.held_when_served = list(self.held)
+        return gateway_pb2.GetServerResponse()
+
+    async def stream(self, request: gateway_pb2.GenerateRequest, context: Any) -> None:
+        await context.write(await self.serve(request, context))
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
+    guarded = Server()
+    server = grpc.aio.server(
+        interceptors=[guarded.gate], options=server_options(ConnectionSettings(), CallLimits(is_public=True))
+    )
+    kinds = {
+        "request_deserializer": guarded.decode,
+        "response_serializer": gateway_pb2.GetServerResponse.SerializeToString,
+    }
+    methods = {
+        "GetServer": grpc.unary_unary_rpc_method_handler(guarded.serve, **kinds),
+        "Generate": grpc.unary_stream_rpc_method_handler(guarded.stream, **kinds),
+    }
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    reflection.enable_server_reflection([SERVICE], server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield guarded, channel
+    finally:
+        await server.stop(grace=None)
+
+
+async def code_of(
+    channel: grpc.aio.Channel, data: bytes = b"", metadata: Sequence[tuple[str, str]] = TOKEN, method: str = "Generate"
+) -> tuple[Code, str]:
+    call = channel.unary_stream(f"/{SERVICE}/{method}")(data, metadata=metadata, timeout=SECONDS)
+    with suppress(grpc.aio.AioRpcError):
+        async for _ in call:  # a status comes after all responses
+            pass
+    return await call.code(), await call.details()
+
+
+def silent(channel: grpc.aio.Channel, method: str, metadata: Sequence[tuple[str, str]] = TOKEN) -> Any:
+    """Starts a call that never sends its request."""
+    return channel.stream_stream(method)(metadata=metadata, timeout=SECONDS)
+
+
+async def check(channel: grpc.aio.Channel) -> Code:
+    return await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=SECONDS).code()
+
+
+@pytest.mark.parametrize("method", ["Generate", "GetServer"])
+async def test_request_of_whoever_is_refused_is_neither_received_nor_decoded(method: str) -> None:
+    async with serving() as (server, channel):
+        for refusal, metadata, code in (("loading", TOKEN, Code.UNAVAILABLE), ("", (), Code.UNAUTHENTICATED)):
+            server.gate.refusal = refusal
+            assert (await code_of(channel, EMPTIES, metadata, method))[0] is code
+            quiet = silent(channel, f"/{SERVICE}/{method}", metadata)
+            assert await quiet.code() is code, "though nothing was sent"
+        assert (server.num_decoded, server.held) == (0, [])
+        assert (await code_of(channel, b"", TOKEN, method))[0] is Code.OK
+        assert (server.num_decoded, server.num_served) == (1, 1)
+        assert server.held_when_served == [], "what has arrived has no place among what arrives"
+
+
+async def test_large_request_of_too_many_messages_is_refused_before_it_is_decoded() -> None:
+    async with serving() as (server, channel):
+        code, text = await code_of(channel, EMPTIES)
+        assert (code, server.num_decoded) == (Code.INVALID_ARGUMENT, 0)
+        assert f"at most {MAX_FIELDS} fields" in text
+        assert (await code_of(channel, EMPTIES[:-6]))[0] is Code.OK
+
+
+async def test_calls_are_limited_over_all_connections_and_end_when_their_requests_do_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving() as (server, channel):
+        calls = [silent(channel, f"/{SERVICE}/Generate") for _ in range(3)]
+        while len(server.held) < 3:
+            await asyncio.sleep(0.001)
+        code, text = await code_of(channel)
+        assert (code, text) == (Code.RESOURCE_EXHAUSTED, "3 calls are running, which is the limit; retry in a second")
+        calls.pop().cancel()
+        while len(server.held) == 3:
+            await asyncio.sleep(0.001)
+        assert (await code_of(channel))[0] is Code.OK
+        monkeypatch.setattr(call_limits, "ARRIVAL_SECONDS", 0.0)
+        assert await silent(channel, f"/{SERVICE}/Generate").code() is Code.RESOURCE_EXHAUSTED
+        for call in calls:
+            call.cancel()
+
+
+async def test_call_without_a_request_is_refused() -> None:
+    async with serving() as (_, channel):
+        call = channel.stream_stream(f"/{SERVICE}/Generate")(iter(()), metadata=TOKEN, timeout=SECONDS)
+        assert (await call.code(), await call.details()) == (Code.INVALID_ARGUMENT, "the call has no request")
+
+
+async def test_health_answers_probes_while_anybody_watches_and_asks_without_end() -> None:
+    async with serving() as (server, channel):
+        server.gate.refusal = "loading"
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MAX_WATCHES)]
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        refused = stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
+        assert await refused.code() is Code.RESOURCE_EXHAUSTED
+        questions = [silent(channel, interceptor.HEALTH_CHECK) for _ in range(100)]
+        assert await check(channel) is Code.OK
+        assert await questions[0].code() is Code.RESOURCE_EXHAUSTED, "the oldest made room"
+        watches.pop().cancel()
+        while server.gate._watches.num_running == MAX_WATCHES:
+            await asyncio.sleep(0.001)
+        assert (await stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS).read()).status
+        for call in (*watches, *questions):
+            call.cancel()
+
+
+async def test_streams_of_reflection_are_limited_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    async with serving() as (server, channel):
+        calls = [silent(channel, method) for _ in range(interceptor.MAX_REFLECTIONS)]
+        while server.gate._reflections.num_running < len(calls):
+            await asyncio.sleep(0.001)
+        assert await silent(channel, method).code() is Code.RESOURCE_EXHAUSTED
+        for call in calls:
+            call.cancel()
+        while server.gate._reflections.num_running:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(interceptor, "ARRIVAL_SECONDS", 0.0)
+        assert await silent(channel, method).code() is Code.DEADLINE_EXCEEDED
+
+
+async def test_questions_that_need_no_token_are_short() -> None:
+    long = health_pb2.HealthCheckRequest(service="x" * MAX_QUESTION_BYTES)
+    async with serving() as (_, channel):
+        stub = health_pb2_grpc.HealthStub(channel)
+        for call in (stub.Check(long, timeout=SECONDS), stub.Watch(long, timeout=SECONDS)):
+            assert await call.code() is Code.INVALID_ARGUMENT
+        unknown = stub.Check(health_pb2.HealthCheckRequest(service="another"), timeout=SECONDS)
+        assert await unknown.code() is Code.NOT_FOUND, "as ever"
+
+
+async def test_compressed_request_is_refused_because_it_has_no_size() -> None:
+    """A thousandth of what it becomes: the limit of message sizes is that of the compressed one."""
+    async with serving() as (server, channel):
+        call = channel.unary_unary(f"/{SERVICE}/GetServer")(
+            bytes(10**6), metadata=TOKEN, timeout=SECONDS, compression=grpc.Compression.Gzip
+        )
+        assert await call.code() is Code.UNIMPLEMENTED
+        assert server.num_decoded == 0

@@ -1,0 +1,109 @@
+"""Calls that run and requests that arrive are limited, and who is slow keeps nobody else out."""
+
+import asyncio
+
+import pytest
+
+from draftwire.errors import NoRoomError
+from draftwire.runtime import call_limits
+from draftwire.runtime.call_limits import Arrivals, CallCounter, CallLimits
+
+
+async def settled() -> None:
+    """Lets everything run that can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def at_once() -> str:
+    return "request"
+
+
+async def never() -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
+def start(arrivals: Arrivals, count: int) -> list[asyncio.Task[str]]:
+    return [asyncio.create_task(arrivals.receive(never)) for _ in range(count)]
+
+
+async def test_as_many_may_arrive_slowly_as_the_limit_says_and_the_oldest_make_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_limits, "GRACE_SECONDS", 0.0)
+    arrivals = Arrivals(2)
+    tasks = start(arrivals, 2)
+    await settled()
+    assert not any(task.done() for task in tasks)
+    tasks += start(arrivals, 3)
+    await settled()
+    assert [task.done() for task in tasks] == [True] * 3 + [False] * 2
+    for task in tasks[:3]:
+        with pytest.raises(NoRoomError, match="took too long to arrive"):
+            await task
+    assert await arrivals.receive(at_once) == "request"
+    for task in tasks:
+        task.cancel()
+    await settled()
+    assert not arrivals._unhurried, "nothing is left of those that are gone"
+    assert not arrivals._hurried
+
+
+async def test_who_is_quick_has_time_while_thousands_are_slow_and_no_more_are_held_than_twice_the_limit() -> None:
+    arrivals = Arrivals(2)
+    slow = start(arrivals, 2000)
+    await settled()
+    assert [task.done() for task in slow] == [True] * 1996 + [False] * 4
+    assert await asyncio.gather(*(arrivals.receive(at_once) for _ in range(100))) == ["request"] * 100
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_many_that_come_together_have_the_grace() -> None:
+    """So nobody is refused who only comes with others."""
+    arrivals = Arrivals(2)
+    tasks = start(arrivals, 4)
+    await settled()
+    assert not any(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_request_that_never_ends_is_given_up_though_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_limits, "ARRIVAL_SECONDS", 0.0)
+    with pytest.raises(NoRoomError):
+        await Arrivals(2).receive(never)
+
+
+async def test_error_of_a_request_is_passed_on() -> None:
+    async def fail() -> str:
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        await Arrivals(2).receive(fail)
+
+
+def test_calls_are_counted_until_they_end_however_they_do() -> None:
+    calls = CallCounter("calls", 1)
+    for error in (None, ValueError):
+        try:
+            with calls.one():
+                with pytest.raises(NoRoomError, match="1 calls are running"), calls.one():
+                    pass
+                if error is not None:
+                    raise error
+        except ValueError:
+            pass
+        assert calls.num_running == 0
+
+
+@pytest.mark.parametrize(("max_request_bytes", "max_arriving"), [(2**20, 128), (8 * 2**20, 16), (2**31 - 1, 4)])
+def test_requests_that_arrive_hold_no_more_memory_the_larger_they_may_be(
+    max_request_bytes: int, max_arriving: int
+) -> None:
+    limits = CallLimits(max_request_bytes)
+    assert limits.max_arriving == max_arriving
+    assert 2 * max_arriving * max_request_bytes <= call_limits.ARRIVING_BYTES or max_arriving == 4
