@@ -1,6 +1,7 @@
 """What services count: histograms as the library's, latencies shared among tokens, idle engines, labels of vLLM."""
 
-import urllib.request
+import asyncio
+import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,8 +16,10 @@ from draftwire.engine.engine_metrics import COUNTS
 from draftwire.errors import NoRoomError
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource
+from draftwire.runtime import metrics_endpoint
 from draftwire.runtime.histogram import Histogram
 from draftwire.runtime.metrics import LONG_SECONDS, SECONDS, ServiceMetrics
+from draftwire.runtime.metrics_endpoint import MetricsApp, MetricsPage
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
@@ -250,18 +253,53 @@ def samples_of(text: str) -> list[str]:
     return [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
 
 
+def scraper_of(metrics: ServiceMetrics, *, is_local: bool = True) -> httpx2.AsyncClient:
+    app = MetricsApp(MetricsPage(metrics.registry), is_local=is_local)
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1:9052")
+
+
 @pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=list(ACCEPTED))
-def test_names_are_the_same_whatever_a_scraper_accepts(accepted: str) -> None:
+async def test_names_are_the_same_whatever_a_scraper_accepts(accepted: str) -> None:
     metrics = ServiceMetrics()
     metrics.counter("requests", "Requests.", ("result",)).labels("stop").inc()
-    request = urllib.request.Request(f"http://127.0.0.1:{metrics.serve(0, '127.0.0.1')}/metrics")
-    request.add_header("Accept", accepted)
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        names = samples_of(answer.read().decode())
-        assert answer.headers["Content-Type"] == PLAIN
+    async with scraper_of(metrics) as client:
+        answer = await client.get("/metrics", headers={"accept": accepted})
+    names = samples_of(answer.text)
+    assert answer.headers["Content-Type"] == PLAIN
     assert 'draftwire:requests_total{result="stop"}' in names
     assert names == samples_of(generate_latest(metrics.registry).decode())
     assert all(name.startswith("draftwire:") for name in names)
+
+
+async def test_metrics_of_this_machine_are_read_by_no_page_under_another_name() -> None:
+    for is_local, host, status in (
+        (True, "rebound.example:9052", 403),
+        (True, "localhost:9052", 200),
+        (False, "a", 200),
+    ):
+        async with scraper_of(ServiceMetrics(), is_local=is_local) as client:
+            answer = await client.get("/metrics", headers={"host": host})
+            assert (answer.status_code, "startup_seconds" in answer.text) == (status, status == 200)
+            assert (await client.post("/metrics", headers={"host": host})).status_code == (
+                405 if status == 200 else 403
+            )
+
+
+async def test_metrics_are_made_once_at_a_time_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = most = 0
+
+    def rendered(_registry: CollectorRegistry) -> bytes:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.001)  # so that others would run meanwhile
+        running -= 1
+        return b"x 1"
+
+    monkeypatch.setattr(metrics_endpoint, "generate_latest", rendered)
+    page = MetricsPage(CollectorRegistry())
+    assert await asyncio.gather(*(page.text() for _ in range(8))) == [b"x 1"] * 8
+    assert most == 1
 
 
 @pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=list(ACCEPTED))
