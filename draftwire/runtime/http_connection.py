@@ -179,7 +179,7 @@ class TlsHandshake(asyncio.Protocol):
                 secured = await self._loop.start_tls(
                     self.transport, self, self._state.tls, server_side=True, ssl_handshake_timeout=HEAD_SECONDS
                 )
-        self._state.connections.discard(self)  # type: ignore[arg-type]
+        self._state.connections.discard(self)
         self._state.waiting.pop(self, None)
         if secured is None or self._is_lost:
             return
