@@ -41,7 +41,8 @@ class Connections(ServerState):
         self.most = most
         self.tls = tls
         self.waiting: OrderedDict[HttpConnection | TlsHandshake, None] = OrderedDict()
-        """Connections that wait for their clients, for a handshake, a head or the rest of a body; the longest first."""
+        """Connections that wait for their clients: for a handshake, for a head or the rest of a body, or to read what
+        was sent. The longest first."""
 
     def make_room(self) -> None:
         """Aborts the connection that has waited longest, if there are too many.
@@ -84,8 +85,7 @@ class HttpConnection(H11Protocol):
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             _end(self._head_deadline)
-            if not self.cycle.more_body:
-                self.server_state.waiting.pop(self, None)
+            self._go_on()
             if not self.flow.write_paused:  # the deadline of the previous response, which was still in the buffer
                 _end(self._send_deadline)
         is_ahead = self.conn.their_state is h11.DONE and self.flow.read_paused
@@ -95,6 +95,7 @@ class HttpConnection(H11Protocol):
     @override
     def on_response_complete(self) -> None:
         """Called when a whole response was handed to the transport, which may still buffer a part."""
+        self.cycle.body = bytearray()  # what the application did not read, which nobody counts
         self._wait_for_client()
         self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
         if self.transport.get_write_buffer_size() and not self.flow.write_paused:
@@ -104,12 +105,20 @@ class HttpConnection(H11Protocol):
     @override
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._wait_for_client()
         self._send_deadline = self._renewed(self._send_deadline, SEND_SECONDS, self._cut_unread)
 
     @override
     def resume_writing(self) -> None:
         _end(self._send_deadline)
         super().resume_writing()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Notes that the client is not waited for, if it is not."""
+        cycle = self.cycle
+        if cycle is not None and not (cycle.response_complete or cycle.more_body or self.flow.write_paused):
+            self.server_state.waiting.pop(self, None)
 
     def _wait_for_client(self) -> None:
         if self in self.connections:  # it may have been lost

@@ -21,8 +21,8 @@ IDLE_SECONDS = 30
 """How long a connection without requests is kept open."""
 STOP_SECONDS = 1
 """How long requests that still run after the drain may take to end."""
-MAX_CONNECTIONS = 4096
-"""Connections of one server at once; see `Connections`. At most half of the files that the process may open."""
+MAX_CONNECTIONS = 1024
+"""Default of the connections of one server at once; see `Connections`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class HttpEndpoint:
     name: str = "http"
     """The option `<name>_port` sets the port, and the log names it so."""
     max_connections: int = MAX_CONNECTIONS
+    """At most half of the files that the process may open are taken."""
 
 
 class _Server(uvicorn.Server):

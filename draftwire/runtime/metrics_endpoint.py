@@ -14,16 +14,24 @@ MAX_SCRAPERS = 64
 
 
 class MetricsPage:
-    """The metrics of a registry, as text; made on a thread, one at a time however many ask."""
+    """The metrics of a registry, as text; made on a thread, once for all who wait for it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Makes no text yet."""
         self._registry = registry
         self._rendering = asyncio.Lock()
+        self._next: asyncio.Task[bytes] | None = None
+        """Makes the text that has not been begun yet."""
 
     async def text(self) -> bytes:
-        """Returns all metrics, in Prometheus's text format: OpenMetrics does not allow the colons in the names."""
+        """Returns all metrics as of now, as Prometheus's text: OpenMetrics does not allow the colons in the names."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._render())
+        return await asyncio.shield(self._next)
+
+    async def _render(self) -> bytes:
         async with self._rendering:
+            self._next = None  # who asks from now on gets what is made after this
             return await asyncio.to_thread(generate_latest, self._registry)
 
 

@@ -132,6 +132,41 @@ def silent_http_sockets(victim: Victim) -> Figures:
 
 
 @attack("anyone")
+def bodies_for_no_route(victim: Victim) -> Figures:
+    """The begins of bodies that no route reads, on as many connections as there may be."""
+    before = victim.resident_mib("gateway")
+    head = HEAD.replace(b"/v1/completions", b"/nothing") + b"content-length: 8000000\r\n\r\n"
+    with ExitStack() as stack:
+        for _ in range(NUM_SILENT):
+            raw = stack.enter_context(socket.create_connection(split(victim.http), timeout=2.0))
+            raw.setblocking(False)
+            with suppress(OSError):
+                raw.send(head + b" " * 2**18)
+        time.sleep(0.5)
+        return {"mib_before": before, "mib_while": victim.resident_mib("gateway")}
+
+
+@attack("anyone")
+def unread_answers(victim: Victim) -> Figures:
+    """Requests for pages, many on each connection, of whose answers nothing is read."""
+    before = victim.resident_mib("gateway")
+    asked = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200
+    with ExitStack() as stack:
+        for _ in range(NUM_SILENT):
+            raw = stack.enter_context(socket.socket())
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.settimeout(2.0)
+            with suppress(OSError):
+                raw.connect(split(victim.http))
+                raw.send(asked)
+        return {
+            "mib_before": before,
+            "mib_while": victim.resident_mib("gateway"),
+            **probes(victim, victim.http, "/health"),
+        }
+
+
+@attack("anyone")
 def silent_scrapers(victim: Victim) -> Figures:
     """Connections to the metrics of each service, none of which asks for anything."""
     threads = {name: num_threads(pid) for name, pid in victim.pids.items()}

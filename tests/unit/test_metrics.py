@@ -1,7 +1,7 @@
 """What services count: histograms as the library's, latencies shared among tokens, idle engines, labels of vLLM."""
 
 import asyncio
-import time
+import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -285,21 +285,31 @@ async def test_metrics_of_this_machine_are_read_by_no_page_under_another_name() 
             )
 
 
-async def test_metrics_are_made_once_at_a_time_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = most = 0
+@pytest.mark.parametrize("num_scrapers", [8, 16])
+async def test_who_asks_while_metrics_are_made_gets_the_next_ones_with_all_others(
+    num_scrapers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as many cost no more, and nobody gets what was begun before the question."""
+    began, may_go_on, made = threading.Semaphore(0), threading.Semaphore(0), 0
 
     def rendered(_registry: CollectorRegistry) -> bytes:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        time.sleep(0.001)  # so that others would run meanwhile
-        running -= 1
-        return b"x 1"
+        nonlocal made
+        made += 1
+        text = b"x %d" % made
+        began.release()
+        assert may_go_on.acquire(timeout=10.0)
+        return text
 
     monkeypatch.setattr(metrics_endpoint, "generate_latest", rendered)
     page = MetricsPage(CollectorRegistry())
-    assert await asyncio.gather(*(page.text() for _ in range(8))) == [b"x 1"] * 8
-    assert most == 1
+    first = asyncio.create_task(page.text())
+    assert await asyncio.to_thread(began.acquire, timeout=10.0)
+    others = [asyncio.create_task(page.text()) for _ in range(num_scrapers)]
+    await asyncio.sleep(0)
+    may_go_on.release(2)
+    assert await first == b"x 1"
+    assert await asyncio.gather(*others) == [b"x 2"] * num_scrapers
+    assert made == 2
 
 
 @pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=list(ACCEPTED))

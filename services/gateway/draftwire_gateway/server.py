@@ -16,7 +16,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.logprobs import PromptPart
 from draftwire.runtime import messages
-from draftwire.runtime.http_server import HttpEndpoint, HttpListener
+from draftwire.runtime.http_server import MAX_CONNECTIONS, HttpEndpoint, HttpListener
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
 from draftwire.runtime.service import Service
@@ -356,7 +356,12 @@ async def make_service(config: GatewayConfig) -> Service:
         listeners.append(
             HttpListener(
                 lambda gate: make_app(core, lambda: pool.connected_drafters, access, gate),
-                HttpEndpoint(config.server.host, config.http_port, server_context(tls, config.tls)),
+                HttpEndpoint(
+                    config.server.host,
+                    config.http_port,
+                    server_context(tls, config.tls),
+                    max_connections=max(MAX_CONNECTIONS, 4 * config.max_requests),
+                ),
                 config.connections,
             )
         )
