@@ -1,6 +1,7 @@
 """What all request bodies together may take while they arrive, are parsed, and are made into requests."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,26 +26,39 @@ class BodyBudget:
         """Bytes that are taken."""
         self._most_bytes = most_bytes
         self._clock = clock
+        self._of_callers: Counter[str] = Counter()
         self._arriving: dict[BodyShare, float] = {}
         """The bodies that are not complete, and since when they arrive; the oldest first."""
 
     @contextmanager
-    def share(self) -> Iterator["BodyShare"]:
-        """Yields a share of nothing, and gives back at the end whatever was taken for it."""
-        share = BodyShare(self)
+    def share(self, caller: str = "") -> Iterator["BodyShare"]:
+        """Yields a share of nothing, and gives back at the end whatever was taken for it.
+
+        Args:
+            caller: whose body it is, who takes half of the budget at most; empty where callers have no names.
+        """
+        share = BodyShare(self, caller)
         try:
             yield share
         finally:
             share.give_back()
 
     def _take(self, share: "BodyShare", num_bytes: int) -> None:
+        if share.caller and self._of_callers[share.caller] + num_bytes > self._most_bytes // 2:
+            raise NoRoomError(f"bodies of {share.caller} take half of the room that there is", _RETRY_S)
         is_small = share.num_bytes + num_bytes <= SMALL_BYTES
         most_bytes = self._most_bytes if is_small else self._most_bytes * 3 // 4
         while self.num_bytes + num_bytes > most_bytes and (late := self._late(share)) is not None:
             late.give_up()
         if self.num_bytes + num_bytes > most_bytes:
             raise NoRoomError("bodies of other requests take all the room that there is; retry in a second", _RETRY_S)
+        self._add(share, num_bytes)
+
+    def _add(self, share: "BodyShare", num_bytes: int) -> None:
+        """Counts bytes that were taken, or given back if negative."""
         self.num_bytes += num_bytes
+        self._of_callers[share.caller] += num_bytes
+        share.num_bytes += num_bytes
 
     def _late(self, newcomer: "BodyShare") -> "BodyShare | None":
         """Returns the body that arrives for longest, if that is too long."""
@@ -55,8 +69,9 @@ class BodyBudget:
 class BodyShare:
     """What one body takes of a budget."""
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, caller: str) -> None:
         """Takes nothing yet."""
+        self.caller = caller
         self.num_bytes = 0
         """Bytes that are taken for it."""
         self.is_given_up = False
@@ -74,13 +89,10 @@ class BodyShare:
         more = num_bytes - self.num_bytes
         if more > 0:
             self._budget._take(self, more)
-            self.num_bytes = num_bytes
 
     def keep(self, num_bytes: int) -> None:
         """Gives back what is taken beyond this."""
-        more = max(0, self.num_bytes - num_bytes)
-        self._budget.num_bytes -= more
-        self.num_bytes -= more
+        self._budget._add(self, min(0, num_bytes - self.num_bytes))
 
     def give_back(self) -> None:
         """Gives back all that was taken. May be called again."""

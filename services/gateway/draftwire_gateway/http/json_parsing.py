@@ -1,4 +1,8 @@
-"""Parses JSON bodies with limits on size and depth, without duplicate keys or numbers beyond 64 bits."""
+"""Parses JSON bodies with limits on size and depth, without duplicate keys or numbers beyond 64 bits.
+
+pydantic validates what comes out (`body`). Its own parser would take the last of two equal keys, and has no hook to
+count objects and lists before they are made.
+"""
 
 import json
 import math

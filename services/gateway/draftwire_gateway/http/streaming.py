@@ -77,7 +77,7 @@ class GeneratingRoute(Generic[Body]):
         caller = self._access.authenticate(header(scope, "authorization"))
         caller.refuse_if_over()
         self._core.refuse_if_full()
-        with self._bodies.budget.share() as share:
+        with self._bodies.budget.share(caller.name) as share:
             body = await self._read(scope, receive, share)
             target = self._core.description.name
             fault = model_fault(body.model, target, [drafter.description.name for drafter in self._drafters()])
