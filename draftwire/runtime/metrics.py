@@ -1,9 +1,8 @@
 """Metrics that all services have in common. Where vLLM has the metric, the name after the prefix is vLLM's."""
 
 from collections.abc import Iterable, Sequence
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import Metric
 
 from draftwire.runtime.histogram import Histogram, Tally
@@ -35,7 +34,6 @@ class ServiceMetrics:
             "From the start of the process until it served.",
             registry=self.registry,
         )
-        self._server: WSGIServer | None = None
 
     def counter(
         self, name: str, documentation: str, labels: tuple[str, ...] = (), *, of_model: bool = False
@@ -65,25 +63,6 @@ class ServiceMetrics:
     ) -> Tally:
         """Registers a histogram without labels."""
         return self.histogram(name, documentation, bounds, of_model=of_model).labels()
-
-    def serve(self, port: int, host: str) -> int:
-        """Serves `/metrics` on a thread and returns the port.
-
-        Always in Prometheus's text format: OpenMetrics does not allow the colons in the names.
-        """
-        server, _ = start_http_server(port, host, self.registry)
-        app = server.get_app()
-        assert app is not None, "the library has just set it"
-        server.set_app(lambda environ, start: app({**environ, "HTTP_ACCEPT": ""}, start))
-        self._server = server
-        return int(server.server_port)
-
-    def stop_serving(self) -> None:
-        """Stops serving `/metrics`, if `serve` was called."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
 
 
 class OfModel:

@@ -16,6 +16,7 @@ from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.channels import server_options
 from draftwire.runtime.interceptor import Admit, ServiceGate, admit_all
 from draftwire.runtime.metrics import ServiceMetrics
+from draftwire.runtime.metrics_endpoint import metrics_listener
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 from draftwire.runtime.time_limits import Watchdog
 from draftwire.runtime.tracing import Tracer
@@ -101,6 +102,8 @@ class Running:
         options = server_options(service.connections, service.limits)
         self._server = grpc.aio.server(interceptors=[self._gate], options=options)
         self._probe = health.aio.HealthServicer()
+        metrics = metrics_listener(service.metrics.registry, service.settings, service.connections)
+        self._listeners: Sequence[Listener] = (*service.listeners, *([metrics] if metrics is not None else []))
         self._tasks: list[asyncio.Task[None]] = []
 
     async def listen(self) -> None:
@@ -117,10 +120,8 @@ class Running:
         for name in service.grpc_names:
             await self._probe.set(name, NOT_SERVING)
         ports: dict[str, int | None] = {"port": _bind(self._server, service), "metrics_port": None}
-        for listener in service.listeners:
+        for listener in self._listeners:
             ports[f"{listener.name}_port"] = await listener.start(self._gate)
-        if service.settings.metrics_port is not None:
-            ports["metrics_port"] = service.metrics.serve(service.settings.metrics_port, service.settings.host)
         self.ports = ports
         await self._server.start()
 
@@ -132,7 +133,7 @@ class Running:
         self._gate.refusal = ""
         for name in service.grpc_names:
             await self._probe.set(name, SERVING)
-        self._tasks = [asyncio.create_task(_run(service)), asyncio.create_task(self._watch())]
+        self._tasks = [asyncio.create_task(_run(service, self._listeners)), asyncio.create_task(self._watch())]
 
     async def wait(self) -> None:
         """Returns once the service's work has ended by itself; `drain` raises its error."""
@@ -165,8 +166,7 @@ class Running:
         service = self._service
         stops = (
             self._server.stop(grace=grace_s),
-            *(listener.stop() for listener in service.listeners),
-            asyncio.to_thread(service.metrics.stop_serving),
+            *(listener.stop() for listener in self._listeners),
         )
         for fault in await asyncio.gather(*stops, return_exceptions=True):
             if fault is not None:  # the rest has to be stopped all the same
@@ -222,9 +222,9 @@ def _bind(server: grpc.aio.Server, service: Service) -> int:
         raise UnavailableError(f"cannot listen on {address}: is something else running there?") from error
 
 
-async def _run(service: Service) -> None:
+async def _run(service: Service, listeners: Sequence[Listener]) -> None:
     """Runs the service and its listeners until one of them ends, or it is cancelled."""
-    coroutines = (service.run(), *(listener.run() for listener in service.listeners))
+    coroutines = (service.run(), *(listener.run() for listener in listeners))
     works = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)

@@ -11,12 +11,22 @@ from typing import Any
 import openai
 import pytest
 from observing import wait_until
+from pydantic import BaseModel
 from tiny_models import save_spelling_model
 from transformers import AutoTokenizer
 
 from benchmarks.law import stack_options
 from draftwire.client import Client, Completion, StructuredOutput
 from draftwire_gateway.http.choice_deltas import IMPOSSIBLE
+from draftwire_gateway.http.response_models import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    CompletionChunk,
+    HealthBody,
+    ListedModel,
+    ListedModels,
+    TextCompletion,
+)
 from tests.in_process import InProcessStack
 
 TOKENS = [*"abcdefghijklmnopqrstuvwxyz", *'{}[]":,;0123456789.', "<e>"]
@@ -680,3 +690,37 @@ def test_stream_is_made_of_server_sent_events_and_ends_with_done(running: InProc
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert all("usage" not in chunk for chunk in chunks)
+
+
+ROUTES: dict[str, tuple[dict[str, Any], type[BaseModel], type[BaseModel]]] = {
+    "/v1/completions": ({"prompt": "hello", "echo": True, "logprobs": 2}, TextCompletion, CompletionChunk),
+    "/v1/chat/completions": (
+        {"messages": [USER], "logprobs": True, "top_logprobs": 2},
+        ChatCompletion,
+        ChatCompletionChunk,
+    ),
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2, "prompt_logprobs": 1, "token_details": True}], ids=["little", "all"])
+@pytest.mark.parametrize("path", ROUTES)
+def test_answers_are_as_openapi_describes_them(running: InProcessStack, path: str, more: dict[str, Any]) -> None:
+    own, whole, chunk = ROUTES[path]
+    body = {"model": "target", "max_tokens": 6, **more, **(own if more else {key: own[key] for key in list(own)[:1]})}
+
+    def answer(**also: Any) -> str:
+        data = json.dumps({**body, **also}).encode()
+        return fetch(running.http_address + path, data, content_type="application/json")[2].decode()
+
+    whole.model_validate_json(answer(), strict=True)
+    *events, done, _ = answer(stream=True, stream_options={"include_usage": True}).split("\n\n")
+    assert done == "data: [DONE]"
+    for event in events:
+        chunk.model_validate_json(event.removeprefix("data: "), strict=True)
+
+
+def test_models_and_health_are_as_openapi_describes_them(running: InProcessStack) -> None:
+    listed = ListedModels.model_validate_json(fetch(f"{running.http_address}/v1/models")[2], strict=True)
+    one = fetch(f"{running.http_address}/v1/models/{listed.data[0].id}")[2]
+    assert ListedModel.model_validate_json(one, strict=True) == listed.data[0]
+    HealthBody.model_validate_json(fetch(f"{running.http_address}/health")[2], strict=True)

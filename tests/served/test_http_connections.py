@@ -2,17 +2,26 @@
 
 import asyncio
 import socket
+import ssl
+import threading
+import tomllib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
+from prometheus_client import CollectorRegistry, Counter
 
-from draftwire.runtime.settings import ConnectionSettings
-from draftwire_gateway.http import http_connection
-from draftwire_gateway.http.http_server import HttpListener
+from draftwire.runtime import http_connection, http_server, metrics_endpoint
+from draftwire.runtime.http_server import HttpEndpoint, HttpListener
+from draftwire.runtime.metrics_endpoint import metrics_listener
+from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 from draftwire_gateway.http.streaming import _while_connected
 
+ROOT = Path(__file__).parents[2]
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n"
 PART = b"x" * 2**16
 
@@ -30,7 +39,8 @@ class Endless:
         self.ended = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await receive()
+        while (await receive()).get("more_body"):
+            pass
         self.began.set()
         try:
             await _while_connected(receive, self._answer(scope["path"], send))
@@ -49,9 +59,15 @@ class Endless:
 
 
 @asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[int]:
-    listener = HttpListener(lambda _gate: app, "127.0.0.1", 0, ConnectionSettings(), None)
-    port = await listener.start(Gate())
+async def listening(app: Any, max_connections: int = 100) -> AsyncIterator[int]:
+    endpoint = HttpEndpoint("127.0.0.1", 0, max_connections=max_connections)
+    async with started(HttpListener(lambda _gate: app, endpoint, ConnectionSettings())) as port:
+        yield port
+
+
+@asynccontextmanager
+async def started(listener: HttpListener) -> AsyncIterator[int]:
+    port = await listener.start(Gate())  # type: ignore[arg-type]
     try:
         yield port
     finally:
@@ -133,14 +149,129 @@ async def test_request_that_takes_long_is_not_cut_by_the_deadline_of_its_head(
         assert not app.ended.is_set()
 
 
-async def test_connections_beyond_the_limit_are_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "MAX_CONNECTIONS", 1)
-    async with listening(Endless()) as port, connected(port) as first:
-        await send(first, HEAD)
+async def test_connection_beyond_the_limit_is_closed_at_once_where_all_others_are_at_work() -> None:
+    app = Endless()
+    async with listening(app, max_connections=1) as port, connected(port) as first:
+        await send(first, HEAD.replace(b"/ ", b"/silent ") + b"ab")
+        await asyncio.wait_for(app.began.wait(), 10.0)
         async with connected(port) as second:
             assert await received(second) == b""
-        await send(first, b"ab")
-        assert (await asyncio.get_running_loop().sock_recv(first, 100)).startswith(b"HTTP/1.1 200")
+        assert not app.ended.is_set()
+
+
+async def is_open(raw: socket.socket) -> bool:
+    """Whether the other end neither closes nor sends for a moment."""
+    try:
+        await asyncio.wait_for(asyncio.get_running_loop().sock_recv(raw, 2**16), 0.05)
+    except TimeoutError:
+        return True
+    except ConnectionResetError:
+        pass
+    return False
+
+
+BEGUN = {
+    "nothing": b"",
+    "half a head": HEAD[:20],
+    "half a body": HEAD + b"a",
+    "an answer": HEAD + b"ab",
+    "an answer that is not read": HEAD.replace(b"/ ", b"/endless ") + b"ab",
+}
+
+
+@pytest.mark.parametrize("begun", BEGUN.values(), ids=list(BEGUN))
+async def test_who_keeps_the_server_waiting_keeps_nobody_out(begun: bytes) -> None:
+    """The longest of those that wait make room, and not the one that is at work, nor the newest."""
+    app = Endless()
+    async with listening(app, max_connections=4) as port, AsyncExitStack() as opened:
+        at_work = await opened.enter_async_context(connected(port))
+        await send(at_work, HEAD.replace(b"/ ", b"/silent ") + b"ab")
+        assert (await asyncio.get_running_loop().sock_recv(at_work, 2**16)).startswith(b"HTTP/1.1 200")
+        waiting = [await opened.enter_async_context(connected(port)) for _ in range(3)]
+        for raw in waiting:
+            await send(raw, begun)
+            await asyncio.sleep(0.02)
+        if begun == BEGUN["an answer"]:
+            for raw in waiting:
+                assert await asyncio.get_running_loop().sock_recv(raw, 2**16)
+        sent = -1
+        while sent != app.sent:  # until nothing more goes to who does not read
+            sent = app.sent
+            await asyncio.sleep(0.1)
+        honest = await opened.enter_async_context(connected(port))
+        await send(honest, HEAD + b"ab")
+        assert (await asyncio.get_running_loop().sock_recv(honest, 2**16)).startswith(b"HTTP/1.1 200")
+        with suppress(ConnectionResetError):
+            async with asyncio.timeout(10.0):
+                said = await received(waiting[0])
+            assert b"endless" in begun or said == b"", "which waited longest"
+        assert b"endless" in begun or await is_open(waiting[1])
+        assert await is_open(at_work)
+
+
+async def test_who_never_shakes_hands_is_counted_and_keeps_nobody_out() -> None:
+    ca, context, trusting = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    ca.issue_cert("localhost").configure_cert(context)
+    ca.configure_trust(trusting)
+    endpoint = HttpEndpoint("127.0.0.1", 0, context, max_connections=4)
+    async with (
+        started(HttpListener(lambda _gate: Endless(), endpoint, ConnectionSettings())) as port,
+        AsyncExitStack() as opened,
+    ):
+        silent = [await opened.enter_async_context(connected(port)) for _ in range(6)]
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusting, server_hostname="localhost")
+            writer.write(HEAD + b"ab")
+            assert (await asyncio.wait_for(reader.read(100), 10.0)).startswith(b"HTTP/1.1 200")
+            writer.close()
+        with suppress(ConnectionResetError):
+            assert await received(silent[0]) == b""
+        assert await is_open(silent[5])
+
+
+async def test_what_was_not_read_of_a_body_is_not_kept_once_it_is_answered() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    listener = HttpListener(lambda _gate: app, HttpEndpoint("127.0.0.1", 0), ConnectionSettings())
+    async with started(listener) as port, connected(port) as raw:
+        await send(raw, HEAD.replace(b"length: 2", b"length: 8000000") + PART)
+        assert (await asyncio.get_running_loop().sock_recv(raw, 2**16)).startswith(b"HTTP/1.1 404")
+        (connection,) = listener._server.server_state.connections  # type: ignore[union-attr]
+        assert connection.cycle.body == b""  # type: ignore[union-attr]
+
+
+async def test_half_of_the_files_that_may_be_open_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_max_open_files", lambda: 2)
+    async with listening(Endless()) as port, connected(port) as first, connected(port):
+        with suppress(ConnectionResetError):
+            assert await received(first) == b""
+
+
+async def test_silent_scrapers_cost_no_thread_and_keep_nobody_from_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_endpoint, "MAX_SCRAPERS", 4)
+    registry = CollectorRegistry()
+    Counter("x", "Some number.", registry=registry).inc(3)
+    listener = metrics_listener(registry, ServerSettings(metrics_port=0), ConnectionSettings())
+    assert listener is not None
+    threads: list[int] = []
+    async with started(listener) as port, AsyncExitStack() as opened:
+        for num_silent in (6, 12):
+            for _ in range(num_silent):
+                await opened.enter_async_context(connected(port))
+            honest = await opened.enter_async_context(connected(port))
+            await send(honest, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            assert b"x_total 3.0" in await received(honest)
+            threads.append(threading.active_count())
+    assert threads[0] == threads[1]
+
+
+def test_connections_are_those_of_the_versions_that_they_were_written_for() -> None:
+    """After an upgrade: read http_connection.py beside uvicorn's h11_impl.py again, then change the versions there."""
+    assert (version("uvicorn"), version("h11")) == (http_connection.UVICORN, http_connection.H11)
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gateway"]
+    assert {f"uvicorn=={http_connection.UVICORN}", f"h11=={http_connection.H11}"} <= set(wanted)
 
 
 async def test_client_that_goes_away_after_sending_more_is_noticed() -> None:
@@ -167,8 +298,8 @@ async def test_what_is_sent_ahead_is_bounded() -> None:
 async def test_failure_of_the_server_is_seen_and_does_not_keep_it_from_being_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    listener = HttpListener(lambda _gate: Endless(), "127.0.0.1", 0, ConnectionSettings(), None)
-    await listener.start(Gate())
+    listener = HttpListener(lambda _gate: Endless(), HttpEndpoint("127.0.0.1", 0), ConnectionSettings())
+    await listener.start(Gate())  # type: ignore[arg-type]
 
     async def fails(_counter: int) -> bool:
         raise OSError("broken")

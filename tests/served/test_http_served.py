@@ -133,11 +133,11 @@ def test_full_gateway_says_when_to_try_again(scripted: InProcessStack) -> None:
         assert refused.value.response.headers["retry-after"] == "1"
         assert refused.value.response.headers["retry-after-ms"] == "1000"
         assert (refused.value.type, refused.value.code) == ("rate_limit_error", "rate_limit_exceeded")
+        stream.close()
+        wait_until(lambda: num_sessions(scripted) == 0, "the session is closed")
         with pytest.raises(openai.BadRequestError) as never:
             client.completions.create(**asked(scripted, 5, n=9))
         assert never.value.param == "n"
-        stream.close()
-    wait_until(lambda: num_sessions(scripted) == 0, "the session is closed")
 
 
 def test_body_beyond_the_limit_is_not_read(scripted: InProcessStack) -> None:

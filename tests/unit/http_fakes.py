@@ -44,5 +44,5 @@ def client_of(app: Callable[..., Any], base_url: str = "http://gateway") -> http
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url=base_url)
 
 
-def guarded(app: Callable[..., Any], gate: Gate | None = None, **options: bool) -> httpx2.AsyncClient:
+def guarded(app: Callable[..., Any], gate: Gate | None = None, **options: Any) -> httpx2.AsyncClient:
     return client_of(Guard(app, gate or Gate(), **options))

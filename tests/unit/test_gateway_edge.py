@@ -52,14 +52,17 @@ async def generate(core: GatewayCore, request: gateway_pb2.GenerateRequest) -> N
     await servicer.Generate(request, Context())  # type: ignore[arg-type]
 
 
-async def test_full_gateway_reads_no_prompt_and_choices_that_are_finished_need_no_room() -> None:
+async def test_full_gateway_reads_no_prompt_and_choices_that_are_finished_count() -> None:
+    """Their prompts are read all the same, so one who says that all are finished would have room without end."""
     core, tokenizer = make_core(max_requests=4)
-    with core.admit(1), pytest.raises(NoRoomError):
-        await generate(core, gateway_pb2.GenerateRequest(text="abc", num_choices=4))
+    finished = [gateway_pb2.GeneratedChoice(choice=choice, is_finished=True) for choice in range(4)]
+    for before in ([], finished[:1], finished):
+        request = gateway_pb2.GenerateRequest(text="abc", num_choices=4, generated_choices=before)
+        with core.admit(1), pytest.raises(NoRoomError):
+            await generate(core, request)
     assert tokenizer.num_requests == []
-    finished = [gateway_pb2.GeneratedChoice(choice=choice, is_finished=True) for choice in range(2)]
-    for num_choices, before in ((3, []), (5, finished)):
-        request = gateway_pb2.GenerateRequest(text="abc", num_choices=num_choices, generated_choices=before)
+    for before in ([], finished[:3]):
+        request = gateway_pb2.GenerateRequest(text="abc", num_choices=3, generated_choices=before)
         with core.admit(1), pytest.raises(InvalidRequestError, match="no ids of abc"):
             await generate(core, request)
     assert tokenizer.num_requests == [4, 4], "it counts while it is prepared"

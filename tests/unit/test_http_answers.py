@@ -13,7 +13,6 @@ from http_fakes import STREAM_START, Gate, Sent, app_of
 from draftwire.errors import UnavailableError
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
-from draftwire_gateway.http.body import CompletionBody
 from draftwire_gateway.http.choice_deltas import ChoiceDelta, Ending, ReportedToken, ResponseOptions
 from draftwire_gateway.http.openai_types import (
     SLICE,
@@ -144,10 +143,9 @@ async def streamed(
         if error is not None:
             raise error
 
-    options = {"stream": True, "stream_options": {"include_usage": reports_usage}}
-    body = CompletionBody.model_validate({"model": "m", "prompt": "p", **options})
     maker: Any = SimpleNamespace(endings=ENDINGS)
-    await _stream(body, made(), maker, ResponseWriter(CompletionFormatter(), ResponseOptions(1), "m"), sent)
+    writer = ResponseWriter(CompletionFormatter(), ResponseOptions(1), "m")
+    await _stream(made(), maker, writer, sent, reports_usage=reports_usage)
 
 
 async def test_stream_that_fails_before_its_first_piece_has_sent_nothing() -> None:

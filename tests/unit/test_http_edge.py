@@ -20,12 +20,12 @@ from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.app import make_app
 from draftwire_gateway.http.body import ChatBody, CompletionBody, read
-from draftwire_gateway.http.body_reading import read_body
+from draftwire_gateway.http.body_reading import BodyReader
 from draftwire_gateway.http.choice_deltas import Ending
 from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
 from draftwire_gateway.http.playground_pages import HEADERS, read_pages
 from draftwire_gateway.http.refusal import RefusedError
-from draftwire_gateway.http.routes import Chat, in_names_of
+from draftwire_gateway.http.routes import Chat, in_names
 from draftwire_gateway.http.usage import metrics_of, usage_of
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
@@ -152,7 +152,7 @@ async def test_error_of_a_chat_is_in_the_words_of_its_route(
 
     asked = ChatBody.model_validate({**CHAT_BODY, **said})
     with pytest.raises(RefusedError) as refused:
-        await in_names_of(Chat(), asked, work())
+        await in_names(Chat().names(asked), work())
     assert json.loads(body_of(refused.value))["error"] == {
         "message": told,
         "type": "invalid_request_error",
@@ -198,7 +198,7 @@ async def test_what_is_no_json_is_not_quoted(tail: bytes) -> None:
 
 async def refusal(kind: Any, data: bytes) -> RefusedError:
     with pytest.raises(RefusedError) as refused:
-        await read(kind, data)
+        read(kind, data)
     assert refused.value.status == 400
     return refused.value
 
@@ -267,8 +267,9 @@ async def test_body_is_bounded_even_where_grpc_takes_more() -> None:
 
     scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
     for most_bytes, told in ((2**30, 8_000_000), (2**20, 2**20)):
-        with pytest.raises(RefusedError, match=f"at most {told} bytes") as refused:
-            await read_body(scope, receive, most_bytes)  # type: ignore[arg-type]
+        reader = BodyReader(most_bytes)
+        with reader.budget.share() as share, pytest.raises(RefusedError, match=f"at most {told} bytes") as refused:
+            await reader.read(CompletionBody, scope, receive, share)  # type: ignore[arg-type]
         assert refused.value.status == 413
 
 
@@ -320,10 +321,10 @@ async def test_key_that_is_said_twice_is_refused(said: str, param: str | None) -
 
 async def test_largest_values_are_read_as_they_are_and_so_is_the_description_of_a_schema() -> None:
     for said in ({"seed": 2**64 - 1}, {"seed": -(2**63)}, {"prompt": [[7] * 100_000]}):
-        taken = await read(CompletionBody, body(**said))
+        taken = read(CompletionBody, body(**said))
         assert said.items() <= dict(taken).items()
     schema = {"name": "x", "description": "y", "schema": {"type": "object"}}
-    asked = await read(ChatBody, chat(response_format={"type": "json_schema", "json_schema": schema}))
+    asked = read(ChatBody, chat(response_format={"type": "json_schema", "json_schema": schema}))
     assert json.loads(asked.response_format.json_schema.json_schema) == {"type": "object"}
 
 
@@ -452,7 +453,7 @@ HERE_OR_NOT: list[tuple[dict[str, str], int]] = [
 
 
 async def test_gateway_that_believes_everybody_here_answers_no_page_of_another_origin() -> None:
-    open_here, closed = (guarded(app_of(*EMPTY), is_open=is_open) for is_open in (True, False))
+    open_here, closed = (guarded(app_of(*EMPTY), hosts=hosts) for hosts in (frozenset(), None))
     for headers, status in HERE_OR_NOT:
         answer = await open_here.get("/v1/models", headers=headers)
         assert answer.status_code == status, headers
@@ -461,17 +462,28 @@ async def test_gateway_that_believes_everybody_here_answers_no_page_of_another_o
 
 
 @pytest.mark.parametrize(
-    ("host", "has_tokens", "status"),
-    [("127.0.0.1", False, 403), ("localhost", False, 403), ("127.0.0.1", True, 200), ("0.0.0.0", False, 200)],
+    ("host", "has_tokens", "allowed", "status"),
+    [
+        ("127.0.0.1", False, None, 403),
+        ("localhost", False, None, 403),
+        ("127.0.0.1", True, None, 200),
+        ("0.0.0.0", False, None, 200),
+        # In a container, whose port is published on 127.0.0.1 of its machine.
+        ("0.0.0.0", False, "gateway", 403),
+        ("127.0.0.1", True, "gateway", 403),
+        ("0.0.0.0", False, "gateway, Rebound.example", 200),
+        ("127.0.0.1", False, "rebound.example", 200),
+    ],
 )
-async def test_names_are_refused_where_this_machine_is_believed(
-    tmp_path: Path, host: str, has_tokens: bool, status: int
+async def test_names_are_refused_where_this_machine_is_believed_or_names_are_said(
+    tmp_path: Path, host: str, has_tokens: bool, allowed: str | None, status: int
 ) -> None:
 
     config = GatewayConfig(
         server=ServerSettings(port=1, host=host),
         tls=TlsSettings(allow_plaintext=True, tls_require_client_cert=False),
         tokens_file=tmp_path / "tokens.toml" if has_tokens else None,
+        http_allowed_hosts=allowed,
     )
     app = make_app(GatewayCore(config, None), list, Access(None), Gate(), {})  # type: ignore[arg-type]
     async with client_of(app, "http://rebound.example") as client:

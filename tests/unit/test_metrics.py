@@ -1,6 +1,7 @@
 """What services count: histograms as the library's, latencies shared among tokens, idle engines, labels of vLLM."""
 
-import urllib.request
+import asyncio
+import threading
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,8 +16,10 @@ from draftwire.engine.engine_metrics import COUNTS
 from draftwire.errors import NoRoomError
 from draftwire.method.rounds import DraftTimings, Fence, Verdict
 from draftwire.method.token_source import TokenSource
+from draftwire.runtime import metrics_endpoint
 from draftwire.runtime.histogram import Histogram
 from draftwire.runtime.metrics import LONG_SECONDS, SECONDS, ServiceMetrics
+from draftwire.runtime.metrics_endpoint import MetricsApp, MetricsPage
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
@@ -250,18 +253,63 @@ def samples_of(text: str) -> list[str]:
     return [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
 
 
+def scraper_of(metrics: ServiceMetrics, *, is_local: bool = True) -> httpx2.AsyncClient:
+    app = MetricsApp(MetricsPage(metrics.registry), is_local=is_local)
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1:9052")
+
+
 @pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=list(ACCEPTED))
-def test_names_are_the_same_whatever_a_scraper_accepts(accepted: str) -> None:
+async def test_names_are_the_same_whatever_a_scraper_accepts(accepted: str) -> None:
     metrics = ServiceMetrics()
     metrics.counter("requests", "Requests.", ("result",)).labels("stop").inc()
-    request = urllib.request.Request(f"http://127.0.0.1:{metrics.serve(0, '127.0.0.1')}/metrics")
-    request.add_header("Accept", accepted)
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        names = samples_of(answer.read().decode())
-        assert answer.headers["Content-Type"] == PLAIN
+    async with scraper_of(metrics) as client:
+        answer = await client.get("/metrics", headers={"accept": accepted})
+    names = samples_of(answer.text)
+    assert answer.headers["Content-Type"] == PLAIN
     assert 'draftwire:requests_total{result="stop"}' in names
     assert names == samples_of(generate_latest(metrics.registry).decode())
     assert all(name.startswith("draftwire:") for name in names)
+
+
+async def test_metrics_of_this_machine_are_read_by_no_page_under_another_name() -> None:
+    for is_local, host, status in (
+        (True, "rebound.example:9052", 403),
+        (True, "localhost:9052", 200),
+        (False, "a", 200),
+    ):
+        async with scraper_of(ServiceMetrics(), is_local=is_local) as client:
+            answer = await client.get("/metrics", headers={"host": host})
+            assert (answer.status_code, "startup_seconds" in answer.text) == (status, status == 200)
+            assert (await client.post("/metrics", headers={"host": host})).status_code == (
+                405 if status == 200 else 403
+            )
+
+
+@pytest.mark.parametrize("num_scrapers", [8, 16])
+async def test_who_asks_while_metrics_are_made_gets_the_next_ones_with_all_others(
+    num_scrapers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as many cost no more, and nobody gets what was begun before the question."""
+    began, may_go_on, made = threading.Semaphore(0), threading.Semaphore(0), 0
+
+    def rendered(_registry: CollectorRegistry) -> bytes:
+        nonlocal made
+        made += 1
+        text = b"x %d" % made
+        began.release()
+        assert may_go_on.acquire(timeout=10.0)
+        return text
+
+    monkeypatch.setattr(metrics_endpoint, "generate_latest", rendered)
+    page = MetricsPage(CollectorRegistry())
+    first = asyncio.create_task(page.text())
+    assert await asyncio.to_thread(began.acquire, timeout=10.0)
+    others = [asyncio.create_task(page.text()) for _ in range(num_scrapers)]
+    await asyncio.sleep(0)
+    may_go_on.release(2)
+    assert await first == b"x 1"
+    assert await asyncio.gather(*others) == [b"x 2"] * num_scrapers
+    assert made == 2
 
 
 @pytest.mark.parametrize("accepted", ACCEPTED.values(), ids=list(ACCEPTED))

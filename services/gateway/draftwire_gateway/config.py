@@ -24,6 +24,9 @@ DNS_PREFIX = "dns:///"
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 """Valid names of services and namespaces in Kubernetes."""
 
+HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+"""Valid names of hosts, in lower case."""
+
 
 @dataclass(frozen=True, slots=True)
 class DiscoverySettings:
@@ -94,6 +97,10 @@ class GatewayConfig:
     http_port: int | None = 8000
     """Port of the HTTP edge in the form of OpenAI's, on the same host and with the same certificates; 0 takes a free
     one, which the log names; "none" serves none."""
+    http_allowed_hosts: str | None = None
+    """Names, separated by commas, under which HTTP is answered, beside localhost and IP addresses: other names in the
+    header host are refused, as are pages of other origins. By default all names are taken, but for localhost alone
+    where the gateway listens on this machine alone and no tokens are needed."""
     verifier: str | None = None
     """host:port of each verifier, separated by commas; by default 127.0.0.1:50052. Drafters are told the same
     addresses. dns:///name:port stands for all addresses of a name, which is looked up again every few seconds."""
@@ -126,6 +133,8 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         is_port = self.http_port is None or 0 <= self.http_port <= 65535
         require(is_port, f"http_port must be in 0..65535, not {self.http_port}")
+        for name in self.allowed_hosts:
+            require(HOST_NAME.fullmatch(name) is not None, f"http_allowed_hosts: {name!r} is not a name of a host")
         self.tls.check_listening(self.server.host)
         has_issuer = self.tls.tls_ca is not None or not self.tls.tls_require_client_cert
         require(has_issuer, "tls_require_client_cert needs tls_ca, which says whose certificates are believed")
@@ -148,6 +157,12 @@ class GatewayConfig:
         require(0.0 <= self.trace_sample_ratio <= 1.0, "trace_sample_ratio must be in 0..1")
         has_use = self.trace_sample_ratio == 1.0 or self.tracing.otlp_endpoint is not None
         require(has_use, "trace_sample_ratio says which requests are traced, and none are: set otlp_endpoint too")
+
+    @property
+    def allowed_hosts(self) -> frozenset[str]:
+        """The names of `http_allowed_hosts`, in lower case; empty where that is not set."""
+        names = () if self.http_allowed_hosts is None else self.http_allowed_hosts.lower().split(",")
+        return frozenset(name.strip() for name in names)
 
     @property
     def verifiers(self) -> tuple[str, ...]:

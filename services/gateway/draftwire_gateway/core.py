@@ -86,6 +86,17 @@ class GatewayCore:
             FormCompiler(self._tokenizer, description.vocab_size, description.stop_token_ids)
         )
 
+    def refuse_if_full(self, num_choices: int = 1) -> None:
+        """Refuses a request for whose choices there is no room now; of one that is not read yet, at least one is known.
+
+        Raises:
+            NoRoomError: too many requests are running.
+        """
+        most = self.config.max_requests
+        if self.num_requests + num_choices > most:
+            self.metrics.requests_refused.labels("gateway").inc(num_choices)
+            raise NoRoomError(f"{self.num_requests} requests are running, of {most} at most; retry in a second")
+
     @contextmanager
     def admit(self, num_choices: int) -> Iterator[None]:
         """Admits a request and counts its choices, from before its prompts are tokenised until it has ended.
@@ -97,9 +108,7 @@ class GatewayCore:
         most = self.config.max_requests
         if num_choices > most:
             raise InvalidRequestError(f"num_choices: {num_choices} choices in all; at most {most} may run at once")
-        if self.num_requests + num_choices > most:
-            self.metrics.requests_refused.labels("gateway").inc(num_choices)
-            raise NoRoomError(f"{self.num_requests} requests are running, of {most} at most; retry in a second")
+        self.refuse_if_full(num_choices)
         self.num_requests += num_choices
         try:
             yield

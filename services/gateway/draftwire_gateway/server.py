@@ -18,6 +18,7 @@ from draftwire.requests.logprobs import PromptPart
 from draftwire.runtime import messages
 from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
 from draftwire.runtime.channels import check_prompt_fits
+from draftwire.runtime.http_server import MAX_CONNECTIONS, HttpEndpoint, HttpListener
 from draftwire.runtime.interceptor import Metadata
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
@@ -30,7 +31,6 @@ from draftwire_gateway.auth.access import Access
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import MAX_IDS_ON_LOOP, GatewayCore
 from draftwire_gateway.http.app import make_app
-from draftwire_gateway.http.http_server import HttpListener
 from draftwire_gateway.peers.pool import Pool
 from draftwire_gateway.peers.roster import Roster
 from draftwire_gateway.peers.sources import sources_of
@@ -106,8 +106,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._check_sizes(request)
         refuse_unknown_fields(request)
         num_choices = _num_choices(request)
-        num_finished = sum(choice.is_finished for choice in request.generated_choices)  # validated by `complete`
-        with caller.request(num_choices), self._core.admit(max(0, num_choices - num_finished)):
+        with caller.request(num_choices), self._core.admit(num_choices):
             generations = await self._core.complete(await self._requested(request, caller.name), caller.name)
             await self._core.check_form(generations)
             async with aclosing(self._core.generate(generations, _metadata(context, "traceparent") or "")) as events:
@@ -386,10 +385,13 @@ async def make_service(config: GatewayConfig) -> Service:
         listeners.append(
             HttpListener(
                 lambda gate: make_app(core, lambda: pool.connected_drafters, access, gate),
-                config.server.host,
-                config.http_port,
+                HttpEndpoint(
+                    config.server.host,
+                    config.http_port,
+                    server_context(tls, config.tls),
+                    max_connections=max(MAX_CONNECTIONS, 4 * config.max_requests),
+                ),
                 config.connections,
-                server_context(tls, config.tls),
             )
         )
 

@@ -48,7 +48,7 @@ class Caller:
             InvalidRequestError: the request has more choices than the caller may ever run at once.
             NoRoomError: the caller has reached a limit; the error holds when to retry.
         """
-        self._refuse_if_over(num_choices)
+        self.refuse_if_over(num_choices)
         self._num_running += num_choices
         try:
             yield self
@@ -60,7 +60,13 @@ class Caller:
         self._refill()
         self._tokens_used += num_tokens
 
-    def _refuse_if_over(self, num_choices: int) -> None:
+    def refuse_if_over(self, num_choices: int = 1) -> None:
+        """Refuses what `request` would refuse now; of a request that is not read yet, at least one choice is known.
+
+        Raises:
+            InvalidRequestError: see `request`.
+            NoRoomError: see `request`.
+        """
         if self.entry is None:
             return
         most_running, rate = self.entry.max_sessions, self.entry.max_tokens_per_minute

@@ -1,21 +1,25 @@
 """The HTTP application and its routes."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 from starlette.routing import Route as StarletteRoute
 
 from draftwire.runtime.addresses import is_loopback
+from draftwire.runtime.metrics_endpoint import MetricsPage
 from draftwire_gateway.auth.access import Access
+from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
-from draftwire_gateway.http.body_reading import header
+from draftwire_gateway.http.body_reading import BodyReader, header
 from draftwire_gateway.http.error_bodies import UNAVAILABLE_RETRY_S, body_of
 from draftwire_gateway.http.model_list import ListDrafters, ModelList
+from draftwire_gateway.http.openapi_document import openapi_document
 from draftwire_gateway.http.playground_pages import HEADERS, Page, read_pages
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.request_guard import Gate, Guard
@@ -36,18 +40,30 @@ def make_app(
         pages: static files by path; by default, those of the playground.
     """
     app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    is_open = core.config.tokens_file is None and is_loopback(core.config.server.host)
-    app.add_middleware(Guard, gate=gate, is_open=is_open)
+    app.add_middleware(Guard, gate=gate, hosts=_hosts(core.config))
     app.add_exception_handler(HTTPException, _no_route)
-    most_bytes = core.config.connections.max_message_bytes
+    bodies = BodyReader(core.config.connections.max_message_bytes)
     for path, route in (("/v1/completions", Completions()), ("/v1/chat/completions", Chat())):
-        answer: GeneratingRoute[Any] = GeneratingRoute(route, core, drafters, access, most_bytes)
+        answer: GeneratingRoute[Any] = GeneratingRoute(route, core, drafters, access, bodies)
         app.router.routes.append(StarletteRoute(path, answer, methods=["POST"]))
+    _add_description(app)
     _add_models(app, ModelList(core, drafters), access)
     _add_state(app, core, access, gate)
     for path, page in (read_pages() if pages is None else pages).items():
         app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
     return app
+
+
+def _hosts(config: GatewayConfig) -> frozenset[str] | None:
+    """Returns the names under which HTTP is answered; None if under all: see `GatewayConfig.http_allowed_hosts`."""
+    believes_this_machine = config.tokens_file is None and is_loopback(config.server.host)
+    return config.allowed_hosts if config.allowed_hosts or believes_this_machine else None
+
+
+def _add_description(app: FastAPI) -> None:
+    @app.get("/openapi.json", response_model=None)
+    async def openapi() -> Response:
+        return _json(await asyncio.to_thread(openapi_document))  # made once, which takes a moment
 
 
 def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:
@@ -63,6 +79,8 @@ def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:
 
 
 def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> None:
+    page = MetricsPage(core.metrics.registry)
+
     @app.get("/health", response_model=None)
     async def health() -> Response:
         if not gate.refusal:
@@ -73,7 +91,7 @@ def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> N
     @app.get("/metrics", response_model=None)
     async def metrics(request: Request) -> Response:
         access.authenticate(header(request.scope, "authorization"))
-        return Response(generate_latest(core.metrics.registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+        return Response(await page.text(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 async def _page(page: Page) -> Response:

@@ -3,7 +3,6 @@
 A parameter that is null counts as left out, as in OpenAI's own server.
 """
 
-import asyncio
 import json
 import re
 from collections.abc import Sized
@@ -27,9 +26,6 @@ from draftwire_gateway.http.json_parsing import NAME, parse
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.session.generation import MAX_CHOICES, MAX_STOP_STRINGS
 from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
-
-MAX_BODY_ON_LOOP = 64 * 2**10
-"""Bytes. Larger bodies are parsed on a thread."""
 
 UNSUPPORTED = {
     "audio": "the output is text",
@@ -71,7 +67,7 @@ class FirstFault(FailFast):
 class Strict(BaseModel):
     """A model that refuses unknown keys and converts no types. The number of collected errors is bounded."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -161,7 +157,7 @@ class StreamOptions(Strict):
 class OutputForm(Strict):
     """Structured output; exactly one of the fields is set."""
 
-    json_schema: Annotated[str | None, BeforeValidator(_as_object)] = Field(None, alias="json")
+    json_schema: Annotated[str | None, BeforeValidator(_as_object, dict[str, Any])] = Field(None, alias="json")
     regex: str | None = None
     choice: Annotated[list[str], FirstFault(), _at_most(MAX_FORM_CHOICES)] | None = None
     grammar: str | None = None
@@ -194,9 +190,11 @@ class GenerateBody(SamplingNumbers, Strict):
 
     model: str
     n: int = 1
-    stop: Annotated[list[str], FirstFault(), _at_most(MAX_STOP_STRINGS), BeforeValidator(_as_list)] = []
+    stop: Annotated[
+        list[str], FirstFault(), _at_most(MAX_STOP_STRINGS), BeforeValidator(_as_list, str | list[str])
+    ] = []
     seed: int | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_as_biases)] = {}
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_as_biases, dict[str, float])] = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -223,7 +221,9 @@ class GenerateBody(SamplingNumbers, Strict):
 class CompletionBody(GenerateBody):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
+    prompt: Annotated[
+        list[str | list[int]], BeforeValidator(_as_prompts, str | list[int] | list[str] | list[list[int]])
+    ]
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None
@@ -248,7 +248,7 @@ class CalledFunction(Strict):
     """Function and arguments of a tool call."""
 
     name: str
-    arguments: Annotated[str, BeforeValidator(_as_json)] = "{}"
+    arguments: Annotated[str, BeforeValidator(_as_json, str | dict[str, Any])] = "{}"
 
 
 class MessageToolCall(Strict):
@@ -263,7 +263,7 @@ class ChatMessage(Strict):
     """One message of a conversation."""
 
     role: str
-    content: Annotated[list[TextPart], FirstFault(), BeforeValidator(_as_parts)] = []
+    content: Annotated[list[TextPart], FirstFault(), BeforeValidator(_as_parts, str | list[TextPart])] = []
     name: str = ""
     tool_calls: Annotated[list[MessageToolCall], FirstFault(), _at_most(MAX_TOOL_CALLS)] = []
     tool_call_id: str = ""
@@ -280,7 +280,7 @@ class Function(Strict):
 
     name: str
     description: str = ""
-    parameters: Annotated[str, BeforeValidator(_as_object)] = ""
+    parameters: Annotated[str, BeforeValidator(_as_object, dict[str, Any])] = ""
     """JSON schema; empty if left out."""
     strict: Literal[False] = False
     """Not supported: tool calls are not parsed, so they cannot be constrained."""
@@ -300,7 +300,7 @@ class JsonSchema(Strict):
     """Has no effect here."""
     description: str = ""
     """Has no effect here."""
-    json_schema: Annotated[str, BeforeValidator(_as_object)] = Field(alias="schema")
+    json_schema: Annotated[str, BeforeValidator(_as_object, dict[str, Any])] = Field(alias="schema")
     strict: bool = True
     """Has no effect here: texts always follow the schema."""
 
@@ -329,7 +329,7 @@ class ChatBody(GenerateBody):
     tools: Annotated[list[ToolBody], FirstFault(), _at_most(MAX_TOOLS)] = []
     tool_choice: Literal["auto", "none"] = "auto"
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: Annotated[str, BeforeValidator(_as_object)] = "{}"
+    chat_template_kwargs: Annotated[str, BeforeValidator(_as_object, dict[str, Any])] = "{}"
     continue_final_message: bool = False
 
     @model_validator(mode="after")
@@ -353,18 +353,12 @@ class ChatBody(GenerateBody):
 Body = TypeVar("Body", bound=GenerateBody)
 
 
-async def read(kind: type[Body], data: bytes) -> Body:
-    """Parses and validates the body of a request; a large one on a thread.
+def read(kind: type[Body], data: bytes | bytearray) -> Body:
+    """Parses and validates the body of a request. For a large one to be called on a thread.
 
     Raises:
         RefusedError: the body is not JSON, or is invalid for the route. The message quotes only names and numbers.
     """
-    if len(data) > MAX_BODY_ON_LOOP:
-        return await asyncio.to_thread(_read, kind, data)
-    return _read(kind, data)
-
-
-def _read(kind: type[Body], data: bytes) -> Body:
     given = parse(data)
     try:
         return kind.model_validate(given)

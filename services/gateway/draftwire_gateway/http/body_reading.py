@@ -1,10 +1,12 @@
-"""Reads headers and bodies of requests, with limits on size and time."""
+"""Reads headers and bodies of requests, with limits on size and time and on what all bodies take together."""
 
 import asyncio
 
 from starlette.requests import Request
 from starlette.types import Receive, Scope
 
+from draftwire_gateway.http.body import Body, read
+from draftwire_gateway.http.body_budget import BodyBudget, BodyShare
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.text.tokenizer_pool import MAX_PROMPT_CHARACTERS
 
@@ -12,6 +14,14 @@ MAX_BODY_BYTES = 2 * MAX_PROMPT_CHARACTERS
 """Largest body, even if gRPC accepts larger messages: parsed JSON takes many times as much memory."""
 BODY_SECONDS = 60.0
 """Timeout for receiving a body."""
+PIECE_BYTES = 2**16
+"""What is taken of the budget before each read of a body that does not declare its length."""
+MAX_BODY_ON_LOOP = 64 * 2**10
+"""Bytes. Larger bodies are parsed on a thread."""
+MAX_PARSERS = 2
+"""Bodies that are parsed at once on threads: each may take some twenty times its size meanwhile."""
+
+_MAX_DIGITS = 20
 
 
 def header(scope: Scope, name: str) -> str | None:
@@ -20,34 +30,76 @@ def header(scope: Scope, name: str) -> str | None:
     return values[0].decode("latin-1") if len(values) == 1 else None
 
 
-async def read_body(scope: Scope, receive: Receive, most_bytes: int) -> bytes:
-    """Returns the body of a request.
+class BodyReader:
+    """Reads and parses the bodies of all requests of a gateway. Runs on the event loop."""
 
-    Raises:
-        RefusedError: the content type is not JSON, or the body is too large or too slow.
-    """
-    most_bytes = min(most_bytes, MAX_BODY_BYTES)
-    headers = Request(scope).headers
-    # Pages of other origins can send other content types without a CORS preflight.
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RefusedError(415, "the header content-type has to be application/json")
-    too_large = RefusedError(413, f"the body takes at most {most_bytes} bytes", code="body_too_large")
-    length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most_bytes:
-        raise too_large
-    chunks: list[bytes] = []
-    num_bytes, has_more = 0, True
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            while has_more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise RefusedError(400, "the body ends too soon")  # not seen by the client, which is gone
-                chunks.append(message.get("body", b""))
-                num_bytes += len(chunks[-1])
-                if num_bytes > most_bytes:
-                    raise too_large
-                has_more = message.get("more_body", False)
-    except TimeoutError:
-        raise RefusedError(408, f"the body took more than {BODY_SECONDS:g} s") from None
-    return b"".join(chunks)
+    def __init__(self, most_bytes: int, budget: BodyBudget | None = None) -> None:
+        """Reads nothing yet.
+
+        Args:
+            most_bytes: largest body.
+            budget: of all bodies together.
+        """
+        self.budget = BodyBudget() if budget is None else budget
+        self._most_bytes = min(most_bytes, MAX_BODY_BYTES)
+        self._parsers = asyncio.Semaphore(MAX_PARSERS)
+
+    async def read(self, kind: type[Body], scope: Scope, receive: Receive, share: BodyShare) -> Body:
+        """Returns the validated body of a request. What it takes is taken for the share, before it is read.
+
+        Raises:
+            RefusedError: the content type is not JSON, the body is too large or too slow, or invalid for the route.
+            NoRoomError: all bodies together take too much.
+        """
+        data = await self._received(scope, receive, share)
+        if len(data) <= MAX_BODY_ON_LOOP:
+            return read(kind, data)
+        async with self._parsers:
+            return await asyncio.to_thread(read, kind, data)
+
+    async def _received(self, scope: Scope, receive: Receive, share: BodyShare) -> bytearray:
+        declared = self._declared(scope)
+        share.take(PIECE_BYTES if declared is None else declared)
+        try:
+            async with asyncio.timeout(BODY_SECONDS) as deadline:
+                with share.arriving(lambda: deadline.reschedule(asyncio.get_running_loop().time())):
+                    return await self._collected(receive, share, is_declared=declared is not None)
+        except TimeoutError:
+            share.take(0)  # raises if it was given up for others
+            raise RefusedError(408, f"the body took more than {BODY_SECONDS:g} s") from None
+
+    async def _collected(self, receive: Receive, share: BodyShare, *, is_declared: bool) -> bytearray:
+        data, has_more = bytearray(), True
+        while has_more:
+            if not is_declared:
+                share.take(min(len(data) + PIECE_BYTES, self._most_bytes))
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise RefusedError(400, "the body ends too soon")  # not seen by the client, which is gone
+            data += message.get("body", b"")
+            share.take(len(data))
+            if len(data) > self._most_bytes:
+                raise self._too_large()
+            has_more = message.get("more_body", False)
+        share.keep(len(data))
+        return data
+
+    def _declared(self, scope: Scope) -> int | None:
+        """Returns the length that a body declares; None if it declares none.
+
+        Raises:
+            RefusedError: the body is not JSON, or too large.
+        """
+        headers = Request(scope).headers
+        # Pages of other origins can send other content types without a CORS preflight.
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise RefusedError(415, "the header content-type has to be application/json")
+        length = headers.get("content-length", "")
+        if not length.isdecimal():
+            return None
+        if len(length) > _MAX_DIGITS or int(length) > self._most_bytes:
+            raise self._too_large()
+        return int(length)
+
+    def _too_large(self) -> RefusedError:
+        return RefusedError(413, f"the body takes at most {self._most_bytes} bytes", code="body_too_large")

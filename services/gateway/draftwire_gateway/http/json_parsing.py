@@ -1,14 +1,19 @@
-"""Parses JSON bodies with limits on size and depth, without duplicate keys or numbers beyond 64 bits."""
+"""Parses JSON bodies with limits on size and depth, without duplicate keys or numbers beyond 64 bits.
+
+pydantic validates what comes out (`body`). Its own parser would take the last of two equal keys, and has no hook to
+count objects and lists before they are made.
+"""
 
 import json
 import math
 import re
+from itertools import islice
 from typing import Any
 
 from draftwire_gateway.http.refusal import RefusedError
 
 MAX_OBJECTS = 65_536
-"""Most objects in one body; gRPC requests have the same limit of messages."""
+"""Most objects in one body, and most lists; gRPC requests have the same limit of messages."""
 MAX_DEPTH = 128
 """Deepest nesting of objects and lists."""
 LEAST_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
@@ -17,15 +22,19 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 """Valid parameter names. Other keys may be user data, and are not quoted."""
 
 _MAX_DIGITS = len(str(LEAST_INTEGER))
+_TEXT_OR_LIST = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|\[', re.DOTALL)
+"""A text, ended or not, or the begin of a list. Each byte is looked at once, whatever the body is."""
 
 
-def parse(data: bytes) -> dict[str, Any]:
+def parse(data: bytes | bytearray) -> dict[str, Any]:
     """Parses a body. A large one takes time, during which other threads can run.
 
     Raises:
-        RefusedError: the body is not a JSON object, has a duplicate key, too many or too deeply nested objects, a
-            number out of range, or text that UTF-8 cannot encode. Only the first fault is reported, without its value.
+        RefusedError: the body is not a JSON object, has a duplicate key, too many or too deeply nested objects or
+            lists, a number out of range, or text that UTF-8 cannot encode. Only the first fault is reported, without
+            its value.
     """
+    _refuse_many_lists(data)
     try:
         given = json.loads(
             data.decode(), object_pairs_hook=_Objects(), parse_int=_integer, parse_constant=_refuse_constant
@@ -39,6 +48,15 @@ def parse(data: bytes) -> dict[str, Any]:
     for key, value in given.items():
         _check(value, key if NAME.fullmatch(key) else None, 1)
     return given
+
+
+def _refuse_many_lists(data: bytes | bytearray) -> None:
+    """Refuses too many lists before they are made: the parser says nothing of them, and an empty one takes 64 bytes."""
+    if data.count(b"[") <= MAX_OBJECTS:  # those within texts included, which may be code
+        return
+    begins = (found for found in _TEXT_OR_LIST.finditer(data) if data[found.start()] == ord("["))
+    if sum(1 for _ in islice(begins, MAX_OBJECTS + 1)) > MAX_OBJECTS:
+        raise RefusedError(400, f"the body holds at most {MAX_OBJECTS} lists")
 
 
 class _Objects:

@@ -1,17 +1,17 @@
 """Middleware around all routes: converts exceptions into responses, and refuses requests while the service is not
-ready. On a gateway without authentication it also refuses pages of other origins.
+ready. It also refuses names that are not the gateway's and pages of other origins, where the names are known.
 """
 
 import asyncio
+from collections.abc import Collection
 from contextlib import suppress
-from ipaddress import ip_address
 from typing import Protocol
-from urllib.parse import urlsplit
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwire.errors import UnavailableError
+from draftwire.runtime.addresses import is_named_here
 from draftwire_gateway.http.body_reading import header
 from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
 from draftwire_gateway.http.openai_types import event
@@ -34,18 +34,18 @@ class Gate(Protocol):
 class Guard:
     """ASGI middleware around the routes."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, *, is_open: bool = False) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, *, hosts: Collection[str] | None = None) -> None:
         """Wraps an application.
 
         Args:
             app: the routes.
             gate: whether the service is ready.
-            is_open: whether the gateway serves every caller on this machine without authentication, so that pages of
-                other origins must be refused (CSRF, DNS rebinding).
+            hosts: names under which requests are answered, beside localhost and IP addresses; those under other names
+                and from pages of other origins are refused (DNS rebinding, CSRF). None refuses neither.
         """
         self._app = app
         self._gate = gate
-        self._is_open = is_open
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
@@ -54,8 +54,8 @@ class Guard:
             return
         answer = _Answer(send)
         try:
-            if self._is_open:
-                refuse_other_origins(scope)
+            if self._hosts is not None:
+                refuse_other_origins(scope, self._hosts)
             if self._gate.refusal and scope["path"].startswith("/v1/"):
                 raise UnavailableError(f"service is {self._gate.refusal}")
             await self._app(scope, receive, answer.send)
@@ -114,26 +114,19 @@ def _route_of(scope: Scope) -> str:
     return path if path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics") else "another"
 
 
-def refuse_other_origins(scope: Scope) -> None:
+def refuse_other_origins(scope: Scope, hosts: Collection[str]) -> None:
     """Refuses requests from browser pages of other origins, including those by DNS rebinding.
 
     Raises:
-        RefusedError: the host header does not name this machine, or the origin header names another host.
+        RefusedError: the host header is none of these names, localhost or an IP address, or the origin header names
+            another host.
     """
     host = header(scope, "host")
     if host is None:  # not a browser: these always send it
         return
-    if not _is_here(host):
-        message = "host: without tokens this gateway answers under localhost and IP addresses alone"
+    if not is_named_here(host, hosts):
+        message = "host: this gateway answers under localhost, IP addresses and its http_allowed_hosts alone"
         raise RefusedError(403, message, code="host_not_allowed")
     origin = header(scope, "origin")
     if origin is not None and origin.partition("://")[2].lower() != host.lower():
         raise RefusedError(403, "origin: pages of other origins are not answered", code="origin_not_allowed")
-
-
-def _is_here(host: str) -> bool:
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or bool(ip_address(name))
-    except ValueError:
-        return False

@@ -123,8 +123,8 @@ class Chat:
         )
 
 
-async def in_names_of(route: Route[Body], body: Body, work: Coroutine[Any, Any, None]) -> None:
-    """Awaits work, and renames the parameters in its errors to those of the route.
+async def in_names(names: Mapping[str, str], work: Coroutine[Any, Any, None]) -> None:
+    """Awaits work, and renames the parameters in its errors: see `Route.names`.
 
     Raises:
         RefusedError: the work raised an `InvalidRequestError`.
@@ -132,7 +132,7 @@ async def in_names_of(route: Route[Body], body: Body, work: Coroutine[Any, Any, 
     try:
         await work
     except InvalidRequestError as error:
-        raise renamed(error, route.names(body)) from error
+        raise renamed(error, names) from error
 
 
 def _common(body: GenerateBody) -> dict[str, Any]:

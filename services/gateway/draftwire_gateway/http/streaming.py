@@ -3,19 +3,22 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic
 
 from starlette.types import Message, Receive, Scope, Send
 
+from draftwire.errors import NoRoomError
 from draftwire_gateway.auth.access import Access, Caller
 from draftwire_gateway.core import GatewayCore
-from draftwire_gateway.http.body import Body, GenerateBody, read
-from draftwire_gateway.http.body_reading import header, read_body
+from draftwire_gateway.http.body import Body, GenerateBody
+from draftwire_gateway.http.body_budget import BodyShare
+from draftwire_gateway.http.body_reading import BodyReader, header
 from draftwire_gateway.http.choice_deltas import ChoiceDelta, DeltaMaker
 from draftwire_gateway.http.model_list import ListDrafters
 from draftwire_gateway.http.openai_types import END, ResponseWriter
-from draftwire_gateway.http.routes import Route, in_names_of, model_fault
+from draftwire_gateway.http.routes import Route, in_names, model_fault
 from draftwire_gateway.session.committed_text import Delta
 from draftwire_gateway.session.generation import Generation, check_num_choices
 
@@ -28,6 +31,23 @@ STREAM_HEADERS = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How the results of a request are sent. Held for as long as it runs, in the place of its body."""
+
+    streams: bool
+    """Whether deltas are sent as they come."""
+    reports_usage: bool
+    """Whether the last chunk of a stream reports the token usage."""
+    traceparent: str
+
+    @staticmethod
+    def of(body: GenerateBody, scope: Scope) -> "Delivery":
+        """Returns what a body asks for."""
+        reports_usage = body.stream_options is not None and body.stream_options.include_usage
+        return Delivery(body.stream, reports_usage, header(scope, "traceparent") or "")
+
+
 class GeneratingRoute(Generic[Body]):
     """An ASGI application for one route. `Guard` around it converts its exceptions into responses.
 
@@ -35,7 +55,7 @@ class GeneratingRoute(Generic[Body]):
     """
 
     def __init__(
-        self, route: Route[Body], core: GatewayCore, drafters: ListDrafters, access: Access, most_bytes: int
+        self, route: Route[Body], core: GatewayCore, drafters: ListDrafters, access: Access, bodies: BodyReader
     ) -> None:
         """Stores its collaborators.
 
@@ -44,26 +64,38 @@ class GeneratingRoute(Generic[Body]):
             core: runs requests.
             drafters: returns the connected drafters.
             access: authenticates callers.
-            most_bytes: largest body.
+            bodies: reads bodies; one for all routes.
         """
         self._route = route
         self._core = core
         self._drafters = drafters
         self._access = access
-        self._most_bytes = most_bytes
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Answers one request. Nothing of its body is read for a caller who is unknown or has no room."""
         caller = self._access.authenticate(header(scope, "authorization"))
-        body = await read(self._route.body, await read_body(scope, receive, self._most_bytes))
-        target = self._core.description.name
-        fault = model_fault(body.model, target, [drafter.description.name for drafter in self._drafters()])
-        if fault is not None:
-            raise fault
-        work = self._answer(body, caller, header(scope, "traceparent") or "", send)
-        await _while_connected(receive, in_names_of(self._route, body, work))
+        caller.refuse_if_over()
+        self._core.refuse_if_full()
+        with self._bodies.budget.share(caller.name) as share:
+            body = await self._read(scope, receive, share)
+            target = self._core.description.name
+            fault = model_fault(body.model, target, [drafter.description.name for drafter in self._drafters()])
+            if fault is not None:
+                raise fault
+            names = self._route.names(body)
+            work = self._answer(body, share, caller, Delivery.of(body, scope), send)
+            del body  # which is large, and of no use once it is a request
+            await _while_connected(receive, in_names(names, work))
 
-    async def _answer(self, body: Body, caller: Caller, traceparent: str, send: Send) -> None:
+    async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> Body:
+        try:
+            return await self._bodies.read(self._route.body, scope, receive, share)
+        except NoRoomError:
+            self._core.metrics.requests_refused.labels("gateway").inc()
+            raise
+
+    async def _answer(self, body: Body, share: BodyShare, caller: Caller, delivery: Delivery, send: Send) -> None:
         num_prompts = self._route.num_prompts(body)
         num_choices = num_prompts * check_num_choices(num_prompts, body.n)
         with caller.request(num_choices), self._core.admit(num_choices):
@@ -72,11 +104,13 @@ class GeneratingRoute(Generic[Body]):
             )
             await self._core.check_form(generations)
             options = self._route.options(body)
+            del body
+            share.give_back()
             maker = DeltaMaker(options, self._core)
             writer = ResponseWriter(self._route.formatter, options, self._core.description.name)
-            async with aclosing(self._deltas(generations, maker, caller, traceparent)) as deltas:
-                if body.stream:
-                    await _stream(body, deltas, maker, writer, send)
+            async with aclosing(self._deltas(generations, maker, caller, delivery.traceparent)) as deltas:
+                if delivery.streams:
+                    await _stream(deltas, maker, writer, send, reports_usage=delivery.reports_usage)
                     return
                 whole = {generation.choice: ChoiceDelta(generation.choice) for generation in generations}
                 async for delta in deltas:
@@ -96,10 +130,9 @@ class GeneratingRoute(Generic[Body]):
 
 
 async def _stream(
-    body: GenerateBody, deltas: AsyncIterator[ChoiceDelta], maker: DeltaMaker, writer: ResponseWriter, send: Send
+    deltas: AsyncIterator[ChoiceDelta], maker: DeltaMaker, writer: ResponseWriter, send: Send, *, reports_usage: bool
 ) -> None:
     """Sends each delta at once. The status is sent with the first one: until then, an error sets the status."""
-    reports_usage = body.stream_options is not None and body.stream_options.include_usage
     has_begun = False
     async for delta in deltas:
         if not has_begun:

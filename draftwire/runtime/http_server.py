@@ -1,28 +1,51 @@
-"""The HTTP server: uvicorn, in the event loop of the gateway."""
+"""HTTP servers beside gRPC: uvicorn, in the event loop of the service."""
 
 import asyncio
+import resource
 import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp
 from typing_extensions import override
 
 from draftwire.errors import UnavailableError
+from draftwire.runtime.http_connection import Connections, HttpConnection, TlsHandshake
+from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.settings import ConnectionSettings
-from draftwire_gateway.http.http_connection import HttpConnection
-from draftwire_gateway.http.request_guard import Gate
 
 IDLE_SECONDS = 30
 """How long a connection without requests is kept open."""
 STOP_SECONDS = 1
 """How long requests that still run after the drain may take to end."""
+MAX_CONNECTIONS = 1024
+"""Default of the connections of one server at once; see `Connections`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpEndpoint:
+    """Where a server listens."""
+
+    host: str
+    port: int
+    """0 takes a free one."""
+    tls: ssl.SSLContext | None = None
+    """Context of the TLS handshakes; None is plaintext."""
+    name: str = "http"
+    """The option `<name>_port` sets the port, and the log names it so."""
+    max_connections: int = MAX_CONNECTIONS
+    """At most half of the files that the process may open are taken."""
 
 
 class _Server(uvicorn.Server):
     """A uvicorn server that installs no signal handlers."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self.server_state = connections
 
     @override
     @contextmanager
@@ -33,43 +56,34 @@ class _Server(uvicorn.Server):
 class HttpListener:
     """Serves HTTP beside gRPC: a `Listener` of the service."""
 
-    name = "http"
-
     def __init__(
-        self,
-        make_app: Callable[[Gate], ASGIApp],
-        host: str,
-        port: int,
-        connections: ConnectionSettings,
-        tls: ssl.SSLContext | None,
+        self, make_app: Callable[[ServiceGate], ASGIApp], endpoint: HttpEndpoint, connections: ConnectionSettings
     ) -> None:
         """Does not listen yet.
 
         Args:
             make_app: returns the ASGI application for a gate, which reports whether the service is ready.
-            host: address to listen on.
-            port: 0 takes a free one.
+            endpoint: where to listen.
             connections: keepalive settings.
-            tls: context of the TLS handshakes; None is plaintext.
         """
+        self.name = endpoint.name
         self._make_app = make_app
-        self._host, self._port = host, port
+        self._endpoint = endpoint
         self._connections = connections
-        self._tls = tls
         self._server: uvicorn.Server | None = None
         self._running: asyncio.Task[None] | None = None
 
-    async def start(self, gate: Gate) -> int:
+    async def start(self, gate: ServiceGate) -> int:
         """Listens, and returns the port.
 
         Raises:
             UnavailableError: the port is not available.
         """
         listening = self._bind()
-        tls = self._tls
+        tls, most = self._endpoint.tls, min(self._endpoint.max_connections, _max_open_files() // 2)
         config = uvicorn.Config(
             self._make_app(gate),
-            http=HttpConnection,
+            http=HttpConnection if tls is None else TlsHandshake,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -79,9 +93,8 @@ class HttpListener:
             proxy_headers=False,
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=STOP_SECONDS,
-            ssl_context_factory=None if tls is None else lambda _config, _default: tls,
         )
-        self._server = _Server(config)
+        self._server = _Server(config, Connections(most, tls))
         self._running = asyncio.create_task(self._server.serve([listening]))
         while not self._server.started and not self._running.done():
             await asyncio.sleep(0.01)
@@ -106,16 +119,22 @@ class HttpListener:
             await asyncio.wait({self._running})  # a failure is raised by `run`
 
     def _bind(self) -> socket.socket:
-        host = self._host.removeprefix("[").removesuffix("]")
+        host, port = self._endpoint.host.removeprefix("[").removesuffix("]"), self._endpoint.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            listening = socket.create_server((host, self._port), family=family, dualstack_ipv6=host == "::")
+            listening = socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
         except OSError as error:
-            where = f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
-            message = f"cannot listen on {where} for HTTP (http_port): {error.strerror or error}"
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            message = f"cannot listen on {where} for HTTP ({self.name}_port): {error.strerror or error}"
             raise UnavailableError(message) from error
         _enable_keepalive(listening, self._connections)
         return listening
+
+
+def _max_open_files() -> int:
+    """Returns how many files and sockets this process may open: those of HTTP must leave some to the others."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 2 * MAX_CONNECTIONS
 
 
 def _enable_keepalive(listening: socket.socket, connections: ConnectionSettings) -> None:

@@ -1,0 +1,203 @@
+"""uvicorn's HTTP connection, with a timeout on every wait for the peer and a bound on connections that wait for it.
+
+uvicorn has no such limits. `UVICORN` and `H11` are the versions that this file was written for: it relies on how they
+call the methods that it overrides, so others are taken only after that was read again.
+"""
+
+import asyncio
+import ssl
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import h11
+from typing_extensions import override
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+UVICORN, H11 = "0.54.0", "0.16.0"
+"""The versions that pyproject.toml pins."""
+HEAD_SECONDS = 60.0
+"""Timeout for a complete request head, from when the connection was opened or the last response was complete."""
+SEND_SECONDS = 300.0
+"""How long a client may read nothing of a response before the connection is aborted and its request cancelled."""
+MAX_BYTES_AHEAD = 2**16
+"""Bytes of pipelined requests read during a response: a disconnect is noticed only while the connection is read."""
+
+
+class Connections(ServerState):
+    """What the connections of one server share."""
+
+    def __init__(self, most: int, tls: ssl.SSLContext | None = None) -> None:
+        """Has no connection yet.
+
+        Args:
+            most: how many may be open at once.
+            tls: context of the handshakes; None is plaintext.
+        """
+        super().__init__()
+        self.most = most
+        self.tls = tls
+        self.waiting: OrderedDict[HttpConnection | TlsHandshake, None] = OrderedDict()
+        """Connections that wait for their clients: for a handshake, for a head or the rest of a body, or to read what
+        was sent. The longest first."""
+
+    def make_room(self) -> None:
+        """Aborts the connection that has waited longest, if there are too many.
+
+        Who sends nothing so keeps nobody out: a client that sends its request at once waits for less than the time in
+        which all places are taken anew. If no connection waits, the newest is the one that is aborted.
+        """
+        if len(self.connections) > self.most and self.waiting:
+            longest, _ = self.waiting.popitem(last=False)
+            longest.transport.abort()
+
+
+class HttpConnection(H11Protocol):
+    """A connection with timeouts, so that an idle or stalled peer cannot hold it or its request for ever."""
+
+    server_state: Connections
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._head_deadline: asyncio.TimerHandle | None = None
+        self._send_deadline: asyncio.TimerHandle | None = None
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_client()
+        self.server_state.make_room()
+        self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.server_state.waiting.pop(self, None)
+        _end(self._head_deadline)
+        _end(self._send_deadline)
+        super().connection_lost(exc)
+
+    @override
+    def handle_events(self) -> None:
+        """Called after data has arrived."""
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            _end(self._head_deadline)
+            self._go_on()
+            if not self.flow.write_paused:  # the deadline of the previous response, which was still in the buffer
+                _end(self._send_deadline)
+        is_ahead = self.conn.their_state is h11.DONE and self.flow.read_paused
+        if is_ahead and len(self.conn.trailing_data[0]) <= MAX_BYTES_AHEAD:
+            self.flow.resume_reading()
+
+    @override
+    def on_response_complete(self) -> None:
+        """Called when a whole response was handed to the transport, which may still buffer a part."""
+        self.cycle.body = bytearray()  # what the application did not read, which nobody counts
+        self._wait_for_client()
+        self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
+        if self.transport.get_write_buffer_size() and not self.flow.write_paused:
+            self._send_deadline = self._renewed(self._send_deadline, SEND_SECONDS, self._cut_unread)
+        super().on_response_complete()
+
+    @override
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_client()
+        self._send_deadline = self._renewed(self._send_deadline, SEND_SECONDS, self._cut_unread)
+
+    @override
+    def resume_writing(self) -> None:
+        _end(self._send_deadline)
+        super().resume_writing()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Notes that the client is not waited for, if it is not."""
+        cycle = self.cycle
+        if cycle is not None and not (cycle.response_complete or cycle.more_body or self.flow.write_paused):
+            self.server_state.waiting.pop(self, None)
+
+    def _wait_for_client(self) -> None:
+        if self in self.connections:  # it may have been lost
+            self.server_state.waiting[self] = None
+            self.server_state.waiting.move_to_end(self)
+
+    def _cut_unread(self) -> None:
+        """Aborts the connection if data is unread: closing would wait until it is read."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+    def _renewed(
+        self, deadline: asyncio.TimerHandle | None, seconds: float, end: Callable[[], None]
+    ) -> asyncio.TimerHandle:
+        _end(deadline)
+        return self.loop.call_later(seconds, end)
+
+
+class TlsHandshake(asyncio.Protocol):
+    """A connection until its TLS handshake is done, when an `HttpConnection` takes it over.
+
+    asyncio's own way shows nobody a connection before that, so those that never shake hands would be in no count.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: Connections,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.transport: asyncio.Transport
+        self._state = server_state
+        self._loop = _loop or asyncio.get_running_loop()
+        self._http = HttpConnection(config, server_state, app_state, _loop)
+        self._early = bytearray()
+        self._is_lost = False
+        self._handshake: asyncio.Task[None] | None = None
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        transport.pause_reading()  # until the handshake begins, which takes all that is read
+        self._state.connections.add(self)  # type: ignore[arg-type]
+        self._state.waiting[self] = None
+        self._state.make_room()
+        self._handshake = self._loop.create_task(self._shake_hands())
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        """Called after the handshake, before the connection is taken over."""
+        self._early += data
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+
+    def shutdown(self) -> None:
+        """Called by the server when it stops."""
+        self.transport.abort()
+
+    async def _shake_hands(self) -> None:
+        assert self._state.tls is not None, "handshakes need a context"
+        secured: asyncio.Transport | None = None
+        if not self.transport.is_closing():  # it may have made room for others at once
+            with suppress(OSError):  # all failures of TLS and of the network are
+                secured = await self._loop.start_tls(
+                    self.transport, self, self._state.tls, server_side=True, ssl_handshake_timeout=HEAD_SECONDS
+                )
+        self._state.connections.discard(self)
+        self._state.waiting.pop(self, None)
+        if secured is None or self._is_lost:
+            return
+        secured.set_protocol(self._http)
+        self._http.connection_made(secured)
+        if self._early:
+            self._http.data_received(bytes(self._early))
+
+
+def _end(deadline: asyncio.TimerHandle | None) -> None:
+    if deadline is not None:
+        deadline.cancel()

@@ -1,0 +1,90 @@
+"""`/openapi.json`: the routes, with the models of their requests and responses.
+
+The generating routes parse and send by themselves (`streaming`), with limits that a framework has not. So FastAPI makes
+its description of routes that are declared here, and are never called.
+"""
+
+from functools import cache
+from typing import Any
+
+from fastapi import APIRouter, Security
+from fastapi.openapi.utils import get_openapi
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import draftwire
+from draftwire_gateway.http.body import ChatBody, CompletionBody
+from draftwire_gateway.http.response_models import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    CompletionChunk,
+    ErrorBody,
+    HealthBody,
+    ListedModel,
+    ListedModels,
+    TextCompletion,
+)
+
+_SCHEMAS = "#/components/schemas/"
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is refused; see docs/http.md"},
+    "5XX": {"model": ErrorBody, "description": "The gateway or a service behind it cannot answer"},
+}
+_TOKEN = Security(HTTPBearer(auto_error=False, description="Where the gateway has a tokens file"))
+
+
+@cache
+def openapi_document() -> dict[str, Any]:
+    """Returns the description of the HTTP API, in OpenAPI 3.1."""
+    document = get_openapi(
+        title="draftwire",
+        version=draftwire.__version__,
+        description="A parameter that is null counts as left out; an unknown one is refused by its name.",
+        routes=_declared().routes,
+    )
+    _, chunks = models_json_schema(
+        [(kind, "serialization") for kind in (CompletionChunk, ChatCompletionChunk)], ref_template=_SCHEMAS + "{model}"
+    )
+    document["components"]["schemas"] |= chunks["$defs"]
+    return document
+
+
+def _declared() -> APIRouter:
+    router = APIRouter(responses=_ERRORS)
+
+    @router.post("/v1/completions", responses=_whole_or(TextCompletion, CompletionChunk), dependencies=[_TOKEN])
+    def complete(body: CompletionBody) -> TextCompletion:
+        """Completes texts or token ids."""
+        raise NotImplementedError
+
+    @router.post(
+        "/v1/chat/completions", responses=_whole_or(ChatCompletion, ChatCompletionChunk), dependencies=[_TOKEN]
+    )
+    def answer(body: ChatBody) -> ChatCompletion:
+        """Answers a conversation."""
+        raise NotImplementedError
+
+    @router.get("/v1/models", dependencies=[_TOKEN])
+    def list_models() -> ListedModels:
+        """Lists the target and the models of the drafters that are connected."""
+        raise NotImplementedError
+
+    @router.get("/v1/models/{name}", dependencies=[_TOKEN])
+    def retrieve_model(name: str) -> ListedModel:
+        """Returns one of the models."""
+        raise NotImplementedError
+
+    @router.get("/health", responses={503: {"model": HealthBody, "description": "It loads or drains"}})
+    def health() -> HealthBody:
+        """Says whether requests are taken."""
+        raise NotImplementedError
+
+    return router
+
+
+def _whole_or(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Returns the response of a generating route: an object, or a stream of server-sent events."""
+    events = {"schema": {"$ref": _SCHEMAS + chunk.__name__}}
+    description = "The whole response; with `stream`, events `data: {...}`, and `data: [DONE]` at the end"
+    return {200: {"model": whole, "description": description, "content": {"text/event-stream": events}}}

@@ -1,0 +1,313 @@
+"""What responses hold, as `/openapi.json` describes it. `openai_types` writes them; tests compare the two."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FinishedBy = Literal["stop", "length"]
+
+
+class Described(BaseModel):
+    """A part of a response; nothing is in it that is not described."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class ErrorFields(Described):
+    """What an error says."""
+
+    message: str
+    """One sentence, which quotes nothing of the request but names and numbers."""
+    type: str
+    param: str | None
+    """The parameter that the message is about."""
+    code: str | None
+
+
+class ErrorBody(Described):
+    """An error."""
+
+    error: ErrorFields
+
+
+class PromptUsage(Described):
+    """Of the tokens of the prompts."""
+
+    cached_tokens: int
+    """Those whose keys and values were there already."""
+
+
+class CompletionUsage(Described):
+    """Of the generated tokens, and of those that were drafted for them."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class UsageBody(Described):
+    """Tokens of a request. Those of a prompt count once, whatever the number of its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptUsage
+    completion_tokens_details: CompletionUsage
+
+
+class SpeculationOfChoice(Described):
+    """How speculative decoding went."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+    num_rounds: int
+    block_efficiency: float
+    """Tokens for each round."""
+    rejection_sample_method: str
+    is_lossy: bool
+    """Whether the method changes the distribution of the text."""
+    drafter_error: str
+    seed: int
+    time_to_first_token_ms: float
+    duration_ms: float
+    num_drafters_lost: int
+    num_verifiers_lost: int
+
+
+class NumberedSpeculation(SpeculationOfChoice):
+    """The same of one choice."""
+
+    index: int
+
+
+class Speculation(SpeculationOfChoice):
+    """Sums over all choices."""
+
+    choices: list[NumberedSpeculation] = []
+    """Of each, where there are several."""
+
+
+class MetricsBody(Described):
+    """What the request cost."""
+
+    speculative_decoding: Speculation
+
+
+class TokenDetail(Described):
+    """Where a token came from, with `token_details`."""
+
+    id: int
+    text: str
+    """What the token made certain: all of them joined are the text."""
+    source: Literal["accepted", "recovered", "bonus", "plain"]
+    logprob: float | None
+    draft_logprob: float | None
+
+
+class RoundDetail(Described):
+    """What a round judged and committed."""
+
+    num_draft_tokens: int
+    num_tokens: int
+
+
+class WholeDetails(Described):
+    """Details of a whole choice."""
+
+    tokens: list[TokenDetail]
+    rounds: list[RoundDetail]
+
+
+class ChunkDetails(Described):
+    """Details of a round of a choice."""
+
+    num_draft_tokens: int
+    tokens: list[TokenDetail]
+
+
+class RankedPromptToken(Described):
+    """A likely token at a place in the prompt."""
+
+    id: int
+    text: str
+    logprob: float
+
+
+class PromptToken(RankedPromptToken):
+    """A token of the prompt, with `prompt_logprobs`."""
+
+    top: list[RankedPromptToken]
+
+
+class CompletionLogprobs(Described):
+    """Log-probabilities of a completion's tokens: lists with an entry for each."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class RankedToken(Described):
+    """A token and its log-probability; -9999.0 is that of one that cannot be."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatToken(RankedToken):
+    """A token of an answer."""
+
+    top_logprobs: list[RankedToken]
+
+
+class ChatLogprobs(Described):
+    """Log-probabilities of an answer's tokens."""
+
+    content: list[ChatToken]
+    refusal: None
+
+
+class AnyChoice(Described):
+    """What choices of both routes have."""
+
+    index: int
+    prompt_logprobs: list[PromptToken | None] = []
+    """At the first choice of each prompt, with the parameter of this name; null for the first token."""
+
+
+class CompletionChoice(AnyChoice):
+    """A completion."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishedBy
+    draftwire: WholeDetails | None = None
+
+
+class CompletionChunkChoice(AnyChoice):
+    """What is new of a completion."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishedBy | None
+    draftwire: ChunkDetails | None = None
+
+
+class AssistantMessage(Described):
+    """An answer."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class AssistantDelta(Described):
+    """What is new of an answer; the role comes with the first chunk."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatChoice(AnyChoice):
+    """An answer to a conversation."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishedBy
+    draftwire: WholeDetails | None = None
+
+
+class ChatChunkChoice(AnyChoice):
+    """What is new of an answer."""
+
+    delta: AssistantDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishedBy | None
+    draftwire: ChunkDetails | None = None
+
+
+class ResponseHead(Described):
+    """What all responses begin with."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+
+
+class TextCompletion(ResponseHead):
+    """Response of POST /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: UsageBody
+    metrics: MetricsBody
+
+
+class CompletionChunk(ResponseHead):
+    """An event of a streamed response of POST /v1/completions. The last may have usage and metrics, and no choice."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChunkChoice]
+    usage: UsageBody | None = None
+    metrics: MetricsBody | None = None
+
+
+class ChatCompletion(ResponseHead):
+    """Response of POST /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: UsageBody
+    metrics: MetricsBody
+
+
+class ChatCompletionChunk(ResponseHead):
+    """An event of a streamed response of POST /v1/chat/completions."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: UsageBody | None = None
+    metrics: MetricsBody | None = None
+
+
+class ModelFacts(Described):
+    """What a model is here."""
+
+    role: Literal["target", "drafter"]
+    context_length: int
+    vocab_size: int
+    dtype: str
+    revision: str
+    num_speculative_tokens: int | None = None
+    max_speculative_tokens: int | None = None
+    rejection_sample_method: str | None = None
+
+
+class ListedModel(Described):
+    """A model. The target is the one that can be asked."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    draftwire: ModelFacts
+
+
+class ListedModels(Described):
+    """The target, then the models of the drafters that are connected."""
+
+    object: Literal["list"]
+    data: list[ListedModel]
+
+
+class HealthBody(Described):
+    """Whether requests are taken."""
+
+    status: str
+    """`ok`, or why not, such as `loading` or `draining`."""
