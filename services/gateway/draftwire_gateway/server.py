@@ -16,6 +16,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.logprobs import PromptPart
 from draftwire.runtime import messages
+from draftwire.runtime.addresses import host_of_peer
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
 from draftwire.runtime.service import Service
@@ -23,7 +24,7 @@ from draftwire.runtime.tls import Dialler, server_context, server_credentials, w
 from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.runtime.unknown_fields import refuse_unknown_fields
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
-from draftwire_gateway.auth.access import Access
+from draftwire_gateway.auth.access import Access, payer
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import MAX_IDS_ON_LOOP, GatewayCore
 from draftwire_gateway.http.app import make_app
@@ -89,7 +90,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         num_finished = sum(choice.is_finished for choice in request.generated_choices)  # validated by `complete`
         with caller.request(num_choices), self._core.admit(max(0, num_choices - num_finished)):
             generations = await self._core.complete(await self._requested(request))
-            await self._core.check_form(generations)
+            generations = await self._core.check_form(generations, payer(caller, host_of_peer(context.peer())))
             async with aclosing(self._core.generate(generations, _metadata(context, "traceparent") or "")) as events:
                 async for event in events:
                     response = _event_to_proto(event)
@@ -348,6 +349,7 @@ async def make_service(config: GatewayConfig) -> Service:
     def stop() -> None:
         for stream in streams:
             stream.cancel()
+        core.stop()
 
     def register(server: grpc.aio.Server) -> None:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(GatewayServicer(core, pool, access), server)

@@ -3,7 +3,8 @@
 import hmac
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from ipaddress import IPv6Address, ip_address, ip_network
 from pathlib import Path
 
 import structlog
@@ -88,6 +89,23 @@ class Caller:
         else:
             self._tokens_used = max(0.0, self._tokens_used - (now - self._used_at) * rate / 60.0)
         self._used_at = now
+
+
+def payer(caller: Caller, host: str) -> str:
+    """Returns whose budget pays for what a request costs before it generates: of the token, or without tokens the host.
+
+    Args:
+        caller: from `Access.authenticate`.
+        host: address that the request comes from, without the port. Of IPv6 the network counts (64 bits), since who has
+            one address there has all of it.
+    """
+    if caller.name:
+        return f"token {caller.name}"
+    with suppress(ValueError):
+        address = ip_address(host)
+        if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
+            return f"host {ip_network((address, 64), strict=False)}"
+    return f"host {host}"
 
 
 class Access:

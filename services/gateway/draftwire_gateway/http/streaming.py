@@ -8,7 +8,7 @@ from typing import Any, Generic
 
 from starlette.types import Message, Receive, Scope, Send
 
-from draftwire_gateway.auth.access import Access, Caller
+from draftwire_gateway.auth.access import Access, Caller, payer
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import Body, GenerateBody, read
 from draftwire_gateway.http.body_reading import header, read_body
@@ -60,15 +60,16 @@ class GeneratingRoute(Generic[Body]):
         fault = model_fault(body.model, target, [drafter.description.name for drafter in self._drafters()])
         if fault is not None:
             raise fault
-        work = self._answer(body, caller, header(scope, "traceparent") or "", send)
+        host, _ = scope.get("client") or ("", 0)
+        work = self._answer(body, caller, payer(caller, host), header(scope, "traceparent") or "", send)
         await _while_connected(receive, in_names_of(self._route, body, work))
 
-    async def _answer(self, body: Body, caller: Caller, traceparent: str, send: Send) -> None:
+    async def _answer(self, body: Body, caller: Caller, form_payer: str, traceparent: str, send: Send) -> None:
         num_prompts = self._route.num_prompts(body)
         num_choices = num_prompts * check_num_choices(num_prompts, body.n)
         with caller.request(num_choices), self._core.admit(num_choices):
             generations = await self._core.complete(await self._route.requested(body, self._core))
-            await self._core.check_form(generations)
+            generations = await self._core.check_form(generations, form_payer)
             options = self._route.options(body)
             maker = DeltaMaker(options, self._core)
             writer = ResponseWriter(self._route.formatter, options, self._core.description.name)
