@@ -51,11 +51,8 @@ class FormBudget:
         over_s = self._spent_s(caller) - FULL_S
         if over_s >= 0.0:
             wait_s = max(1.0, over_s * REFILL_S / FULL_S)
-            raise NoRoomError(
-                f"structured_output: compiling a caller's forms may take {FULL_S:g} s of CPU time a minute: it is used up; "
-                f"retry in {wait_s:.1f} s",
-                wait_s,
-            )
+            budget = f"{FULL_S:g} s of CPU time a minute for a caller's forms"
+            raise NoRoomError(f"structured_output: {budget} are used up; retry in {wait_s:.1f} s", wait_s)
 
     def _spent_s(self, caller: str) -> float:
         spent = self._spent.get(caller)

@@ -42,9 +42,8 @@ def ask(address: str, body: dict[str, Any], source: str = "127.0.0.1", timeout_s
         address.removeprefix("http://"), timeout=timeout_s, source_address=(source, 0)
     )
     with suppress(OSError, http.client.HTTPException):
-        connection.request(
-            "POST", "/v1/completions", json.dumps({"model": model_of(address), "prompt": "a", "max_tokens": 4} | body)
-        )
+        text = json.dumps({"model": model_of(address), "prompt": "a", "max_tokens": 4} | body)
+        connection.request("POST", "/v1/completions", text, {"content-type": "application/json"})
         response = connection.getresponse()
         response.read()
         return response.status, time.monotonic() - started
