@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-Parameters = ParamSpec("Parameters")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -26,7 +26,7 @@ class DaemonThreads:
         self._threads: list[threading.Thread] = []
 
     def submit(
-        self, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+        self, function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Future[Result]:
         """Queues a call and returns its future; cancelling that before a thread begins drops the call."""
         future: Future[Result] = Future()
