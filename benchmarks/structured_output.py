@@ -26,7 +26,7 @@ from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client, Completion, StructuredOutput
-from draftwire.requests.automaton import FormCompiler
+from draftwire.requests.automaton import FormCompiler, FormVocabulary
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -200,9 +200,8 @@ def main() -> None:
     folder = str(options["verifier"]["model"])
     with LocalStack(options) as stack, Client(stack.address) as client:
         description = client.server().target
-        compiler = FormCompiler(
-            AutoTokenizer.from_pretrained(folder), description.vocab_size, description.stop_token_ids
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        compiler = FormCompiler(FormVocabulary.of(tokenizer, description.vocab_size, description.stop_token_ids))
         for name, task in TASKS.items():
             ways = ask(client, task, arguments.outputs, arguments.block_length)
             times = mask_times(compiler, task, ways.constrained)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import structlog
@@ -22,7 +23,10 @@ from draftwire.engine.traced_sessions import TracedSessions
 from draftwire.errors import DraftwireError, GroupLostError, UnavailableError
 from draftwire.models.description import ModelDescription
 from draftwire.models.loading import ModelCard
+from draftwire.requests.automaton import Automaton, FormCompiler
+from draftwire.requests.session_parameters import SessionParameters
 from draftwire.runtime.form_compiler_pool import FormCompilerPool
+from draftwire.runtime.form_sandbox import FormSandbox
 from draftwire.runtime.outbox import Outbox
 
 log = structlog.get_logger()
@@ -57,7 +61,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         self.card: ModelCard
         self._scheduler: SessionBook[Any, Step]
         self._engine: StepEngine[Step, Result]
-        self._forms: FormCompilerPool
+        self._forms: FormCompilerPool | None = None
         self._torch = TorchThread()
         self.group = GroupGuard(config.wanted_group, self._torch, place, followers)
         self._leases = Leases[Event | SessionFailed]()
@@ -101,7 +105,8 @@ class EngineService(ABC, Generic[Step, Result, Event]):
     async def _load(self) -> None:
         settings = self.config.engine
         self.card, self._engine = await self._torch.run(self._load_engine)
-        self._forms = FormCompilerPool(await asyncio.to_thread(self.card.form_compiler))
+        compiler = await asyncio.to_thread(lambda: FormCompiler(self.card.form_vocabulary()))
+        self._forms = FormCompilerPool(compiler, FormSandbox(self.card.form_vocabulary))
         pacer = PrefillPacer(settings.max_added_latency_ms / 1e3)
         self._scheduler = self._make_scheduler(Room(settings.max_sessions, settings.kv_cache_tokens), pacer)
         for num_tokens, seconds in await self._torch.run(self._engine.warm_up):
@@ -113,8 +118,23 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         return self._torch.busy_s()
 
     def stop(self) -> None:
-        """Stops the torch thread after the running step."""
+        """Stops the torch thread after the running step, and what compiles forms."""
         self._torch.stop()
+        if self._forms is not None:
+            self._forms.stop()
+
+    async def compile_form(self, parameters: SessionParameters, generated_ids: Sequence[int] = ()) -> Automaton | None:
+        """Returns the automaton of a session's structured output, advanced over its text so far; None if it has none.
+
+        Raises:
+            InvalidRequestError: the form is not supported, or the text so far violates it.
+            NoRoomError: too many forms are being compiled, or are open.
+        """
+        form = parameters.sampling.structured_output
+        if form is None:
+            return None
+        assert self._forms is not None, "sessions are opened once the model is loaded"
+        return await self._forms.compile(form, generated_ids, parameters.form_memory_bytes)
 
     def open_lease(self) -> tuple[int, Outbox[Event | SessionFailed]]:
         """Returns the id of a new lease and the outbox that receives its sessions' events."""

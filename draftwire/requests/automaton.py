@@ -6,19 +6,25 @@ nothing but the form, the tokenizer and the generated tokens before its position
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerBase
 
 from draftwire.errors import InvalidRequestError
+from draftwire.requests.lark_extensions import find_extension
+from draftwire.requests.schema_intersections import MAX_INTERSECTION, intersection_size
 from draftwire.requests.structured_output import Form, StructuredOutput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 WHITESPACE = r" ?|\r?\n[ \t]{0,32}"
 """Whitespace allowed between two parts of a JSON text, unless the schema's `x-guidance` overrides it: enough for
@@ -75,17 +81,22 @@ SCHEMA_KEYWORDS = _ANNOTATIONS | _OF_NAMES | _OF_SCHEMAS | _OF_VALUES
 """Keywords allowed in a schema. The library refuses keywords that it recognises and does not support, but would ignore
 unknown ones."""
 
-_LARK_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/[a-z]*|//[^\n]*')
-_LARK_EXTENSION = re.compile(r"%(?:json|regex|lark|llguidance)\b|<[^>\n]*>|^\s*[\w-]+\s*\[[^\]\n]*\]\s*:", re.MULTILINE)
-
 MAX_REASON = 160
 """Limit on the characters of the library's error messages that are shown: they may quote the form."""
 
 NO_TOKEN = "no token of the model continues a text of this form"
+TOO_MANY_MEET = (
+    "the lengths of the patterns and formats that one string has to match at once (by allOf, $ref or a format), "
+    f"multiplied, exceed {MAX_INTERSECTION}"
+)
 
 MAX_PLACE_S = 0.25
 """Limit on the CPU time of one mask, seconds. Usual ones take 20 µs; a form that exceeds the limit fails its session,
 because all sessions of a batch wait for it."""
+
+MAX_TEXT_S = 5.0
+"""Limit on the CPU time of following a text of any length, seconds: one that is resumed, moved, or begun anew after a
+failure. Usual forms take a second for 30,000 tokens."""
 
 
 def _limits() -> LLParserLimits:
@@ -191,9 +202,9 @@ class Automaton:
         self, generated_ids: Sequence[int], draft_tokens: Sequence[int], first_place: int
     ) -> NDArray[np.uint8]:
         masks = np.full((len(draft_tokens) + 1, len(self._possible)), 255, dtype=np.uint8)
-        started = time.thread_time()
         num_new = len(generated_ids) - len(self._consumed)
-        if self._follow(generated_ids):
+        until = time.thread_time() + min(MAX_TEXT_S, MAX_PLACE_S * (max(0, num_new) + len(masks)))
+        if self._follow(generated_ids, until):
             for place, row in enumerate(masks):
                 if place >= first_place:
                     self._fill(row)
@@ -202,15 +213,14 @@ class Automaton:
                 if not self._consume(draft_tokens[place]):
                     self._check()  # an impossible token is no error, but an exceeded limit is
                     break
-        if time.thread_time() - started > MAX_PLACE_S * (max(0, num_new) + len(masks)):
-            raise InvalidRequestError("structured_output: the form costs too much to follow")
+        _check_time(until)
         return masks
 
-    def _follow(self, generated_ids: Sequence[int]) -> bool:
+    def _follow(self, generated_ids: Sequence[int], until: float) -> bool:
         """Advances the matcher to the end of a text; returns whether the text can continue.
 
         Raises:
-            InvalidRequestError: the text does not match the form.
+            InvalidRequestError: the text does not match the form, or takes longer than `until`, in `time.thread_time`.
         """
         ids = list(generated_ids)
         if self._consumed != ids[: len(self._consumed)]:
@@ -226,6 +236,7 @@ class Automaton:
             if not self._consume(token):
                 self._check()
                 raise InvalidRequestError("structured_output: the generated tokens do not have this form")
+            _check_time(until)
         return True
 
     def _consume(self, token: int) -> bool:
@@ -251,31 +262,79 @@ class Automaton:
             raise InvalidRequestError(f"structured_output: {_reason(self._matcher.get_error())}")
 
 
-class FormCompiler:
-    """Compiles forms to automata for one tokenizer. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class FormVocabulary:
+    """What forms are compiled for: a tokenizer and the ids of its model. Plain data, which another process can get."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_token_ids: Iterable[int]) -> None:
-        """Reads the tokenizer, which takes a second for the largest. With an unsupported one, `compile` raises.
+    tokenizer: str
+    """JSON of the tokenizers library; empty if no form can be compiled."""
+    num_ids: int
+    """Ids of the tokenizer and the model together."""
+    vocab_size: int
+    """Ids of the model; others are never possible."""
+    stop_token_ids: tuple[int, ...]
+    """They end a text that matches its form."""
+    refusal: str = ""
+    """Why no form can be compiled for this model."""
 
-        Args:
-            tokenizer: the model's tokenizer.
-            vocab_size: of the model; ids beyond the tokenizer are never possible.
-            stop_token_ids: of the model; they end a text that matches the form.
-        """
-        self._stop_token_ids = frozenset(stop_token_ids)
-        self._refusal = "" if self._stop_token_ids else "the target has no stop token, which has to end the text"
-        self._tokenizer: LLTokenizer
+    @classmethod
+    def of(
+        cls, tokenizer: "PreTrainedTokenizerBase", vocab_size: int, stop_token_ids: Iterable[int]
+    ) -> "FormVocabulary":
+        """Returns the vocabulary of a model. Takes a tenth of a second for the largest."""
+        stops = tuple(sorted(set(stop_token_ids)))
         num_ids = max(vocab_size, len(tokenizer))
-        try:
-            # The library's stubs are stricter than transformers' annotations.
-            self._tokenizer = from_tokenizer(tokenizer, num_ids, sorted(self._stop_token_ids) or None)  # type: ignore[arg-type]
-        except ValueError as error:
-            self._refusal = f"the target's tokenizer cannot be read for it: {_reason(str(error))}"
-        bits = np.arange(-(-num_ids // 32) * 32) < vocab_size
+        refusal = "" if stops else "the target has no stop token, which has to end the text"
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            refusal = "the target's tokenizer cannot be read for it: it is not one of the tokenizers library"
+        if refusal:
+            return cls("", num_ids, vocab_size, stops, refusal)
+        backend = copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        return cls(backend.to_str(), num_ids, vocab_size, stops)
+
+
+class _CompiledForm:
+    """A form that is compiled once, for all texts that have it at the same time. Thread-safe."""
+
+    def __init__(self, compile_form: Callable[[], LLMatcher]) -> None:
+        self._compile = compile_form
+        self._lock = threading.Lock()
+        self._matcher: LLMatcher | None = None
+
+    def matcher(self) -> LLMatcher:
+        """Returns a matcher at the start of a text; compiles the form if that has not been done."""
+        with self._lock:
+            if self._matcher is None:
+                self._matcher = self._compile()
+            return self._matcher.deep_copy()
+
+
+class FormCompiler:
+    """Compiles forms to automata for one vocabulary. Thread-safe."""
+
+    def __init__(self, vocabulary: FormVocabulary) -> None:
+        """Reads the tokenizer, which takes a second for the largest. With an unsupported one, `compile` raises."""
+        self._stop_token_ids = frozenset(vocabulary.stop_token_ids)
+        self._refusal = vocabulary.refusal
+        self._tokenizer: LLTokenizer
+        if not self._refusal:
+            try:
+                self._tokenizer = LLTokenizer(vocabulary.tokenizer, vocabulary.num_ids, list(vocabulary.stop_token_ids))
+            except ValueError as error:
+                self._refusal = f"the target's tokenizer cannot be read for it: {_reason(str(error))}"
+        bits = np.arange(-(-vocabulary.num_ids // 32) * 32) < vocabulary.vocab_size
         self._possible = np.packbits(bits, bitorder="little")
+        self._lock = threading.Lock()
+        self._forms = WeakValueDictionary[StructuredOutput, _CompiledForm]()
 
     def compile(self, wanted: StructuredOutput, generated_ids: Sequence[int] = ()) -> Automaton:
-        """Returns an automaton positioned after the generated tokens. Takes milliseconds; bad forms up to a second.
+        """Returns an automaton positioned after the generated tokens. Usually takes milliseconds.
+
+        Some forms never end, in calls that nothing can interrupt: those of users are compiled in a process of their own
+        first, see `draftwire.runtime.form_sandbox`.
 
         Raises:
             InvalidRequestError: the form is malformed, unsupported, exceeds its limits or matches no text; the
@@ -283,19 +342,30 @@ class FormCompiler:
         """
         if self._refusal:
             raise InvalidRequestError(f"structured_output: {self._refusal}")
-        grammar = _grammar(wanted)
+        with self._lock:
+            form = self._forms.get(wanted)
+            if form is None:
+                form = self._forms[wanted] = _CompiledForm(lambda: self._compiled(wanted))
+        automaton = self._automaton(form.matcher)
+        if generated_ids:
+            automaton.masks(generated_ids)
+        return automaton
 
-        def make() -> LLMatcher:
-            return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+    def _automaton(self, make: Callable[[], LLMatcher]) -> Automaton:
+        return Automaton(make, self._possible, self._stop_token_ids)
 
-        matcher = make()
+    def _compiled(self, wanted: StructuredOutput) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, _grammar(wanted), log_level=0, limits=_limits())
         faults = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if faults:
             raise InvalidRequestError(f"structured_output: {wanted.form.value}: {_reason(faults[0])}")
-        automaton = Automaton(make, self._possible, self._stop_token_ids)
-        automaton.masks(())  # some forms fail only here: limits exceeded, or no text matches
-        automaton.masks(generated_ids)
-        return automaton
+        self._automaton(lambda: matcher).masks(())  # some forms fail only here: limits exceeded, or no text matches
+        return matcher
+
+
+def _check_time(until: float) -> None:
+    if time.thread_time() > until:
+        raise InvalidRequestError("structured_output: the form costs too much to follow")
 
 
 def _grammar(wanted: StructuredOutput) -> str:
@@ -314,10 +384,9 @@ def _grammar(wanted: StructuredOutput) -> str:
         case Form.GRAMMAR:
             if wanted.texts[0].lstrip().startswith("{"):  # would be read as the library's own notation
                 raise InvalidRequestError("structured_output: grammar: rules are expected, not JSON")
-            extension = _LARK_EXTENSION.search(_LARK_LITERAL.sub("", wanted.texts[0]))
+            extension = find_extension(wanted.texts[0])
             if extension is not None:
-                written = _shortened(extension.group().strip())
-                raise InvalidRequestError(f"structured_output: grammar: {written} is not supported")
+                raise InvalidRequestError(f"structured_output: grammar: {_shortened(extension)} is not supported")
             return LLMatcher.grammar_from_lark(wanted.texts[0])
 
 
@@ -332,9 +401,13 @@ def _schema(text: str) -> dict[str, Any]:
         schema = json.loads(text)
         for keyword in _unsupported(schema, is_root=True):
             raise InvalidRequestError(f"structured_output: json_schema: {_shortened(keyword)!r} is not supported")
+        if intersection_size(schema) > MAX_INTERSECTION:
+            raise InvalidRequestError(f"structured_output: json_schema: {TOO_MANY_MEET}")
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise InvalidRequestError(f"structured_output: json_schema is not JSON: {error.msg} at {where}") from None
+    except ValueError:  # the message would be about Python
+        raise InvalidRequestError("structured_output: json_schema holds a number with too many digits") from None
     except RecursionError:
         raise InvalidRequestError("structured_output: json_schema is nested too deeply") from None
     if schema is True:

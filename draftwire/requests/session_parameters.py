@@ -33,6 +33,8 @@ class SessionParameters:
     """KV cache prefixes are shared only between sessions of the same salt."""
     traceparent: str = ""
     """The request's span as W3C Trace Context; empty if the request is not traced."""
+    form_memory_bytes: int = 0
+    """Memory that compiling the structured output took where it was measured, bytes; 0 if it was not."""
 
     def __post_init__(self) -> None:
         check_salt(self.cache_salt)

@@ -2,8 +2,11 @@
 
 import re
 from collections.abc import Collection
-from ipaddress import ip_address
-from urllib.parse import urlsplit
+from ipaddress import IPv6Address, ip_address, ip_network
+from urllib.parse import unquote, urlsplit
+
+IPV6_PREFIX = 64
+"""Bits that name a network of IPv6: whoever has one address in it has all."""
 
 _SCHEME = re.compile(r"^(dns:(//[^/]*/)?|ipv[46]:)")
 
@@ -31,3 +34,21 @@ def is_named_here(host: str, names: Collection[str] = ()) -> bool:
 def host_of(address: str) -> str:
     """Returns the host of host:port, or of a gRPC target such as dns:///host:port."""
     return _SCHEME.sub("", address).rpartition(":")[0]
+
+
+def host_of_peer(peer: str) -> str:
+    """Returns the host of a caller, whose address gRPC writes as ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5."""
+    return unquote(host_of(peer)).strip("[]")
+
+
+def network_of(host: str) -> str:
+    """Returns what all addresses of one caller have alike: an IPv4 address or a name itself, of IPv6 its network."""
+    try:
+        address = ip_address(host.strip("[]"))
+    except ValueError:
+        return host
+    if not isinstance(address, IPv6Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ip_network((int(address), IPV6_PREFIX), strict=False))

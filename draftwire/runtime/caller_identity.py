@@ -5,23 +5,18 @@ from __future__ import annotations  # the generics of grpc exist for the type ch
 import hashlib
 from enum import Enum
 from functools import lru_cache
-from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 import structlog
 
 from draftwire.errors import WrongRoleError
-from draftwire.runtime.addresses import host_of
+from draftwire.runtime.addresses import host_of_peer, network_of
 
 log = structlog.get_logger()
 
 ROLE_PREFIX = "urn:draftwire:role:"
 """Beginning of the URIs among the alternative names of a certificate that say what its holder is."""
-
-IPV6_PREFIX = 64
-"""Bits that name a network of IPv6: whoever has one address in it has all."""
 
 
 class CallerRole(Enum):
@@ -38,7 +33,7 @@ def origin_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """
     for certificate in context.auth_context().get("x509_pem_cert", ()):
         return f"certificate {hashlib.sha256(certificate).hexdigest()}"
-    return f"host {_host(context.peer())}"
+    return f"host {network_of(host_of_peer(context.peer()))}"
 
 
 def require_role(context: grpc.aio.ServicerContext[Any, Any], role: CallerRole) -> None:
@@ -64,17 +59,3 @@ def require_role(context: grpc.aio.ServicerContext[Any, Any], role: CallerRole) 
 @lru_cache(maxsize=1024)
 def _warn_once(origin: str, role: CallerRole) -> None:
     log.warning("rpc.role_missed", origin=origin, role=role.value, reason=f"no {ROLE_PREFIX}{role.value} in it")
-
-
-def _host(peer: str) -> str:
-    """Returns the host of gRPC's name of a connection: `ipv4:10.0.0.1:4711`, `ipv6:[::1]:4711`, `unix:`."""
-    host = host_of(unquote(peer)).removeprefix("[").removesuffix("]")
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    if isinstance(address, IPv6Address):
-        if address.ipv4_mapped is not None:
-            return str(address.ipv4_mapped)
-        return str(ip_network((int(address), IPV6_PREFIX), strict=False))
-    return str(address)

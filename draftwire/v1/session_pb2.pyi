@@ -414,6 +414,7 @@ class SessionParameters(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    FORM_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Index of the choice that the session generates, part of the key of its random numbers."""
     prompt_len: _builtins.int
@@ -424,6 +425,10 @@ class SessionParameters(_message.Message):
     """The prefix cache is shared only between sessions with the same salt. At most 256 characters."""
     traceparent: _builtins.str
     """Span of the request: the header `traceparent` of W3C Trace Context, version 00. Empty: not traced."""
+    form_memory_bytes: _builtins.int
+    """Memory that compiling the structured output took, bytes: the gateway has compiled it in a process with limits, and it
+    is within the bounds. The receiver believes it. 0: not measured; the receiver measures the form itself.
+    """
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:
         """Define the target's distribution. The drafter applies them to its own as well, for a higher acceptance rate."""
@@ -449,10 +454,11 @@ class SessionParameters(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         cache_salt: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        form_memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rule", b"rule", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "max_draft_tokens", b"max_draft_tokens", "prompt_len", b"prompt_len", "rule", b"rule", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "form_memory_bytes", b"form_memory_bytes", "max_draft_tokens", b"max_draft_tokens", "prompt_len", b"prompt_len", "rule", b"rule", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,6 @@
 """The masks of a form say exactly which tokens can go on, whatever was asked before."""
 
+import json
 import random
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.automaton import Automaton, FormCompiler
+from draftwire.requests.automaton import Automaton, FormCompiler, FormVocabulary
 from draftwire.requests.structured_output import Form, StructuredOutput
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "target"
@@ -48,14 +49,14 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def compiler() -> FormCompiler:
-    return FormCompiler(AutoTokenizer.from_pretrained(EMBEDDED), 4096, [STOP])
+    return FormCompiler(FormVocabulary.of(AutoTokenizer.from_pretrained(EMBEDDED), 4096, [STOP]))
 
 
 def tiny_compiler(tokens: list[str], vocab_size: int, stops: list[int]) -> FormCompiler:
     """Returns one for a tokenizer that cuts nothing into bytes."""
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
-    return FormCompiler(PreTrainedTokenizerFast(tokenizer_object=tokenizer), vocab_size, stops)
+    return FormCompiler(FormVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=tokenizer), vocab_size, stops))
 
 
 def ids_of(mask: NDArray[np.uint8]) -> list[int]:
@@ -201,6 +202,7 @@ def test_schema_allows_ordinary_layouts_and_what_it_says_itself(
         assert (STOP in ids_of(compiler.compile(form, ids).masks(ids)[0])) == is_accepted
 
 
+MEETING = json.dumps({"allOf": [{"type": "string", "pattern": f".*{one:03}.*"} for one in range(40)]})
 BAD_FORMS = {
     "broken JSON": ('{"a":', Form.JSON_SCHEMA, "is not JSON"),
     "no schema": ("3", Form.JSON_SCHEMA, "not a JSON object"),
@@ -225,6 +227,14 @@ BAD_FORMS = {
     "no start": ('secret: "a"', Form.GRAMMAR, "start"),
     "an unknown rule": ("start: secret", Form.GRAMMAR, "unknown name"),
     "an attribute": ("start[max_tokens=3]: /a*/", Form.GRAMMAR, "max_tokens"),
+    "one of a rule that may be inlined": ("?start[max_tokens=3]: /a*/", Form.GRAMMAR, "max_tokens"),
+    "one behind a priority": ("!start.2 [max_tokens=3] : /a*/", Form.GRAMMAR, "max_tokens"),
+    "one behind an expression of two lines": ('start: T\nT: /a\n"/\nother[lazy]: /"/', Form.GRAMMAR, "lazy"),
+    "intersection": ("start: T\nT: /a+/ & /b+/", Form.GRAMMAR, "&"),
+    "complement": ("start: T\nT: ~/b+/", Form.GRAMMAR, "~"),
+    "parameters": ('start: one::0x0\none::_: "a"', Form.GRAMMAR, "::"),
+    "a long number": ('{"maximum":' + "9" * 5_000 + "}", Form.JSON_SCHEMA, "too many digits"),
+    "patterns that meet": (MEETING, Form.JSON_SCHEMA, "exceed"),
     "a special token": ("start: <|endoftext|>", Form.GRAMMAR, "endoftext"),
     "JSON in a grammar": ('start: %json {"not": {}}', Form.GRAMMAR, "%json"),
     "the library's notation": ('{"grammars":[]}', Form.GRAMMAR, "rules are expected"),
@@ -265,7 +275,7 @@ def test_models_without_stop_tokens_and_tokenizers_that_cannot_be_read_refuse_fo
         tiny_compiler(TOKENS, 6, []).compile(FORMS["regex"])
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     with pytest.raises(InvalidRequestError, match="tokenizer"):
-        FormCompiler(PreTrainedTokenizerFast(tokenizer_object=words), 2, [1]).compile(FORMS["regex"])
+        FormCompiler(FormVocabulary.of(PreTrainedTokenizerFast(tokenizer_object=words), 2, [1])).compile(FORMS["regex"])
 
 
 def test_generated_tokens_that_do_not_fit_are_refused(compiler: FormCompiler) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -12,8 +13,17 @@ from draftwire.requests.automaton import Automaton, FormCompiler
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime import form_compiler_pool
 from draftwire.runtime.form_compiler_pool import FormCompilerPool
+from draftwire.runtime.form_sandbox import FormSandbox
 
 FORM = StructuredOutput.regex("a")
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """What a form was compiled from, in the place of an automaton."""
+
+    wanted: StructuredOutput
+    generated_ids: Sequence[int]
 
 
 class StuckCompiler:
@@ -24,7 +34,7 @@ class StuckCompiler:
 
     def compile(self, wanted: StructuredOutput, generated_ids: Sequence[int] = ()) -> Automaton:
         assert self.is_free.wait(20.0)
-        return cast(Automaton, (wanted, generated_ids))
+        return cast(Automaton, Stuck(wanted, generated_ids))
 
 
 @pytest.fixture
@@ -35,17 +45,17 @@ def stuck() -> Iterator[StuckCompiler]:
 
 
 def forms_of(compiler: StuckCompiler) -> FormCompilerPool:
-    return FormCompilerPool(cast(FormCompiler, compiler))
+    return FormCompilerPool(cast(FormCompiler, compiler), cast(FormSandbox, None))
 
 
 async def test_forms_that_take_long_hold_up_nothing_else_that_runs_on_threads(stuck: StuckCompiler) -> None:
     reader = forms_of(stuck)
-    reading = [asyncio.create_task(reader.compile(FORM, [number])) for number in range(100)]
+    reading = [asyncio.create_task(reader.compile(FORM, [number], 1)) for number in range(100)]
     await asyncio.sleep(0)
     assert await asyncio.wait_for(asyncio.to_thread(lambda: "prompt"), 5.0) == "prompt"
     stuck.is_free.set()
     results: list[Any] = await asyncio.gather(*reading)
-    assert results == [(FORM, [number]) for number in range(100)]
+    assert results == [Stuck(FORM, [number]) for number in range(100)]
 
 
 async def test_cancellation_is_never_forgotten_however_late_it_comes(stuck: StuckCompiler) -> None:
@@ -53,7 +63,7 @@ async def test_cancellation_is_never_forgotten_however_late_it_comes(stuck: Stuc
     stuck.is_free.set()
     reader, num_cancelled = forms_of(stuck), 0
     for number in range(200):
-        reading = asyncio.create_task(reader.compile(FORM))
+        reading = asyncio.create_task(reader.compile(FORM, (), 1))
         for _ in range(number % 12):
             await asyncio.sleep(0)
         if reading.cancel():
@@ -68,7 +78,7 @@ async def test_forms_that_wait_for_others_are_told_to_come_back(
 ) -> None:
     monkeypatch.setattr(form_compiler_pool, "COMPILE_SECONDS", 0.2)
     reader = forms_of(stuck)
-    waiting = [reader.compile(FORM) for _ in range(form_compiler_pool.COMPILE_THREADS + 2)]
+    waiting = [reader.compile(FORM, (), 1) for _ in range(form_compiler_pool.COMPILE_THREADS + 2)]
     results = await asyncio.gather(*waiting, return_exceptions=True)
     kinds = [type(result) for result in results]
     assert kinds == [InvalidRequestError] * form_compiler_pool.COMPILE_THREADS + [NoRoomError] * 2
@@ -81,7 +91,7 @@ async def test_form_that_was_begun_late_is_told_to_come_back(
     monkeypatch.setattr(form_compiler_pool, "COMPILE_THREADS", 1)
     reader, first_is_free = forms_of(stuck), threading.Event()
     reader._threads.submit(first_is_free.wait, 20.0)
-    late = asyncio.create_task(reader.compile(FORM))
+    late = asyncio.create_task(reader.compile(FORM, (), 1))
     await asyncio.sleep(0.5)
     first_is_free.set()  # the form is begun now, and does not end in what is left of its time
     with pytest.raises(NoRoomError, match="other forms"):
@@ -94,7 +104,7 @@ async def test_too_many_waiting_forms_are_refused_at_once(
     monkeypatch.setattr(form_compiler_pool, "COMPILE_SECONDS", 0.2)
     monkeypatch.setattr(form_compiler_pool, "MAX_WAITING", 3)
     reader = forms_of(stuck)
-    results = await asyncio.gather(*(reader.compile(FORM) for _ in range(4)), return_exceptions=True)
+    results = await asyncio.gather(*(reader.compile(FORM, (), 1) for _ in range(4)), return_exceptions=True)
     assert [isinstance(result, NoRoomError) and "limit" in str(result) for result in results] == [False] * 3 + [True]
     stuck.is_free.set()
-    assert await reader.compile(FORM), "those that have gone do not count"
+    assert await reader.compile(FORM, (), 1), "those that have gone do not count"

@@ -143,10 +143,8 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
 
         None also if the form cannot be compiled for this model: drafts that violate the form are then rejected.
         """
-        if spec.parameters.sampling.structured_output is None:
-            return None
         try:
-            return await self._forms.compile(spec.parameters.sampling.structured_output)
+            return await self.compile_form(spec.parameters)
         except InvalidRequestError as error:
             log.warning("drafter.form_refused", session_id=spec.session_id, reason=str(error))
             return None

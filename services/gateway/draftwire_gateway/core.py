@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
-from draftwire.requests.automaton import FormCompiler
-from draftwire.runtime.form_compiler_pool import FormCompilerPool
+from draftwire.requests.automaton import FormVocabulary
+from draftwire.runtime.form_sandbox import FormSandbox
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.session.choices import ChoiceEvent, ChoiceRunner, PromptEcho
@@ -56,7 +56,7 @@ class GatewayCore:
         self._tokenizer: PreTrainedTokenizerBase
         self._tokenizers: TokenizerPool
         self._chat_template: ChatTemplate
-        self._forms: FormCompilerPool
+        self._forms = FormSandbox(self._form_vocabulary)
         self._token_texts: dict[int, str] = {}
 
     @property
@@ -76,15 +76,20 @@ class GatewayCore:
         )
 
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
-        """Sets the target model and loads its tokenizer, chat template and form compiler."""
+        """Sets the target model and loads its tokenizer and chat template."""
         self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
         self._tokenizers = TokenizerPool(self._tokenizer, description)
         TextStream(self._tokenizer, [], ())  # reads the vocabulary, which takes long if it is large
         self._chat_template = ChatTemplate(self._tokenizer, description.name)
         self.metrics.of_model.model_name = description.name
-        self._forms = FormCompilerPool(
-            FormCompiler(self._tokenizer, description.vocab_size, description.stop_token_ids)
-        )
+
+    def stop(self) -> None:
+        """Ends the process that compiles forms."""
+        self._forms.stop()
+
+    def _form_vocabulary(self) -> FormVocabulary:
+        description = self.description
+        return FormVocabulary.of(self._tokenizer, description.vocab_size, description.stop_token_ids)
 
     def refuse_if_full(self, num_choices: int = 1) -> None:
         """Refuses a request for whose choices there is no room now; of one that is not read yet, at least one is known.
@@ -171,17 +176,25 @@ class GatewayCore:
             return await asyncio.to_thread(complete_request, requested, self.target, self.defaults)
         return complete_request(requested, self.target, self.defaults)
 
-    async def check_form(self, generations: Sequence[Generation]) -> None:
-        """Compiles the requested structured output, to refuse an invalid one before a session is opened.
+    async def check_form(self, generations: Sequence[Generation], caller: str) -> list[Generation]:
+        """Compiles the requested structured output in a process with limits, and returns the choices with its cost.
+
+        An invalid form is refused before a session is opened. Verifiers and drafters compile no form that was not
+        measured.
+
+        Args:
+            generations: the choices of a request.
+            caller: whose budget of compiling pays, see `payer`.
 
         Raises:
-            InvalidRequestError: see `FormCompilerPool.compile`.
-            NoRoomError: too many forms are being compiled.
+            InvalidRequestError: see `FormSandbox.measure`.
+            NoRoomError: the caller has made too much compile, or too many forms are being compiled.
         """
         form = generations[0].sampling.structured_output if generations else None
-        if form is not None:
-            for generated_ids in {generation.generated_ids for generation in generations}:
-                await self._forms.compile(form, generated_ids)
+        if form is None:
+            return list(generations)
+        cost = await self._forms.measure(form, caller)
+        return [replace(generation, form_memory_bytes=cost.memory_bytes) for generation in generations]
 
     async def generate(self, generations: Sequence[Generation], traceparent: str = "") -> AsyncGenerator[ChoiceEvent]:
         """Runs the choices of one request, and yields their events: echoes of prompts first.

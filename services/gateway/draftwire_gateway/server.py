@@ -16,6 +16,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.logprobs import PromptPart
 from draftwire.runtime import messages
+from draftwire.runtime.addresses import host_of_peer
 from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
 from draftwire.runtime.channels import check_prompt_fits
 from draftwire.runtime.http_server import MAX_CONNECTIONS, HttpEndpoint, HttpListener
@@ -27,7 +28,7 @@ from draftwire.runtime.tls import Dialler, server_context, server_credentials, w
 from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.runtime.unknown_fields import refuse_unknown_fields
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
-from draftwire_gateway.auth.access import Access
+from draftwire_gateway.auth.access import Access, payer
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import MAX_IDS_ON_LOOP, GatewayCore
 from draftwire_gateway.http.app import make_app
@@ -108,7 +109,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         num_choices = _num_choices(request)
         with caller.request(num_choices), self._core.admit(num_choices):
             generations = await self._core.complete(await self._requested(request, caller.name), caller.name)
-            await self._core.check_form(generations)
+            generations = await self._core.check_form(generations, payer(caller, host_of_peer(context.peer())))
             async with aclosing(self._core.generate(generations, _metadata(context, "traceparent") or "")) as events:
                 async for event in events:
                     response = _event_to_proto(event)
@@ -373,6 +374,7 @@ async def make_service(config: GatewayConfig) -> Service:
     def stop() -> None:
         for stream in streams:
             stream.cancel()
+        core.stop()
 
     servicer = GatewayServicer(core, pool, access)
     max_request_bytes = min(config.max_request_bytes, config.connections.max_message_bytes)

@@ -118,10 +118,9 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
 
         Raises:
             InvalidRequestError: the form is not supported, or the text so far violates it.
-            NoRoomError: too many forms are being compiled.
+            NoRoomError: too many forms are being compiled, or are open.
         """
-        form, prompt_len = spec.parameters.sampling.structured_output, spec.parameters.prompt_len
-        return None if form is None else await self._forms.compile(form, spec.token_ids[prompt_len:])
+        return await self.compile_form(spec.parameters, spec.token_ids[spec.parameters.prompt_len :])
 
     def open_session(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> None:
         """Opens a session; its verdicts go to the lease's outbox.

@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError
+from draftwire.runtime.addresses import network_of
 from draftwire.runtime.watched_files import WatchedFiles, read_bytes
 from draftwire_gateway.auth.tokens import TokenEntry, digest_of, parse_tokens
 
@@ -94,6 +95,17 @@ class Caller:
         else:
             self._tokens_used = max(0.0, self._tokens_used - (now - self._used_at) * rate / 60.0)
         self._used_at = now
+
+
+def payer(caller: Caller, host: str) -> str:
+    """Returns whose budget pays for what a request costs before it generates: of the token, or without tokens the host.
+
+    Args:
+        caller: from `Access.authenticate`.
+        host: address that the request comes from, without the port. Of IPv6 the network counts (64 bits), since who has
+            one address there has all of it.
+    """
+    return f"token {caller.name}" if caller.name else f"host {network_of(host)}"
 
 
 class Access:

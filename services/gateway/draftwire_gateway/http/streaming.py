@@ -10,7 +10,7 @@ from typing import Any, Generic
 from starlette.types import Message, Receive, Scope, Send
 
 from draftwire.errors import NoRoomError
-from draftwire_gateway.auth.access import Access, Caller
+from draftwire_gateway.auth.access import Access, Caller, payer
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import Body, GenerateBody
 from draftwire_gateway.http.body_budget import BodyShare
@@ -40,12 +40,15 @@ class Delivery:
     reports_usage: bool
     """Whether the last chunk of a stream reports the token usage."""
     traceparent: str
+    host: str
+    """Address of the client, without the port; empty if it is unknown."""
 
     @staticmethod
     def of(body: GenerateBody, scope: Scope) -> "Delivery":
         """Returns what a body asks for."""
         reports_usage = body.stream_options is not None and body.stream_options.include_usage
-        return Delivery(body.stream, reports_usage, header(scope, "traceparent") or "")
+        host, _ = scope.get("client") or ("", 0)
+        return Delivery(body.stream, reports_usage, header(scope, "traceparent") or "", host)
 
 
 class GeneratingRoute(Generic[Body]):
@@ -102,7 +105,7 @@ class GeneratingRoute(Generic[Body]):
             generations = await self._core.complete(
                 await self._route.requested(body, self._core, caller.name), caller.name
             )
-            await self._core.check_form(generations)
+            generations = await self._core.check_form(generations, payer(caller, delivery.host))
             options = self._route.options(body)
             del body
             share.give_back()

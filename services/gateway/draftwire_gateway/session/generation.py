@@ -98,6 +98,8 @@ class Generation:
     """Whether the prompt is sent back; true only for the first choice of each prompt."""
     token_details: bool = False
     """Whether the text and the drafter's log-probability of each token are reported."""
+    form_memory_bytes: int = 0
+    """Memory that compiling the structured output took; 0 without one."""
 
     @property
     def is_lossy(self) -> bool:
@@ -119,6 +121,7 @@ class Generation:
             choice=self.choice,
             cache_salt=self.cache_salt,
             traceparent=traceparent,
+            form_memory_bytes=self.form_memory_bytes,
         )
 
     @property

@@ -8,7 +8,6 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
@@ -23,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
+from draftwire.runtime.daemon_threads import DaemonThreads
 from draftwire.runtime.time_limits import Deadline
 from draftwire_gateway.text.control_tokens import control_tokens
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
@@ -62,7 +62,7 @@ class ChatTemplate:
         """`model_name` is for error messages. The tokenizer may have no template."""
         self._tokenizer = tokenizer
         self._model_name = model_name
-        self._threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="chat")
+        self._threads = DaemonThreads(RENDER_THREADS, "chat")
         self._num_waiting = 0
 
     async def render(self, conversation: Conversation) -> str:

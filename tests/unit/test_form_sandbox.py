@@ -1,0 +1,202 @@
+"""Forms are compiled in a process with limits first: bad ones harm nobody, and callers take turns."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from observing import is_alive, wait_until
+from tokenizers import Tokenizer, decoders, models
+
+from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.requests.automaton import FormVocabulary
+from draftwire.requests.structured_output import StructuredOutput
+from draftwire.runtime import form_sandbox
+from draftwire.runtime.form_budget import FULL_S, MAX_CALLERS, REFILL_S, FormBudget
+from draftwire.runtime.form_sandbox import MAX_RUNNING, FormSandbox
+
+TOKENS = [*'"0123456789abcdef', "<end>"]
+GOOD = StructuredOutput.regex("[ab]{2}")
+ENDLESS = [StructuredOutput.json({"type": "integer", "multipleOf": number}) for number in (9_999_991, 9_999_973)]
+
+
+def vocabulary() -> FormVocabulary:
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(TOKENS)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return FormVocabulary(tokenizer.to_str(), len(TOKENS), len(TOKENS), (len(TOKENS) - 1,))
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[FormSandbox]:
+    sandbox = FormSandbox(vocabulary)
+    yield sandbox
+    sandbox.stop()
+
+
+async def test_forms_that_never_end_are_refused_within_the_limits_and_others_are_compiled_meanwhile(
+    sandbox: FormSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(form_sandbox, "CPU_SECONDS", 1)
+    monkeypatch.setattr(form_sandbox, "SECONDS", 60.0)  # however busy the machine is
+    endless = [asyncio.create_task(sandbox.measure(form, f"{number}")) for number, form in enumerate(ENDLESS[:1])]
+    cost = await sandbox.measure(GOOD, "another")
+    assert not any(task.done() for task in endless)
+    assert 0 < cost.memory_bytes < 2**24
+    assert 0.0 < cost.cpu_s < 0.5
+    for error in await asyncio.gather(*endless, return_exceptions=True):
+        assert isinstance(error, InvalidRequestError)
+    num_compiled = sandbox._num_jobs
+    for form in (ENDLESS[0], GOOD):
+        with pytest.raises(InvalidRequestError, match="more than") if form is not GOOD else monkeypatch.context():
+            await sandbox.measure(form, "another")
+    assert sandbox._num_jobs == num_compiled, "what is known is not compiled again"
+    with pytest.raises(InvalidRequestError, match="unclosed"):
+        await sandbox.measure(StructuredOutput.regex("(a"), "another")
+
+
+async def test_process_ends_with_the_sandbox_and_all_that_it_compiles(sandbox: FormSandbox) -> None:
+    await sandbox.measure(GOOD)
+    process = sandbox._process
+    assert process is not None
+    waiting = asyncio.create_task(sandbox.measure(ENDLESS[0]))
+    children = f"/proc/{process.pid}/task/{process.pid}/children"
+
+    def forks() -> list[int]:
+        with open(children) as file:
+            return [int(one) for one in file.read().split()]
+
+    while not (forked := forks()):
+        await asyncio.sleep(0.01)
+    sandbox.stop()
+    with pytest.raises(NoRoomError):
+        await waiting
+    assert not is_alive(process.pid)
+    wait_until(lambda: not any(map(is_alive, forked)), "no form is compiled any more")
+
+
+async def test_another_process_is_started_after_one_that_was_killed(sandbox: FormSandbox) -> None:
+    await sandbox.measure(GOOD)
+    first = sandbox._process
+    assert first is not None
+    first.kill()
+    while sandbox._process is first:
+        await asyncio.sleep(0.01)
+    await sandbox.measure(StructuredOutput.regex("a"))
+    assert sandbox._process is not None
+
+
+class Turns(FormSandbox):
+    """One whose forms are compiled when the test says so."""
+
+    def __init__(self, budget: FormBudget | None = None) -> None:
+        super().__init__(vocabulary, budget)
+        self.started: list[int] = []
+
+    async def _run_process(self) -> None:
+        await asyncio.Event().wait()
+
+    def _send(self, request: Any) -> None:
+        if "id" in request:
+            self.started.append(request["id"])
+
+    async def compile_next(self, cpu_s: float | None = 0.1) -> str:
+        """Ends the form that was begun first; returns whose it is."""
+        caller = self._running[number := self.started.pop(0)].caller
+        self._take({"id": number, "cpu_s": cpu_s, "memory_bytes": 1, "reason": ""})
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return caller
+
+
+def forms(count: int) -> list[StructuredOutput]:
+    return [StructuredOutput.regex(f"a{{{number + 1}}}") for number in range(count)]
+
+
+async def queued(sandbox: FormSandbox, caller: str, wanted: list[StructuredOutput]) -> list[asyncio.Task[Any]]:
+    tasks = [asyncio.create_task(sandbox.measure(form, caller)) for form in wanted]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_callers_take_turns_and_have_one_form_compiled_at_a_time() -> None:
+    sandbox = Turns()
+    first = await queued(sandbox, "first", forms(6))
+    assert len(sandbox.started) == 1 < MAX_RUNNING
+    second = await queued(sandbox, "second", forms(2))
+    assert len(sandbox.started) == 2
+    third = await queued(sandbox, "third", forms(2))
+    order = [await sandbox.compile_next() for _ in range(10)]
+    assert order.index("third") <= 2, "whoever comes later does not wait for all forms of those before"
+    assert sorted(order[:6]) == sorted(["first", "second", "third"] * 2)
+    await asyncio.gather(*first, *second, *third)
+    sandbox.stop()
+
+
+async def test_caller_that_makes_too_much_compile_is_told_to_come_back_and_nobody_else_is() -> None:
+    now = 0.0
+    sandbox = Turns(FormBudget(lambda: now))
+    greedy = await queued(sandbox, "greedy", forms(8))
+    for _ in range(5):
+        assert await sandbox.compile_next(2.0) == "greedy"
+    with pytest.raises(NoRoomError, match="retry in") as raised:
+        await sandbox.measure(forms(20)[-1], "greedy")
+    assert raised.value.retry_after_s >= 1.0
+    results = await asyncio.gather(*greedy, return_exceptions=True)
+    assert [type(result) for result in results[-3:]] == [NoRoomError] * 3, "also what had been queued before"
+    (other,) = await queued(sandbox, "other", forms(9)[-1:])
+    assert await sandbox.compile_next() == "other"
+    await other
+    now = REFILL_S
+    (again,) = await queued(sandbox, "greedy", forms(10)[-1:])
+    assert await sandbox.compile_next() == "greedy"
+    await again
+    sandbox.stop()
+
+
+async def test_forms_that_are_known_and_dear_are_paid_for_again_since_services_compile_them_again() -> None:
+    sandbox = Turns(FormBudget(lambda: 0.0))
+    (task,) = await queued(sandbox, "greedy", forms(1))
+    await sandbox.compile_next(0.9)
+    await task
+    asked = [sandbox.measure(forms(1)[0], "greedy") for _ in range(50)]
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert sum(not isinstance(result, NoRoomError) for result in results) == pytest.approx(FULL_S / 0.9, abs=2)
+    sandbox.stop()
+
+
+def test_budgets_are_refilled_and_callers_are_forgotten() -> None:
+    now = 0.0
+    budget = FormBudget(lambda: now)
+    budget.charge("a", FULL_S * 1.5)
+    with pytest.raises(NoRoomError) as raised:
+        budget.check("a")
+    assert raised.value.retry_after_s == pytest.approx(REFILL_S / 2)
+    budget.check("b")
+    now = REFILL_S * 0.6
+    budget.check("a")
+    for number in range(MAX_CALLERS + 5):
+        budget.charge(f"caller {number}", 1.0)
+    assert len(budget._spent) == MAX_CALLERS
+
+
+def test_process_loads_neither_torch_nor_grpc() -> None:
+    code = (
+        "import json, sys, draftwire.runtime.form_sandbox_process\n"
+        "print(json.dumps([name for name in ('torch', 'grpc', 'transformers') if name in sys.modules]))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(result.stdout) == []
+
+
+def test_threads_that_never_end_keep_no_process_alive() -> None:
+    code = (
+        "import threading\nfrom draftwire.runtime.daemon_threads import DaemonThreads\n"
+        "threads = DaemonThreads(1, 'form')\nbegun = threading.Event()\n"
+        "threads.submit(lambda: (begun.set(), threading.Event().wait()))\nbegun.wait()"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True, env={**os.environ})
