@@ -98,7 +98,7 @@ def stalling_verifier(victim: Victim) -> Figures:
 
 @attack("user")
 def slow_reader(victim: Victim) -> Figures:
-    """Reads one delta each third second, so that buffers fill, and looks for how long others wait for a frozen drafter."""
+    """Reads one delta each third second, so that buffers fill, and looks how long others wait for a frozen drafter."""
     with own_stack("") as stack, Client(stack.address) as client:
         read(client)
         stopping = threading.Event()
