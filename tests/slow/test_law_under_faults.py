@@ -229,7 +229,7 @@ def test_law_holds_while_links_are_cut_and_drafters_pause(rig: Rig, law: Tensor,
 def test_law_holds_while_the_only_drafter_freezes_and_takes_longer_for_some_tokens(
     pair: tuple[Path, Path], law: Tensor, rule: str
 ) -> None:
-    """150 and 200 completions. False alarm: 1e-6, by chi-square. Who is slow is hardly ever taken for frozen.
+    """150 and 160 completions. False alarm: 1e-6, by chi-square. Who is slow is hardly ever taken for frozen.
 
     It never is on a machine with time: see `tests/unit/test_gateway_failover.py`.
     """
@@ -253,7 +253,7 @@ def test_law_holds_while_the_only_drafter_freezes_and_takes_longer_for_some_toke
         freezing.start()
         try:
             with ThreadPoolExecutor(4) as pool:
-                frozen = list(pool.map(lambda seed: draw(client, rule, seed), range(1000, 1200)))
+                frozen = list(pool.map(lambda seed: draw(client, rule, seed), range(1000, 1160)))
         finally:
             ended.set()
             freezing.join()
@@ -261,7 +261,7 @@ def test_law_holds_while_the_only_drafter_freezes_and_takes_longer_for_some_toke
     num_drafts = sum(one.statistics.num_drafts for one in frozen)
     print(f"{rule}: {num_drafts} drafts and {num_late:.0f} late rounds while it froze")
     assert num_late > 10
-    assert num_drafts > 100
+    assert num_drafts > 50
     assert sum(one.statistics.num_drafters_lost for one in (*slow, *frozen)) == 0
     for completions in (slow, frozen):
         assert smallest_p_value([one.token_ids for one in completions], law) > ALPHA

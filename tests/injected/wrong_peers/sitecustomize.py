@@ -4,7 +4,7 @@ folder; `WRONG_PEER` says how.
 stall           the verifier's step number 40, and each hundredth after it, takes 6 s
 draft_tokens    its fifth verdict says that 2**27 draft tokens were judged
 slow_tokens     a drafter takes 0.18 s for each fourth token 1 after a token 0, and no time for other tokens; the
-                verifier's steps take 15 ms, so that much can happen between them
+                verifier's steps take 10 ms, so that much can happen between them
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 STALL_SECONDS, FIRST_STALL, STALL_EVERY = 6.0, 40, 100
 TOKEN_SECONDS, SLOW_TOKENS, SLOW_EVERY = 0.18, [0, 1], 4
 """So seldom that it is not what the gateway expects."""
-STEP_SECONDS = 0.015
+STEP_SECONDS = 0.01
 LYING_VERDICT = 5
 
 
