@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
 
 import grpc
 
@@ -76,13 +75,13 @@ class LyingSession:
             fence=fence_to_proto(fence), token_ids=[SENT] * BLOCK, distributions=stated, permit=permit
         )
         self._blocks.send(verifier_pb2.PushDraftBlocksRequest(blocks=verifier_pb2.DraftBlocks(blocks=[block])))
-        response: Any = self._events.next(30.0)
-        verdict = response.events[0].verdict if response.events[0].HasField("verdict") else None
-        if verdict is None:
+        events = getattr(self._events.next(), "events", ())
+        verdicts = [event.verdict for event in events if event.HasField("verdict")]
+        if not verdicts or any(event.HasField("refusal") for event in events):
             return None
-        self._committed.append(list(verdict.token_ids))
+        self._committed.append(list(verdicts[0].token_ids))
         self.round += 1
-        return int(verdict.num_accepted_tokens)
+        return int(verdicts[0].num_accepted_tokens)
 
     def close(self) -> None:
         self._blocks.close()

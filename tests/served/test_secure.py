@@ -180,6 +180,20 @@ def serves(client: Client) -> bool:
     return True
 
 
+def test_prompt_of_one_holder_is_not_found_by_another(rig: Rig) -> None:
+    """Whatever salt that one asks for; their own they find."""
+    prompt = list(range(1, 60))
+
+    def num_cached(token: str, salt: str) -> int:
+        with rig.client(token) as client:
+            statistics = client.generate(prompt, max_tokens=1, cache_salt=salt).statistics
+        return statistics.num_cached_prompt_tokens
+
+    for salt in ("", "x"):
+        assert [num_cached("alice", salt) > 0 for _ in range(2)] == [False, True]
+        assert num_cached("bob", salt) == 0
+
+
 def test_tokens_are_charged_as_they_are_generated_and_a_running_request_is_not_cut(rig: Rig) -> None:
     with rig.client("carol") as carol:
         assert len(carol.generate(PROMPT, max_tokens=120, temperature=0.0).token_ids) == 120
