@@ -72,11 +72,7 @@ def prompts_far_beyond_the_context(victim: Victim) -> Figures:
     other.join()
     status = Path(f"/proc/{victim.pids['gateway']}/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
-    return (
-        figures
-        | {"longest_short_prompt_s": max(waits), "peak_mib_more": peak - before}
-        | {"longest_short_prompt_s": max(waits), "peak_mib_more": max(peak) - peak[0]}
-    )
+    return figures | {"longest_short_prompt_s": max(waits), "peak_mib_more": peak - before}
 
 
 @attack("user")

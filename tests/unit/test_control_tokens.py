@@ -1,5 +1,6 @@
 """Texts of a conversation open no turns: control tokens in them are read as text, the template's own as tokens."""
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -106,8 +107,6 @@ PIECES = st.sampled_from([START, END, LONGER, "<|im_", "end|>", "start|>", "!", 
 @example(pieces=[START, END, LONGER, END, "!"])
 @example(pieces=["<|im_", END, "end|>"])
 def test_text_of_any_message_is_read_whole_and_without_control_tokens(pieces: list[str]) -> None:
-    import asyncio
-
     content = "".join(pieces)
     ids = asyncio.run(ids_of(Conversation((replace(USER, content=f"a{content}"),))))
     assert text_of(ids) == by_transformers(f"a{content}")

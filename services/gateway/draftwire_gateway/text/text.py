@@ -7,17 +7,16 @@ from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
 MAX_HELD = 16
-"""Most trailing replacement characters (U+FFFD) that are held back where the bytes before them are known to be invalid.
-"""
+"""Most trailing replacement characters (U+FFFD) that are held back after bytes that are known to be invalid."""
 MAX_OPEN = 3
 """Most tokens that can be the beginning of one character: UTF-8 has at most 3 bytes before a character's last one. A
 tokenizer with byte fallback decodes each byte of a run as U+FFFD until the whole run is valid."""
 MAX_AT_ONCE = 64
 """Tokens that are decoded at once; bounds the decoding window."""
 MAX_INVALID, KEPT_INVALID = 128, 3 * MAX_HELD + MAX_OPEN
-"""Most tokens of invalid bytes in the decoding window, and how many of the last are kept beyond that: enough that a
-decoder which starts there agrees with one that began earlier before the characters that are held back, whose bytes
-are at most 3 each."""
+"""Most tokens of invalid bytes in the decoding window, and how many of the last are kept beyond that. A decoder that
+starts anywhere agrees with one that began earlier from the fourth byte on; the characters that are held back have at
+most 3 bytes each."""
 PROMPT_TOKENS = range(4, 17)
 """Numbers of trailing prompt tokens to decode as context, because some tokenizers decode the start of a text
 differently: the fewest that do not begin inside a character are used."""
@@ -51,8 +50,8 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
         """Starts after a prompt, whose text is not emitted."""
         self._tokenizer = tokenizer
-        self._with_text = _ids_with_text(tokenizer)
-        context = self._audible(prompt_ids[-PROMPT_TAIL:])
+        self._ids_with_text = _ids_with_text(tokenizer)
+        context = self._visible(prompt_ids[-PROMPT_TAIL:])
         tails = [context[-length:] for length in PROMPT_TOKENS]
         self._window = next((tail for tail in tails if REPLACEMENT not in self._decode(tail)), tails[0])
         self._settled = len(self._window)  # tokens of the window up to the last complete text
@@ -60,8 +59,8 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: list[int]) -> str:
         """Adds tokens and returns the text that they make final."""
-        audible = self._audible(token_ids)
-        parts = [audible[start : start + MAX_AT_ONCE] for start in range(0, len(audible), MAX_AT_ONCE)]
+        visible = self._visible(token_ids)
+        parts = [visible[start : start + MAX_AT_ONCE] for start in range(0, len(visible), MAX_AT_ONCE)]
         return "".join(self._push_part(part) for part in parts)
 
     def finish(self) -> str:
@@ -108,8 +107,8 @@ class IncrementalDetokenizer:
         self._window = self._window[:first] + self._window[-KEPT_INVALID:]
         self._shown = len(self._decode(self._window)) - num_held
 
-    def _audible(self, token_ids: list[int]) -> list[int]:
-        return [token_id for token_id in token_ids if token_id in self._with_text]
+    def _visible(self, token_ids: list[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id in self._ids_with_text]
 
     def _decode(self, ids: list[int]) -> str:
         return decoded(self._tokenizer, ids)
