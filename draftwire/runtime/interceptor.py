@@ -90,7 +90,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         async def guarded(_requests: Any, context: Context) -> Any:
             try:
                 return await serve(handler, method, context)
-            except (asyncio.CancelledError, grpc.aio.AbortError):
+            except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError):  # the call is over
                 raise
             except Exception as error:
                 if not is_expected(error):

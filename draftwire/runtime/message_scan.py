@@ -13,7 +13,7 @@ from draftwire.errors import InvalidRequestError
 SCANNED_BYTES = 2**18
 """Smaller messages cannot hold so many fields that it matters."""
 
-MAX_FIELDS = 2**17
+MAX_FIELDS = 2**18
 """Most fields of a larger message, those of messages within it included. A list of numbers is one field."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5

@@ -11,12 +11,19 @@ from typing import Any
 
 import structlog
 
+from draftwire.runtime.channels import MAX_CONNECTIONS
 from draftwire.runtime.service import Running, Service, start
 from draftwire.runtime.status import is_expected, root_cause
+
+if sys.platform != "win32":
+    import resource
 
 log = structlog.get_logger()
 
 _IMPORTED_AT = time.monotonic()
+
+OPEN_FILES = 2 * MAX_CONNECTIONS + 1024
+"""Files that a service may have open at once: as many connections of gRPC and of HTTP as it accepts, and its own."""
 
 
 async def run_service(service: Service) -> int:
@@ -25,6 +32,7 @@ async def run_service(service: Service) -> int:
     Returns:
         The exit status: 0 after a drain, 1 after a failure while running, 2 if the service could not start.
     """
+    _allow_open_files()
     asyncio.get_running_loop().set_exception_handler(_log_lost_error)
     stop = asyncio.create_task(_wait_for_stop(service.settings.stop_with_stdin))
     starting = asyncio.create_task(start(service))
@@ -85,6 +93,16 @@ def _log_failed(service: Service, error: Exception, has_served: bool) -> None:
         # Before the first call, no message can quote a prompt.
         reason = type(cause).__name__ if has_served else f"{type(cause).__name__}: {cause}"
         log.exception(f"{service.name}.server_failed", reason=reason)
+
+
+def _allow_open_files() -> None:
+    """Raises the soft limit of open files, which connections would reach before their own: then nothing else works."""
+    if sys.platform == "win32":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _age_s() -> float:

@@ -1,8 +1,9 @@
 """A call is decided on by its metadata: whoever is refused makes a server receive and decode nothing."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -11,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from draftwire.errors import UnauthenticatedError
-from draftwire.runtime import call_limits, interceptor
+from draftwire.runtime import call_limits, channels, interceptor
 from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.channels import server_options
 from draftwire.runtime.interceptor import MAX_QUESTION_BYTES, MAX_WATCHES, Metadata, ServiceGate
@@ -32,6 +33,7 @@ class Server:
     """A guarded gateway whose methods answer at once, and what reached it."""
 
     def __init__(self) -> None:
+        self.port = 0
         self.num_decoded = 0
         self.num_served = 0
         self.held_when_served: list[str] = []
@@ -80,7 +82,7 @@ async def serving() -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     reflection.enable_server_reflection([SERVICE], server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    guarded.port = port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -208,3 +210,30 @@ async def test_compressed_request_is_refused_because_it_has_no_size() -> None:
         )
         assert await call.code() is Code.UNIMPLEMENTED
         assert server.num_decoded == 0
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other end closes a connection, within the time of a test."""
+    try:
+        while connection.recv(2**16):
+            pass  # it greets
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+async def test_connections_are_limited_and_those_that_say_nothing_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of gRPC itself, so that their arguments are not only known by name."""
+    monkeypatch.setattr(channels, "MAX_CONNECTIONS", 2)
+    async with serving() as (server, channel):
+        assert await check(channel) is Code.OK
+        with ExitStack() as stack:
+            opened = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 0.5)) for _ in range(2)]
+            closed = await asyncio.gather(*(asyncio.to_thread(is_closed, one) for one in opened))
+        assert closed == [False, True]
+    monkeypatch.setattr(channels, "HANDSHAKE_MS", 100)
+    async with serving() as (server, _):
+        with socket.create_connection(("127.0.0.1", server.port), SECONDS) as silent_one:
+            assert await asyncio.to_thread(is_closed, silent_one)

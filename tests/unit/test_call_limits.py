@@ -50,7 +50,10 @@ async def test_as_many_may_arrive_slowly_as_the_limit_says_and_the_oldest_make_r
     assert not arrivals._hurried
 
 
-async def test_who_is_quick_has_time_while_thousands_are_slow_and_no_more_are_held_than_twice_the_limit() -> None:
+async def test_who_is_quick_has_time_while_thousands_are_slow_and_no_more_are_held_than_twice_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_limits, "GRACE_SECONDS", 60.0)
     arrivals = Arrivals(2)
     slow = start(arrivals, 2000)
     await settled()
@@ -61,8 +64,9 @@ async def test_who_is_quick_has_time_while_thousands_are_slow_and_no_more_are_he
     await asyncio.gather(*slow, return_exceptions=True)
 
 
-async def test_many_that_come_together_have_the_grace() -> None:
+async def test_many_that_come_together_have_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """So nobody is refused who only comes with others."""
+    monkeypatch.setattr(call_limits, "GRACE_SECONDS", 60.0)
     arrivals = Arrivals(2)
     tasks = start(arrivals, 4)
     await settled()

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable
 
@@ -11,8 +12,9 @@ from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
 from draftwire.errors import UnavailableError
+from draftwire.runtime import process
 from draftwire.runtime.metrics import ServiceMetrics
-from draftwire.runtime.process import run_service
+from draftwire.runtime.process import OPEN_FILES, run_service
 from draftwire.runtime.service import Service
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
 
@@ -125,3 +127,24 @@ async def test_work_that_ends_by_itself_ends_the_service() -> None:
     status, logs = await run(work=at_once)
     assert status == 0
     assert events_of(logs)[-1] == "server_stopped"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [
+        (1024, 2**20, OPEN_FILES),
+        (1024, 4096, 4096),
+        (1024, resource.RLIM_INFINITY, OPEN_FILES),
+        (2**20, 2**20, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None),
+    ],
+)
+def test_as_many_files_may_be_open_as_connections_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
+) -> None:
+    """As far as the process may raise it: else callers who say nothing take what the service itself needs."""
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: made.append(limits))
+    process._allow_open_files()
+    assert made == ([] if raised is None else [(raised, hard)])
