@@ -25,8 +25,8 @@ SEND_SECONDS = 300.0
 """How long a client may read nothing of a response before the connection is aborted and its request cancelled."""
 MAX_BYTES_AHEAD = 2**16
 """Bytes of pipelined requests read during a response: a disconnect is noticed only while the connection is read."""
-READ_BYTES = 2**16
-"""Bytes read at once. asyncio reads four times as many, and what comes with a head is in no budget yet."""
+READ_BYTES = 2**15
+"""Bytes read at once. asyncio reads eight times as many, and what comes with a head is in no budget yet."""
 
 
 class Connections(ServerState):
