@@ -25,6 +25,8 @@ SEND_SECONDS = 300.0
 """How long a client may read nothing of a response before the connection is aborted and its request cancelled."""
 MAX_BYTES_AHEAD = 2**16
 """Bytes of pipelined requests read during a response: a disconnect is noticed only while the connection is read."""
+READ_BYTES = 2**15
+"""Bytes read at once. asyncio reads eight times as many, and what comes with a head is in no budget yet."""
 
 
 class Connections(ServerState):
@@ -68,6 +70,8 @@ class HttpConnection(H11Protocol):
     @override
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # of the event loop's own transports
+            transport.max_size = READ_BYTES
         self._wait_for_client()
         self.server_state.make_room()
         self._head_deadline = self._renewed(self._head_deadline, HEAD_SECONDS, self.timeout_keep_alive_handler)
@@ -84,6 +88,8 @@ class HttpConnection(H11Protocol):
         """Called after data has arrived."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
+            if self.cycle.more_body:  # the application asks for each further part, when there is room for it
+                self.flow.pause_reading()
             _end(self._head_deadline)
             self._go_on()
             if not self.flow.write_paused:  # the deadline of the previous response, which was still in the buffer

@@ -19,6 +19,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appli
 BODY_BYTES = 7_900_000
 NUM_BODIES = 60
 NUM_SILENT = 4500
+NUM_UNREAD = 1200
 NUM_SCRAPERS = 400
 MAX_PROBE_SECONDS = 5.0
 
@@ -150,9 +151,9 @@ def bodies_for_no_route(victim: Victim) -> Figures:
 def unread_answers(victim: Victim) -> Figures:
     """Requests for pages, many on each connection, of whose answers nothing is read."""
     before = victim.resident_mib("gateway")
-    asked = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200
+    asked = b"GET /playground.js HTTP/1.1\r\nhost: localhost\r\n\r\n" * 32
     with ExitStack() as stack:
-        for _ in range(NUM_SILENT):
+        for _ in range(NUM_UNREAD):
             raw = stack.enter_context(socket.socket())
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             raw.settimeout(2.0)

@@ -242,6 +242,29 @@ async def test_what_was_not_read_of_a_body_is_not_kept_once_it_is_answered() -> 
         assert connection.cycle.body == b""  # type: ignore[union-attr]
 
 
+async def test_no_more_of_a_body_is_read_than_one_part_until_it_is_asked_for() -> None:
+    asked_for, sizes = asyncio.Event(), list[int]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asked_for.wait()
+        sizes.extend([len((await receive())["body"]) for _ in range(3)])
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    listener = HttpListener(lambda _gate: app, HttpEndpoint("127.0.0.1", 0), ConnectionSettings())
+    async with started(listener) as port, connected(port) as raw:
+        sending = asyncio.create_task(send(raw, HEAD.replace(b"length: 2", b"length: 2000000") + 30 * PART))
+        held: list[int] = []
+        for _ in range(10):
+            await asyncio.sleep(0.02)
+            held += [len(one.cycle.body) for one in listener._server.server_state.connections if one.cycle]  # type: ignore
+        asked_for.set()
+        await sending
+        assert (await asyncio.get_running_loop().sock_recv(raw, 2**16)).startswith(b"HTTP/1.1 404")
+    assert 0 < max(held) <= http_connection.READ_BYTES
+    assert max(sizes) <= http_connection.READ_BYTES
+
+
 async def test_half_of_the_files_that_may_be_open_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "_max_open_files", lambda: 2)
     async with listening(Endless()) as port, connected(port) as first, connected(port):

@@ -1,11 +1,13 @@
 """The HTTP edge without services: what it takes, its errors, its pages, and what it refuses before all else."""
 
+import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from http_fakes import EMPTY, STREAM_START, Gate, app_of, client_of, guarded
+from http_fakes import EMPTY, STREAM_START, Gate, Sent, app_of, client_of, guarded
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
@@ -25,6 +27,7 @@ from draftwire_gateway.http.choice_deltas import Ending
 from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
 from draftwire_gateway.http.playground_pages import HEADERS, read_pages
 from draftwire_gateway.http.refusal import RefusedError
+from draftwire_gateway.http.request_guard import MOST_IN_A_TURN, Guard
 from draftwire_gateway.http.routes import Chat, in_names
 from draftwire_gateway.http.usage import metrics_of, usage_of
 from draftwire_gateway.session.generation import Generation
@@ -362,6 +365,30 @@ async def test_requests_are_refused_while_the_service_is_not_ready() -> None:
     assert (await client.get("/health")).status_code == 204, "which says so itself"
     gate.refusal = ""
     assert (await client.get("/v1/models")).status_code == 204
+
+
+@pytest.mark.parametrize("count", [100, 200])
+async def test_flood_of_requests_begins_a_few_in_each_turn_of_the_loop(count: int) -> None:
+    """So that whatever else there is to do is done between them."""
+    turn, begun = 0, []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(turn)
+
+    async def others() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    guard, working = Guard(app, Gate()), asyncio.create_task(others())
+    requests = [asyncio.create_task(guard({"type": "http", "path": "/"}, Sent(), Sent())) for _ in range(count)]
+    for gone in requests[20:40]:
+        gone.cancel()
+    await asyncio.wait(requests)
+    working.cancel()
+    assert len(begun) == count - 20
+    assert max(Counter(begun).values()) == MOST_IN_A_TURN
 
 
 # What it cost

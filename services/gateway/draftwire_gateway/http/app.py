@@ -61,9 +61,13 @@ def _hosts(config: GatewayConfig) -> frozenset[str] | None:
 
 
 def _add_description(app: FastAPI) -> None:
+    made: list[Response] = []
+
     @app.get("/openapi.json", response_model=None)
     async def openapi() -> Response:
-        return _json(await asyncio.to_thread(openapi_document))  # made once, which takes a moment
+        if not made:
+            made.append(_json(await asyncio.to_thread(openapi_document)))  # which takes a moment
+        return made[0]
 
 
 def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:

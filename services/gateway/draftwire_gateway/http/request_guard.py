@@ -3,6 +3,7 @@ ready. It also refuses names that are not the gateway's and pages of other origi
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Protocol
@@ -19,6 +20,8 @@ from draftwire_gateway.http.refusal import RefusedError
 
 log = structlog.get_logger()
 
+MOST_IN_A_TURN = 16
+"""Requests that are begun in one turn of the event loop; more wait for the next one, behind all other work."""
 FINAL_ERROR_SECONDS = 1.0
 """How long a stream that is cut waits for the client to read the error."""
 
@@ -29,6 +32,38 @@ class Gate(Protocol):
     @property
     def refusal(self) -> str:
         """Why requests are refused; empty while the service is ready."""
+
+
+class Turns:
+    """Lets requests begin a few at a time, so that a flood of them holds up no stream. Runs on the event loop."""
+
+    def __init__(self) -> None:
+        """No request waits yet."""
+        self._num_begun = 0
+        """In this turn of the loop."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Returns when a request may begin: at once, unless too many have begun in this turn."""
+        if self._num_begun < MOST_IN_A_TURN and not self._waiting:
+            self._begin()
+            return
+        may_begin = asyncio.get_running_loop().create_future()
+        self._waiting.append(may_begin)
+        await may_begin
+
+    def _begin(self) -> None:
+        if self._num_begun == 0:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._num_begun += 1
+
+    def _next_turn(self) -> None:
+        self._num_begun = 0
+        while self._waiting and self._num_begun < MOST_IN_A_TURN:
+            may_begin = self._waiting.popleft()
+            if not may_begin.done():  # its client may have gone
+                self._begin()
+                may_begin.set_result(None)
 
 
 class Guard:
@@ -46,6 +81,7 @@ class Guard:
         self._app = app
         self._gate = gate
         self._hosts = hosts
+        self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
@@ -54,6 +90,7 @@ class Guard:
             return
         answer = _Answer(send)
         try:
+            await self._turns.wait()
             if self._hosts is not None:
                 refuse_other_origins(scope, self._hosts)
             if self._gate.refusal and scope["path"].startswith("/v1/"):
