@@ -4,9 +4,12 @@ import threading
 from typing import Any
 
 import pytest
-from gateway_fakes import FakePeers, describe
+from gateway_fakes import FakePeers, describe, make_generation
 
 from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.requests.parameters import SamplingParams
+from draftwire.requests.structured_output import StructuredOutput
+from draftwire.runtime.form_sandbox import FormCost
 from draftwire.v1 import gateway_pb2
 from draftwire_gateway import core as core_module
 from draftwire_gateway.auth.access import Access
@@ -85,3 +88,21 @@ async def test_largest_requests_are_checked_beside_the_event_loop(where: str, mo
         with pytest.raises(InvalidRequestError, match="looked at"):
             await generate(core, request)
     assert threads == [True, False]
+
+
+async def test_sessions_carry_what_their_form_costs_and_the_caller_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, _ = make_core()
+    paid: list[tuple[StructuredOutput, str]] = []
+
+    async def measure(wanted: StructuredOutput, caller: str) -> FormCost:
+        paid.append((wanted, caller))
+        return FormCost(0.1, 77)
+
+    monkeypatch.setattr(core._forms, "measure", measure)
+    form = StructuredOutput.regex("a")
+    wanted = [make_generation(sampling=SamplingParams(structured_output=form), choice=choice) for choice in range(3)]
+    costs = [one.session_parameters().form_memory_bytes for one in await core.check_form(wanted, "token alice")]
+    assert costs == [77] * 3
+    assert paid == [(form, "token alice")], "once for all choices"
+    assert await core.check_form([make_generation()], "token alice") == [make_generation()]
+    assert len(paid) == 1
