@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from draftwire.cli.__main__ import app
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError
+from draftwire.runtime.addresses import host_of_peer
 from draftwire_gateway.auth import access as access_module
-from draftwire_gateway.auth.access import MESSAGE, Access, Caller
+from draftwire_gateway.auth.access import MESSAGE, Access, Caller, payer
 from draftwire_gateway.auth.tokens import TokenEntry, digest_of, new_token, parse_tokens
 
 ALICE, BOB = "alice's token", "bob's token"
@@ -97,6 +98,21 @@ def test_without_a_file_nobody_needs_a_token_and_nothing_is_limited(clock: Clock
     caller.charge(10**9)
     with caller.request(), caller.request():
         pass
+
+
+@pytest.mark.parametrize(
+    ("peer", "whose"),
+    [
+        ("ipv4:10.0.0.7:50051", "host 10.0.0.7"),
+        ("ipv6:%5B2001:db8:1:2:3:4:5:6%5D:50051", "host 2001:db8:1:2::/64"),
+        ("ipv6:%5B2001:db8:1:2::9%5D:50052", "host 2001:db8:1:2::/64"),
+        ("ipv6:%5B::ffff:10.0.0.7%5D:50051", "host ::ffff:10.0.0.7"),
+        ("unix:", "host unix"),
+    ],
+)
+def test_without_tokens_the_host_pays_and_with_them_the_token(clock: Clock, peer: str, whose: str) -> None:
+    assert payer(Caller(None, clock), host_of_peer(peer)) == whose
+    assert payer(limited(clock), host_of_peer(peer)) == "token alice"
 
 
 @pytest.mark.parametrize("token", [ALICE, BOB, "wrong"])

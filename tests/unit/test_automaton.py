@@ -202,7 +202,7 @@ def test_schema_allows_ordinary_layouts_and_what_it_says_itself(
         assert (STOP in ids_of(compiler.compile(form, ids).masks(ids)[0])) == is_accepted
 
 
-MEETING = json.dumps({"allOf": [{"type": "string", "pattern": f".*{one:03}.*"} for one in range(40)]})
+MEETING = json.dumps({"allOf": [{"type": "string", "pattern": f".*{one:03}.*"} for one in range(12)]})
 BAD_FORMS = {
     "broken JSON": ('{"a":', Form.JSON_SCHEMA, "is not JSON"),
     "no schema": ("3", Form.JSON_SCHEMA, "not a JSON object"),

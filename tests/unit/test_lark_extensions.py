@@ -41,6 +41,7 @@ def test_plain_lark_has_none(grammar: str) -> None:
         ("start: /a/ & /b/", "&"),
         ("start: ~/a/", "~"),
         ('start: "a" ~"3"', "~"),
+        ('start: "a" ~"x"3', "~"),
         ("start: one::0x1", "::0x1"),
         ('start: /a\n"/\nother[lazy]: /"/', "[lazy]:"),
         ('start: // "\nother[lazy]: /a/', "[lazy]:"),
