@@ -62,8 +62,8 @@ class Writer:
         fence = Fence(1, 0, number, len(self._committed), self._committed.hash)
         self.rig.core.calibrate(Calibration(fence, base_len, new, num_draft_tokens))
         self._num_rounds += 1
-        await until(lambda: self.rig.failures or len(self._blocks) > number)
-        assert not self.rig.failures
+        await until(lambda: self.rig.events or len(self._blocks) > number)
+        assert not self.rig.events
         return self._blocks[number].token_ids
 
     @property

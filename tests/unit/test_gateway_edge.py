@@ -7,14 +7,10 @@ from typing import Any
 import pytest
 from gateway_fakes import FakePeers, describe, make_generation
 
-<<<<<<< HEAD
 from draftwire.errors import InvalidRequestError, NoRoomError, UnauthenticatedError
-=======
-from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime.form_sandbox import FormCost
->>>>>>> 649a1a7dbaa43d9092966ea0cdb6d2c62cf0f662
 from draftwire.v1 import gateway_pb2
 from draftwire_gateway import core as core_module
 from draftwire_gateway.auth.access import Access
@@ -101,7 +97,6 @@ async def test_largest_requests_are_checked_beside_the_event_loop(where: str, mo
     assert threads == [True, False]
 
 
-<<<<<<< HEAD
 SHOWN = (("authorization", "Bearer alice"),)
 
 
@@ -145,7 +140,8 @@ async def test_place_is_given_back_when_the_request_does_not_arrive(tmp_path: Pa
         raise ConnectionError
     with servicer.admit(GENERATE, SHOWN):
         assert core.num_requests == 1
-=======
+
+
 async def test_sessions_carry_what_their_form_costs_and_the_caller_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     core, _ = make_core()
     paid: list[tuple[StructuredOutput, str]] = []
@@ -162,4 +158,3 @@ async def test_sessions_carry_what_their_form_costs_and_the_caller_pays(monkeypa
     assert paid == [(form, "token alice")], "once for all choices"
     assert await core.check_form([make_generation()], "token alice") == [make_generation()]
     assert len(paid) == 1
->>>>>>> 649a1a7dbaa43d9092966ea0cdb6d2c62cf0f662

@@ -287,12 +287,12 @@ class Core:
         self.refuse_if_full(num_choices)
         yield
 
-    async def complete(self, requested: Any) -> list[Any]:
+    async def complete(self, requested: Any, tenant: str) -> list[Any]:
         self.taken.append(self._budget.num_bytes)
         return []
 
-    async def check_form(self, generations: Any) -> None:
-        return None
+    async def check_form(self, generations: Any, form_payer: str) -> Any:
+        return generations
 
     async def generate(self, generations: Any, traceparent: str) -> AsyncIterator[Any]:
         self.taken.append(self._budget.num_bytes)

@@ -73,6 +73,7 @@ STATUSES = {
     "InvalidRequestError": 400,
     "BlockViolationError": 400,
     "UnauthenticatedError": 401,
+    "WrongRoleError": 500,
     "UnknownSessionError": 503,
     "ProtocolViolationError": 500,
     "ModelMismatchError": 500,
