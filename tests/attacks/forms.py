@@ -115,3 +115,13 @@ def forms_at_the_end(victim: Victim) -> Figures:
     if left:
         raise RuntimeError(f"still running after SIGTERM: {left}")
     return {"left": left}
+
+
+@attack("user")
+def patterns_that_meet(victim: Victim) -> Figures:
+    """A schema that compiles in milliseconds, and has a derivative without end after thirty x."""
+    patterns = [f"^(x{{0,30}}z|x{{30}}y.*{number:03}.*)$" for number in range(40)]
+    schema = {"allOf": [{"type": "string", "pattern": pattern} for pattern in patterns]}
+    asked = form(schema) | {"prompt": '"' + "x" * 300, "max_tokens": 40, "temperature": 0}
+    status, seconds = ask(victim.http, asked, timeout_s=victim.seconds)
+    return {"status": status, "seconds": seconds}
