@@ -95,8 +95,9 @@ class ServiceGate(grpc.aio.ServerInterceptor):
             except Exception as error:
                 if not is_expected(error):
                     log.exception("rpc.method_failed", method=method)
-                code, message = status_of(error)
-                await context.abort(code, message, hints(error))
+                status = (*status_of(error), hints(error))
+            await _abort(context, *status)
+            return None
 
         # To gRPC every request is a stream, because it would receive any other before it calls the handler.
         make = (
@@ -120,11 +121,13 @@ class ServiceGate(grpc.aio.ServerInterceptor):
             return await _inner(handler)(request, context)
 
     async def _receive(self, context: Context, decode: Callable[[bytes], Any]) -> Any:
-        """Returns the request of a call that has one."""
-        data = _present(await self._arrivals.receive(context.read))
-        if len(data) < SCANNED_BYTES:
-            return decode(data)
-        return await asyncio.to_thread(decode, data)
+        """Returns the request of a call that has one. A large one is decoded on a thread, and arrives until then."""
+
+        async def read() -> Any:
+            data = _present(await context.read())
+            return decode(data) if len(data) < SCANNED_BYTES else await asyncio.to_thread(decode, data)
+
+        return await self._arrivals.receive(read)
 
     async def _serve_common(self, handler: Handler, method: str, context: Context) -> Any:
         """Serves a call of health or reflection, for which nobody needs a token."""
@@ -138,6 +141,18 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         request = decode(_present(await self._questions.receive(context.read)))
         with nullcontext() if method == HEALTH_CHECK else self._watches.one():
             return await inner(request, context)
+
+
+async def _abort(context: Context, code: grpc.StatusCode, message: str, trailing: tuple[tuple[str, str], ...]) -> None:
+    """Ends a call with a status.
+
+    gRPC keeps the exception with the call, to raise it again when the method returns. By its traceback the two would
+    refer to each other, and what has arrived of the request would live until the next collection.
+    """
+    try:
+        await context.abort(code, message, trailing)
+    except grpc.aio.AbortError as aborted:
+        aborted.__traceback__ = None
 
 
 def _inner(handler: Handler) -> Callable[..., Any]:

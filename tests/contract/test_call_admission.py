@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -237,3 +238,26 @@ async def test_connections_are_limited_and_those_that_say_nothing_are_closed(mon
     async with serving() as (server, _):
         with socket.create_connection(("127.0.0.1", server.port), SECONDS) as silent_one:
             assert await asyncio.to_thread(is_closed, silent_one)
+
+
+async def test_refused_call_is_freed_with_what_arrived_of_its_request() -> None:
+    """At once, and not at the next collection: gRPC keeps the exception, which must not lead back to the call."""
+
+    class Call:
+        kept: grpc.aio.AbortError
+
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+        async def abort(self, *status: Any) -> None:
+            self.kept = grpc.aio.AbortError("over")
+            raise self.kept
+
+    async def find(details: grpc.HandlerCallDetails) -> Any:
+        return grpc.unary_unary_rpc_method_handler(None, request_deserializer=bytes)
+
+    call, gate = Call(), ServiceGate()
+    details: Any = SimpleNamespace(method=f"/{SERVICE}/GetServer")
+    handler: Any = await gate.intercept_service(find, details)
+    await handler.stream_unary(None, call)
+    assert (call.kept.__traceback__, call.kept.__context__) == (None, None)
