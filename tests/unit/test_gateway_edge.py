@@ -1,6 +1,8 @@
 """The gateway's edge: what is refused before anything is made of a request."""
 
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +11,12 @@ from gateway_fakes import FakePeers, describe
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.v1 import gateway_pb2
 from draftwire_gateway import core as core_module
-from draftwire_gateway.auth.access import Access
+from draftwire_gateway.auth.access import Access, Caller
+from draftwire_gateway.auth.tokens import TokenEntry
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.http.body import CompletionBody
+from draftwire_gateway.http.routes import Completions
 from draftwire_gateway.server import GatewayServicer
 from draftwire_gateway.text.tokenizer_pool import TokenizerPool
 
@@ -87,3 +92,24 @@ async def test_largest_requests_are_checked_beside_the_event_loop(where: str, mo
         with pytest.raises(InvalidRequestError, match="looked at"):
             await generate(core, request)
     assert threads == [True, False]
+
+
+async def test_prompts_are_tokenised_in_the_turn_of_the_token_that_came_with_them() -> None:
+    core, _ = make_core()
+    callers: list[str] = []
+
+    async def tokenize(text: str, caller: str = "") -> list[int]:
+        callers.append(caller)
+        raise InvalidRequestError("seen")
+
+    core.tokenize = core.render_chat = tokenize  # type: ignore[assignment,method-assign]
+    access = SimpleNamespace(authenticate=lambda _: Caller(TokenEntry("alice", "0" * 64), time.monotonic))
+    chat = gateway_pb2.ChatPrompt(messages=[gateway_pb2.ChatMessage(role="user", content="hello")])
+    for request in (gateway_pb2.GenerateRequest(text="abc"), gateway_pb2.GenerateRequest(chat=chat)):
+        servicer = GatewayServicer(core, None, access)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="seen"):
+            await servicer.Generate(request, Context())  # type: ignore[arg-type]
+    body = CompletionBody(model="target", prompt=["abc"])
+    with pytest.raises(InvalidRequestError, match="seen"):
+        await Completions().requested(body, core, "bob")
+    assert callers == ["alice", "alice", "bob"]
