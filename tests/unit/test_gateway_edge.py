@@ -1,7 +1,9 @@
 """The gateway's edge: what is refused before anything is made of a request."""
 
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime.form_sandbox import FormCost
 from draftwire.v1 import gateway_pb2
 from draftwire_gateway import core as core_module
-from draftwire_gateway.auth.access import Access
+from draftwire_gateway.auth.access import Access, Caller
 from draftwire_gateway.auth.tokens import TokenEntry, digest_of
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.http.body import CompletionBody
+from draftwire_gateway.http.routes import Completions
 from draftwire_gateway.server import GENERATE, GatewayServicer
 from draftwire_gateway.text.tokenizer_pool import TokenizerPool
 
@@ -158,3 +162,24 @@ async def test_sessions_carry_what_their_form_costs_and_the_caller_pays(monkeypa
     assert paid == [(form, "token alice")], "once for all choices"
     assert await core.check_form([make_generation()], "token alice") == [make_generation()]
     assert len(paid) == 1
+
+
+async def test_prompts_are_tokenised_in_the_turn_of_the_token_that_came_with_them() -> None:
+    core, _ = make_core()
+    callers: list[str] = []
+
+    async def tokenize(text: str, caller: str = "") -> list[int]:
+        callers.append(caller)
+        raise InvalidRequestError("seen")
+
+    core.tokenize = core.render_chat = tokenize  # type: ignore[assignment,method-assign]
+    access = SimpleNamespace(authenticate=lambda _: Caller(TokenEntry("alice", "0" * 64), time.monotonic))
+    chat = gateway_pb2.ChatPrompt(messages=[gateway_pb2.ChatMessage(role="user", content="hello")])
+    for request in (gateway_pb2.GenerateRequest(text="abc"), gateway_pb2.GenerateRequest(chat=chat)):
+        servicer = GatewayServicer(core, None, access)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="seen"):
+            await servicer.Generate(request, Context())  # type: ignore[arg-type]
+    body = CompletionBody(model="target", prompt=["abc"])
+    with pytest.raises(InvalidRequestError, match="seen"):
+        await Completions().requested(body, core, "bob")
+    assert callers == ["alice", "alice", "bob"]

@@ -77,7 +77,6 @@ STATUSES = {
     "UnknownSessionError": 503,
     "ProtocolViolationError": 500,
     "ModelMismatchError": 500,
-    "WrongRoleError": 500,
     "NoRoomError": 429,
     "UnavailableError": 503,
     "GroupLostError": 503,

@@ -5,7 +5,7 @@ set here: without regular expressions, which are slow on hostile texts, and in t
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -35,7 +35,7 @@ def is_marked(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ControlTokens:
-    """Texts of the tokens that structure a conversation, the longest first."""
+    """Texts of the tokens that structure a conversation."""
 
     special: tuple[str, ...]
     """The tokenizer's special tokens."""
@@ -85,11 +85,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase, literals: frozenset[str])
         of_template.append(text)
         if is_special:
             special.append(text)
-    return ControlTokens(_longest_first(special), _longest_first(of_template), frozenset(unreadable))
-
-
-def _longest_first(texts: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(texts, key=len, reverse=True))
+    return ControlTokens(tuple(special), tuple(of_template), frozenset(unreadable))
 
 
 class _Marker:
@@ -114,7 +110,7 @@ class _Marker:
         return value
 
     def _found(self, text: str) -> list[str]:
-        """Returns the control tokens in a text, the longest first."""
+        """Returns the control tokens in a text."""
         if not any(start in text for start in self._starts):
             return []
         return [token for token in self._tokens if token in text]
@@ -122,19 +118,8 @@ class _Marker:
     def _marked_text(self, text: str) -> str:
         if _START in text or _END in text:
             raise InvalidRequestError(f"{self._what} holds the characters U+F0000 or U+F0001, which are reserved")
-        parts = [text]  # those at odd places are marked
         for token in self._found(text):
             if token in self._unreadable:
                 raise InvalidRequestError(f"{self._what} holds the text of a control token")
-            parts = [
-                piece for place, part in enumerate(parts) for piece in ([part] if place % 2 else _split(part, token))
-            ]
-        return "".join(parts)
-
-
-def _split(part: str, token: str) -> list[str]:
-    """Returns a part with the token, marked, at its odd places."""
-    pieces = part.split(token)
-    split = [f"{_START}{token}{_END}"] * (2 * len(pieces) - 1)
-    split[::2] = pieces
-    return split
+            text = text.replace(token, f"{_START}{token}{_END}")  # one inside another breaks that one, too
+        return text
