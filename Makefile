@@ -5,7 +5,7 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 SOURCES := draftwire services examples tests benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo up test test-fast test-slow evidence check-rules fuzz chaos mutants chart images pictures lint format types protos protos-check install clean
+.PHONY: demo up test test-fast test-slow evidence check-rules fuzz chaos attacks mutants chart images pictures lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
@@ -22,12 +22,13 @@ test-fast: $(INSTALLED)  ## unit and contract tests only, at most 3 minutes
 test-slow: $(INSTALLED)  ## the other tests, at most 30 minutes
 	$(BIN)/python -m tests.tiers slow
 
-evidence: $(INSTALLED)  ## by hand, an hour: other random examples, a million broken blocks, chaos, memory, laws of 20,000
+evidence: $(INSTALLED)  ## by hand, an hour and a half: other random examples, a million broken blocks, chaos, memory, laws of 20,000
 	$(BIN)/python -m pytest tests/unit tests/contract -n 2 -m "not slow" --hypothesis-profile=random
 	$(BIN)/python -m tests.fuzz --messages 1000000
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
 	$(BIN)/python -m benchmarks.law --samples 20000
 	$(BIN)/python -m benchmarks.soak --minutes 20
+	$(BIN)/python -m tests.attacks --minutes 30
 
 check-rules: $(INSTALLED)  ## prove every verification rule by enumeration
 	$(BIN)/draftwire check-rule
@@ -37,6 +38,9 @@ fuzz: $(INSTALLED)  ## feed a million broken draft blocks to the decoder
 
 chaos: $(INSTALLED)  ## break services and links at random under load, and check every token
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
+
+attacks: $(INSTALLED)  ## attack running services beside honest users, five minutes
+	$(BIN)/python -m tests.attacks
 
 mutants: $(INSTALLED)  ## plant mistakes, one at a time, and show which test notices each
 	$(BIN)/python -m tests.mutants
