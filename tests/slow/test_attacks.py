@@ -18,7 +18,7 @@ ATTACKS = (
     "fresh_identities",
     "silent_http_sockets",
 )
-"""One for each kind of hole. `make attacks` carries out all of them and bounds gaps by 1 s, which needs a quiet machine."""
+"""One for each kind of hole. `make attacks` carries out all, and bounds gaps by 1 s, which needs a quiet machine."""
 MAX_GAP_S = 4.0
 """Less than any of these took before it was closed."""
 
