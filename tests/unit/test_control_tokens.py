@@ -102,7 +102,7 @@ async def test_control_tokens_in_any_text_of_a_conversation_open_no_turn(name: s
 PIECES = st.sampled_from([START, END, LONGER, "<|im_", "end|>", "start|>", "!", "?", "<", " ", "\n", "é", "\u200d"])
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(pieces=st.lists(PIECES, max_size=8))
 @example(pieces=[START, END, LONGER, END, "!"])
 @example(pieces=["<|im_", END, "end|>"])

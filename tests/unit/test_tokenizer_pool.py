@@ -191,7 +191,7 @@ TEXT = st.lists(PIECE, max_size=60).map("".join)
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(text=TEXT)
 @example(text="a" * 300)
 @example(text="\u03b1\u0313\u0300\u0345" * 50)
