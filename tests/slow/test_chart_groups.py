@@ -58,7 +58,7 @@ def test_group_and_service_do_not_share_a_name() -> None:
     """The controller makes a Service of the group's name, in which pods have to be before they are ready."""
     rendered = render("multi-node-tp")
     names = [manifest["metadata"]["name"] for manifest in rendered.all("LeaderWorkerSet") + rendered.all("Service")]
-    assert len(names) == len(set(names)) == 4
+    assert len(names) == len(set(names)) == 5
     assert not rendered.all("StatefulSet")
 
 
