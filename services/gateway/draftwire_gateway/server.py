@@ -24,7 +24,7 @@ from draftwire.runtime.interceptor import Metadata
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
 from draftwire.runtime.service import Service
-from draftwire.runtime.tls import Dialler, server_context, server_credentials, watch_tls
+from draftwire.runtime.tls import Dialler, TlsFiles, server_context, server_credentials, watch_tls
 from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.runtime.unknown_fields import refuse_unknown_fields
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
@@ -382,24 +382,9 @@ async def make_service(config: GatewayConfig) -> Service:
     def register(server: grpc.aio.Server) -> None:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
 
-    listeners: list[HttpListener] = []
-    if config.http_port is not None:
-        listeners.append(
-            HttpListener(
-                lambda gate: make_app(core, lambda: pool.connected_drafters, access, gate),
-                HttpEndpoint(
-                    config.server.host,
-                    config.http_port,
-                    server_context(tls, config.tls),
-                    max_connections=max(MAX_CONNECTIONS, 4 * config.max_requests),
-                ),
-                config.connections,
-            )
-        )
-
     return Service(
         name="gateway",
-        listeners=listeners,
+        listeners=_http_listeners(config, core, pool, access, tls),
         grpc_names=("draftwire.v1.GatewayService",),
         settings=config.server,
         connections=config.connections,
@@ -414,3 +399,19 @@ async def make_service(config: GatewayConfig) -> Service:
         num_sessions=lambda: core.num_requests,
         tracer=tracer,
     )
+
+
+def _http_listeners(
+    config: GatewayConfig, core: GatewayCore, pool: Pool, access: Access, tls: TlsFiles | None
+) -> list[HttpListener]:
+    """Returns the listener of the HTTP edge, if it has a port."""
+    if config.http_port is None:
+        return []
+    max_connections = max(MAX_CONNECTIONS, 4 * config.max_requests)
+    context = server_context(tls, config.tls)
+    endpoint = HttpEndpoint(config.server.host, config.http_port, context, max_connections=max_connections)
+    return [
+        HttpListener(
+            lambda gate: make_app(core, lambda: pool.connected_drafters, access, gate), endpoint, config.connections
+        )
+    ]

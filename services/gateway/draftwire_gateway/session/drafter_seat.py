@@ -23,6 +23,7 @@ from draftwire_gateway.session.ports import (
     TaggedInbox,
     TargetPort,
 )
+from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.session_state import SessionState
 
 log = structlog.get_logger()
@@ -88,6 +89,20 @@ class DrafterSeat:
         if self._drafter is None or not self.is_ready or self.is_asleep:
             return 0
         return self._drafter.description.context_length - len(self._session.committed)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """How many tokens to draft for the next round; less than 1 for none.
+
+        Depends only on lengths, never on the drafted tokens: see docs/exactness.md. One token is left for the verifier.
+        """
+        return min(self._session.generation.num_speculative_tokens, self._session.num_left - 1, self.room)
+
+    def why_no_block(self, has_drafter: bool) -> WhyPlain:
+        """Returns why a round is plain before a drafter is ready."""
+        if not self._session.generation.num_speculative_tokens:
+            return WhyPlain.NOT_ASKED_FOR
+        return WhyPlain.WARMING_UP if has_drafter else WhyPlain.NO_DRAFTER
 
     def restart(self, target: TargetPort) -> bool:
         """Makes all drafters eligible again, before the session is opened on a verifier.

@@ -6,10 +6,9 @@
         request the next round: a block of the drafter, or a plain run without a drafter
 
 The loop owns the committed tokens (`session_state`, `committed_text`), so it survives its peers. A lost drafter is
-replaced by another one, and until then by plain runs (`drafter_seat`). One that does not answer in time is asleep, and
-asked again when it answers. A lost verifier is replaced too
-(`verifier_seat`): the session is opened elsewhere with all committed ids, under the next epoch, and goes on with the
-round that was open. Late events of lost peers are fenced off.
+replaced by another one, and until then by plain runs (`drafter_seat`). One that does not reply in time is asleep until
+it does. A lost verifier is replaced too (`verifier_seat`): the session is opened elsewhere with all committed ids,
+under the next epoch, and goes on with the round that was open. Late events of lost peers are fenced off.
 
 Source: Sun et al. 2024 (arXiv 2403.10444), Algorithm 3.
 """
@@ -24,7 +23,6 @@ from draftwire.requests.logprobs import PromptPart
 from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import CommittedText, Delta, Finish
 from draftwire_gateway.session.drafter_seat import DrafterSeat
-from draftwire_gateway.session.expected_verdict import check_top
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.ports import (
     BlocksRefused,
@@ -151,49 +149,37 @@ class GenerationLoop:
             if event.epoch != self._session.epoch or event.permit_number not in (None, self._drafter.permit_number):
                 continue  # of a peer that was dropped
             match event.event:
-                case Verdict() as verdict if verdict.fence == self._session.fence:
-                    if await self._believes(verdict):
-                        self._watch.take(verdict, event.at)
-                        self._drafter.end_round(verdict, event.arrived_at)
-                        return verdict
-                case PromptRead(part=part):
-                    new = await self._take_prompt(part)
+                case Verdict() | PromptRead():
+                    new = await self._take(event)
                     if new is not None:
                         return new
                 case TargetLost(error):
                     await self._move(error)
-                case BlocksRefused(error, permit_number):
-                    if permit_number == self._drafter.permit_number:
-                        self._give_up_drafter(error)
+                case BlocksRefused(error, permit_number) if permit_number == self._drafter.permit_number:
+                    self._give_up_drafter(error)
                 case DrafterLost(error):
                     self._give_up_drafter(error)
                 case DrafterReady():
                     self._drafter.mark_ready()
-                case BlockSent() as sent:
-                    if self._drafter.note_sent(sent, event.arrived_at):
-                        self._set_timeout(self._settings.block_timeout_s)
+                case BlockSent() as sent if self._drafter.note_sent(sent, event.arrived_at):
+                    self._set_timeout(self._settings.block_timeout_s)
 
-    async def _believes(self, verdict: Verdict) -> bool:
-        """Whether a verdict of the open round is one of what was requested. If not, moves the session."""
+    async def _take(self, event: PeerEvent) -> Verdict | PromptPart | None:
+        """Returns what is new in a verifier's event, if anything is. A verifier that sends something else is lost."""
+        vocab_size = self._verifier.target.description.vocab_size
         try:
-            self._session.check(verdict, self._verifier.target.description.vocab_size)
+            match event.event:
+                case Verdict() as verdict if verdict.fence == self._session.fence:
+                    self._session.check(verdict, vocab_size)
+                    self._watch.take(verdict, event.at)
+                    self._drafter.end_round(verdict, event.arrived_at)
+                    return verdict
+                case PromptRead(part=part) if (new := self._session.take_prompt(part, vocab_size)) is not None:
+                    self._set_timeout(self._settings.prompt_timeout_s)
+                    return new
         except ProtocolViolationError as error:
             await self._move(UnavailableError(str(error)))
-            return False
-        return True
-
-    async def _take_prompt(self, part: PromptPart) -> PromptPart | None:
-        """Returns the new tokens of a part of the prompt's log-probabilities, if any."""
-        generation, vocab_size = self._session.generation, self._verifier.target.description.vocab_size
-        try:
-            check_top(part.tokens, generation.logprobs.prompt_logprobs, vocab_size)
-            new = self._session.prompt.take(part)
-        except ProtocolViolationError as error:
-            await self._move(UnavailableError(str(error)))
-            return None
-        if new is not None:
-            self._set_timeout(self._settings.prompt_timeout_s)
-        return new
+        return None
 
     async def _handle_timeout(self) -> None:
         """Moves the session, flushes the block or requests a plain round, when the current round takes too long.
@@ -219,13 +205,17 @@ class GenerationLoop:
     def _ask_for_round(self) -> None:
         """Requests the next round: a block if a drafter is ready and has room, else plain rounds."""
         self._drafter.seek(self._verifier.target, self._settings.block_timeout_s)
-        num_draft_tokens = self._num_draft_tokens()
+        num_draft_tokens = self._drafter.num_draft_tokens
         if num_draft_tokens >= 1:
-            self._ask_for_block(num_draft_tokens)
+            self._watch.ask(WhyPlain.EMPTY_BLOCK)
+            try:
+                self._set_timeout(self._drafter.ask_for_block(num_draft_tokens, self._settings.block_timeout_s))
+            except DraftwireError as error:
+                self._give_up_drafter(error)
             return
         bridging = self._drafter.is_warming_up or self._drafter.is_asleep
         rounds = self._settings.bridge_rounds if bridging else self._settings.plain_run_rounds
-        self._run_plain(WhyPlain.NO_ROOM if self._drafter.is_ready else self._why_no_block(bridging), rounds)
+        self._run_plain(WhyPlain.NO_ROOM if self._drafter.is_ready else self._drafter.why_no_block(bridging), rounds)
 
     def _run_plain(self, why: WhyPlain, num_rounds: int) -> None:
         """Requests plain rounds, as many as are left. A block of the open round that is judged first counts as well."""
@@ -233,31 +223,10 @@ class GenerationLoop:
         self._set_timeout(self._settings.verdict_timeout_s)
         self._verifier.run_plain(min(num_rounds, self._session.num_left))
 
-    def _num_draft_tokens(self) -> int:
-        """Returns how many tokens to draft for the next round; less than 1 for none.
-
-        Depends only on lengths, never on the drafted tokens: see docs/exactness.md. One token is left for the verifier.
-        """
-        wanted = self._session.generation.num_speculative_tokens
-        return min(wanted, self._session.num_left - 1, self._drafter.room)
-
-    def _ask_for_block(self, num_draft_tokens: int) -> None:
-        self._watch.ask(WhyPlain.EMPTY_BLOCK)
-        try:
-            self._set_timeout(self._drafter.ask_for_block(num_draft_tokens, self._settings.block_timeout_s))
-        except DraftwireError as error:
-            self._give_up_drafter(error)
-
-    def _why_no_block(self, has_drafter: bool) -> WhyPlain:
-        """Returns why a round is plain before a drafter is ready."""
-        if not self._session.generation.num_speculative_tokens:
-            return WhyPlain.NOT_ASKED_FOR
-        return WhyPlain.WARMING_UP if has_drafter else WhyPlain.NO_DRAFTER
-
     def _prepare(self, target: TargetPort) -> int:
         """Prepares an attempt to open the session on a verifier, and returns its plain rounds; a `Prepare`."""
         has_drafter = self._drafter.restart(target)
-        self._watch.ask(self._why_no_block(has_drafter), opens=True)
+        self._watch.ask(self._drafter.why_no_block(has_drafter), opens=True)
         return 1 if has_drafter else self._settings.plain_run_rounds
 
     def _begin(self) -> None:

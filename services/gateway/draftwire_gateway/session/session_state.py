@@ -6,8 +6,9 @@ from contextlib import suppress
 from draftwire.errors import DraftwireError, ProtocolViolationError
 from draftwire.method.keys import KEY_BYTES, Role, derive_key
 from draftwire.method.rounds import CommittedTokens, Fence, Verdict
+from draftwire.requests.logprobs import PromptPart
 from draftwire.requests.session_parameters import SessionParameters
-from draftwire_gateway.session.expected_verdict import ExpectedVerdict
+from draftwire_gateway.session.expected_verdict import ExpectedVerdict, check_top
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.ports import DrafterPort, TargetPort
 from draftwire_gateway.session.prompt_report import PromptReport
@@ -66,6 +67,15 @@ class SessionState:
         if self.prompt.is_missing:
             raise ProtocolViolationError("the verifier left out log-probabilities of the prompt")
         self.expected.check(verdict, vocab_size)
+
+    def take_prompt(self, part: PromptPart, vocab_size: int) -> PromptPart | None:
+        """Returns the new tokens of a part of the prompt's log-probabilities, if any.
+
+        Raises:
+            ProtocolViolationError: the verifier must not be believed.
+        """
+        check_top(part.tokens, self.generation.logprobs.prompt_logprobs, vocab_size)
+        return self.prompt.take(part)
 
     def commit(self, verdict: Verdict) -> None:
         """Commits all tokens of the open round, and starts the next round."""
