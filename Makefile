@@ -22,13 +22,13 @@ test-fast: $(INSTALLED)  ## unit and contract tests only, at most 3 minutes
 test-slow: $(INSTALLED)  ## the other tests, at most 30 minutes
 	$(BIN)/python -m tests.tiers slow
 
-evidence: $(INSTALLED)  ## by hand, an hour and a half: other random examples, a million broken blocks, chaos, memory, laws of 20,000
+evidence: $(INSTALLED)  ## by hand, an hour and a half: other random examples, a million broken blocks, chaos, memory, laws of 20,000, attacks
 	$(BIN)/python -m pytest tests/unit tests/contract -n 2 -m "not slow" --hypothesis-profile=random
 	$(BIN)/python -m tests.fuzz --messages 1000000
 	$(BIN)/python -m tests.chaos --seconds 60 --concurrency 16
 	$(BIN)/python -m benchmarks.law --samples 20000
 	$(BIN)/python -m benchmarks.soak --minutes 20
-	$(BIN)/python -m tests.attacks --minutes 30
+	$(BIN)/python -m tests.attacks --minutes 30 --law
 
 check-rules: $(INSTALLED)  ## prove every verification rule by enumeration
 	$(BIN)/draftwire check-rule

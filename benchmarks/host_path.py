@@ -112,8 +112,13 @@ def main() -> None:
     """Measures, prints and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--instant-only", action="store_true", help="measure a few rounds of instant models alone")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if arguments.instant_only:
+        rounds = measure_round(options(SCRIPTED, SCRIPTED), ["hello"] * 3, 400)
+        write_report(arguments, {"round_with_instant_models": rounds})
+        return
     embedded = options(embedded_model("target"), embedded_model("drafter"))
     results = {
         "bare_hop_us": {"at once": bare_hop_us(0.0), "after 5 ms of rest": bare_hop_us(0.005)},

@@ -40,7 +40,7 @@ from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.loading import load_model
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
-from draftwire.models.parallel.sharded_loading import load_parallel_target
+from draftwire.models.parallel.sharded_loading import ModelSource, load_parallel_target
 from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
 
 PLAN, SUM, GATHER = "plan", "all-reduce", "gather"
@@ -162,7 +162,7 @@ def measured(folder: str, arguments: argparse.Namespace) -> dict[str, Steps]:
 
 
 def load(group: ProcessGroup, folder: str) -> ParallelModel:
-    decoder = load_parallel_target(folder, "float32", "cpu", None, group).decoder
+    decoder = load_parallel_target(ModelSource(folder, "float32"), group).decoder
     return ParallelModel(decoder, CACHE_TOKENS, group=group)
 
 

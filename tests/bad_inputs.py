@@ -750,12 +750,15 @@ def permitted(number: int | None, token: bytes | None = None) -> "MakeBlock":
     return make
 
 
-def block_flood(stage: Stage) -> Answer:
-    """Thousands of blocks for sessions that do not exist, in one message."""
-    with stage.target_side() as session:
-        fence = session_pb2.Fence(session_id=1)
-        many = blocks(*[session.block(fence=fence)] * FLOOD)
-    return push(hello(), lambda _: many)(stage)
+def many_blocks(count: int) -> Attempt:
+    """Blocks for sessions that do not exist, in one message."""
+
+    def run(stage: Stage) -> Answer:
+        with stage.target_side() as session:
+            many = blocks(*[session.block(fence=session_pb2.Fence(session_id=1))] * count)
+        return push(hello(), lambda _: many)(stage)
+
+    return run
 
 
 def open_draft(**changes: Any) -> "Request":
@@ -1141,7 +1144,8 @@ def _push_rows() -> list[Row]:
         ("a model name of 1,000 emoji", INVALID, push(hello(name="\U0001f600" * 1000)), "name"),
         ("vocabulary and context of 2^32 - 1", OK, push(hello(**model_size))),
         ("a message above `max_message_bytes`", EXHAUSTED, push(lambda _: b"\x0a" + bytes(MAX_MESSAGE_BYTES))),
-        ("20,000 blocks for unknown sessions", OK, block_flood),
+        ("256 blocks for unknown sessions", OK, many_blocks(256)),
+        ("20,000 blocks for unknown sessions", FAILED, many_blocks(20_000), "256 blocks"),
         ("1,000 streams, opened and dropped", CANCELLED, streams("verifier", "PushDraftBlocks")),
         ("the same block 100 times", DONE, same_block(100)),
         ("a block for an old round", IGNORED, block(fenced(round=0))),

@@ -4,11 +4,9 @@ import ctypes
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -17,11 +15,13 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from observing import is_alive, read_metric, wait_until
 from transformers import AutoModelForCausalLM
+from typing_extensions import override
 
 from benchmarks.law import CONTEXT_LENGTH
 from benchmarks.relay import free_port
 from draftwire.cli.local_stack import LocalStack, LogLine
 from draftwire.client import Client, Completion
+from tests.client_threads import ClientThreads
 
 PROMPT = [0, 2, 1, 1]
 LENGTH = CONTEXT_LENGTH - len(PROMPT)
@@ -83,27 +83,14 @@ class Group:
         return time.monotonic() - started
 
 
-class Load:
-    """Greedy completions over and over, by some clients, each of which must come out whole. A context manager."""
+class Load(ClientThreads):
+    """Greedy completions over and over, by some clients, each of which must come out whole."""
 
     def __init__(self, address: str, expected: list[int], num_clients: int = 4) -> None:
+        super().__init__(num_clients)
         self.completions: list[Completion] = []
         self.errors: list[Exception] = []
         self._address, self._expected = address, expected
-        self._ended = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(num_clients)]
-
-    def __enter__(self) -> "Load":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
 
     @property
     def are_whole(self) -> bool:
@@ -113,7 +100,8 @@ class Load:
         """Returns how often a completion had to go on without the verifier or drafter that it had."""
         return sum(getattr(completion.statistics, f"num_{service}s_lost") for completion in self.completions)
 
-    def _ask(self) -> None:
+    @override
+    def _ask(self, index: int) -> None:
         with Client(self._address) as client:
             while not self._ended.is_set():
                 try:

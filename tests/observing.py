@@ -1,5 +1,6 @@
 """What tests see of running services from outside, and how they wait for it."""
 
+import asyncio
 import re
 import time
 import urllib.request
@@ -49,3 +50,15 @@ def wait_until(condition: Callable[[], object], reason: str, seconds: float = 20
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {reason}"
         time.sleep(0.01)
+
+
+async def until(condition: Callable[[], object], reason: object, seconds: float = 10.0) -> None:
+    """`wait_until` for what happens in this event loop. The reason is formatted when the time is over.
+
+    Raises:
+        AssertionError: it did not hold in time.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {reason}"
+        await asyncio.sleep(0.002)

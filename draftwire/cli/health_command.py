@@ -9,6 +9,7 @@ import typer
 from draftwire.cli.connection_options import TlsCa, TlsCert, TlsKey, TlsTargetName
 from draftwire.cli.exits import MISUSED, end
 from draftwire.cli.options import SERVICES, settings_of, variable
+from draftwire.runtime.addresses import host_and_port
 
 if TYPE_CHECKING:
     from draftwire.client.security import Security
@@ -43,7 +44,7 @@ class OwnService:
             for setting in settings_of(SERVICES[service])
         }
         host = EVERYWHERE.get(own["host"], own["host"])
-        address = f"[{host}]:{own['port']}" if ":" in host and not host.startswith("[") else f"{host}:{own['port']}"
+        address = host_and_port(host, own["port"])
         if own["tls_cert"] is None:
             return cls(address, Security())
         ca, name = own["tls_ca"] or own["tls_cert"], tls_target_name or own["tls_target_name"]

@@ -32,7 +32,7 @@ def with_options(command: Command) -> Command:
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
 
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which typer reads
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 

@@ -125,7 +125,7 @@ def serve_command(service: str) -> Callable[..., None]:
 
     parameters = [_parameter(service, setting) for setting in settings_of(config_class)]
     serve.__doc__ = f"Run a {service} in the foreground until SIGTERM or Ctrl-C."
-    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # which typer reads
     serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return serve
 

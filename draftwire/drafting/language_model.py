@@ -199,6 +199,9 @@ class LanguageModelDrafter:
         drawer = Drawer(
             [self._start(sequence, request) for sequence, request in members], self._quantization, self.model.device
         )
+        texts = [
+            sequence.ids[request.prompt_len :] if request.automaton is not None else [] for sequence, request in members
+        ]
         active = list(range(len(members)))  # the members of the rows of `logits`
         num_passes = 0
         while active:
@@ -206,7 +209,8 @@ class LanguageModelDrafter:
                 vocab_size = members[index][1].vocab_size
                 if vocab_size < len(row):
                     row[vocab_size:] = -torch.inf
-            probs = probabilities_of_spans(logits, [_span(drawer, index, *members[index]) for index in active]).float()
+            spans = [_span(drawer, index, *members[index], texts[index]) for index in active]
+            probs = probabilities_of_spans(logits, spans).float()
             tokens = drawer.draw(active, probs)
             going = [
                 row for row, index in enumerate(active) if drawer.num_left(index) and not members[index][1].is_cut()
@@ -222,21 +226,21 @@ class LanguageModelDrafter:
         return BlockStart(request, min(request.vocab_size, self.model.vocab_size), len(sequence.ids))
 
 
-def _span(drawer: Drawer, index: int, sequence: LanguageModelSequence, request: DraftRequest) -> Span:
-    """Returns the span of a block's next token."""
+def _span(
+    drawer: Drawer, index: int, sequence: LanguageModelSequence, request: DraftRequest, generated_ids: list[int]
+) -> Span:
+    """Returns the span of a block's next token. `generated_ids` are those before the block, if there is a form."""
     text = [*sequence.ids, *drawer.token_ids(index)] if request.sampling.penalizes else ()
-    position, mask = drawer.position(index), _mask(drawer, index, sequence, request)
+    position, mask = drawer.position(index), _mask(drawer, index, generated_ids, request)
     stops, edits = request.stop_token_ids, request.edits
     return Span(request.sampling, 1, text, request.prompt_len, stops, position, mask, edits)
 
 
-def _mask(
-    drawer: Drawer, index: int, sequence: LanguageModelSequence, request: DraftRequest
-) -> NDArray[np.uint8] | None:
+def _mask(drawer: Drawer, index: int, generated_ids: list[int], request: DraftRequest) -> NDArray[np.uint8] | None:
     """Returns the mask of a block's next token; None, which allows all, without a form or if it cannot be followed."""
     if request.automaton is None:
         return None
     try:
-        return request.automaton.last_mask(sequence.ids[request.prompt_len :], drawer.token_ids(index))
+        return request.automaton.last_mask(generated_ids, drawer.token_ids(index))
     except InvalidRequestError:  # the form may need tokens that only the target's larger vocabulary has
         return None

@@ -69,20 +69,14 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
             attention, or a quantisation that needs a missing package or device.
         OSError: the files cannot be read.
     """
-    if dtype not in DTYPES:
-        raise InvalidRequestError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise InvalidRequestError(f"no model folder at {name}")
+    path = path_of(name, dtype)
     prepare(device)
     if dtype == "auto" and torch.device(device).type == "cpu":
         dtype = "float32"
-    path = str(Path(name).expanduser()) if name.startswith("~") else name
     disable_progress_bar()  # would write into the log
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     loaded: Any = _load_weights(path, dtype, device, revision)
-    if getattr(loaded, "_is_stateful", False):
-        raise InvalidRequestError(f"{name} keeps a recurrent state, which speculative decoding cannot roll back")
-    check_attention(name, loaded)
+    check_layers(name, loaded)
     model: PreTrainedModel = loaded.eval()
     card = ModelCard.of(
         tokenizer,
@@ -95,6 +89,19 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
         weights_fingerprint=weights_fingerprint(model),
     )
     return LoadedModel(model, card)
+
+
+def path_of(name: str, dtype: str) -> str:
+    """Returns the folder of a model, or its name on the hub.
+
+    Raises:
+        InvalidRequestError: the dtype is unknown, or the folder is missing.
+    """
+    if dtype not in DTYPES:
+        raise InvalidRequestError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise InvalidRequestError(f"no model folder at {name}")
+    return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
 def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> PreTrainedModel:
@@ -126,8 +133,13 @@ def weights_fingerprint(model: torch.nn.Module) -> bytes:
     return digest.digest()
 
 
-def check_attention(name: str, model: PreTrainedModel) -> None:
-    """Refuses models with an unsupported kind of attention that `paged_attention` itself could not detect."""
+def check_layers(name: str, model: PreTrainedModel) -> None:
+    """Refuses models with a state that cannot be rolled back, or an unsupported kind of attention.
+
+    Kinds that `paged_attention` itself detects are not looked for.
+    """
+    if getattr(model, "_is_stateful", False):
+        raise InvalidRequestError(f"{name} keeps a recurrent state, which speculative decoding cannot roll back")
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:

@@ -222,12 +222,9 @@ class Automaton:
         Raises:
             InvalidRequestError: the text does not match the form, or takes longer than `until`, in `time.thread_time`.
         """
-        ids = list(generated_ids)
-        if self._consumed != ids[: len(self._consumed)]:
-            pairs = enumerate(zip(self._consumed, ids, strict=False))
-            kept = next(
-                (place for place, (known, token) in pairs if known != token), min(len(self._consumed), len(ids))
-            )
+        ids = generated_ids if isinstance(generated_ids, list) else list(generated_ids)
+        kept = num_alike(self._consumed, ids)
+        if kept < len(self._consumed):
             self._matcher.rollback(len(self._consumed) - kept)
             del self._consumed[kept:]
         for token in ids[len(self._consumed) :]:
@@ -361,6 +358,20 @@ class FormCompiler:
             raise InvalidRequestError(f"structured_output: {wanted.form.value}: {_reason(faults[0])}")
         self._automaton(lambda: matcher).masks(())  # some forms fail only here: limits exceeded, or no text matches
         return matcher
+
+
+def num_alike(known: list[int], ids: list[int]) -> int:
+    """Returns how many leading tokens of two texts are the same, by comparing parts as a whole."""
+    low, high = 0, min(len(known), len(ids))
+    if known[:high] == ids[:high]:
+        return high
+    while high - low > 1:  # the first difference is in low..high
+        middle = (low + high) // 2
+        if known[low:middle] == ids[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _check_time(until: float) -> None:

@@ -11,6 +11,9 @@ from draftwire.errors import InvalidRequestError
 MAX_LOGPROBS = 20
 """Upper bound of the likeliest tokens reported with each token."""
 
+MAX_PROMPT_PART = 128
+"""Most tokens of a prompt in one report of a verifier. Part of the protocol: gateways refuse more."""
+
 
 class LogprobsMode(Enum):
     """Which of the target's distributions is reported."""

@@ -6,6 +6,7 @@ half a second, forty never end. It may happen at any place of a text, long after
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -19,10 +20,26 @@ FORMAT_LENGTH = 100
 _CHILDREN = ("additionalItems", "additionalProperties", "items", "prefixItems")
 
 
-class _Size(NamedTuple):
-    size: int = 1
-    recursions: frozenset[str] = frozenset()
-    """References that it leads back to, of those that are being followed."""
+class _Factor(NamedTuple):
+    """What a string has to match beside the other factors of its subschema: a pattern, or one of several subschemas."""
+
+    length: int
+    choices: "list[_Node]"
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A subschema, or the properties of one."""
+
+    schema: dict[str, Any]
+    is_properties: bool
+    number: int = 0
+    """In the order in which they are reached; 0 before that."""
+    lowest: int = 0
+    """Least number of a node that it is known to lead back to."""
+    factors: list[_Factor] = field(default_factory=list)
+    size: int = 0
+    """0 while it is not known."""
 
 
 def intersection_size(schema: Any) -> int:
@@ -34,66 +51,99 @@ def intersection_size(schema: Any) -> int:
     Raises:
         RecursionError: the schema is nested too deeply.
     """
-    return _Sizes(schema).of(schema).size
+    return _Sizes(schema).of_root()
 
 
 class _Sizes:
-    """Sizes of the subschemas of one schema."""
+    """Sizes of the subschemas of one schema, each of which is visited once.
+
+    Source: Tarjan 1972, "Depth-first search and linear graph algorithms", section 4: subschemas that lead to each other
+    are found together, when the first of them that was reached has been visited. Where none of them combines another
+    one of them with anything, all have the size of the largest that they lead to.
+    """
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._known: dict[str, _Size] = {}
-        """By reference."""
-        self._followed: set[str] = set()
-        """References that are being followed."""
+        self._nodes: dict[tuple[int, bool], _Node] = {}
+        """By the identity of the subschema, and whether its properties are meant."""
+        self._num_reached = 0
+        self._open: list[_Node] = []
+        """Nodes that were reached and whose size is not known, in that order."""
+        self._of_all = 0
 
-    def of(self, schema: Any) -> _Size:
-        """Returns the size of a subschema."""
-        if not isinstance(schema, dict):
-            return _Size()
-        here = _largest([_Size(_length(schema)), *map(self.of, self._children(schema)), self._of_properties(schema)])
-        alternatives = [_largest(map(self.of, _list(schema.get(name)))) for name in ("anyOf", "oneOf")]
-        together = [self.of(one) for one in _list(schema.get("allOf"))]
-        referred = self._of_reference(schema["$ref"]) if isinstance(schema.get("$ref"), str) else _Size()
-        return _product([here, *alternatives, *together, referred])
+    def of_root(self) -> int:
+        """Returns the size of the whole schema."""
+        found = self._found([self._root])
+        for node in found:
+            self._visit(node)
+        return max((node.size for node in found), default=1)
 
-    def _children(self, schema: dict[str, Any]) -> Iterable[Any]:
-        for name in _CHILDREN:
-            yield from _list(schema.get(name))
+    def _visit(self, node: _Node) -> None:
+        self._num_reached += 1
+        node.number = node.lowest = self._num_reached
+        node.factors = self._factors(node)
+        self._open.append(node)
+        for choice in [choice for factor in node.factors for choice in factor.choices]:
+            if not choice.number:
+                self._visit(choice)
+            if not choice.size:
+                node.lowest = min(node.lowest, choice.lowest)
+        if node.lowest == node.number:
+            cycle = [self._open.pop()]
+            while cycle[-1] is not node:
+                cycle.append(self._open.pop())
+            size = max(map(_product, cycle))
+            for one in cycle:
+                one.size = size
 
-    def _of_properties(self, schema: dict[str, Any]) -> _Size:
-        """Returns the size of the properties, each of which may match all of the patterns for names."""
-        named, patterns = schema.get("properties"), schema.get("patternProperties")
-        properties = _largest(map(self.of, named.values() if isinstance(named, dict) else ()))
-        return _product([properties, *map(self.of, patterns.values() if isinstance(patterns, dict) else ())])
+    def _factors(self, node: _Node) -> list[_Factor]:
+        schema = node.schema
+        if node.is_properties:  # each may match all of the patterns for names
+            named, patterns = schema.get("properties"), schema.get("patternProperties")
+            properties = _Factor(1, self._found(named.values() if isinstance(named, dict) else ()))
+            return [properties, *self._each(patterns.values() if isinstance(patterns, dict) else ())]
+        inner = self._found(one for name in _CHILDREN for one in _list(schema.get(name)))
+        here = _Factor(_length(schema), [*inner, self._node(schema, is_properties=True)])
+        alternatives = [_Factor(1, self._found(_list(schema.get(name)))) for name in ("anyOf", "oneOf")]
+        together = self._each(_list(schema.get("allOf")))
+        return [here, *alternatives, *together, *self._of_reference(schema.get("$ref"))]
 
-    def _of_reference(self, reference: str) -> _Size:
-        if reference != "#" and not reference.startswith("#/"):  # by $id or $anchor: to any of them
-            return _Size(min(prod(map(_length, _objects(self._root))), MAX_INTERSECTION + 1))
-        if reference in self._followed:
-            return _Size(recursions=frozenset({reference}))
-        if reference not in self._known:
-            self._followed.add(reference)
-            self._known[reference] = self.of(_resolved(self._root, reference))
-            self._followed.remove(reference)
-        known = self._known[reference]
-        return known._replace(recursions=known.recursions & self._followed)
+    def _each(self, schemas: Iterable[Any]) -> list[_Factor]:
+        return [_Factor(1, [one]) for one in self._found(schemas)]
+
+    def _found(self, schemas: Iterable[Any]) -> list[_Node]:
+        """Returns the nodes of those that are objects; others allow anything or nothing."""
+        return [self._node(one, is_properties=False) for one in schemas if isinstance(one, dict)]
+
+    def _node(self, schema: dict[str, Any], *, is_properties: bool) -> _Node:
+        key = id(schema), is_properties
+        if key not in self._nodes:
+            self._nodes[key] = _Node(schema, is_properties)
+        return self._nodes[key]
+
+    def _of_reference(self, reference: Any) -> list[_Factor]:
+        if not isinstance(reference, str):
+            return []
+        if reference == "#" or reference.startswith("#/"):
+            return self._each([_resolved(self._root, reference)])
+        self._of_all = self._of_all or _limited(prod(map(_length, _objects(self._root))))
+        return [_Factor(self._of_all, [])]  # by $id or $anchor: to any of them
 
 
-def _largest(sizes: Iterable[_Size]) -> _Size:
-    found = [_Size(), *sizes]
-    return _Size(max(one.size for one in found), _recursions(found))
+def _product(node: _Node) -> int:
+    """Returns the size of a node. Of a choice whose size is not known, the node is a part itself."""
+    factors = [(_largest(one), any(not choice.size for choice in one.choices)) for one in node.factors]
+    found = [(size, is_recursive) for size, is_recursive in factors if size > 1 or is_recursive]
+    grows = len(found) > 1 and any(is_recursive for _, is_recursive in found)
+    return MAX_INTERSECTION + 1 if grows else _limited(prod(size for size, _ in found))
 
 
-def _product(sizes: Iterable[_Size]) -> _Size:
-    found = [one for one in sizes if one.size > 1 or one.recursions]
-    grows = len(found) > 1 and any(one.recursions for one in found)
-    size = MAX_INTERSECTION + 1 if grows else prod(one.size for one in found)
-    return _Size(min(size, MAX_INTERSECTION + 1), _recursions(found))
+def _largest(factor: _Factor) -> int:
+    return max([factor.length, *(choice.size for choice in factor.choices)])
 
 
-def _recursions(sizes: Iterable[_Size]) -> frozenset[str]:
-    return frozenset[str]().union(*(one.recursions for one in sizes))
+def _limited(size: int) -> int:
+    return min(size, MAX_INTERSECTION + 1)
 
 
 def _length(schema: dict[str, Any]) -> int:

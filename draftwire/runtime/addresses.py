@@ -36,6 +36,11 @@ def host_of(address: str) -> str:
     return _SCHEME.sub("", address).rpartition(":")[0]
 
 
+def host_and_port(host: str, port: int | str) -> str:
+    """Returns host:port, with brackets around IPv6, which a host may have already."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def host_of_peer(peer: str) -> str:
     """Returns the host of a caller, whose address gRPC writes as ipv4:1.2.3.4:5 or ipv6:%5B::1%5D:5."""
     return unquote(host_of(peer)).strip("[]")

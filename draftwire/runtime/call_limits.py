@@ -17,13 +17,13 @@ ARRIVING_BYTES = 256 * 2**20
 """What requests that have not arrived as a whole may hold together, as long as there may be so few; see `Arrivals`."""
 
 LEAST_ARRIVING = 4
-"""Requests that may arrive slowly at once, however large each may be."""
+"""Requests of users that may arrive slowly at once, however large each may be."""
 
 ARRIVAL_SECONDS = 60.0
 """How long a request may take to arrive as a whole."""
 
 GRACE_SECONDS = 0.25
-"""How long a request may take to arrive while too many arrive."""
+"""How much longer the oldest requests may take to arrive while too many arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,21 @@ class CallLimits:
     max_request_bytes: int = 64 * 2**20
     """Largest message that is accepted."""
     max_calls: int = SPARE_CALLS
-    """Calls that may run at once, over all connections; also the streams of one connection."""
+    """Calls that may run at once, over all connections; also the streams of one connection. Those beyond `SPARE_CALLS`
+    run a session each."""
     is_public: bool = False
     """Whether users call, who are many and send little: a call may then send little ahead of what is read, and idle
     connections are closed."""
 
     @property
     def max_arriving(self) -> int:
-        """Requests that may arrive slowly at once; twice as many are held at most."""
-        return max(LEAST_ARRIVING, ARRIVING_BYTES // (2 * self.max_request_bytes))
+        """Requests that may arrive slowly at once; twice as many are held at most.
+
+        Peers open all sessions of a service at once, such as after a failure elsewhere, and their long prompts arrive
+        over one connection, all slowly.
+        """
+        of_users = max(LEAST_ARRIVING, ARRIVING_BYTES // (2 * self.max_request_bytes))
+        return of_users if self.is_public else max(of_users, self.max_calls - SPARE_CALLS)
 
 
 class CallCounter:
@@ -72,17 +78,17 @@ class Arrivals:
     """Requests that have not arrived as a whole, each of which holds what has come of it.
 
     They are given up after `ARRIVAL_SECONDS`. While more than `most` are arriving, the oldest of them have
-    `GRACE_SECONDS`, and while more than twice as many are, the oldest are given up at once: so whoever sends slowly, or
-    never to the end, keeps nobody else out. All methods run on the event loop.
+    `GRACE_SECONDS` from then on, and while more than twice as many are, the oldest are given up at once: so whoever
+    sends slowly, or never to the end, keeps nobody else out. All methods run on the event loop.
     """
 
     def __init__(self, most: int) -> None:
         """Lets `most` requests arrive slowly."""
         self._most = most
         self._unhurried: dict[asyncio.Timeout, float] = {}
-        """Deadlines of the requests that have all the time, the oldest first, and when they began."""
-        self._hurried: dict[asyncio.Timeout, float] = {}
-        """The same of those that have the shorter time."""
+        """Deadlines of the requests that have all the time, the oldest first, and when their time is over."""
+        self._hurried: dict[asyncio.Timeout, None] = {}
+        """Deadlines of those that have the shorter time, the oldest first."""
 
     async def receive(self, read: Callable[[], Awaitable[Result]]) -> Result:
         """Returns what `read` returns.
@@ -90,12 +96,12 @@ class Arrivals:
         Raises:
             NoRoomError: it took too long.
         """
-        began = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(ARRIVAL_SECONDS) as deadline:
-                self._unhurried[deadline] = began
+                self._unhurried[deadline] = now + ARRIVAL_SECONDS
                 try:
-                    self._hurry(began)
+                    self._hurry(now)
                     return await read()
                 finally:
                     self._unhurried.pop(deadline, None)
@@ -107,8 +113,8 @@ class Arrivals:
         """Gives the oldest request the shorter time if there are too many, and another one none at all."""
         if len(self._unhurried) > self._most:
             oldest = next(iter(self._unhurried))
-            began = self._hurried[oldest] = self._unhurried.pop(oldest)
-            _reschedule(oldest, max(now, began + GRACE_SECONDS))
+            self._hurried[oldest] = None
+            _reschedule(oldest, min(self._unhurried.pop(oldest), now + GRACE_SECONDS))
         if len(self._hurried) > self._most:
             oldest = next(iter(self._hurried))
             del self._hurried[oldest]

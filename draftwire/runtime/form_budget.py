@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from draftwire.errors import NoRoomError
 
@@ -13,13 +12,10 @@ REFILL_S = 60.0
 CHEAP_S = 0.02
 """CPU seconds of a form that are free when its cost is known already: others do not notice them."""
 MAX_CALLERS = 10_000
-"""Callers that are remembered. Beyond, those whose budgets are nearest to full are forgotten."""
+"""Callers that are remembered. Beyond, those whose budgets are full are forgotten, or else the one nearest to it."""
 
-
-@dataclass(slots=True)
-class _Spent:
-    seconds: float
-    at: float
+_S_PER_CPU_S = REFILL_S / FULL_S
+"""In which a CPU second is refilled, seconds."""
 
 
 class FormBudget:
@@ -32,15 +28,19 @@ class FormBudget:
             clock: returns seconds.
         """
         self._clock = clock
-        self._spent: dict[str, _Spent] = {}
+        self._full_at: dict[str, float] = {}
+        """When the budgets are full again that were not when they were last charged."""
 
     def charge(self, caller: str, cpu_s: float) -> None:
         """Takes CPU seconds out of a caller's budget, below zero if needed."""
-        spent = max(0.0, self._spent_s(caller)) + cpu_s
-        self._spent[caller] = _Spent(spent, self._clock())
-        if len(self._spent) > MAX_CALLERS:
-            least = min(self._spent, key=self._spent_s)
-            del self._spent[least]
+        if cpu_s <= 0.0:
+            return
+        now = self._clock()
+        self._full_at[caller] = max(now, self._full_at.get(caller, now)) + cpu_s * _S_PER_CPU_S
+        if len(self._full_at) > MAX_CALLERS:
+            self._full_at = {name: full_at for name, full_at in self._full_at.items() if full_at > now}
+        if len(self._full_at) > MAX_CALLERS:
+            del self._full_at[min(self._full_at, key=self._full_at.__getitem__)]
 
     def check(self, caller: str) -> None:
         """Refuses a caller whose budget is used up.
@@ -48,12 +48,9 @@ class FormBudget:
         Raises:
             NoRoomError: it is; the error holds when to retry.
         """
-        over_s = self._spent_s(caller) - FULL_S
+        now = self._clock()
+        over_s = self._full_at.get(caller, now) - now - REFILL_S
         if over_s >= 0.0:
-            wait_s = max(1.0, over_s * REFILL_S / FULL_S)
+            wait_s = max(1.0, over_s)
             budget = f"{FULL_S:g} s of CPU time a minute for a caller's forms"
             raise NoRoomError(f"structured_output: {budget} are used up; retry in {wait_s:.1f} s", wait_s)
-
-    def _spent_s(self, caller: str) -> float:
-        spent = self._spent.get(caller)
-        return 0.0 if spent is None else spent.seconds - (self._clock() - spent.at) * FULL_S / REFILL_S

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -45,6 +46,7 @@ _TOO_COSTLY = (
     f"structured_output: compiling the form takes more than {MAX_CPU_S:g} s of CPU time or "
     f"{MAX_MEMORY_BYTES // 2**20} MiB of memory"
 )
+_STOPPED = "the service is stopping and compiles no more forms"
 _COMMAND = (sys.executable, "-m", "draftwire.runtime.form_sandbox_process")
 _ONE_THREAD = dict.fromkeys(("MALLOC_ARENA_MAX", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 """A process that forks has no other threads."""
@@ -89,10 +91,11 @@ class FormSandbox:
         self._jobs: dict[tuple[str, bytes], _Job] = {}  # by caller and hash of the form
         self._queues: dict[str, deque[_Job]] = {}  # by caller, in the order of their turns
         self._running: dict[int, _Job] = {}
-        self._num_jobs = 0
+        self._last_number = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_stopped = False
 
     async def measure(self, wanted: StructuredOutput, caller: str = "") -> FormCost:
         """Returns what compiling a form costs; it is within the bounds.
@@ -103,7 +106,7 @@ class FormSandbox:
 
         Raises:
             InvalidRequestError: the form cannot be compiled, or exceeds the bounds.
-            NoRoomError: the caller's budget is used up, or too many forms wait.
+            NoRoomError: the caller's budget is used up, too many forms wait, or the sandbox is stopped.
         """
         key = _hash_of(wanted)
         cost = self._known.get(key)
@@ -119,11 +122,14 @@ class FormSandbox:
         return cost
 
     def stop(self) -> None:
-        """Ends the process, with all that it compiles. Forms that wait are refused."""
+        """Ends the process, with all that it compiles. Forms that wait are refused, and all that follow."""
+        self._is_stopped = True
         if self._task is not None:
             self._task.cancel()
             self._task = None
         self._end_process()
+        for job in list(self._jobs.values()):
+            _fail(job, NoRoomError(_STOPPED))
 
     async def _wait(self, key: bytes, wanted: StructuredOutput, caller: str) -> FormCost:
         job = self._jobs.get((caller, key)) or self._submit(key, wanted, caller)
@@ -135,14 +141,17 @@ class FormSandbox:
             raise NoRoomError("other forms are being compiled") from None
 
     def _submit(self, key: bytes, wanted: StructuredOutput, caller: str) -> _Job:
+        if self._is_stopped:
+            raise NoRoomError(_STOPPED)
         queue = self._queues.get(caller, deque())
         if len(self._jobs) >= MAX_WAITING or (caller and len(queue) >= MAX_WAITING_OF_CALLER):
             raise NoRoomError(f"{len(self._jobs)} forms wait to be compiled, {len(queue)} of this caller")
-        self._num_jobs += 1
+        self._last_number += 1
         loop = asyncio.get_running_loop()
-        job = self._jobs[caller, key] = _Job(self._num_jobs, caller, wanted, loop.create_future())
+        job = self._jobs[caller, key] = _Job(self._last_number, caller, wanted, loop.create_future())
         job.limit = loop.call_later(SECONDS, self._give_up, job)
-        self._queues.setdefault(caller, deque()).append(job)
+        queue.append(job)
+        self._queues[caller] = queue
         job.done.add_done_callback(lambda done: self._settle(key, job, done))
         self._next()
         return job
@@ -176,6 +185,8 @@ class FormSandbox:
 
     def _next(self) -> None:
         """Starts forms of those callers whose turn it is."""
+        if self._is_stopped:
+            return
         for caller in list(self._queues):
             queue = self._queues[caller]
             is_busy = bool(caller) and any(job.caller == caller for job in self._running.values())
@@ -198,17 +209,17 @@ class FormSandbox:
 
     def _send(self, request: object) -> None:
         if self._writer is not None:  # else it is sent when the process has been started
-            self._writer.write(json.dumps(request).encode() + b"\n")
+            self._writer.write(_line(request))
 
     async def _run_process(self) -> None:
         """Starts the process, and takes its answers until it ends."""
         try:
-            vocabulary = await asyncio.to_thread(self._vocabulary)
+            vocabulary = await asyncio.to_thread(lambda: _line(asdict(self._vocabulary())))
             ours, theirs = socket.socketpair()
             with theirs:
                 self._process = _start_process(theirs)
             reader, self._writer = await asyncio.open_connection(sock=ours)
-            self._send(asdict(vocabulary))
+            self._writer.write(vocabulary)
             for job in list(self._running.values()):
                 self._send(_request(job))
             while line := await reader.readline():
@@ -241,10 +252,10 @@ class FormSandbox:
         if process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its forks too
-            process.wait()
+            # The kernel may take its time to end it, and nobody has to wait for that.
+            threading.Thread(target=process.wait, name="form_sandbox_wait", daemon=True).start()
         for job in list(self._running.values()):
-            if not job.done.done():
-                _fail(job, NoRoomError("the process that compiles forms has ended; retry"))
+            _fail(job, NoRoomError("the process that compiles forms has ended; retry"))
 
     def _check(self, caller: str) -> None:
         if caller:
@@ -261,6 +272,11 @@ def _start_process(end: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(_COMMAND, stdin=descriptor, stdout=descriptor, env=environment, start_new_session=True)
 
 
+def _line(content: object) -> bytes:
+    """Encodes a message to the process."""
+    return json.dumps(content).encode() + b"\n"
+
+
 def _request(job: _Job) -> dict[str, object]:
     return {
         "id": job.number,
@@ -272,8 +288,10 @@ def _request(job: _Job) -> dict[str, object]:
 
 
 def _fail(job: _Job, error: NoRoomError) -> None:
-    job.done.set_exception(error)
-    job.done.exception()  # retrieved: perhaps nobody waits any more
+    """Refuses a form, unless it is decided already."""
+    if not job.done.done():
+        job.done.set_exception(error)
+        job.done.exception()  # retrieved: perhaps nobody waits any more
 
 
 def _hash_of(wanted: StructuredOutput) -> bytes:

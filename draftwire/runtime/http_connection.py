@@ -68,7 +68,7 @@ class HttpConnection(H11Protocol):
         self._send_deadline: asyncio.TimerHandle | None = None
 
     @override
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         if hasattr(transport, "max_size"):  # of the event loop's own transports
             transport.max_size = READ_BYTES
@@ -165,10 +165,10 @@ class TlsHandshake(asyncio.Protocol):
         self._handshake: asyncio.Task[None] | None = None
 
     @override
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         self.transport = transport
         transport.pause_reading()  # until the handshake begins, which takes all that is read
-        self._state.connections.add(self)  # type: ignore[arg-type]
+        self._state.connections.add(self)  # type: ignore[arg-type]  # closed like a protocol of uvicorn's
         self._state.waiting[self] = None
         self._state.make_room()
         self._handshake = self._loop.create_task(self._shake_hands())

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from typing_extensions import override
 
 from draftwire.errors import UnavailableError
+from draftwire.runtime.addresses import host_and_port
 from draftwire.runtime.http_connection import Connections, HttpConnection, TlsHandshake
 from draftwire.runtime.interceptor import ServiceGate
 from draftwire.runtime.settings import ConnectionSettings
@@ -21,7 +22,7 @@ IDLE_SECONDS = 30
 """How long a connection without requests is kept open."""
 STOP_SECONDS = 1
 """How long requests that still run after the drain may take to end."""
-MAX_CONNECTIONS = 1024
+MAX_HTTP_CONNECTIONS = 1024
 """Default of the connections of one server at once; see `Connections`."""
 
 
@@ -36,7 +37,7 @@ class HttpEndpoint:
     """Context of the TLS handshakes; None is plaintext."""
     name: str = "http"
     """The option `<name>_port` sets the port, and the log names it so."""
-    max_connections: int = MAX_CONNECTIONS
+    max_connections: int = MAX_HTTP_CONNECTIONS
     """At most half of the files that the process may open are taken."""
 
 
@@ -124,8 +125,9 @@ class HttpListener:
         try:
             listening = socket.create_server((host, port), family=family, dualstack_ipv6=host == "::")
         except OSError as error:
-            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            message = f"cannot listen on {where} for HTTP ({self.name}_port): {error.strerror or error}"
+            message = (
+                f"cannot listen on {host_and_port(host, port)} for HTTP ({self.name}_port): {error.strerror or error}"
+            )
             raise UnavailableError(message) from error
         _enable_keepalive(listening, self._connections)
         return listening
@@ -134,7 +136,7 @@ class HttpListener:
 def _max_open_files() -> int:
     """Returns how many files and sockets this process may open: those of HTTP must leave some to the others."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft if soft != resource.RLIM_INFINITY else 2 * MAX_CONNECTIONS
+    return soft if soft != resource.RLIM_INFINITY else 2 * MAX_HTTP_CONNECTIONS
 
 
 def _enable_keepalive(listening: socket.socket, connections: ConnectionSettings) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations  # the generics of grpc exist for the type ch
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 OWN_METHODS = "/draftwire.v1."
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+
+num_received_bytes = ContextVar("num_received_bytes", default=0)
+"""Size of the message of a stream that the running task has taken last: to measure a decoded one is to encode it."""
 
 MAX_WATCHES = 64
 """Streams of health that may be open at once. Nobody has to show a token for one."""
@@ -71,6 +75,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
         limits = limits or CallLimits()
         self._calls = CallCounter("calls", limits.max_calls)
         self._arrivals = Arrivals(limits.max_arriving)
+        self._is_public = limits.is_public
         self._watches = CallCounter("streams of health", MAX_WATCHES)
         self._reflections = CallCounter("streams of reflection", MAX_REFLECTIONS)
         self._questions = Arrivals(MAX_ARRIVING_QUESTIONS)
@@ -121,13 +126,17 @@ class ServiceGate(grpc.aio.ServerInterceptor):
             return await _inner(handler)(request, context)
 
     async def _receive(self, context: Context, decode: Callable[[bytes], Any]) -> Any:
-        """Returns the request of a call that has one. A large one is decoded on a thread, and arrives until then."""
+        """Returns the request of a call that has one.
+
+        That of a user arrives until it is decoded: what waits for that counts, since users may send much at once.
+        """
 
         async def read() -> Any:
-            data = _present(await context.read())
-            return decode(data) if len(data) < SCANNED_BYTES else await asyncio.to_thread(decode, data)
+            return await _decode(decode, _present(await context.read()))
 
-        return await self._arrivals.receive(read)
+        if self._is_public:
+            return await self._arrivals.receive(read)
+        return await _decode(decode, _present(await self._arrivals.receive(context.read)))
 
     async def _serve_common(self, handler: Handler, method: str, context: Context) -> Any:
         """Serves a call of health or reflection, for which nobody needs a token."""
@@ -204,4 +213,11 @@ def _present(data: Any) -> bytes:
 async def _decoded(context: Context, decode: Callable[[bytes], Any]) -> AsyncIterator[Any]:
     """Yields the requests of a stream. Raises InvalidRequestError when one is reached that cannot be decoded."""
     while (data := await context.read()) is not grpc.aio.EOF:
-        yield decode(data)
+        message = await _decode(decode, data)
+        num_received_bytes.set(len(data))
+        yield message
+
+
+async def _decode(decode: Callable[[bytes], Any], data: bytes) -> Any:
+    """Returns a message. A large one is decoded on a thread: other calls do not wait for it."""
+    return decode(data) if len(data) < SCANNED_BYTES else await asyncio.to_thread(decode, data)

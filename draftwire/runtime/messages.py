@@ -63,6 +63,8 @@ _EXTRA_NUMBERS = {value: key for key, value in _EXTRAS.items()}
 
 MAX_SAID = 64
 """Most rules, and most capabilities, in a peer's model description."""
+MAX_BLOCKS = 256
+"""Most draft blocks in one message. A verifier with more sessions takes as many."""
 MAX_NAME_LENGTH = 256
 """Most characters of a model's name: names are stored, logged, and label every series of the audit's metrics."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import resource
 import signal
 import sys
 import time
@@ -15,15 +16,13 @@ from draftwire.runtime.channels import MAX_CONNECTIONS
 from draftwire.runtime.service import Running, Service, start
 from draftwire.runtime.status import is_expected, root_cause
 
-if sys.platform != "win32":
-    import resource
-
 log = structlog.get_logger()
 
 _IMPORTED_AT = time.monotonic()
 
 OPEN_FILES = 2 * MAX_CONNECTIONS + 1024
-"""Files that a service may have open at once: as many connections of gRPC and of HTTP as it accepts, and its own."""
+"""Files that a service asks for, open at once: the connections of gRPC that it accepts, as many for HTTP, whose servers
+take half of the files at most (`MAX_HTTP_CONNECTIONS`), those to its peers, and its own."""
 
 
 async def run_service(service: Service) -> int:
@@ -97,8 +96,6 @@ def _log_failed(service: Service, error: Exception, has_served: bool) -> None:
 
 def _allow_open_files() -> None:
     """Raises the soft limit of open files, which connections would reach before their own: then nothing else works."""
-    if sys.platform == "win32":
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -81,7 +81,7 @@ def server_credentials(files: TlsFiles | None, settings: TlsSettings) -> grpc.Se
         return _certificate_configuration(now, settings)
 
     first = _certificate_configuration(used, settings)
-    return grpc.dynamic_ssl_server_credentials(first, changed, settings.requires_client_cert)  # type: ignore[arg-type]
+    return grpc.dynamic_ssl_server_credentials(first, changed, settings.requires_client_cert)  # type: ignore[arg-type]  # a callback may return None
 
 
 def server_context(files: TlsFiles | None, settings: TlsSettings) -> ssl.SSLContext | None:

@@ -641,7 +641,9 @@ class Verdict(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens that this round commits: the accepted ones, then the extra one. Never empty."""
+        """The tokens that this round commits: the accepted ones, then the extra one. Never empty. A gateway ends the stream of
+        a verifier that sends more than one beyond the most draft tokens that the gateway lets requests ask for.
+        """
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:

@@ -284,7 +284,7 @@ class PromptRead(_message.Message):
     """Position in the prompt of the first of the tokens; 1 or more."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens."""
+        """The tokens, at most 128. A gateway ends the stream of a verifier that sends more."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
@@ -459,7 +459,9 @@ class DraftBlocks(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.DraftBlock]:
-        """At most one per session and round."""
+        """At most one per session and round. At most 256, or as many as the verifier has room for sessions if that is more; it
+        ends the stream of a drafter that sends more.
+        """
 
     def __init__(
         self,

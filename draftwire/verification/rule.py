@@ -166,7 +166,7 @@ class UndraftedRule:
 
     @property
     def is_coupled(self) -> bool:
-        """Whether the rule works best with coupled draft tokens."""
+        """Whether the draft tokens, which are not used, are drawn with the same `Noise.exponentials` as the target."""
         return self.rule.is_coupled
 
     def decide(self, blocks: BlockBatch, noise: Noise) -> Outcome:

@@ -1,29 +1,49 @@
 """Carries out attacks on three services of the embedded pair while honest users stream, and says what these notice.
 
-    python -m tests.attacks [NAME ...] [--seconds-each 5] [--minutes M] [--max-gap-s 1] [--seed 0] [--output FILE]
+    python -m tests.attacks [NAME ...] [--seconds-each 5] [--minutes M] [--law] [--max-gap-s 1] [--seed 0]
 
 Each attack runs alone, in an order that is drawn; with `--minutes` they follow each other until the time is over. The
-status is 1 if a service ended, an honest completion was lost, a gap was too long, or memory passed its bound.
+first is `nothing`, so that gaps can be compared with those of a quiet stack. The status is 1 if a service ended, an
+honest completion was lost, a gap was too long, memory passed its bound or grew in the last two thirds of `--minutes`,
+or with `--law`, honest texts are not distributed as the target's.
 """
 
 import argparse
 import json
+import math
+import os
 import random
 import sys
 import time
-from contextlib import ExitStack
-from typing import Any
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
 
 from draftwire.cli.local_stack import LocalStack
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.up_command import embedded_model, stack_options
+from tests.attacks.honest_law import honest_p_value
 from tests.attacks.honest_users import HonestUsers
-from tests.attacks.victim import Figures, Listed, Victim, all_attacks
+from tests.attacks.victim import HARM, Figures, Listed, Victim, all_attacks, judged, peak_memory
 
 MAX_GAP_S = 1.0
 """Longest wait of honest users for a delta."""
 MAX_RESIDENT_MIB = {"gateway": 1250.0, "verifier": 1700.0, "drafter": 1500.0}
 """Most memory of a service with its child processes; docs/threats.md says what makes it up."""
-QUIET_SECONDS = 5.0
+MAX_GROWTH = 1.1
+"""Most memory at the end of `--minutes`, over that at a third of them."""
+MIN_P_VALUE = 1e-3
+ATTACKER_NICE = 10
+"""An attacker has a machine of its own: what its own work takes of this one is not what it does to others."""
+
+
+def nothing(victim: Victim) -> Figures:
+    """What gaps under attack are compared with."""
+    time.sleep(victim.seconds)
+    return judged({}, {})
+
+
+NOTHING = Listed("nothing", "nobody", nothing)
 
 
 def victim_of(stack: LocalStack, seconds: float) -> Victim:
@@ -42,34 +62,68 @@ def victim_of(stack: LocalStack, seconds: float) -> Victim:
 
 def carry_out(listed: Listed, victim: Victim, users: HonestUsers) -> Figures:
     """Runs one attack and returns its figures beside what others noticed."""
-    num_errors, started = len(users.errors), time.monotonic()
-    try:
-        figures = listed.run(victim)
-    except Exception as error:  # an attack that is thrown out has failed, which is well
-        figures = {"ended_with": f"{type(error).__name__}: {error}"[:200]}
+    started = time.monotonic()
+    with peak_memory(victim.pids) as peaks:
+        try:
+            figures = listed.run(victim)
+        except Exception as error:
+            traceback.print_exc()
+            figures = {HARM: [f"the attack itself failed: {type(error).__name__}: {error}"[:200]]}
     ended = time.monotonic()
+    largest_gap_s, lost = users.noticed(started, ended)
     return {
         "attack": listed.name,
         "attacker": listed.attacker,
         "seconds": ended - started,
-        "largest_gap_s": users.largest_gap_s(started, ended),
-        "lost": users.errors[num_errors:],
+        "largest_gap_s": largest_gap_s,
+        "lost": lost,
         "resident_mib": {name: victim.resident_mib(name) for name in victim.pids},
+        "peak_mib": peaks,
         "figures": figures,
     }
 
 
 def failures_of(report: Figures, max_gap_s: float) -> list[str]:
     """Returns in which ways an attack succeeded."""
-    found = [f"lost: {error}" for error in report["lost"]]
+    found = [*report["figures"][HARM], *(f"lost: {error}" for error in report["lost"])]
     if report["largest_gap_s"] > max_gap_s:
         found.append(f"a gap of {report['largest_gap_s']:.2f} s")
-    for name, size in report["resident_mib"].items():
-        if size == 0.0:
-            found.append(f"{name} ended")
-        elif size > MAX_RESIDENT_MIB[name]:
-            found.append(f"{name} takes {size:.0f} MiB")
+    found += [f"{name} ended" for name, size in report["resident_mib"].items() if size == 0.0]
+    for name, size in report["peak_mib"].items():
+        if size > MAX_RESIDENT_MIB[name]:
+            found.append(f"{name} took {size:.0f} MiB")
     return found
+
+
+def growth_of(reports: Sequence[Figures], minutes: float) -> dict[str, float]:
+    """Returns each service's memory between attacks in the last sixth of the time, over that in the sixth from a third.
+
+    Medians: what an attack leaves for a moment depends on which one was the last.
+    """
+
+    def typical(service: str, start: float, end: float) -> float:
+        within = [each for each in reports if start < each["ended_s"] / (60.0 * minutes) <= end]
+        return median(float(each["resident_mib"][service]) for each in within) if within else math.nan
+
+    return {name: typical(name, 5 / 6, math.inf) / typical(name, 1 / 3, 1 / 2) for name in MAX_RESIDENT_MIB}
+
+
+def carry_out_all(stack: LocalStack, users: HonestUsers, options: argparse.Namespace) -> list[Figures]:
+    """Runs the attacks, and prints a line for each; a report's `failures` say in which ways it succeeded."""
+    chosen = [one for one in all_attacks() if not options.names or one.name in options.names]
+    generator, victim = random.Random(options.seed), victim_of(stack, options.seconds_each)
+    reports: list[Figures] = []
+    began = time.monotonic()
+    while not reports or time.monotonic() - began < 60.0 * options.minutes:
+        for listed in [NOTHING, *generator.sample(chosen, len(chosen))]:
+            report = carry_out(listed, victim, users)
+            report["ended_s"] = time.monotonic() - began
+            report["failures"] = failures_of(report, options.max_gap_s)
+            reports.append(report)
+            sizes = " ".join(f"{name} {size:.0f}" for name, size in report["peak_mib"].items())
+            verdict = "; ".join(report["failures"]) or "no harm"
+            print(f"{listed.name:48} {report['largest_gap_s']:6.3f} s  {sizes} MiB  {verdict}", flush=True)
+    return reports
 
 
 def main() -> int:
@@ -77,41 +131,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Attack running services and see what others notice.")
     parser.add_argument("names", nargs="*", help="attacks [default: all]")
     parser.add_argument("--seconds-each", type=float, default=5.0)
-    parser.add_argument("--minutes", type=float, help="go on for so long")
+    parser.add_argument("--minutes", type=float, default=0.0, help="go on for so long")
     parser.add_argument("--max-gap-s", type=float, default=MAX_GAP_S, help="longest wait of honest users for a delta")
+    parser.add_argument("--law", action="store_true", help="compare honest texts with the target's law, at the end")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    chosen = [one for one in all_attacks() if not options.names or one.name in options.names]
-    if options.names and len(chosen) != len(set(options.names)):
-        parser.error(f"known: {', '.join(one.name for one in all_attacks())}")
-    generator = random.Random(options.seed)
-    reports: list[dict[str, Any]] = []
-    failed = False
-    with ExitStack() as cleanup:
-        stack = cleanup.enter_context(LocalStack(stack_options(None, None, 4)))
-        users = cleanup.enter_context(HonestUsers(stack.address))
-        victim = victim_of(stack, options.seconds_each)
-        time.sleep(QUIET_SECONDS)
-        now = time.monotonic()
-        print(f"quiet: largest gap {users.largest_gap_s(now - QUIET_SECONDS, now):.3f} s", flush=True)
-        until = now + 60.0 * (options.minutes or 0.0)
-        first = True
-        while first or time.monotonic() < until:
-            first = False
-            for listed in generator.sample(chosen, len(chosen)):
-                report = carry_out(listed, victim, users)
-                found = failures_of(report, options.max_gap_s)
-                reports.append(report)
-                failed = failed or bool(found)
-                sizes = " ".join(f"{name} {size:.0f}" for name, size in report["resident_mib"].items())
-                verdict = "; ".join(found) or "nothing"
-                print(f"{listed.name:48} {report['largest_gap_s']:6.3f} s  {sizes} MiB  {verdict}", flush=True)
-    print(f"{len(reports)} attacks, {users.num_completed} honest completions, {len(users.errors)} lost")
+    known = [one.name for one in all_attacks()]
+    if not set(options.names) <= set(known):
+        parser.error(f"known: {', '.join(known)}")
+    with LocalStack(stack_options(None, None, 4)) as stack, HonestUsers(stack.address) as users:
+        os.nice(ATTACKER_NICE)
+        reports = carry_out_all(stack, users, options)
+    notes = users.notes
+    failures = [failure for report in reports for failure in report["failures"]] + notes.errors
+    num_attacks = sum(report["attack"] != NOTHING.name for report in reports)
+    print(f"{num_attacks} attacks, {notes.num_completed} honest completions, {len(notes.errors)} lost")
+    if options.minutes:
+        growth = growth_of(reports, options.minutes)
+        print("memory at the end over that at a third: " + " ".join(f"{name} {by:.3f}" for name, by in growth.items()))
+        failures += [f"{name} grew" for name, by in growth.items() if by > MAX_GROWTH]
+    if options.law:
+        chance = honest_p_value(notes.samples, (Path(embedded_model("target")), Path(embedded_model("drafter"))))
+        print(f"{len(notes.samples)} honest texts follow the target's law: p = {chance:.3g}")
+        failures += ["honest texts do not follow the target's law"] if chance < MIN_P_VALUE else []
     if options.output:
-        with open(options.output, "w") as file:
-            json.dump(reports, file, indent=2)
-    return 1 if failed else 0
+        options.output.write_text(json.dumps(reports, indent=2))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
 """Forms that cost more to compile than they are long, and grammars that cost more to search."""
 
-import http.client
-import json
 import signal
 import subprocess
 import time
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import cache
 from typing import Any
 
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
-from tests.attacks.victim import Figures, Victim, attack
+from tests.attacks.http_requests import complete
+from tests.attacks.victim import Figures, Victim, attack, judged
 
 NUM_ATTACKERS = 4
 OTHER_HOST = "127.0.0.2"
@@ -29,27 +25,6 @@ def endless_form(number: int) -> dict[str, Any]:
     return {"allOf": [{"type": "string", "pattern": pattern} for pattern in patterns]}
 
 
-@cache
-def model_of(address: str) -> str:
-    with urllib.request.urlopen(f"{address}/v1/models") as response:
-        return str(json.load(response)["data"][0]["id"])
-
-
-def ask(address: str, body: dict[str, Any], source: str = "127.0.0.1", timeout_s: float = 30.0) -> tuple[int, float]:
-    """Sends a completion over HTTP; returns the status, or 0 without an answer, and how long it took, seconds."""
-    started = time.monotonic()
-    connection = http.client.HTTPConnection(
-        address.removeprefix("http://"), timeout=timeout_s, source_address=(source, 0)
-    )
-    with suppress(OSError, http.client.HTTPException):
-        text = json.dumps({"model": model_of(address), "prompt": "a", "max_tokens": 4} | body)
-        connection.request("POST", "/v1/completions", text, {"content-type": "application/json"})
-        response = connection.getresponse()
-        response.read()
-        return response.status, time.monotonic() - started
-    return 0, time.monotonic() - started
-
-
 def form(schema: dict[str, Any]) -> dict[str, Any]:
     return {"structured_output": {"json": schema}}
 
@@ -58,12 +33,12 @@ def form(schema: dict[str, Any]) -> dict[str, Any]:
 def endless_forms(victim: Victim) -> Figures:
     """Several connections send forms that never end; another user's forms are to be compiled all the same."""
     until = time.monotonic() + victim.seconds
-    statuses, others, peaks = Counter[int](), [], Counter[str]()
+    statuses, others = Counter[int](), []
 
     def send(first: int) -> None:
         number = first
         while time.monotonic() < until:
-            status, _ = ask(victim.http, form(endless_form(number)))
+            status, _ = complete(victim.http, form(endless_form(number)))
             statuses[status] += 1
             number += NUM_ATTACKERS
 
@@ -72,18 +47,19 @@ def endless_forms(victim: Victim) -> Figures:
         number = 0
         while time.monotonic() < until:
             number += 1
-            others.append(ask(victim.http, form({"enum": ["yes", "no", f"{number}"]}), OTHER_HOST))
-            for name in victim.pids:
-                peaks[name] = max(peaks[name], round(victim.resident_mib(name)))
+            others.append(complete(victim.http, form({"enum": ["yes", "no", f"{number}"]}), source=OTHER_HOST))
             time.sleep(0.1)
         for attacker in attackers:
             attacker.result()
-    return {
-        "statuses": dict(statuses),
-        "others_refused": sum(status != 200 for status, _ in others),
-        "others_slowest_s": max(seconds for _, seconds in others),
-        "peak_mib": dict(peaks),
-    }
+    figures = {"statuses": dict(statuses), "others": len(others), "others_slowest_s": max(s for _, s in others)}
+    return judged(
+        figures,
+        {
+            "an endless form was compiled": 200 in statuses,
+            "requests were not answered": 0 in statuses,
+            "forms of others were refused": any(status != 200 for status, _ in others),
+        },
+    )
 
 
 @attack("user")
@@ -92,9 +68,9 @@ def newlines_as_grammar(victim: Victim) -> Figures:
     until, statuses = time.monotonic() + victim.seconds, Counter[int]()
     while time.monotonic() < until:
         for filling in ("\n" * 24_000, "<" * 24_000, "start[" * 4_000, '"\\' * 12_000, "/\\" * 12_000):
-            status, _ = ask(victim.http, {"structured_output": {"grammar": f'start: "a"\n{filling}'}})
+            status, _ = complete(victim.http, {"structured_output": {"grammar": f'start: "a"\n{filling}'}})
             statuses[status] += 1
-    return {"statuses": dict(statuses)}
+    return judged({"statuses": dict(statuses)}, {"requests were not answered": 0 in statuses})
 
 
 @attack("user")
@@ -102,7 +78,7 @@ def forms_at_the_end(victim: Victim) -> Figures:
     """Services of its own are told to stop while forms that never end are compiled. `victim` is left alone."""
     with LocalStack(stack_options(None, None, 4)) as stack, ThreadPoolExecutor(NUM_ATTACKERS) as threads:
         for number in range(NUM_ATTACKERS):
-            threads.submit(ask, stack.http_address, form(endless_form(number)), timeout_s=5.0)
+            threads.submit(complete, stack.http_address, form(endless_form(number)), timeout_s=5.0)
         time.sleep(1.0)
         left = []
         for name, service in stack.services.items():
@@ -112,9 +88,7 @@ def forms_at_the_end(victim: Victim) -> Figures:
             except subprocess.TimeoutExpired:
                 left.append(name)
                 service.process.kill()
-    if left:
-        raise RuntimeError(f"still running after SIGTERM: {left}")
-    return {"left": left}
+    return judged({}, {f"{name} was running after SIGTERM": True for name in left})
 
 
 @attack("user")
@@ -123,5 +97,5 @@ def patterns_that_meet(victim: Victim) -> Figures:
     patterns = [f"^(x{{0,30}}z|x{{30}}y.*{number:03}.*)$" for number in range(40)]
     schema = {"allOf": [{"type": "string", "pattern": pattern} for pattern in patterns]}
     asked = form(schema) | {"prompt": '"' + "x" * 300, "max_tokens": 40, "temperature": 0}
-    status, seconds = ask(victim.http, asked, timeout_s=victim.seconds)
-    return {"status": status, "seconds": seconds}
+    status, seconds = complete(victim.http, asked, timeout_s=victim.seconds)
+    return judged({"status": status, "seconds": seconds}, {"the request was not answered": status == 0})

@@ -15,7 +15,7 @@ from benchmarks.relay import Relay
 from draftwire.client import Client
 from draftwire.errors import DraftwireError
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, gateway_pb2
-from tests.attacks.victim import Figures, Victim, attack
+from tests.attacks.victim import HARM, Figures, Victim, attack, judged
 from tests.bad_inputs import draft_fields
 
 MIB = 2**20
@@ -27,10 +27,9 @@ PROBE_SECONDS = 5.0
 
 
 @contextmanager
-def watched(victim: Victim) -> Iterator[Figures]:
-    """Notes the most memory that each service has within the block, and how many probes of the gateway failed."""
-    figures: Figures = {"mib_before": {name: round(victim.resident_mib(name)) for name in victim.pids}}
-    peak: Counter[str] = Counter()
+def probed(victim: Victim) -> Iterator[Figures]:
+    """Probes the gateway's health within the block, as Kubernetes would; a probe that fails is harm."""
+    figures: Figures = {}
     waits: list[float] = []
     failed: list[float] = []
     stopping = threading.Event()
@@ -38,8 +37,6 @@ def watched(victim: Victim) -> Iterator[Figures]:
     def look() -> None:
         with grpc.insecure_channel(victim.gateway, [("grpc.use_local_subchannel_pool", 1)]) as channel:
             while not stopping.wait(0.02):
-                for name in victim.pids:
-                    peak[name] = max(peak[name], round(victim.resident_mib(name)))
                 asked = time.monotonic()
                 request = health_pb2.HealthCheckRequest(service="draftwire.v1.GatewayService")
                 try:
@@ -55,7 +52,13 @@ def watched(victim: Victim) -> Iterator[Figures]:
     finally:
         stopping.set()
         thread.join()
-        figures |= {"mib_peak": dict(peak), "slowest_probe_s": max(waits), "probes": [len(failed), len(waits)]}
+        figures |= judged({"slowest_probe_s": max(waits), "probes": len(waits)}, {"health probes failed": bool(failed)})
+
+
+def with_statuses(figures: Figures, statuses: Counter[str]) -> Figures:
+    """Adds the statuses of calls of which none may be carried out."""
+    served = ["calls were carried out"] * ("OK" in statuses)
+    return figures | {"statuses": dict(statuses), HARM: [*figures[HARM], *served]}
 
 
 def answers(calls: Sequence[Any]) -> dict[str, int]:
@@ -80,7 +83,7 @@ def empty_messages_in_a_message(victim: Victim) -> Figures:
     }
     codes: Counter[str] = Counter()
     until = time.monotonic() + victim.seconds
-    with watched(victim) as figures:
+    with probed(victim) as figures:
         while time.monotonic() < until:
             for address, (method, unit) in methods.items():
                 for size in (63 * MIB, 7 * MIB):
@@ -90,7 +93,7 @@ def empty_messages_in_a_message(victim: Victim) -> Figures:
                         with suppress(grpc.RpcError):
                             list(call)  # a status comes after all answers
                         codes[call.code().name] += 1
-    return figures | {"answers": dict(codes)}
+    return with_statuses(figures, codes)
 
 
 @attack("user")
@@ -99,14 +102,14 @@ def compressed_requests(victim: Victim) -> Figures:
     request = gateway_pb2.GenerateRequest(text="x" * (60 * MIB)).SerializeToString()
     codes: Counter[str] = Counter()
     until = time.monotonic() + victim.seconds
-    with watched(victim) as figures, channels(victim.gateway, 4) as opened:
+    with probed(victim) as figures, channels(victim.gateway, 4) as opened:
         while time.monotonic() < until:
             calls = [
                 channel.unary_stream(GENERATE)(request, timeout=60.0, compression=grpc.Compression.Gzip)
                 for channel in opened
             ]
             codes.update(call.code().name for call in calls)
-    return figures | {"answers": dict(codes)}
+    return with_statuses(figures, codes)
 
 
 @attack("anyone")
@@ -120,7 +123,7 @@ def requests_that_never_come(victim: Victim) -> Figures:
 
     calls: list[Any] = []
     until = time.monotonic() + victim.seconds
-    with watched(victim) as figures, channels(victim.gateway, 8) as opened:
+    with probed(victim) as figures, channels(victim.gateway, 8) as opened:
         while time.monotonic() < until and len(calls) < 400:  # each has a thread here
             for channel in opened:
                 calls += [channel.stream_stream(method)(nothing()) for method in (GENERATE, CHECK)]
@@ -136,7 +139,7 @@ def streams_of_health(victim: Victim) -> Figures:
     """Streams that wait for the health to change, for which nobody has to show a token."""
     calls: list[Any] = []
     until = time.monotonic() + victim.seconds
-    with watched(victim) as figures, channels(victim.gateway, 8) as opened:
+    with probed(victim) as figures, channels(victim.gateway, 8) as opened:
         request = health_pb2.HealthCheckRequest().SerializeToString()
         while len(calls) < 8000 and time.monotonic() < until:
             calls += [channel.unary_stream(WATCH)(request) for channel in opened for _ in range(100)]
@@ -151,7 +154,7 @@ def requests_that_stop_half_way(victim: Victim) -> Figures:
     request = gateway_pb2.GenerateRequest(text="x" * (8 * MIB - 1000)).SerializeToString()
     port = int(victim.gateway.rpartition(":")[2])
     until = time.monotonic() + victim.seconds
-    with watched(victim) as figures, Relay(port) as relay, channels(f"127.0.0.1:{relay.port}", 100) as opened:
+    with probed(victim) as figures, Relay(port) as relay, channels(f"127.0.0.1:{relay.port}", 100) as opened:
         calls = [channel.unary_stream(GENERATE)(request) for channel in opened]
         num_stopped = 0
         while time.monotonic() < until:
@@ -160,7 +163,7 @@ def requests_that_stop_half_way(victim: Victim) -> Figures:
                     connection.pause()
                     num_stopped += 1
             time.sleep(0.001)
-        figures |= {"stopped": num_stopped, "mib_held": victim.resident_mib("gateway")}
+        figures |= {"stopped": num_stopped}
         for call in calls:
             call.cancel()
     return figures
@@ -171,7 +174,7 @@ def silent_connections(victim: Victim) -> Figures:
     """Connections on which nothing is said."""
     host, _, port = victim.gateway.rpartition(":")
     until = time.monotonic() + victim.seconds
-    with watched(victim) as figures, ExitStack() as stack:
+    with probed(victim) as figures, ExitStack() as stack:
         opened = []
         with suppress(OSError):
             while len(opened) < 900:
@@ -221,7 +224,8 @@ def token_on_the_way(victim: Victim) -> Figures:
                 client.generate("import os", max_tokens=1, timeout_s=2.0)
         except DraftwireError as error:
             outcome = str(error)[:100]
-    return {"token_was_heard": b"a-secret-of-alice" in heard, "heard_bytes": len(heard), "client_says": outcome}
+    was_heard = b"a-secret-of-alice" in heard
+    return judged({"heard_bytes": len(heard), "client_says": outcome}, {"the token was heard": was_heard})
 
 
 @attack("gateway")
@@ -246,4 +250,4 @@ def drafter_sent_elsewhere(victim: Victim) -> Figures:
             outcome = f"{error.code().name}: {error.details()}"[:160]
         stopping.set()
         stream.cancel()
-    return {"heard_bytes": len(heard), "drafter_says": outcome}
+    return judged({"drafter_says": outcome}, {f"{len(heard)} bytes were heard": len(heard) > 0})

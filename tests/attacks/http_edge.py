@@ -1,7 +1,6 @@
 """Attacks on the HTTP edge: bodies that never end, lists within lists, sockets that say nothing, names of others."""
 
 import asyncio
-import http.client
 import socket
 import time
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ from pathlib import Path
 import grpc
 
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
-from tests.attacks.victim import Figures, Victim, attack
+from tests.attacks.http_requests import ask, split
+from tests.attacks.victim import HARM, Figures, Victim, attack, judged
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 BODY_BYTES = 7_900_000
@@ -24,35 +24,16 @@ NUM_SCRAPERS = 400
 MAX_PROBE_SECONDS = 5.0
 
 
-def split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition("/")[2].rpartition(":")
-    return host, int(port)
-
-
-def ask(address: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, float]:
-    """Returns status and seconds of one request; status 0 if there was no answer."""
-    began = time.monotonic()
-    connection = http.client.HTTPConnection(*split(address), timeout=MAX_PROBE_SECONDS)
-    try:
-        connection.request("GET" if body is None else "POST", path, body, headers)
-        answer = connection.getresponse()
-        answer.read()
-        return answer.status, time.monotonic() - began
-    except OSError:
-        return 0, time.monotonic() - began
-    finally:
-        connection.close()
-
-
 def probes(victim: Victim, address: str, path: str) -> Figures:
     """Asks as an honest user would, until the attack's time is over."""
     answers = []
     until = time.monotonic() + victim.seconds
     while time.monotonic() < until:
-        answers.append(ask(address, path))
+        answers.append(ask(address, path, timeout_s=MAX_PROBE_SECONDS))
         time.sleep(0.05)
     slowest = max(seconds for _, seconds in answers)
-    return {"asked": len(answers), "not_answered": sum(status == 0 for status, _ in answers), "slowest_s": slowest}
+    not_answered = sum(status == 0 for status, _ in answers)
+    return judged({"asked": len(answers), "slowest_s": slowest}, {f"{not_answered} got no answer": not_answered > 0})
 
 
 def unfinished(stack: ExitStack, address: str, head: bytes, body: bytes) -> socket.socket:
@@ -68,7 +49,6 @@ def num_threads(pid: int) -> int:
 
 
 def bodies_that_never_end(victim: Victim, head: bytes, body: bytes) -> Figures:
-    before, most = victim.resident_mib("gateway"), 0.0
     with ExitStack() as stack, ThreadPoolExecutor(NUM_BODIES) as threads:
         raws = list(threads.map(lambda _: unfinished(stack, victim.http, head, body), range(NUM_BODIES)))
         refused = 0
@@ -76,10 +56,9 @@ def bodies_that_never_end(victim: Victim, head: bytes, body: bytes) -> Figures:
             raw.settimeout(0.01)
             with suppress(OSError):
                 refused += raw.recv(12) == b"HTTP/1.1 429"
-        most = victim.resident_mib("gateway")
         honest = probes(victim, victim.http, "/v1/models")
-        small = ask(victim.http, "/v1/completions", b"{}", **{"content-type": "application/json"})
-    return {"mib_before": before, "mib_while": most, "refused": refused, "small_body": small, **honest}
+        small, _ = ask(victim.http, "/v1/completions", b"{}", timeout_s=MAX_PROBE_SECONDS)
+    return {"refused": refused, "small_body": small, **honest}
 
 
 @attack("user")
@@ -99,19 +78,13 @@ def unfinished_chunked_bodies(victim: Victim) -> Figures:
 def lists_in_lists(victim: Victim) -> Figures:
     """The largest bodies, of nothing but empty lists: 64 bytes in memory for each three."""
     body = b'{"model": "x", "prompt": [' + b"[]," * 2_600_000 + b"[]]}"
-    before, most, statuses = victim.resident_mib("gateway"), 0.0, set[int]()
+    statuses = set[int]()
     until = time.monotonic() + victim.seconds
     with ThreadPoolExecutor(8) as threads:
         while time.monotonic() < until:
-            futures = [
-                threads.submit(ask, victim.http, "/v1/completions", body, **{"content-type": "application/json"})
-                for _ in range(8)
-            ]
-            while not all(future.done() for future in futures):
-                most = max(most, victim.resident_mib("gateway"))
-                time.sleep(0.02)
-            statuses |= {future.result()[0] for future in futures}
-    return {"mib_before": before, "mib_while": most, "statuses": sorted(statuses)}
+            answered = threads.map(lambda _: ask(victim.http, "/v1/completions", body), range(8))
+            statuses |= {status for status, _ in answered}
+    return judged({"statuses": sorted(statuses)}, {"the lists were taken": 200 in statuses})
 
 
 def silent(stack: ExitStack, address: str, number: int) -> int:
@@ -135,7 +108,6 @@ def silent_http_sockets(victim: Victim) -> Figures:
 @attack("anyone")
 def bodies_for_no_route(victim: Victim) -> Figures:
     """The begins of bodies that no route reads, on as many connections as there may be."""
-    before = victim.resident_mib("gateway")
     head = HEAD.replace(b"/v1/completions", b"/nothing") + b"content-length: 8000000\r\n\r\n"
     with ExitStack() as stack:
         for _ in range(NUM_SILENT):
@@ -144,13 +116,12 @@ def bodies_for_no_route(victim: Victim) -> Figures:
             with suppress(OSError):
                 raw.send(head + b" " * 2**18)
         time.sleep(0.5)
-        return {"mib_before": before, "mib_while": victim.resident_mib("gateway")}
+        return probes(victim, victim.http, "/health")
 
 
 @attack("anyone")
 def unread_answers(victim: Victim) -> Figures:
     """Requests for pages, many on each connection, of whose answers nothing is read."""
-    before = victim.resident_mib("gateway")
     asked = b"GET /playground.js HTTP/1.1\r\nhost: localhost\r\n\r\n" * 32
     with ExitStack() as stack:
         for _ in range(NUM_UNREAD):
@@ -160,11 +131,7 @@ def unread_answers(victim: Victim) -> Figures:
             with suppress(OSError):
                 raw.connect(split(victim.http))
                 raw.send(asked)
-        return {
-            "mib_before": before,
-            "mib_while": victim.resident_mib("gateway"),
-            **probes(victim, victim.http, "/health"),
-        }
+        return probes(victim, victim.http, "/health")
 
 
 @attack("anyone")
@@ -176,14 +143,18 @@ def silent_scrapers(victim: Victim) -> Figures:
             silent(stack, address, NUM_SCRAPERS)
         time.sleep(0.5)
         more = {name: num_threads(pid) - threads[name] for name, pid in victim.pids.items()}
-        return {"more_threads": more, **probes(victim, victim.metrics["verifier"], "/metrics")}
+        figures = probes(victim, victim.metrics["verifier"], "/metrics")
+    many = ["connections have threads"] * (max(more.values()) > NUM_SCRAPERS // 10)
+    return figures | {"more_threads": more, HARM: [*figures[HARM], *many]}
 
 
 @attack("page")
 def rebound_names(victim: Victim) -> Figures:
     """Asks under a name that its owner has lead to this machine, as a page in a browser here can."""
     paths = {victim.http: "/v1/models", **dict.fromkeys(victim.metrics.values(), "/metrics")}
-    return {"statuses": [ask(address, path, host="rebound.example")[0] for address, path in paths.items()]}
+    host = {"host": "rebound.example"}
+    statuses = [ask(address, path, headers=host)[0] for address, path in paths.items()]
+    return judged({"statuses": statuses}, {"a name of others was answered": set(statuses) != {403}})
 
 
 @attack("user")
@@ -212,6 +183,6 @@ def finished_choices(victim: Victim) -> Figures:
             while time.monotonic() < until:
                 for code in await asyncio.gather(*(one() for _ in range(32))):
                     codes[code] = codes.get(code, 0) + 1
-        return {"codes": codes}
+        return judged({"codes": codes}, {"finished choices were not counted": "RESOURCE_EXHAUSTED" not in codes})
 
     return asyncio.run(asked())

@@ -16,7 +16,7 @@ from draftwire.method.rounds import CommittedTokens, Fence, Permit
 from draftwire.runtime.messages import fence_to_proto, permit_to_proto
 from draftwire.v1 import drafter_pb2_grpc, model_pb2, model_pb2_grpc, session_pb2, verifier_pb2
 from draftwire.v1 import verifier_pb2_grpc as verifier_grpc
-from tests.attacks.victim import Figures, Victim, attack
+from tests.attacks.victim import Figures, Victim, attack, judged
 from tests.bad_inputs import Stream
 
 PROMPT = [5, 6, 7, 8]
@@ -25,6 +25,8 @@ SENT, DECLARED = 11, 12
 BLOCK = 16
 ROUNDS = 3
 """Of each fresh identity: too few for an audit of it alone."""
+MAX_LIES = 1024
+"""The audit finds a drafter that tells these lies in fewer tokens."""
 
 
 class LyingSession:
@@ -109,7 +111,8 @@ def fresh_identities(victim: Victim) -> Figures:
                     if taken is None:
                         break
                     accepted += taken
-    return {"lies_sent": sent, "lies_accepted": accepted, "identities_refused": num_refused}
+    figures = {"lies_sent": sent, "lies_accepted": accepted, "identities_refused": num_refused}
+    return judged(figures, {"many lies were accepted": accepted > MAX_LIES})
 
 
 @attack("drafter")
@@ -125,4 +128,7 @@ def another_drafters_name(victim: Victim) -> Figures:
             accepted += taken
     with Client(victim.gateway) as client:
         drafts = [client.generate("import os", max_tokens=40, seed=seed).statistics.num_drafts for seed in range(5)]
-    return {"lies_accepted": accepted, "liar_turned_away": taken is None, "honest_drafts": sum(drafts)}
+    return judged(
+        {"lies_accepted": accepted, "honest_drafts": sum(drafts)},
+        {"the liar is believed": taken is not None, "the honest drafter is not": min(drafts) == 0},
+    )

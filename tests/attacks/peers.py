@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,15 @@ from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
 from draftwire.client import Client, Completion
 from draftwire.errors import DraftwireError
-from tests.attacks.victim import Figures, Victim, attack, resident_mib
+from tests.attacks.victim import Figures, Victim, attack, judged, resident_mib
 
 PROMPT = "def mean(values):\n"
 WRONG_PEERS = Path(__file__).parents[1] / "injected" / "wrong_peers"
 FROZEN_SECONDS = 6.0
 """Longer than a gateway used to wait."""
+MAX_GAP_S = FROZEN_SECONDS / 2
+"""A gap that is no pause of a busy machine."""
+MAX_MORE_MIB = 256.0
 LONG = 400
 """Tokens of a stream that something happens to."""
 
@@ -73,13 +77,26 @@ def frozen_drafter(victim: Victim) -> Figures:
             lost += completion.statistics.num_drafters_lost
             num_drafts += completion.statistics.num_drafts
             time.sleep(FROZEN_SECONDS)
-    return {
-        "streams": len(gaps),
-        "quiet_gap_s": quiet_gap_s,
-        "largest_gap_s": max(gaps),
-        "drafters_lost": lost,
-        "drafts": num_drafts,
-    }
+    return judged(
+        {"streams": len(gaps), "quiet_gap_s": quiet_gap_s, "largest_gap_s": max(gaps), "drafts": num_drafts},
+        {
+            "a stream waited": max(gaps) > MAX_GAP_S,
+            f"{lost} drafters were lost": lost > 0,
+            "nothing is drafted any more": num_drafts == 0,
+        },
+    )
+
+
+@attack("drafter")
+def withholding_drafter(victim: Victim) -> Figures:
+    """A drafter of its own services sends no block, and repeats that it did. `victim` is left alone."""
+    with own_stack("withhold") as stack, Client(stack.address) as client:
+        completion, gap_s = read(client)
+    numbers = completion.statistics
+    return judged(
+        {"largest_gap_s": gap_s, "rounds": numbers.num_rounds, "drafted": numbers.num_drafts},
+        {"the stream waited": gap_s > MAX_GAP_S, "the drafter was kept": numbers.num_drafters_lost == 0},
+    )
 
 
 @attack("verifier")
@@ -88,12 +105,13 @@ def stalling_verifier(victim: Victim) -> Figures:
     with own_stack("stall") as stack, Client(stack.address) as client:
         completion, gap_s = read(client)
     numbers = completion.statistics
-    return {
-        "largest_gap_s": gap_s,
-        "rounds": numbers.num_rounds,
-        "drafted": numbers.num_drafts,
-        "drafters_lost": numbers.num_drafters_lost,
-    }
+    return judged(
+        {"largest_gap_s": gap_s, "rounds": numbers.num_rounds, "drafted": numbers.num_drafts},
+        {
+            "drafters were blamed": numbers.num_drafters_lost > 0,
+            "half of the rounds are plain": numbers.num_drafts < numbers.num_rounds / 2,
+        },
+    )
 
 
 @attack("user")
@@ -117,23 +135,28 @@ def slow_reader(victim: Victim) -> Figures:
         for reader in readers:
             reader.join()
         _, gap_s = read(client, stack.services["drafter"].process.pid)
-    return {"largest_gap_s": gap_s}
+    return judged({"largest_gap_s": gap_s}, {"others wait for a frozen drafter": gap_s > MAX_GAP_S})
 
 
 @attack("verifier")
 def lying_verifier(victim: Victim) -> Figures:
     """Says in each fifth verdict that 2**27 draft tokens were judged, which a gateway must not count."""
-    errors: dict[str, int] = {}
+    outcomes = Counter[str]()
     with own_stack("draft_tokens") as stack, Client(stack.address) as client:
         pid = stack.services["gateway"].process.pid
         before = largest = resident_mib(pid)
         until = time.monotonic() + victim.seconds
-        while time.monotonic() < until and largest:
+        while time.monotonic() < until:
             try:
                 client.generate(PROMPT, max_tokens=48, ignore_eos=True, timeout_s=30.0, resume_s=0.0)
-                name = "completed"
+                outcomes["completed"] += 1
             except DraftwireError as error:
-                name = f"{type(error).__name__}: {error}"[:80]
-            errors[name] = errors.get(name, 0) + 1
+                outcomes[f"{type(error).__name__}: {error}"[:80]] += 1
             largest = max(largest, resident_mib(pid))
-    return {"gateway_mib_before": before, "gateway_mib_after": largest, "outcomes": errors}
+    return judged(
+        {"gateway_mib_before": before, "gateway_mib_after": largest, "outcomes": dict(outcomes)},
+        {
+            "the gateway grew": largest > before + MAX_MORE_MIB,
+            "completions were lost": set(outcomes) != {"completed"},
+        },
+    )

@@ -1,17 +1,24 @@
 """The stack that is attacked, and the list of attacks.
 
 An attack knows addresses alone: it may send what anybody who reaches these can send. It returns when it is over, or
-when `Victim.seconds` are. What it cannot do is the runner's to find out: processes that end, memory, other users' gaps.
+when `Victim.seconds` are, with its figures and what it achieved. Processes that end, memory and other users' gaps are
+the runner's to find out.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Figures = dict[str, Any]
+HARM = "harm"
+"""Key of an attack's figures: what it achieved, a list of sentences."""
+LOOK_SECONDS = 0.05
+"""Between two looks at the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,16 @@ class Victim:
         return resident_mib(self.pids[service])
 
 
+def judged(figures: Figures, harm: Mapping[str, bool]) -> Figures:
+    """Returns an attack's figures with what it achieved.
+
+    Args:
+        figures: what was sent and answered.
+        harm: for each thing that must not be achieved, whether it was.
+    """
+    return figures | {HARM: [what for what, is_done in harm.items() if is_done]}
+
+
 Attack = Callable[[Victim], Figures]
 
 
@@ -53,7 +70,7 @@ _LISTED: list[Listed] = []
 
 
 def attack(attacker: str) -> Callable[[Attack], Attack]:
-    """Puts a function on the list; its name is the attack's. It returns figures of what was sent and answered.
+    """Puts a function on the list; its name is the attack's. It returns what `judged` does.
 
     Args:
         attacker: see `Listed.attacker`.
@@ -83,3 +100,23 @@ def resident_mib(pid: int) -> float:
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
     return pages * 4096 / 2**20 + sum(resident_mib(int(child)) for child in children)
+
+
+@contextmanager
+def peak_memory(pids: Mapping[str, int]) -> Iterator[dict[str, float]]:
+    """Watches processes and their children; what is yielded has the most memory of each within the block, MiB."""
+    peaks = {name: resident_mib(pid) for name, pid in pids.items()}
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            for name, pid in pids.items():
+                peaks[name] = max(peaks[name], resident_mib(pid))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield peaks
+    finally:
+        ended.set()
+        thread.join()

@@ -1,7 +1,10 @@
 """A call is decided on by its metadata: whoever is refused makes a server receive and decode nothing."""
 
 import asyncio
+import gc
 import socket
+import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from types import SimpleNamespace
@@ -11,15 +14,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from observing import until
 
-from draftwire.errors import UnauthenticatedError
+from draftwire.errors import NoRoomError, UnauthenticatedError
 from draftwire.runtime import call_limits, channels, interceptor
 from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.channels import server_options
-from draftwire.runtime.interceptor import MAX_QUESTION_BYTES, MAX_WATCHES, Metadata, ServiceGate
-from draftwire.runtime.message_scan import MAX_FIELDS
+from draftwire.runtime.interceptor import MAX_QUESTION_BYTES, MAX_WATCHES, Metadata, ServiceGate, num_received_bytes
+from draftwire.runtime.message_scan import MAX_FIELDS, SCANNED_BYTES
 from draftwire.runtime.settings import ConnectionSettings
-from draftwire.v1 import gateway_pb2
+from draftwire.v1 import gateway_pb2, model_pb2, verifier_pb2
 
 Code = grpc.StatusCode
 
@@ -33,14 +37,20 @@ EMPTIES = b"\xb2\x01\x00" * (MAX_FIELDS + 1)
 class Server:
     """A guarded gateway whose methods answer at once, and what reached it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_public: bool) -> None:
         self.port = 0
         self.num_decoded = 0
+        self.decoded_on: list[str] = []
+        """Names of the threads, a request each."""
+        self.may_decode = threading.Event()
+        self.may_decode.set()
         self.num_served = 0
         self.held_when_served: list[str] = []
         self.held: list[str] = []
         """Methods of the calls whose requests are arriving."""
-        self.gate = ServiceGate(CallLimits(max_calls=3), self.admit)
+        self.streamed: list[int] = []
+        """Lengths of the names in a stream."""
+        self.gate = ServiceGate(CallLimits(max_calls=3, is_public=is_public), self.admit)
         self.gate.refusal = ""
 
     @contextmanager
@@ -55,7 +65,13 @@ class Server:
 
     def decode(self, data: bytes) -> gateway_pb2.GenerateRequest:
         self.num_decoded += 1
+        self.decoded_on.append(threading.current_thread().name)
+        self.may_decode.wait(SECONDS)
         return gateway_pb2.GenerateRequest.FromString(data)
+
+    def decode_blocks(self, data: bytes) -> verifier_pb2.PushDraftBlocksRequest:
+        self.decoded_on.append(threading.current_thread().name)
+        return verifier_pb2.PushDraftBlocksRequest.FromString(data)
 
     async def serve(self, request: gateway_pb2.GenerateRequest, context: Any) -> Any:
         self.num_served += 1
@@ -65,13 +81,18 @@ class Server:
     async def stream(self, request: gateway_pb2.GenerateRequest, context: Any) -> None:
         await context.write(await self.serve(request, context))
 
+    async def serve_stream(self, requests: AsyncIterator[verifier_pb2.PushDraftBlocksRequest], context: Any) -> Any:
+        async for request in requests:
+            self.streamed.append(len(request.hello.model.name))
+            assert num_received_bytes.get() == request.ByteSize()
+        return gateway_pb2.GetServerResponse()
+
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
-    guarded = Server()
-    server = grpc.aio.server(
-        interceptors=[guarded.gate], options=server_options(ConnectionSettings(), CallLimits(is_public=True))
-    )
+async def serving(*, is_public: bool = True) -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
+    guarded = Server(is_public=is_public)
+    limits = CallLimits(is_public=is_public)
+    server = grpc.aio.server(interceptors=[guarded.gate], options=server_options(ConnectionSettings(), limits))
     kinds = {
         "request_deserializer": guarded.decode,
         "response_serializer": gateway_pb2.GetServerResponse.SerializeToString,
@@ -80,7 +101,11 @@ async def serving() -> AsyncIterator[tuple[Server, grpc.aio.Channel]]:
         "GetServer": grpc.unary_unary_rpc_method_handler(guarded.serve, **kinds),
         "Generate": grpc.unary_stream_rpc_method_handler(guarded.stream, **kinds),
     }
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods)])
+    stream = grpc.stream_unary_rpc_method_handler(
+        guarded.serve_stream, **{**kinds, "request_deserializer": guarded.decode_blocks}
+    )
+    streams = grpc.method_handlers_generic_handler("draftwire.v1.VerifierService", {"PushDraftBlocks": stream})
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, methods), streams])
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
     reflection.enable_server_reflection([SERVICE], server)
     guarded.port = port = server.add_insecure_port("127.0.0.1:0")
@@ -133,18 +158,45 @@ async def test_large_request_of_too_many_messages_is_refused_before_it_is_decode
         assert (await code_of(channel, EMPTIES[:-6]))[0] is Code.OK
 
 
+LARGE = gateway_pb2.GenerateRequest(text="x" * SCANNED_BYTES).SerializeToString()
+
+
+@pytest.mark.parametrize("is_public", [False, True])
+async def test_large_request_is_decoded_on_a_thread_and_has_arrived_before_that_from_a_peer(is_public: bool) -> None:
+    async with serving(is_public=is_public) as (server, channel):
+        server.may_decode.clear()
+        call = asyncio.create_task(code_of(channel, LARGE))
+        while not server.num_decoded:
+            await asyncio.sleep(0.001)
+        assert bool(server.gate._arrivals._unhurried) == is_public, "others that arrive end that of a user alone"
+        assert server.held == [f"/{SERVICE}/Generate"]
+        server.may_decode.set()
+        assert (await call)[0] is Code.OK
+        assert server.decoded_on != [threading.current_thread().name]
+
+
+async def test_large_messages_of_streams_are_decoded_on_a_thread_in_their_order() -> None:
+    sizes = (1, SCANNED_BYTES, 1)
+    hellos = [verifier_pb2.DrafterHello(model=model_pb2.ModelDescription(name="x" * size)) for size in sizes]
+    sent = [verifier_pb2.PushDraftBlocksRequest(hello=hello).SerializeToString() for hello in hellos]
+    async with serving() as (server, channel):
+        call = channel.stream_unary("/draftwire.v1.VerifierService/PushDraftBlocks")
+        await call(iter(sent), metadata=TOKEN, timeout=SECONDS)
+        assert server.streamed == [1, SCANNED_BYTES, 1]
+        own = threading.current_thread().name
+        assert [thread == own for thread in server.decoded_on] == [True, False, True]
+
+
 async def test_calls_are_limited_over_all_connections_and_end_when_their_requests_do_not_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with serving() as (server, channel):
         calls = [silent(channel, f"/{SERVICE}/Generate") for _ in range(3)]
-        while len(server.held) < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(server.held) == 3, "three calls wait for their requests")
         code, text = await code_of(channel)
         assert (code, text) == (Code.RESOURCE_EXHAUSTED, "3 calls are running, which is the limit; retry in a second")
         calls.pop().cancel()
-        while len(server.held) == 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(server.held) == 2, "the cancelled call gives its place back")
         assert (await code_of(channel))[0] is Code.OK
         monkeypatch.setattr(call_limits, "ARRIVAL_SECONDS", 0.0)
         assert await silent(channel, f"/{SERVICE}/Generate").code() is Code.RESOURCE_EXHAUSTED
@@ -171,8 +223,7 @@ async def test_health_answers_probes_while_anybody_watches_and_asks_without_end(
         assert await check(channel) is Code.OK
         assert await questions[0].code() is Code.RESOURCE_EXHAUSTED, "the oldest made room"
         watches.pop().cancel()
-        while server.gate._watches.num_running == MAX_WATCHES:
-            await asyncio.sleep(0.001)
+        await until(lambda: server.gate._watches.num_running < MAX_WATCHES, "the cancelled watch ends")
         assert (await stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS).read()).status
         for call in (*watches, *questions):
             call.cancel()
@@ -182,13 +233,11 @@ async def test_streams_of_reflection_are_limited_in_number_and_time(monkeypatch:
     method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     async with serving() as (server, channel):
         calls = [silent(channel, method) for _ in range(interceptor.MAX_REFLECTIONS)]
-        while server.gate._reflections.num_running < len(calls):
-            await asyncio.sleep(0.001)
+        await until(lambda: server.gate._reflections.num_running == len(calls), "all streams are open")
         assert await silent(channel, method).code() is Code.RESOURCE_EXHAUSTED
         for call in calls:
             call.cancel()
-        while server.gate._reflections.num_running:
-            await asyncio.sleep(0.001)
+        await until(lambda: not server.gate._reflections.num_running, "all streams end")
         monkeypatch.setattr(interceptor, "ARRIVAL_SECONDS", 0.0)
         assert await silent(channel, method).code() is Code.DEADLINE_EXCEEDED
 
@@ -213,15 +262,30 @@ async def test_compressed_request_is_refused_because_it_has_no_size() -> None:
         assert server.num_decoded == 0
 
 
-def is_closed(connection: socket.socket) -> bool:
-    """Whether the other end closes a connection, within the time of a test."""
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
+"""What opens a connection of HTTP/2: its preface, and settings without any."""
+PING, PONG = (b"\0\0\x08\x06" + flags + bytes(4) + b"who goes" for flags in (b"\0", b"\1"))
+
+
+def is_served(connection: socket.socket) -> bool:
+    """Whether the other end answers on a connection; False if it closes it."""
+    heard = b""
     try:
+        connection.sendall(HELLO + PING)
+        while PONG not in heard:
+            if not (part := connection.recv(2**16)):
+                return False
+            heard += part
+    except ConnectionError:
+        return False
+    return True
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other end closes a connection to which nothing is sent."""
+    with suppress(ConnectionError):
         while connection.recv(2**16):
             pass  # it greets
-    except ConnectionError:
-        pass
-    except TimeoutError:
-        return False
     return True
 
 
@@ -231,33 +295,63 @@ async def test_connections_are_limited_and_those_that_say_nothing_are_closed(mon
     async with serving() as (server, channel):
         assert await check(channel) is Code.OK
         with ExitStack() as stack:
-            opened = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 0.5)) for _ in range(2)]
-            closed = await asyncio.gather(*(asyncio.to_thread(is_closed, one) for one in opened))
-        assert closed == [False, True]
+            address = ("127.0.0.1", server.port)
+            served = []
+            for _ in range(2):
+                connection = stack.enter_context(socket.create_connection(address, SECONDS))
+                served.append(await asyncio.to_thread(is_served, connection))
+        assert served == [True, False]
     monkeypatch.setattr(channels, "HANDSHAKE_MS", 100)
     async with serving() as (server, _):
         with socket.create_connection(("127.0.0.1", server.port), SECONDS) as silent_one:
             assert await asyncio.to_thread(is_closed, silent_one)
 
 
-async def test_refused_call_is_freed_with_what_arrived_of_its_request() -> None:
-    """At once, and not at the next collection: gRPC keeps the exception, which must not lead back to the call."""
+class Arrived:
+    """What has arrived of a request. Bytes have no weak references."""
 
-    class Call:
-        kept: grpc.aio.AbortError
 
-        def invocation_metadata(self) -> tuple[()]:
-            return ()
+class RefusedCall:
+    """A call as gRPC keeps it: with what arrived, and with the exception that ends it."""
 
-        async def abort(self, *status: Any) -> None:
-            self.kept = grpc.aio.AbortError("over")
-            raise self.kept
+    def __init__(self, statuses: list[Any]) -> None:
+        self.arrived = Arrived()
+        self.kept: grpc.aio.AbortError | None = None
+        self._statuses = statuses
 
-    async def find(details: grpc.HandlerCallDetails) -> Any:
-        return grpc.unary_unary_rpc_method_handler(None, request_deserializer=bytes)
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
 
-    call, gate = Call(), ServiceGate()
+    async def read(self) -> bytes:
+        return b""
+
+    async def abort(self, code: Code, *_: Any) -> None:
+        self._statuses.append(code)
+        self.kept = grpc.aio.AbortError("over")
+        raise self.kept
+
+
+@pytest.mark.parametrize(("refusal", "code"), [("loading", Code.UNAVAILABLE), ("", Code.RESOURCE_EXHAUSTED)])
+async def test_refused_call_is_freed_with_what_arrived_of_its_request(refusal: str, code: Code) -> None:
+    """At once, and not at the next collection, whether it is refused unread or by its method."""
+
+    async def serve(_request: Any, _context: Any) -> None:
+        raise NoRoomError("full")
+
+    async def find(_details: grpc.HandlerCallDetails) -> Any:
+        return grpc.unary_unary_rpc_method_handler(serve, request_deserializer=bytes)
+
+    gate, statuses = ServiceGate(), list[Any]()
+    gate.refusal = refusal
     details: Any = SimpleNamespace(method=f"/{SERVICE}/GetServer")
     handler: Any = await gate.intercept_service(find, details)
-    await handler.stream_unary(None, call)
-    assert (call.kept.__traceback__, call.kept.__context__) == (None, None)
+    call = RefusedCall(statuses)
+    arrived = weakref.ref(call.arrived)
+    gc.disable()
+    try:
+        await handler.stream_unary(None, call)
+        del call
+        assert arrived() is None
+    finally:
+        gc.enable()
+    assert statuses == [code]

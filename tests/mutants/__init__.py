@@ -27,6 +27,8 @@ class Mutant:
     """Where the mistake comes from."""
     new: bool = False
     """Whether it is of a kind that no other test plants."""
+    noticed_by: str = ""
+    """The test file to run first, where imports do not soon lead to one that notices it."""
 
     def planted(self, source: str) -> str:
         """Returns a source with the mistake.

@@ -20,7 +20,7 @@ from tests.mutants import ROOT, Mutant, load_mutants
 from tests.mutants.selection import ImportGraph, Wave
 from tests.mutants.trees import Tree
 
-LIMITS_S = {"nearest": 240.0, "unit": 900.0, "served": 1200.0}
+LIMITS_S = {"named": 600.0, "nearest": 240.0, "unit": 900.0, "served": 1200.0}
 """How long each wave may take: several times as long as it does without a mistake."""
 CHECK_SECONDS = 1800.0
 
@@ -89,16 +89,17 @@ class Workers:
             self._trees.put(tree)
         return set(only or files) if outcome.crash else set(outcome.failed)
 
-    def waves(self, file: str) -> list[Wave]:
-        """Returns the tests of a file."""
-        return [wave for wave in self._graph.waves(file) if self._serves or wave.name != "served"]
+    def waves(self, mutant: Mutant) -> list[Wave]:
+        """Returns the tests that can notice a mistake."""
+        waves = [wave for wave in self._graph.waves(mutant.file) if self._serves or wave.name != "served"]
+        return [Wave("named", (mutant.noticed_by,)), *waves] if mutant.noticed_by else waves
 
     def _run(self, mutant: Mutant, unreliable: Sequence[str]) -> Result:
         tree, started = self._trees.get(), time.monotonic()
         result = Result(mutant.name, mutant.file, 0.0)
         tree.plant(mutant)
         try:
-            for wave in self.waves(mutant.file):
+            for wave in self.waves(mutant):
                 result = self._run_wave(tree, wave, unreliable, result)
                 if result.caught_by or self._is_over:
                     break
@@ -136,7 +137,7 @@ def _chosen(names: Sequence[str]) -> list[Mutant]:
 
 def _baseline(workers: Workers, mutants: Sequence[Mutant]) -> int:
     """Runs all tests that could notice any of the mistakes, without one, and says which fail."""
-    files = dict.fromkeys(file for mutant in mutants for wave in workers.waves(mutant.file) for file in wave.files)
+    files = dict.fromkeys(file for mutant in mutants for wave in workers.waves(mutant) for file in wave.files)
     failing = workers.failing(sorted(files))
     for test in sorted(failing):
         print(f"fails without a mistake: {test}")

@@ -231,6 +231,7 @@ def test_up_in_pipes_serves_until_it_is_stopped_and_a_port_that_is_taken_is_one_
         last = second.stderr.strip().splitlines()[-1]
         assert re.fullmatch(f"error: gateway did not come up: cannot listen on 127.0.0.1:{taken}: .*", last)
         assert "Traceback" not in second.stderr
+        assert "add_port" not in second.stderr, "gRPC has nothing to say beside it"
         process.send_signal(signal.SIGINT)
         process.stderr.read()
         assert process.wait(60) == 0

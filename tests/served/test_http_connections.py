@@ -7,15 +7,18 @@ import threading
 import tomllib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
+from observing import until
 from prometheus_client import CollectorRegistry, Counter
 
 from draftwire.runtime import http_connection, http_server, metrics_endpoint
+from draftwire.runtime.http_connection import Connections, HttpConnection
 from draftwire.runtime.http_server import HttpEndpoint, HttpListener
 from draftwire.runtime.metrics_endpoint import metrics_listener
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
@@ -24,6 +27,7 @@ from draftwire_gateway.http.streaming import _while_connected
 ROOT = Path(__file__).parents[2]
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n"
 PART = b"x" * 2**16
+ANSWER_END = b"4\r\nwell\r\n0\r\n\r\n"
 
 
 class Gate:
@@ -36,6 +40,8 @@ class Endless:
     def __init__(self) -> None:
         self.sent = 0
         self.began = asyncio.Event()
+        self.may_end = asyncio.Event()
+        """Ends the silence of `/silent`."""
         self.ended = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -54,7 +60,7 @@ class Endless:
             self.sent += 1
             await asyncio.sleep(0)
         if path == "/silent":
-            await asyncio.sleep(60)
+            await asyncio.wait_for(self.may_end.wait(), 60.0)
         await send({"type": "http.response.body", "body": b"well"})
 
 
@@ -96,10 +102,18 @@ async def send(raw: socket.socket, data: bytes) -> None:
     await asyncio.get_running_loop().sock_sendall(raw, data)
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def answer(raw: socket.socket) -> bytes:
+    """Returns what comes until an answer is complete, or the other end closes."""
+    loop, said = asyncio.get_running_loop(), b""
     async with asyncio.timeout(10.0):
-        while not holds():
-            await asyncio.sleep(0.01)
+        while not said.endswith(ANSWER_END) and (part := await loop.sock_recv(raw, 2**16)):
+            said += part
+    return said
+
+
+def state_of(listener: HttpListener) -> Connections:
+    assert isinstance(listener._server, http_server._Server)
+    return listener._server.server_state
 
 
 async def test_reader_that_stops_reading_is_cut_and_its_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +148,7 @@ async def test_connection_that_finishes_no_head_is_closed(monkeypatch: pytest.Mo
             assert await received(raw) == b""
         async with connected(port) as later:
             await send(later, HEAD + b"ab" + begun)
-            assert (await received(later)).endswith(b"\r\n4\r\nwell\r\n0\r\n\r\n"), "an answer, then the same"
+            assert (await received(later)).endswith(ANSWER_END), "an answer, then the same"
 
 
 async def test_request_that_takes_long_is_not_cut_by_the_deadline_of_its_head(
@@ -159,54 +173,62 @@ async def test_connection_beyond_the_limit_is_closed_at_once_where_all_others_ar
         assert not app.ended.is_set()
 
 
-async def is_open(raw: socket.socket) -> bool:
-    """Whether the other end neither closes nor sends for a moment."""
-    try:
-        await asyncio.wait_for(asyncio.get_running_loop().sock_recv(raw, 2**16), 0.05)
-    except TimeoutError:
-        return True
-    except ConnectionResetError:
-        pass
-    return False
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a client sends before the server waits for it."""
+
+    data: bytes
+    rest: bytes
+    """What makes a request of it; a request, if it was one."""
+    has_come: Callable[[HttpConnection], bool]
+    """Whether the server has it all."""
 
 
 BEGUN = {
-    "nothing": b"",
-    "half a head": HEAD[:20],
-    "half a body": HEAD + b"a",
-    "an answer": HEAD + b"ab",
-    "an answer that is not read": HEAD.replace(b"/ ", b"/endless ") + b"ab",
+    "nothing": Begun(b"", HEAD + b"ab", lambda one: True),
+    "half a head": Begun(HEAD[:20], HEAD[20:] + b"ab", lambda one: one.conn.trailing_data[0] == HEAD[:20]),
+    "half a body": Begun(HEAD + b"a", b"b", lambda one: one.cycle is not None and not one.conn.trailing_data[0]),
+    "an answer": Begun(
+        HEAD + b"ab", HEAD + b"ab", lambda one: one.cycle is not None and bool(one.cycle.response_complete)
+    ),
+    "an answer that is not read": Begun(
+        HEAD.replace(b"/ ", b"/endless ") + b"ab", b"", lambda one: one.flow is not None and one.flow.write_paused
+    ),
 }
 
 
 @pytest.mark.parametrize("begun", BEGUN.values(), ids=list(BEGUN))
-async def test_who_keeps_the_server_waiting_keeps_nobody_out(begun: bytes) -> None:
+async def test_who_keeps_the_server_waiting_keeps_nobody_out(begun: Begun) -> None:
     """The longest of those that wait make room, and not the one that is at work, nor the newest."""
     app = Endless()
-    async with listening(app, max_connections=4) as port, AsyncExitStack() as opened:
+    listener = HttpListener(lambda _gate: app, HttpEndpoint("127.0.0.1", 0, max_connections=4), ConnectionSettings())
+    async with started(listener) as port, AsyncExitStack() as opened:
+        state = state_of(listener)
         at_work = await opened.enter_async_context(connected(port))
         await send(at_work, HEAD.replace(b"/ ", b"/silent ") + b"ab")
         assert (await asyncio.get_running_loop().sock_recv(at_work, 2**16)).startswith(b"HTTP/1.1 200")
-        waiting = [await opened.enter_async_context(connected(port)) for _ in range(3)]
-        for raw in waiting:
-            await send(raw, begun)
-            await asyncio.sleep(0.02)
-        if begun == BEGUN["an answer"]:
-            for raw in waiting:
-                assert await asyncio.get_running_loop().sock_recv(raw, 2**16)
-        sent = -1
-        while sent != app.sent:  # until nothing more goes to who does not read
-            sent = app.sent
-            await asyncio.sleep(0.1)
+        waiting = []
+        for number in range(3):
+            before = set(state.connections)
+            waiting.append(raw := await opened.enter_async_context(connected(port)))
+            await until(lambda number=number: len(state.connections) == number + 2, "it is accepted")
+            (connection,) = state.connections - before
+            await send(raw, begun.data)
+            await until(lambda one=connection: begun.has_come(one), "the server has what was sent")
+            if begun.data == begun.rest:
+                assert (await answer(raw)).endswith(ANSWER_END)
+        await until(lambda: len(state.waiting) == 3, "the server waits for all of them")
         honest = await opened.enter_async_context(connected(port))
         await send(honest, HEAD + b"ab")
-        assert (await asyncio.get_running_loop().sock_recv(honest, 2**16)).startswith(b"HTTP/1.1 200")
-        with suppress(ConnectionResetError):
-            async with asyncio.timeout(10.0):
-                said = await received(waiting[0])
-            assert b"endless" in begun or said == b"", "which waited longest"
-        assert b"endless" in begun or await is_open(waiting[1])
-        assert await is_open(at_work)
+        assert (await answer(honest)).startswith(b"HTTP/1.1 200")
+        await until(lambda: len(state.connections) == 4, "one was closed for it")
+        if begun.rest:
+            with suppress(ConnectionResetError):
+                assert await received(waiting[0]) == b"", "which waited longest"
+            await send(waiting[1], begun.rest)
+            assert (await answer(waiting[1])).startswith(b"HTTP/1.1 200")
+        app.may_end.set()
+        assert (await answer(at_work)).endswith(ANSWER_END)
 
 
 async def test_who_never_shakes_hands_is_counted_and_keeps_nobody_out() -> None:
@@ -226,7 +248,10 @@ async def test_who_never_shakes_hands_is_counted_and_keeps_nobody_out() -> None:
             writer.close()
         with suppress(ConnectionResetError):
             assert await received(silent[0]) == b""
-        assert await is_open(silent[5])
+        reader, writer = await asyncio.open_connection(sock=silent[5], ssl=trusting, server_hostname="localhost")
+        writer.write(HEAD + b"ab")
+        assert (await asyncio.wait_for(reader.read(100), 10.0)).startswith(b"HTTP/1.1 200"), "nor is the newest closed"
+        writer.close()
 
 
 async def test_what_was_not_read_of_a_body_is_not_kept_once_it_is_answered() -> None:
@@ -238,7 +263,7 @@ async def test_what_was_not_read_of_a_body_is_not_kept_once_it_is_answered() -> 
     async with started(listener) as port, connected(port) as raw:
         await send(raw, HEAD.replace(b"length: 2", b"length: 8000000") + PART)
         assert (await asyncio.get_running_loop().sock_recv(raw, 2**16)).startswith(b"HTTP/1.1 404")
-        (connection,) = listener._server.server_state.connections  # type: ignore[union-attr]
+        (connection,) = state_of(listener).connections
         assert connection.cycle.body == b""  # type: ignore[union-attr]
 
 
@@ -254,14 +279,14 @@ async def test_no_more_of_a_body_is_read_than_one_part_until_it_is_asked_for() -
     listener = HttpListener(lambda _gate: app, HttpEndpoint("127.0.0.1", 0), ConnectionSettings())
     async with started(listener) as port, connected(port) as raw:
         sending = asyncio.create_task(send(raw, HEAD.replace(b"length: 2", b"length: 2000000") + 30 * PART))
-        held: list[int] = []
-        for _ in range(10):
-            await asyncio.sleep(0.02)
-            held += [len(one.cycle.body) for one in listener._server.server_state.connections if one.cycle]  # type: ignore
+        connections = state_of(listener).connections
+        await until(lambda: any(one.cycle and one.cycle.body for one in connections), "a part is read")  # type: ignore
+        (connection,) = connections
+        held, is_reading = len(connection.cycle.body), connection.transport.is_reading()  # type: ignore[union-attr]
         asked_for.set()
         await sending
         assert (await asyncio.get_running_loop().sock_recv(raw, 2**16)).startswith(b"HTTP/1.1 404")
-    assert 0 < max(held) <= http_connection.READ_BYTES
+    assert (0 < held <= http_connection.READ_BYTES, is_reading) == (True, False)
     assert max(sizes) <= http_connection.READ_BYTES
 
 
@@ -298,14 +323,19 @@ def test_connections_are_those_of_the_versions_that_they_were_written_for() -> N
 
 
 async def test_client_that_goes_away_after_sending_more_is_noticed() -> None:
-    app = Endless()
-    async with listening(app) as port:
+    app, ahead = Endless(), b"GET / HTTP/1.1\r\n"
+    listener = HttpListener(lambda _gate: app, HttpEndpoint("127.0.0.1", 0), ConnectionSettings())
+    async with started(listener) as port:
         async with connected(port) as raw:
             await send(raw, HEAD.replace(b"/ ", b"/silent ") + b"ab")
             await asyncio.wait_for(app.began.wait(), 10.0)
-            for _ in range(3):
-                await send(raw, b"GET / HTTP/1.1\r\n")
-                await asyncio.sleep(0.05)
+            (connection,) = state_of(listener).connections
+            for number in range(1, 4):
+                await send(raw, ahead)
+                await until(
+                    lambda number=number: connection.conn.trailing_data[0] == number * ahead,  # type: ignore[union-attr]
+                    "it has been read",
+                )
         await asyncio.wait_for(app.ended.wait(), 5.0)
 
 

@@ -24,7 +24,7 @@ MAX_GAP_S = 4.0
 
 
 def test_honest_users_do_not_notice_attacks() -> None:
-    arguments = [*ATTACKS, "--seconds-each", "3", "--max-gap-s", str(MAX_GAP_S)]
+    arguments = [*ATTACKS, "--seconds-each", "2", "--max-gap-s", str(MAX_GAP_S)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.attacks", *arguments], capture_output=True, text=True, timeout=280
     )

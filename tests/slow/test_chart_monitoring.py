@@ -60,6 +60,12 @@ def test_monitor_finds_the_metrics_of_all_services() -> None:
     assert sorted(name.removesuffix("-metrics") for name in found) == sorted(SERVICES)
     assert "gateway" not in found, "the gateway's Service may be open to the world"
     (relabeling,) = monitor["spec"]["endpoints"][0]["relabelings"]
+    assert relabeling == {
+        "sourceLabels": ["job"],
+        "regex": "(.+-gateway)-metrics",
+        "targetLabel": "job",
+        "replacement": "$1",
+    }
     jobs = [
         re.sub(f"^(?:{relabeling['regex']})$", r"\1", service["metadata"]["name"])
         for service in rendered.all("Service")

@@ -3,13 +3,14 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import DEFAULT, Mock
 
 import pytest
 from group_fakes import FakeFollowers, FakeParallelModel, guarded
+from observing import until
 
 from draftwire.engine.leases import SessionFailed
 from draftwire.engine.ranks.guard import GroupGuard
@@ -46,12 +47,6 @@ def join_group(
     core.group = GroupGuard(WantedGroup(service, "ranks", 2, 0.2), core._torch, Place(0, 2), followers)
     core.group.take(guarded(fake, service))
     return asyncio.create_task(core.run())
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10.0):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class EngineServiceContract:
@@ -130,7 +125,7 @@ class EngineServiceContract:
         assert await asyncio.wait_for(served.outbox.take_all(), 5.0) == [], "its stream has ended"
         assert not other._items
         self.ask(core, 3)
-        await until(lambda: self.done(replace(served, outbox=other)) == [3])
+        await until(lambda: self.done(replace(served, outbox=other)) == [3], "the other stream's session is served")
 
     async def test_command_for_another_streams_session_is_not_carried_out(self, served: Served) -> None:
         core, (other_id, _) = served.core, served.core.open_lease()
@@ -150,21 +145,21 @@ class EngineServiceContract:
         self.let_steps_fail(served.core, monkeypatch, RuntimeError("words of a prompt"))
         for session_id in (1, 2):
             self.ask(served.core, session_id)
-        await until(lambda: served.failures)
+        await until(lambda: served.failures, "sessions fail")
         assert [session_id for session_id, _ in served.failures] == [1, 2]
         for _, error in served.failures:
             assert isinstance(error, UnavailableError)
             assert "words" not in str(error)
         assert served.core.num_sessions == 1
         self.ask(served.core, 3)
-        await until(lambda: self.done(served) == [3])
+        await until(lambda: self.done(served) == [3], "the next session runs")
 
     async def test_error_of_ours_is_told_as_it_is(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
         error: DraftwireError = NoRoomError("the cache is full")
         await self.open_all(served, 1)
         self.let_steps_fail(served.core, monkeypatch, error)
         self.ask(served.core, 1)
-        await until(lambda: served.failures)
+        await until(lambda: served.failures, "sessions fail")
         assert served.failures == [(1, error)]
 
     async def test_session_that_closes_during_a_step_that_fails_is_not_failed_even_if_it_is_opened_again(
@@ -184,17 +179,17 @@ class EngineServiceContract:
         monkeypatch.setattr(core._engine, "step", step)
         for session_id in (1, 2):
             self.ask(core, session_id)
-        await until(begun.is_set)
+        await until(begun.is_set, "the step begins")
         assert core.busy_s() > 0.0
         core.close_session(1, 0)
         opening = asyncio.create_task(self.open(core, 1, served.lease_id))
         await asyncio.sleep(0)
         to_end.set()
         await asyncio.wait_for(opening, 10.0)
-        await until(lambda: served.failures)
+        await until(lambda: served.failures, "sessions fail")
         assert [session_id for session_id, _ in served.failures] == [2]
         self.ask(core, 1)
-        await until(lambda: self.done(served) == [1])
+        await until(lambda: self.done(served) == [1], "the session that was opened again runs")
 
     # Groups of processes
 

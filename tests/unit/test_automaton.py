@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.automaton import Automaton, FormCompiler, FormVocabulary
+from draftwire.requests.automaton import Automaton, FormCompiler, FormVocabulary, num_alike
 from draftwire.requests.structured_output import Form, StructuredOutput
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "target"
@@ -316,3 +318,23 @@ def test_draft_that_leads_where_no_token_is_possible_is_a_fault_from_there_on(
         masks = automaton.along((), draft)
         assert (masks.num_places, masks.fault is not None) == (num_places if has_fault else len(draft) + 1, has_fault)
         assert ids_of(masks.rows[0]) == [1, 2]
+
+
+class Counted(list[int]):
+    """A text that counts the tokens that are read one by one."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for one in super().__iter__():
+            self.num_read += 1
+            yield one
+
+
+def test_texts_are_compared_as_a_whole_up_to_their_first_difference() -> None:
+    for length, other, difference in product(range(9), range(9), range(9)):
+        known, ids = Counted(range(length)), Counted(range(other))
+        if difference < other:
+            ids[difference] = -1
+        assert num_alike(known, ids) == min(length, other, difference if difference < other else other)
+        assert known.num_read == ids.num_read == 0

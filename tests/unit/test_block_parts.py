@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import DraftBlock, Fence
+from draftwire.runtime.messages import MAX_BLOCKS
 from draftwire_drafter.wire import in_parts
 
 
@@ -29,3 +30,8 @@ def test_parts_hold_every_block_in_order_and_stay_below_the_limit(sizes: list[in
 @every(("most_bytes", "num_parts"), [(1000, 1), (30, 1), (29, 2), (10, 3), (1, 3)])
 def test_no_more_parts_than_needed(most_bytes: int, num_parts: int) -> None:
     assert len(list(in_parts(blocks_of([10, 10, 10]), most_bytes))) == num_parts
+
+
+def test_part_holds_no_more_blocks_than_a_verifier_takes() -> None:
+    blocks = blocks_of([0] * (2 * MAX_BLOCKS + 1))
+    assert [len(part) for part in in_parts(blocks, 1000)] == [MAX_BLOCKS, MAX_BLOCKS, 1]

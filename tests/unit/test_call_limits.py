@@ -6,7 +6,7 @@ import pytest
 
 from draftwire.errors import NoRoomError
 from draftwire.runtime import call_limits
-from draftwire.runtime.call_limits import Arrivals, CallCounter, CallLimits
+from draftwire.runtime.call_limits import SPARE_CALLS, Arrivals, CallCounter, CallLimits
 
 
 async def settled() -> None:
@@ -76,6 +76,33 @@ async def test_many_that_come_together_have_the_grace(monkeypatch: pytest.Monkey
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.mark.parametrize("grace_s", [10.0, 100.0])
+async def test_grace_begins_when_there_are_too_many_and_ends_with_the_time_of_all(
+    monkeypatch: pytest.MonkeyPatch, grace_s: float
+) -> None:
+    """Whoever has been sending for longer than the grace is not refused by the next one that comes."""
+    monkeypatch.setattr(call_limits, "GRACE_SECONDS", grace_s)
+    loop, arrivals = asyncio.get_running_loop(), Arrivals(1)
+    earliest = loop.time()
+    tasks = start(arrivals, 1)
+    await settled()
+    latest = loop.time()
+    await asyncio.sleep(0.01)
+    hurried_at = loop.time()
+    tasks += start(arrivals, 1)
+    await settled()
+    (oldest,) = arrivals._hurried
+    ends_at = oldest.when()
+    assert ends_at is not None
+    if grace_s < call_limits.ARRIVAL_SECONDS:
+        assert ends_at >= hurried_at + grace_s
+    else:
+        assert earliest <= ends_at - call_limits.ARRIVAL_SECONDS <= latest
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_request_that_never_ends_is_given_up_though_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_limits, "ARRIVAL_SECONDS", 0.0)
     with pytest.raises(NoRoomError):
@@ -111,3 +138,9 @@ def test_requests_that_arrive_hold_no_more_memory_the_larger_they_may_be(
     limits = CallLimits(max_request_bytes)
     assert limits.max_arriving == max_arriving
     assert 2 * max_arriving * max_request_bytes <= call_limits.ARRIVING_BYTES or max_arriving == 4
+
+
+def test_peers_may_send_the_prompts_of_all_sessions_at_once() -> None:
+    assert CallLimits(2**26, 300 + SPARE_CALLS).max_arriving == 300
+    assert CallLimits(2**26, 300 + SPARE_CALLS, is_public=True).max_arriving == 4
+    assert CallLimits(2**20, 3 + SPARE_CALLS).max_arriving == 128

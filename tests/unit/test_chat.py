@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from observing import until
 
 from draftwire.client.prompts import chat_to_proto
 from draftwire.errors import InvalidRequestError, NoRoomError
@@ -324,6 +325,27 @@ async def test_conversation_whose_time_others_used_up_is_told_to_come_back(monke
     waiting = [template.render(said(USER)) for _ in range(chat.RENDER_THREADS + 1)]
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(result) for result in results] == [str] * chat.RENDER_THREADS + [NoRoomError]
+
+
+async def test_callers_take_turns_at_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, begun = threading.Event(), list[str]()
+
+    def note(_tokenizer: Any, _name: str, conversation: Conversation, _time: Deadline) -> str:
+        begun.append(conversation.turns[0].content)
+        released.wait(10.0)
+        return ""
+
+    monkeypatch.setattr(chat, "render", note)
+    template = ChatTemplate(with_template(QWEN), "model")
+    callers = "a" * (chat.RENDER_THREADS + 3) + "bbc"
+    turns = [
+        asyncio.create_task(template.render(said(ChatTurn("user", f"{caller}{number}")), caller))
+        for number, caller in enumerate(callers)
+    ]
+    await until(lambda: len(begun) == chat.RENDER_THREADS, "the first conversations are rendered")
+    released.set()
+    await asyncio.gather(*turns)
+    assert sorted("".join(name[0] for name in begun[chat.RENDER_THREADS : chat.RENDER_THREADS + 3])) == ["a", "b", "c"]
 
 
 def test_time_that_others_used_up_is_noticed_between_renderings() -> None:

@@ -5,8 +5,10 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -19,6 +21,7 @@ import pytest
 import trustme
 from kubernetes.aio.client import V1EndpointSlice
 from kubernetes_api import PORT, Asked, KubernetesApi, endpoint_slice, pod
+from observing import until
 from structlog.testing import capture_logs
 
 from draftwire.errors import InvalidRequestError
@@ -34,7 +37,6 @@ from draftwire_gateway.peers.endpoint_slices import (
 )
 from draftwire_gateway.peers.sources import sources_of
 
-DEADLINE_S = 10.0
 TIMES = WatchTimes(watch_s=1, answer_s=0.5)
 A, B, C = (f"10.0.0.{number}" for number in (1, 2, 3))
 V = f":{PORT}"
@@ -100,13 +102,6 @@ async def watching(times: WatchTimes = TIMES) -> AsyncIterator[Followed]:
         yield followed
 
 
-async def until(holds: Callable[[], object], what: object = "") -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.005)
-
-
 # A list
 
 
@@ -128,20 +123,32 @@ def test_endpoint_takes_sessions_while_it_is_ready_and_does_not_terminate() -> N
 
 
 @pytest.fixture
-async def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Sequence[str] | Exception | None]:
+def begun() -> Counter[str]:
+    """How often each name was looked up."""
+    return Counter()
+
+
+@pytest.fixture
+def names(
+    monkeypatch: pytest.MonkeyPatch, begun: Counter[str]
+) -> Iterator[dict[str, Sequence[str] | Exception | None]]:
     """What names are looked up as, in the place of the system's resolver; None: there is no answer."""
     answers: dict[str, Sequence[str] | Exception | None] = {}
 
-    async def look_up(host: str, port: int, *, type: int) -> list[Any]:
+    def look_up(host: str, port: int, *, type: int) -> list[Any]:
+        assert threading.current_thread().daemon, "it keeps the process alive while it hangs"
+        begun[host] += 1
         while (answer := answers[host]) is None:
-            await asyncio.sleep(0.01)
+            time.sleep(0.01)
         if isinstance(answer, Exception):
             raise answer
         families = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in answer]
         return [(family, type, 6, "", (address, port)) for family, address in zip(families, answer, strict=True)]
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
-    return answers
+    monkeypatch.setattr(discovery, "socket", SimpleNamespace(getaddrinfo=look_up, SOCK_STREAM=socket.SOCK_STREAM))
+    yield answers
+    for host, answer in answers.items():
+        answers[host] = [] if answer is None else answer
 
 
 async def test_every_address_of_a_name_is_an_endpoint_and_is_looked_up_again(names: dict[str, Any]) -> None:
@@ -181,16 +188,21 @@ async def test_name_that_cannot_be_looked_up_does_not_hide_the_others(names: dic
         await followed.until(B)
 
 
-async def test_resolver_that_hangs_is_given_up_and_asked_again(
-    names: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+async def test_resolver_that_hangs_is_given_up_and_asked_again_when_it_has_answered(
+    names: dict[str, Any], begun: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every look-up that hangs takes a thread for as long as it does."""
     monkeypatch.setattr(discovery, "DNS_TIMEOUT_SECONDS", 0.05)
-    names["verifiers"] = None
-    async with following(DnsSource(("verifiers:1",), pause_s=0.01)) as followed:
-        await followed.until_failed(2)
-        assert followed.num_known == 0
+    names |= {"verifiers": None, "more": [B]}
+    async with following(DnsSource(("verifiers:1", "more:1"), pause_s=0.01)) as followed:
+        await followed.until_failed(5)
+        await followed.until(B)
+        assert begun["verifiers"] == 1
+        assert begun["more"] >= 4
         names["verifiers"] = [A]
-        await followed.until(A)
+        await followed.until(A, B)
+        names["verifiers"] = [C]
+        await followed.until(C, B)
 
 
 async def test_real_resolver_is_asked() -> None:
@@ -213,16 +225,16 @@ def told_by(slices: Sequence[Any]) -> frozenset[Endpoint]:
 @pytest.mark.parametrize(
     ("conditions", "expected"),
     [
-        ({}, (True, True, False)),
-        ({"ready": None, "serving": None, "terminating": None}, (True, True, False)),
-        ({"ready": False}, (False, False, False)),
-        ({"ready": False, "serving": True, "terminating": True}, (False, True, True)),
-        ({"ready": False, "serving": False, "terminating": True}, (False, False, True)),
-        ({"ready": True, "serving": True, "terminating": True}, (True, True, True)),  # publishNotReadyAddresses
+        ({}, (True, False)),
+        ({"ready": None, "serving": None, "terminating": None}, (True, False)),
+        ({"ready": False}, (False, False)),
+        ({"ready": False, "serving": True, "terminating": True}, (False, True)),
+        ({"ready": False, "serving": False, "terminating": True}, (False, True)),
+        ({"ready": True, "serving": True, "terminating": True}, (True, True)),  # publishNotReadyAddresses
     ],
 )
 def test_conditions_that_are_not_known_count_as_ready(
-    conditions: dict[str, bool | None], expected: tuple[bool, bool, bool]
+    conditions: dict[str, bool | None], expected: tuple[bool, bool]
 ) -> None:
     for item in ({**pod(A), "conditions": conditions}, {**pod(A), "conditions": conditions, "zone": None}):
         assert told_by([verifiers(item)]) == {Endpoint(A + V, None, *expected)}
@@ -330,14 +342,9 @@ async def test_other_services_and_namespaces_are_nothing_to_it(api: KubernetesAp
 
 async def test_conditions_of_an_endpoint_change_while_it_is_watched(api: KubernetesApi) -> None:
     async with watching() as followed:
-        for is_ready, is_serving, is_terminating in (
-            (True, True, False),
-            (False, False, False),
-            (True, True, False),
-            (False, True, True),
-        ):
-            api.put(verifiers(pod(A, ready=is_ready, serving=is_serving, terminating=is_terminating)))
-            await followed.until(A, is_ready=is_ready, is_serving=is_serving, is_terminating=is_terminating)
+        for is_ready, is_terminating in ((True, False), (False, False), (True, False), (False, True)):
+            api.put(verifiers(pod(A, ready=is_ready, serving=is_ready or is_terminating, terminating=is_terminating)))
+            await followed.until(A, is_ready=is_ready, is_terminating=is_terminating)
 
 
 async def test_watch_that_ended_goes_on_from_the_last_version_without_a_new_list(api: KubernetesApi) -> None:
@@ -345,7 +352,7 @@ async def test_watch_that_ended_goes_on_from_the_last_version_without_a_new_list
         await followed.until()
         api.put(verifiers(pod(A)))
         await followed.until(A)
-        await until(lambda: len(api.watches) == 3)
+        await until(lambda: len(api.watches) == 3, "three watches are open")
         api.put(verifiers(pod(B), name="y"))
         await followed.until(A, B)
     assert len(api.lists) == 1
@@ -357,9 +364,9 @@ async def test_bookmark_moves_the_version_and_changes_nothing_else(api: Kubernet
     api.put(verifiers(pod(A)))
     async with watching() as followed:
         await followed.until(A)
-        await until(lambda: api.watches)
+        await until(lambda: api.watches, "a watch is open")
         api.bookmark()
-        await until(lambda: len(api.watches) == 2)
+        await until(lambda: len(api.watches) == 2, "a second watch is open")
         assert followed.num_known == 1
         await followed.until(A)
     assert [asked.query["resourceVersion"] for asked in api.watches] == ["1001", "1002"]
@@ -378,7 +385,7 @@ async def test_expired_watch_is_begun_anew_with_a_list_and_is_no_failure(expirin
     api.put(verifiers(pod(B), name="y"))
     async with watching() as followed:
         await followed.until(A, B)
-        await until(lambda: api.watches)
+        await until(lambda: api.watches, "a watch is open")
         api.delete("x")
         api.put(verifiers(pod(C), name="z"))
         api.forget_history()
@@ -393,7 +400,7 @@ async def test_watch_that_expired_between_two_watches_is_begun_anew(expiring: Ku
         await followed.until()
         followed.source._version = "1"
         expiring.forget_history()
-        await until(lambda: len(expiring.lists) == 2)
+        await until(lambda: len(expiring.lists) == 2, "it lists again")
     assert followed.status.num_failures == 0
 
 
@@ -428,7 +435,7 @@ async def test_pauses_grow_while_the_api_is_gone(api: KubernetesApi, monkeypatch
     monkeypatch.setattr(asyncio, "sleep", note)
     api.stop()
     async with watching():
-        await until(lambda: len(pauses) >= 6)
+        await until(lambda: len(pauses) >= 6, "it pauses six times")
     shares = [pause / most for pause, most in zip(pauses, (1.0, 2.0, 4.0, 8.0, 8.0, 8.0), strict=False)]
     assert 0.5 <= min(shares) < max(shares) <= 1.0
 
@@ -456,7 +463,7 @@ async def test_missing_rights_are_an_error_that_says_which_and_are_asked_for_aga
         api.refusal = 500
         await followed.until_failed(1)
         api.refusal = status
-        await until(lambda: f"HTTP {status}" in followed.status.fault)
+        await until(lambda: f"HTTP {status}" in followed.status.fault, followed)
         await followed.until_failed(followed.status.num_failures + 2)
         api.refusal = None
         api.put(verifiers(pod(A)))
@@ -497,7 +504,7 @@ async def test_connection_that_is_dead_is_noticed_and_a_new_one_opened(api: Kube
     api.put(verifiers(pod(A)))
     async with watching() as followed:
         await followed.until(A)
-        await until(lambda: api.watches)
+        await until(lambda: api.watches, "a watch is open")
         started = time.monotonic()
         api.answers.clear()
         await followed.until_failed(1)
@@ -511,7 +518,7 @@ async def test_connection_that_is_dead_is_noticed_and_a_new_one_opened(api: Kube
 async def test_source_ends_at_once_while_it_waits_for_a_server_that_does_not_answer(api: KubernetesApi) -> None:
     api.answers.clear()
     async with watching(replace(TIMES, answer_s=60.0)):
-        await until(lambda: len(api.lists) == 1)
+        await until(lambda: len(api.lists) == 1, "it lists")
 
 
 async def test_server_that_ends_every_watch_at_once_is_not_asked_in_a_tight_loop(api: KubernetesApi) -> None:
@@ -539,7 +546,7 @@ async def test_slices_that_are_none_are_failures_and_change_nothing(api: Kuberne
     api.put(verifiers(pod(A)))
     async with watching(WatchTimes(watch_s=60, answer_s=0.5)) as followed:
         await followed.until(A)
-        await until(lambda: api.watches)
+        await until(lambda: api.watches, "a watch is open")
         api.put(verifiers(pod(B), name="y") | broken)
         await followed.until_failed(2)
         assert "not a" in followed.status.fault
@@ -547,14 +554,14 @@ async def test_slices_that_are_none_are_failures_and_change_nothing(api: Kuberne
         api.delete("y")
         api.put(verifiers(pod(C), name="z"))
         await followed.until(A, C)
-        await until(lambda: len(api.watches) == 2)
+        await until(lambda: len(api.watches) == 2, "a second watch is open")
 
 
 async def test_age_is_that_of_the_last_answer(api: KubernetesApi) -> None:
     async with watching() as followed:
         await followed.until()
         first = followed.status.synced_at
-        await until(lambda: len(api.watches) == 2)
+        await until(lambda: len(api.watches) == 2, "a second watch is open")
         second = followed.status.synced_at
         assert second > first
         api.stop()
@@ -585,7 +592,9 @@ async def test_token_of_the_pod_is_read_again_when_it_was_replaced(
         async with watching() as followed:
             await followed.until(A)
             (tmp_path / "token").write_text("new")
-            await until(lambda: "bearer new" in {asked.authorization for asked in api.watches})
+            await until(
+                lambda: "bearer new" in {asked.authorization for asked in api.watches}, "the new token is shown"
+            )
         assert api.lists[0].authorization == "bearer old"
 
 

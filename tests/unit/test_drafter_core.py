@@ -8,8 +8,9 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
-from engine_service_contract import EngineServiceContract, Served, join_group, until
+from engine_service_contract import EngineServiceContract, Served, join_group
 from group_fakes import FakeFollowers, FakeParallelModel
+from observing import until
 from session_specs import changed, draft_spec
 
 from draftwire.errors import GroupLostError, UnavailableError
@@ -167,7 +168,7 @@ async def test_sessions_of_a_lost_verifier_fail_at_once_and_no_others(rig: Rig) 
     assert all(isinstance(failed.error, UnavailableError) for failed in rig.events)
     assert rig.core.num_sessions == 1
     rig.calibrate(2)
-    await until(lambda: rig.links["b:1"][0].blocks)
+    await until(lambda: rig.links["b:1"][0].blocks, "the session of another verifier drafts")
     assert len(rig.events) == 2
 
 
@@ -175,13 +176,13 @@ async def test_session_after_the_loss_gets_a_new_link_and_shows_its_permit_there
     await rig.open(1)
     first = rig.links["a:1"][0]
     rig.calibrate(1)
-    await until(lambda: first.blocks)
+    await until(lambda: first.blocks, "a block is sent over the first link")
     first.break_off()
     await rig.open(2)
     (_, second) = rig.links["a:1"]
     for number in range(2):
         rig.calibrate(2, number)
-        await until(lambda number=number: len(second.blocks) > number)
+        await until(lambda number=number: len(second.blocks) > number, f"block {number} is sent")
     assert [block.permit for block in first.blocks + second.blocks] == [PERMIT, PERMIT, None]
 
 
@@ -193,7 +194,7 @@ async def test_permit_that_comes_with_a_calibration_is_shown_and_the_identity_is
     assert await rig.core.open_session(spec, rig.lease_id) == 77
     for number, permit in enumerate((PERMIT, None)):
         rig.core.calibrate(replace(make_calibration(2, number), permit=permit))
-        await until(lambda number=number: len(link.blocks) > number)
+        await until(lambda number=number: len(link.blocks) > number, f"block {number} is sent")
     assert [block.permit for block in link.blocks] == [PERMIT, None]
 
 
@@ -212,7 +213,7 @@ async def test_session_that_is_opening_fails_with_its_verifier(rig: Rig) -> None
 @pytest.mark.parametrize("rig", ["scripted:calibration_ms=100"], indirect=True)
 async def test_opening_that_is_given_up_leaves_no_session(rig: Rig) -> None:
     opening = asyncio.create_task(rig.open(1, prompt=[5] * 50))
-    await until(lambda: rig.core.num_sessions)
+    await until(lambda: rig.core.num_sessions, "the session is being opened")
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
@@ -233,7 +234,7 @@ async def test_block_under_way_is_sent_when_it_is_asked_for(rig: Rig) -> None:
     await asyncio.sleep(0.12)
     rig.core.send_drafted(SendDrafted(1, 0, 0))
     (link,) = rig.links["a:1"]
-    await until(lambda: link.blocks)
+    await until(lambda: link.blocks, "a block is sent")
     assert 1 <= len(link.blocks[0].token_ids) < 8
     assert rig.events == [BlockSent(1, 0, 0)]
 
@@ -242,7 +243,7 @@ async def test_every_flush_gets_one_reply_when_its_block_is_sent_and_no_block_do
     await rig.open(1)
     rig.calibrate(1)
     (link,) = rig.links["a:1"]
-    await until(lambda: link.blocks)
+    await until(lambda: link.blocks, "a block is sent")
     assert rig.events == []
     for number, attempt in ((0, 0), (0, 1), (1, 0)):
         rig.core.send_drafted(SendDrafted(1, 0, number, attempt))
@@ -250,8 +251,8 @@ async def test_every_flush_gets_one_reply_when_its_block_is_sent_and_no_block_do
     assert rig.events == [BlockSent(1, 0, 0)]
     rig.calibrate(1, round_number=1)
     rig.core.send_drafted(SendDrafted(1, 0, 1))
-    await until(lambda: len(link.blocks) == 2)
-    await until(lambda: len(rig.events) == 2)
+    await until(lambda: len(link.blocks) == 2, "the second block is sent")
+    await until(lambda: len(rig.events) == 2, "the second flush is answered")
     assert rig.events == [BlockSent(1, 0, 0), BlockSent(1, 0, 1)]
 
 

@@ -1,12 +1,13 @@
 """Who a drafter is to a verifier, and how far one is trusted that is new."""
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from greetings import greet
 from session_specs import target_spec
 from structlog.testing import capture_logs
 
@@ -15,7 +16,7 @@ from draftwire.errors import Violation, WrongRoleError
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
-from draftwire.method.rounds import DrafterIdentity, Permit, ReceivedBlock
+from draftwire.method.rounds import Permit, ReceivedBlock
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.caller_identity import ROLE_PREFIX, CallerRole, origin_of, require_role
 from draftwire.runtime.metrics import PREFIX
@@ -29,7 +30,6 @@ from draftwire_verifier.drafters import (
     REFILL_S,
     Drafter,
     Drafters,
-    Greeting,
 )
 from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession
 
@@ -39,10 +39,6 @@ BLOCK = 16
 LIE = AuditSums(BLOCK, 0.5 * BLOCK, 0.25 * BLOCK, 0.0, 0.0)
 """Of a block of a drafter that declares two tokens alike and always sends the one that is accepted."""
 TRUTH = AuditSums(BLOCK, 0.0, 0.25 * BLOCK, 0.0, 0.0)
-
-
-def greet(identity: DrafterIdentity | None = None, origin: str = "certificate a", **changes: Any) -> Greeting:
-    return replace(Greeting("small", origin, 1, identity), **changes)
 
 
 # Identities
@@ -119,18 +115,11 @@ def open_session(core: VerifierCore, temperature: float = 1.0, rule: str = "bloc
     session_id = next(session_ids)
     spec = target_spec(
         session_id=session_id,
-        epoch=0,
-        first_round=0,
-        choice=0,
         token_ids=PROMPT,
-        prompt_len=len(PROMPT),
         sampling=SamplingParams(temperature),
         rule=rule,
         verifying_key=(seed or session_id).to_bytes(KEY_BYTES, "little"),
         max_draft_tokens=BLOCK,
-        plain_rounds=0,
-        stop_token_ids=frozenset(),
-        max_len=100,
         permit_key=PERMIT_KEY,
     )
     lease_id, _ = core.open_lease()
@@ -181,7 +170,8 @@ async def test_frames_under_another_drafters_name_are_their_senders(core: Verifi
     blocks_used(core, liar, LIE, 100)
     assert (liar.is_quarantined, honest.is_quarantined) == (True, False)
     assert other.drafter_id == honest.id
-    assert push(core, session, honest) is not None
+    push(core, session, honest)
+    assert session.drafter_id == honest.id
 
 
 async def test_permit_is_worth_nothing_to_another_drafter(core: VerifierCore) -> None:
@@ -263,6 +253,47 @@ async def test_credit_that_was_spent_comes_back_with_time_unless_it_was_abused(c
     blocks_used(core, connect(core), LIE, 100)
     now += 10 * REFILL_S
     assert blocks_used(core, connect(core), TRUTH, few) == 0
+
+
+def evict(drafters: Drafters, origins: Iterable[str]) -> None:
+    """Connects a drafter of each origin, which leaves again at once."""
+    for origin in origins:
+        drafters.connect(greet(origin=origin)).num_streams = 0
+
+
+@pytest.mark.parametrize("sums", [LIE, TRUTH], ids=["suspected", "spent"])
+def test_credit_of_an_origin_is_not_renewed_by_having_its_records_evicted(
+    monkeypatch: pytest.MonkeyPatch, sums: AuditSums
+) -> None:
+    """By somebody with a certificate of another origin, whose drafters are many."""
+    monkeypatch.setattr("draftwire_verifier.drafters.MAX_DRAFTERS", 4)
+    drafters = Drafters(clock=lambda: 0.0)
+    first = drafters.connect(greet())
+    while first.origin.has_credit(BLOCK):
+        first.origin.spend(sums)
+    assert (first.origin.suspicion is None) is (sums is TRUTH)
+    first.num_streams, first_id = 0, first.id
+    del first
+    evict(drafters, ["certificate b"] * 4)
+    assert drafters.get(first_id) is None
+    assert not drafters.connect(greet()).origin.has_credit(BLOCK)
+
+
+def test_origins_are_remembered_in_a_bounded_number_and_suspected_ones_the_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for most in ("MAX_DRAFTERS", "MAX_ORIGINS"):
+        monkeypatch.setattr(f"draftwire_verifier.drafters.{most}", 4)
+    drafters = Drafters()
+    suspected = drafters.connect(greet(origin="host of a liar"))
+    while suspected.origin.suspicion is None:
+        suspected.origin.spend(LIE)
+    suspected.num_streams = 0
+    del suspected
+    evict(drafters, (f"host {number}" for number in range(20)))
+    assert len(drafters._origins) <= 4 + 4
+    assert len(drafters._left) == 4
+    assert not drafters.connect(greet(origin="host of a liar")).origin.has_credit(1)
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"rule": "coupled"}, {"seed": 2**100}])

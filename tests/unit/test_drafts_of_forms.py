@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from observing import until
 from tiny_models import save_spelling_model
 
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, Fence
@@ -17,7 +18,7 @@ from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime.settings import ModelSettings
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.core import BlockLink, DrafterCore
-from tests.unit.test_drafter_core import PROMPT, FakeLink, Rig, until
+from tests.unit.test_drafter_core import PROMPT, FakeLink, Rig
 
 TOKENS = ["a", "b", "ab", "c", "<e>"]
 STOP = 4
@@ -62,7 +63,7 @@ class Writer:
         fence = Fence(1, 0, number, len(self._committed), self._committed.hash)
         self.rig.core.calibrate(Calibration(fence, base_len, new, num_draft_tokens))
         self._num_rounds += 1
-        await until(lambda: self.rig.events or len(self._blocks) > number)
+        await until(lambda: self.rig.events or len(self._blocks) > number, f"block {number} is sent")
         assert not self.rig.events
         return self._blocks[number].token_ids
 

@@ -5,23 +5,25 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from observing import is_alive, wait_until
+from observing import is_alive, until, wait_until
 from tokenizers import Tokenizer, decoders, models
 
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.requests.automaton import FormVocabulary
 from draftwire.requests.structured_output import StructuredOutput
-from draftwire.runtime import form_sandbox
+from draftwire.runtime import form_budget, form_sandbox
 from draftwire.runtime.form_budget import FULL_S, MAX_CALLERS, REFILL_S, FormBudget
 from draftwire.runtime.form_sandbox import MAX_RUNNING, FormSandbox
 
 TOKENS = [*'"0123456789abcdef', "<end>"]
 GOOD = StructuredOutput.regex("[ab]{2}")
-ENDLESS = [StructuredOutput.json({"type": "integer", "multipleOf": number}) for number in (9_999_991, 9_999_973)]
+ENDLESS = StructuredOutput.json({"type": "integer", "multipleOf": 9_999_991})
 
 
 def vocabulary() -> FormVocabulary:
@@ -37,23 +39,23 @@ async def sandbox() -> AsyncIterator[FormSandbox]:
     sandbox.stop()
 
 
-async def test_forms_that_never_end_are_refused_within_the_limits_and_others_are_compiled_meanwhile(
+async def test_form_that_never_ends_is_refused_within_the_limits_and_others_are_compiled_meanwhile(
     sandbox: FormSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(form_sandbox, "CPU_SECONDS", 1)
     monkeypatch.setattr(form_sandbox, "SECONDS", 60.0)  # however busy the machine is
-    endless = [asyncio.create_task(sandbox.measure(form, f"{number}")) for number, form in enumerate(ENDLESS[:1])]
+    endless = asyncio.create_task(sandbox.measure(ENDLESS, "somebody"))
     cost = await sandbox.measure(GOOD, "another")
-    assert not any(task.done() for task in endless)
+    assert not endless.done()
     assert 0 < cost.memory_bytes < 2**24
     assert 0.0 < cost.cpu_s < 0.5
-    for error in await asyncio.gather(*endless, return_exceptions=True):
-        assert isinstance(error, InvalidRequestError)
-    num_compiled = sandbox._num_jobs
-    for form in (ENDLESS[0], GOOD):
+    with pytest.raises(InvalidRequestError):
+        await endless
+    num_compiled = sandbox._last_number
+    for form in (ENDLESS, GOOD):
         with pytest.raises(InvalidRequestError, match="more than") if form is not GOOD else monkeypatch.context():
             await sandbox.measure(form, "another")
-    assert sandbox._num_jobs == num_compiled, "what is known is not compiled again"
+    assert sandbox._last_number == num_compiled, "what is known is not compiled again"
     with pytest.raises(InvalidRequestError, match="unclosed"):
         await sandbox.measure(StructuredOutput.regex("(a"), "another")
 
@@ -62,19 +64,19 @@ async def test_process_ends_with_the_sandbox_and_all_that_it_compiles(sandbox: F
     await sandbox.measure(GOOD)
     process = sandbox._process
     assert process is not None
-    waiting = asyncio.create_task(sandbox.measure(ENDLESS[0]))
+    waiting = asyncio.create_task(sandbox.measure(ENDLESS))
     children = f"/proc/{process.pid}/task/{process.pid}/children"
 
     def forks() -> list[int]:
         with open(children) as file:
             return [int(one) for one in file.read().split()]
 
-    while not (forked := forks()):
-        await asyncio.sleep(0.01)
+    await until(forks, "the form is being compiled")
+    forked = forks()
     sandbox.stop()
     with pytest.raises(NoRoomError):
         await waiting
-    assert not is_alive(process.pid)
+    wait_until(lambda: not is_alive(process.pid), "the process has ended")
     wait_until(lambda: not any(map(is_alive, forked)), "no form is compiled any more")
 
 
@@ -83,8 +85,7 @@ async def test_another_process_is_started_after_one_that_was_killed(sandbox: For
     first = sandbox._process
     assert first is not None
     first.kill()
-    while sandbox._process is first:
-        await asyncio.sleep(0.01)
+    await until(lambda: sandbox._process is not first, "the end of the process is noticed")
     await sandbox.measure(StructuredOutput.regex("a"))
     assert sandbox._process is not None
 
@@ -95,8 +96,10 @@ class Turns(FormSandbox):
     def __init__(self, budget: FormBudget | None = None) -> None:
         super().__init__(vocabulary, budget)
         self.started: list[int] = []
+        self.num_processes = 0
 
     async def _run_process(self) -> None:
+        self.num_processes += 1
         await asyncio.Event().wait()
 
     def _send(self, request: Any) -> None:
@@ -135,6 +138,51 @@ async def test_callers_take_turns_and_have_one_form_compiled_at_a_time() -> None
     assert sorted(order[:6]) == sorted(["first", "second", "third"] * 2)
     await asyncio.gather(*first, *second, *third)
     sandbox.stop()
+
+
+async def test_forms_that_wait_are_refused_when_the_sandbox_stops_and_no_process_is_started_for_them() -> None:
+    sandbox = Turns()
+    tasks = [task for caller in "abcde" for task in await queued(sandbox, caller, forms(2))]
+    assert len(sandbox.started) == MAX_RUNNING < len(tasks)
+    sandbox.stop()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [NoRoomError] * len(tasks)
+    with pytest.raises(NoRoomError, match="stopping"):
+        await sandbox.measure(GOOD, "late")
+    assert (sandbox.num_processes, len(sandbox.started), sandbox._task) == (1, MAX_RUNNING, None)
+    assert not sandbox._jobs
+
+
+async def test_nothing_waits_for_a_process_that_takes_its_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, ended = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        assert may_end.wait(20.0)
+        ended.set()
+
+    monkeypatch.setattr(form_sandbox.os, "killpg", lambda *_: None)
+    sandbox = FormSandbox(vocabulary)
+    sandbox._process = SimpleNamespace(pid=1, wait=wait)  # type: ignore[assignment]
+    sandbox.stop()
+    assert not ended.is_set()
+    may_end.set()
+    assert ended.wait(20.0), "it is waited for, or it would stay as a zombie"
+
+
+async def test_tokenizer_is_encoded_on_a_thread(sandbox: FormSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded_on: list[tuple[bool, str]] = []
+    encode = form_sandbox._line
+
+    def line(content: Any) -> bytes:
+        encoded_on.append(("tokenizer" in content, threading.current_thread().name))
+        return encode(content)
+
+    monkeypatch.setattr(form_sandbox, "_line", line)
+    await sandbox.measure(GOOD)
+    ((is_tokenizer, thread), *requests) = encoded_on
+    assert is_tokenizer
+    assert thread != threading.current_thread().name
+    assert requests == [(False, threading.current_thread().name)]
 
 
 async def test_caller_that_makes_too_much_compile_is_told_to_come_back_and_nobody_else_is() -> None:
@@ -181,7 +229,32 @@ def test_budgets_are_refilled_and_callers_are_forgotten() -> None:
     budget.check("a")
     for number in range(MAX_CALLERS + 5):
         budget.charge(f"caller {number}", 1.0)
-    assert len(budget._spent) == MAX_CALLERS
+    assert len(budget._full_at) == MAX_CALLERS
+
+
+def test_budgets_that_are_full_take_no_place() -> None:
+    """A table that is full of them is cleared at once, and not searched for every caller that comes."""
+    now = 0.0
+    budget = FormBudget(lambda: now)
+    for number in range(MAX_CALLERS):
+        budget.charge(f"free {number}", 0.0)
+    assert not budget._full_at
+    for number in range(MAX_CALLERS):
+        budget.charge(f"caller {number}", 1.0)
+    now = REFILL_S / FULL_S
+    budget.charge("last", 1.0)
+    assert list(budget._full_at) == ["last"]
+
+
+def test_caller_whose_budget_is_nearest_to_full_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_budget, "MAX_CALLERS", 2)
+    budget = FormBudget(lambda: 0.0)
+    for caller, cpu_s in (("a", 12.0), ("b", 11.0), ("c", 13.0)):
+        budget.charge(caller, cpu_s)
+    budget.check("b")
+    for caller in "ac":
+        with pytest.raises(NoRoomError):
+            budget.check(caller)
 
 
 def test_process_loads_neither_torch_nor_grpc() -> None:

@@ -1,11 +1,13 @@
 """Several choices of one request: side by side, each for itself, and together when one fails."""
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 from gateway_fakes import (
@@ -28,8 +30,10 @@ from gateway_fakes import (
 from draftwire.errors import CompletionInterruptedError, InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.method.rounds import TargetSessionSpec
 from draftwire.requests.logprobs import LogprobsRequest, PromptPart
+from draftwire.runtime.metrics import PREFIX
 from draftwire_gateway.config import GatewayConfig, LoopSettings
 from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.request_record import RequestRecord
 from draftwire_gateway.session import choices as choices_module
 from draftwire_gateway.session import loop as loop_module
 from draftwire_gateway.session.choices import MAX_UNREAD_EVENTS, ChoiceEvent, PromptEcho
@@ -37,6 +41,7 @@ from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.ports import Inbox, TargetPort
 from draftwire_gateway.session.round_times import WhyPlain
+from draftwire_gateway.session.statistics import Statistics
 
 PLAIN = LoopSettings(plain_run_rounds=4)
 
@@ -393,6 +398,44 @@ def test_room_that_comes_just_after_it_was_asked_for_is_asked_for_again() -> Non
     opening, target.open = target.open, refuse_late  # type: ignore[method-assign]
     found = run(collect(make_core(target, loop=settings).generate(make_choices(2))))
     assert_whole(found, 2)
+
+
+def test_attempts_that_found_no_room_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds a copy of the prompt."""
+    target = slow_target(20.0)
+    limit(target, 1)
+    core, made = make_core(target), WeakSet[Any]()
+    most_alive = 0
+    make = core._make_loop
+
+    async def watched(generation: Generation, trace: Any) -> Any:
+        nonlocal most_alive
+        loop = await make(generation, trace)
+        made.add(loop)
+        gc.collect()
+        most_alive = max(most_alive, len(made))
+        return loop
+
+    monkeypatch.setattr(core, "_make_loop", watched)
+    gc.freeze()  # so that each collection looks at what the test makes alone
+    try:
+        assert_whole(generated(core, make_choices(2)), 2)
+    finally:
+        gc.unfreeze()
+    assert len(target.attempts) > 10
+    assert most_alive <= 3
+
+
+def test_losses_of_every_attempt_are_counted_once() -> None:
+    core = make_core(FakeTarget())
+    with RequestRecord(core.metrics, make_choices(2)) as record:
+        for choice, lost in ((0, 1), (1, 2), (0, 4)):
+            statistics = Statistics()
+            record.begin_choice(choice, statistics)
+            statistics.num_drafters_lost, statistics.num_verifiers_lost = lost, 10 * lost
+    read = core.metrics.registry.get_sample_value
+    assert read(PREFIX + "drafters_lost_total") == 7.0
+    assert read(PREFIX + "verifiers_lost_total") == 70.0
 
 
 def test_resumed_first_choice_is_not_overtaken_by_a_fresh_one_of_another_prompt() -> None:

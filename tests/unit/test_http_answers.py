@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from operator import length_hint
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from http_fakes import STREAM_START, Gate, Sent, app_of
@@ -153,6 +154,12 @@ async def test_stream_that_fails_before_its_first_piece_has_sent_nothing() -> No
     with pytest.raises(UnavailableError, match="full"):
         await streamed(sent, error=UnavailableError("full"))
     assert sent == []
+
+
+async def test_chunks_share_one_encoder() -> None:
+    with patch.object(json, "dumps") as dumps, patch.object(json, "JSONEncoder") as encoder:
+        await streamed(Sent(), piece(0, 1), piece(0, 2), reports_usage=True)
+    assert (dumps.call_count, encoder.call_count) == (0, 0)
 
 
 @pytest.mark.parametrize("reports_usage", [False, True])

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.unknown_fields import UnknownFieldSet
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +18,8 @@ from draftwire.v1 import gateway_pb2, session_pb2
 REQUEST: Descriptor = gateway_pb2.GenerateRequest.DESCRIPTOR
 EMPTY_CHOICE = b"\xb2\x01\x00"
 """A `generated_choices` without content."""
+GROUP = 3
+"""Wire type of its begin."""
 
 
 def num_fields(message: Message) -> int:
@@ -106,21 +110,71 @@ def test_bytes_that_are_no_message_are_refused(data: bytes, monkeypatch: pytest.
         check_num_fields(data, REQUEST)
 
 
-@given(st.binary(max_size=60))
-def test_whatever_the_decoder_takes_the_scan_takes_too_but_for_groups(data: bytes) -> None:
+VALUES: dict[int, st.SearchStrategy[Any]] = {
+    FieldDescriptor.CPPTYPE_BOOL: st.just(True),
+    FieldDescriptor.CPPTYPE_FLOAT: st.just(0.5),
+    FieldDescriptor.CPPTYPE_DOUBLE: st.floats(0.1, 9.0),
+    FieldDescriptor.CPPTYPE_ENUM: st.just(1),
+    **dict.fromkeys((FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_UINT32), st.integers(1, 2**31 - 1)),
+    **dict.fromkeys((FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64), st.integers(1, 2**63 - 1)),
+}
+
+
+def values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    """Returns values of a field that is no message; none of them is left out of the encoded message."""
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return st.binary(min_size=1, max_size=4)
+    return VALUES.get(field.cpp_type, st.text("a\u0100", min_size=1, max_size=4))
+
+
+@st.composite
+def messages(draw: st.DrawFn, kind: Descriptor = REQUEST, depth: int = 4) -> Message:
+    """Draws messages of a type, with others within them."""
+    made: Any = GetMessageClass(kind)()
+    for field in draw(st.lists(st.sampled_from(list(kind.fields)), max_size=4)) if kind.fields else []:
+        of_message, count = field.message_type, draw(st.integers(1, 3)) if field.is_repeated else 1
+        held = getattr(made, field.name)
+        if of_message is not None and of_message.GetOptions().map_entry:
+            key, value = of_message.fields
+            held.update(draw(st.dictionaries(values(key), values(value), max_size=3)))
+        elif of_message is None and field.is_repeated:
+            held.extend(draw(st.lists(values(field), min_size=count, max_size=count)))
+        elif of_message is None:
+            setattr(made, field.name, draw(values(field)))
+        elif depth:
+            for _ in range(count):
+                inner = held.add() if field.is_repeated else held
+                inner.SetInParent()
+                inner.CopyFrom(draw(messages(of_message, depth - 1)))
+    return made  # type: ignore[no-any-return]
+
+
+@given(messages())
+def test_fields_of_any_message_are_counted(message: Message) -> None:
+    assert message_scan._count(message.SerializeToString(), REQUEST) == num_fields(message)
+
+
+@given(messages(), st.binary(max_size=30))
+def test_whatever_the_decoder_takes_the_scan_takes_too_but_for_groups(message: Message, more: bytes) -> None:
+    data = message.SerializeToString() + more
     try:
-        gateway_pb2.GenerateRequest.FromString(data)
+        decoded = gateway_pb2.GenerateRequest.FromString(data)
     except DecodeError:
         return
     try:
-        message_scan._count(data, REQUEST)
+        assert message_scan._count(data, REQUEST) >= num_fields(message)
     except IndexError:
-        assert _has_group(data)
+        assert _has_group(decoded)
 
 
-def _has_group(data: bytes) -> bool:
-    """Whether a byte could begin a group; groups are of no use to anybody."""
-    return any(byte & 7 in (3, 4) for byte in data)
+def _has_group(message: Message) -> bool:
+    """Whether a message holds a group, which is of no use to anybody."""
+    unknown: Any = UnknownFieldSet(message)
+    if any(field.wire_type == GROUP for field in unknown):
+        return True
+    inner = [value for field, value in message.ListFields() if field.message_type is not None]
+    held = [one for value in inner for one in ([value] if isinstance(value, Message) else value)]
+    return any(_has_group(one) for one in held if isinstance(one, Message))
 
 
 def test_small_message_is_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,16 @@ def test_some_unit_test_is_selected_for_each_file() -> None:
         assert all((ROOT / test).exists() for wave in waves for test in wave.files)
 
 
+def test_tests_that_are_named_exist_and_come_first() -> None:
+    named = [mutant for mutant in MUTANTS if mutant.noticed_by]
+    assert named
+    assert all((ROOT / mutant.noticed_by).is_file() for mutant in named)
+    workers = Workers.__new__(Workers)
+    workers._graph, workers._serves = ImportGraph(ROOT), False
+    first, second, *_ = workers.waves(named[0])
+    assert (first, second.name) == (Wave("named", (named[0].noticed_by,)), "nearest")
+
+
 def test_what_a_mutant_replaces_must_be_there_once() -> None:
     mutant = Mutant("one", "any.py", find="a < b", replace="a <= b", origin="review")
     assert mutant.planted("if a < b:") == "if a <= b:"

@@ -1,6 +1,8 @@
 """`/openapi.json`: every route and every parameter is described, and what is described is what is taken."""
 
+import asyncio
 import json
+import time
 from typing import Any
 
 import jsonschema
@@ -12,6 +14,7 @@ from draftwire.errors import NoRoomError
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
+from draftwire_gateway.http import app as app_module
 from draftwire_gateway.http.app import make_app
 from draftwire_gateway.http.body import ChatBody, CompletionBody, read
 from draftwire_gateway.http.error_bodies import body_of
@@ -65,6 +68,27 @@ async def test_document_is_served_to_everybody_and_describes_every_route() -> No
     assert document["openapi"].startswith("3.1")
     served = {getattr(route, "path", "").replace(":path", "") for route in app.routes}
     assert set(document["paths"]) == served - NOT_DESCRIBED
+
+
+async def test_document_is_made_once_for_requests_that_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the first of them is not waited for."""
+    made: list[int] = []
+
+    def make() -> dict[str, Any]:
+        made.append(1)
+        time.sleep(0.05)
+        return {"openapi": "3.1"}
+
+    monkeypatch.setattr(app_module, "openapi_document", make)
+    app = make_app(GatewayCore(GatewayConfig(), None), list, Access(None), Gate(), {})  # type: ignore[arg-type]
+    async with client_of(app, "http://localhost") as client:
+        first = asyncio.create_task(client.get("/openapi.json"))
+        while not made:
+            await asyncio.sleep(0.001)
+        first.cancel()
+        answers = await asyncio.gather(*(client.get("/openapi.json") for _ in range(8)))
+    assert [answer.json() for answer in answers] == [{"openapi": "3.1"}] * 8
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])

@@ -38,7 +38,7 @@ from draftwire.models.parallel.layer_groups import LayerParallelism
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.parallel.layer_parallel_loading import load_layer_parallel
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
-from draftwire.models.parallel.sharded_loading import Checkpoint, Part, load_parallel_target
+from draftwire.models.parallel.sharded_loading import Checkpoint, ModelSource, Part, load_parallel_target
 from draftwire.models.parallel.spread_decoder import HEAD, SpreadTransformersDecoder
 from draftwire.models.parallel.step_plan import (
     PLAN_SIZE,
@@ -142,13 +142,13 @@ def driven(model: CachedModel) -> list[Tensor]:
 
 
 def load(group: ProcessGroup, path: str) -> ParallelModel:
-    decoder = load_parallel_target(path, "float32", "cpu", None, group).decoder
+    decoder = load_parallel_target(ModelSource(path, "float32"), group).decoder
     return ParallelModel(decoder, CACHE_TOKENS, group=group)
 
 
 def logits(group: ProcessGroup, path: str, dtype: str = "float32") -> list[Tensor]:
     """Returns on rank 0 what `driven` does, plain and in static shapes; on the others nothing."""
-    decoder = load_parallel_target(path, dtype, "cpu", None, group).decoder
+    decoder = load_parallel_target(ModelSource(path, dtype), group).decoder
     results: list[Tensor] = []
     for is_static in (False, True):
         model = ParallelModel(decoder, CACHE_TOKENS, is_static, group=group)
@@ -223,7 +223,7 @@ def test_other_models_are_spread_by_transformers(name: str, size: int, ranks: Ra
 
 
 def described(group: ProcessGroup, paths: list[str]) -> Any:
-    shards = [load_parallel_target(path, "auto", "cpu", None, group, "auto") for path in paths]
+    shards = [load_parallel_target(ModelSource(path, "auto"), group, "auto") for path in paths]
     return [(shard.card.description, type(shard.decoder)) for shard in shards]
 
 
@@ -279,7 +279,7 @@ def read_bytes(group: ProcessGroup, path: str) -> Any:
     Counted.num_bytes = 0
     sharded_loading.safe_open = lambda *args, **options: Counted(plain(*args, **options))  # type: ignore[assignment]
     try:
-        load_parallel_target(path, "float32", "cpu", None, group, on_progress=lambda *report: reports.append(report))
+        load_parallel_target(ModelSource(path, "float32"), group, on_progress=lambda *report: reports.append(report))
     finally:
         sharded_loading.safe_open = plain
     return Counted.num_bytes, reports
@@ -325,7 +325,7 @@ def test_each_rank_reads_its_part_of_the_files_and_no_more(
 
 def refusal(group: ProcessGroup, path: str, decoder: str = "auto", dtype: str = "float32") -> str:
     with pytest.raises(InvalidRequestError) as caught:
-        load_parallel_target(path, dtype, "cpu", None, group, decoder)
+        load_parallel_target(ModelSource(path, dtype), group, decoder)
     with pytest.raises(UnavailableError, match="was not loaded"):
         group.meet()
     return str(caught.value)

@@ -36,7 +36,7 @@ TARGET = ModelDescription(
     rules=tuple(FACTS.values()),
 )
 DEFAULTS = SpeculationDefaults(num_speculative_tokens=3, max_speculative_tokens=8, rule="token")
-MINIMAL = RequestedGeneration(prompts=[[1, 2, 3]], sampling=SamplingParams())
+MINIMAL = RequestedGeneration(prompts=[[1, 2, 3]], sampling=SamplingParams(), caller="")
 FORM = StructuredOutput(Form.REGEX, ("a*",))
 CALLERS = ("", "alice", "bob", "a", "lice")
 SALTS = ("", "x", "alice", "al", "x" * MAX_SALT_LENGTH, "\N{GRINNING FACE}")

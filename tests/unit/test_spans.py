@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,6 +11,7 @@ from unittest.mock import ANY, AsyncMock, Mock
 
 import pytest
 from gateway_fakes import FakeDrafter, FakeTarget, Fate, collect, make_loop, run
+from observing import until
 from opentelemetry.trace import SpanContext
 from session_specs import draft_spec, target_spec
 
@@ -214,12 +215,6 @@ SESSION: dict[str, Any] = {
 }
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20.0):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @asynccontextmanager
 async def running(core: Any, spans: Any, tracer: FakeTracer, *expected: tuple[str, int | None]) -> AsyncIterator[int]:
     """Runs a core, yields a lease, and checks that spans were recorded and that nothing is left of them."""
@@ -229,7 +224,7 @@ async def running(core: Any, spans: Any, tracer: FakeTracer, *expected: tuple[st
     task, started = asyncio.create_task(core.run()), time.perf_counter()
     try:
         yield lease_id
-        await until(lambda: len(tracer.spans) == len(expected))
+        await until(lambda: len(tracer.spans) == len(expected), "all spans are recorded", 20.0)
         assert [(span.name, span.attributes.get("draftwire.round")) for span in tracer.spans] == list(expected)
         assert all(started <= span.started_at <= span.ended_at <= time.perf_counter() for span in tracer.spans)
         assert spans._sessions

@@ -4,25 +4,31 @@ import itertools
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from engine_service_contract import EngineServiceContract, Served
+from greetings import greet
 from session_specs import target_spec
+from structlog.testing import capture_logs
 
 from draftwire.audit import AuditSums
-from draftwire.errors import Violation
+from draftwire.errors import ProtocolViolationError, Violation
 from draftwire.method.encoding import Claim, DraftDistributions, decode
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
-from draftwire.method.rounds import CommittedTokens, DrafterIdentity, Fence, Permit, PlainRun, ReceivedBlock, Verdict
-from draftwire.requests.parameters import SamplingParams
+from draftwire.method.rounds import CommittedTokens, Fence, Permit, PlainRun, ReceivedBlock, Verdict
+from draftwire.runtime import messages
+from draftwire.runtime.messages import MAX_BLOCKS
 from draftwire.runtime.metrics import PREFIX
 from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.settings import ModelSettings
+from draftwire.v1 import session_pb2, verifier_pb2
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.core import BlockRefused, VerifierCore
-from draftwire_verifier.drafters import MAX_DRAFTERS, PROVEN_TOKENS, Drafters, Greeting
+from draftwire_verifier.drafters import MAX_DRAFTERS, PROVEN_TOKENS, Drafters
 from draftwire_verifier.scheduler import Step, StepItem, StepResult
+from draftwire_verifier.server import VerifierServicer
 
 PROMPT = [1, 2, 3, 4]
 DRAFTER, OTHER = 7, 8
@@ -41,27 +47,15 @@ async def core() -> AsyncIterator[VerifierCore]:
     core.stop()
 
 
-def greet(identity: DrafterIdentity | None = None, origin: str = "host a") -> Greeting:
-    return Greeting("small", origin, 1, identity)
-
-
 def open_session(
     core: VerifierCore, session_id: int, lease_id: int, drafter_id: int | None = DRAFTER, seed: int | None = None
 ) -> None:
     """Opens a session whose first permit a drafter shows with a block that comes too late."""
     spec = target_spec(
         session_id=session_id,
-        epoch=0,
-        first_round=0,
-        choice=0,
         token_ids=PROMPT,
-        prompt_len=len(PROMPT),
-        sampling=SamplingParams(),
-        rule="block",
         verifying_key=(session_id if seed is None else seed).to_bytes(KEY_BYTES, "little"),
         max_draft_tokens=3,
-        plain_rounds=0,
-        stop_token_ids=frozenset(),
         max_len=20,
         permit_key=PERMIT_KEY,
     )
@@ -155,6 +149,39 @@ async def test_block_of_a_wrong_peer_is_counted_and_told_to_nobody(core: Verifie
     block = core._scheduler.sessions[1, 0].block
     assert block is not None
     assert block.token_ids == [98]
+
+
+async def test_blocks_of_a_wrong_peer_are_logged_once_per_stream_and_all_counted(core: VerifierCore) -> None:
+    lease, _ = core.open_lease()
+    open_session(core, 1, lease)
+    with capture_logs() as lines:
+        for _ in range(3):
+            core.push_blocks([make_block(1, [97], OTHER)] * 100)
+        assert len(lines) == 1
+        drafter = core.drafters.get(OTHER)
+        assert drafter is not None
+        core.welcome_drafter(greet(drafter.identity), core.description)
+        core.push_blocks([make_block(1, [97], OTHER)] * 100)
+    assert [line["drafter_id"] for line in lines if line["event"] == "verifier.block_refused"] == [OTHER, OTHER]
+    assert num_refused(core, Violation.PEER) == 400.0
+
+
+async def test_message_of_more_blocks_than_there_may_be_sessions_ends_the_stream_before_it_is_read(
+    core: VerifierCore,
+) -> None:
+    servicer = VerifierServicer(core)
+    most = max(MAX_BLOCKS, core.config.engine.max_sessions)
+
+    def message(num_blocks: int) -> verifier_pb2.PushDraftBlocksRequest:
+        blocks = [session_pb2.DraftBlock()] * num_blocks
+        return verifier_pb2.PushDraftBlocksRequest(blocks=verifier_pb2.DraftBlocks(blocks=blocks))
+
+    drafter = core.drafters.get(DRAFTER)
+    assert drafter is not None
+    await servicer._push_blocks(message(most), drafter)
+    with patch.object(messages, "blocks_from_proto") as decode, pytest.raises(ProtocolViolationError, match="at most"):
+        await servicer._push_blocks(message(most + 1), drafter)
+    decode.assert_not_called()
 
 
 async def test_quarantine_ends_the_speculation_of_all_its_drafters_sessions_and_no_other(core: VerifierCore) -> None:

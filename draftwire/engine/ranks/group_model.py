@@ -20,7 +20,7 @@ from draftwire.models.loading import ModelCard
 from draftwire.models.parallel.layer_groups import written
 from draftwire.models.parallel.layer_parallel_loading import load_layer_parallel
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
-from draftwire.models.parallel.sharded_loading import Progress, load_parallel_target
+from draftwire.models.parallel.sharded_loading import ModelSource, Progress, load_parallel_target
 from draftwire.models.parallel.tensor_parallel import ParallelModel
 from draftwire.models.scripted import is_scripted
 from draftwire.runtime.settings import require
@@ -130,9 +130,8 @@ def load_target_rank(config: RankConfig, on_progress: Progress | None = None) ->
         UnavailableError: another rank did not join in time, or was lost.
     """
     loading, group = config.loading, join_group(config)
-    loaded = load_parallel_target(
-        loading.model, loading.dtype, str(group.device), loading.revision, group, loading.decoder, on_progress
-    )
+    source = ModelSource(loading.model, loading.dtype, loading.revision)
+    loaded = load_parallel_target(source, group, loading.decoder, on_progress)
     is_lean = isinstance(loaded.decoder, LeanDecoder)
     log.info("models.decoder_chosen", decoder="lean" if is_lean else "transformers", rank=group.rank)
     # Not static: graphs with collectives in them have not been tried on GPUs.

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from draftwire.errors import UnavailableError
+from draftwire.runtime.addresses import host_and_port
 from draftwire.runtime.settings import LayerParallelSettings, require
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -136,7 +137,7 @@ def _rendezvous_address(environment: Mapping[str, str], rank: int, timeout_s: fl
             port = int(store.get(key))
         except RuntimeError as error:
             raise UnavailableError(f"torchrun's store at {host}:{port} does not answer") from error
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_and_port(host, port)
 
 
 def _free_port() -> int:

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,11 +27,11 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models.decoder import Decoder, check_decoder
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
 from draftwire.models.loading import (
-    DTYPES,
     FINGERPRINT_ENTRIES,
     ModelCard,
-    check_attention,
+    check_layers,
     context_length_of,
+    path_of,
     stop_token_ids_of,
 )
 from draftwire.models.parallel.process_group import ProcessGroup
@@ -181,24 +181,27 @@ class Checkpoint:
         return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The model of a group, the same on all ranks."""
+
+    name: str
+    """Folder, or name on the model hub."""
+    dtype: str
+    """As for `load_model`."""
+    revision: str | None = None
+    """Commit or branch on the hub."""
+
+
 def load_parallel_target(
-    name: str,
-    dtype: str,
-    device: str,
-    revision: str | None,
-    group: ProcessGroup,
-    decoder: str = "auto",
-    on_progress: Progress | None = None,
+    source: ModelSource, group: ProcessGroup, decoder: str = "auto", on_progress: Progress | None = None
 ) -> LoadedShard:
-    """Loads this rank's shard of a model. Called on all ranks with the same arguments except for the device.
+    """Loads this rank's shard of a model onto the group's device. Called on all ranks with the same arguments.
 
     Returns when all ranks have loaded their shards. A rank that fails leaves the group, so that no other rank waits.
 
     Args:
-        name: folder, or name on the model hub.
-        dtype: as for `load_model`.
-        device: the group's.
-        revision: commit or branch on the hub.
+        source: the model.
         group: the ranks that share the model.
         decoder: one of `DECODERS`.
         on_progress: called while weights are read, on this thread.
@@ -209,54 +212,34 @@ def load_parallel_target(
         UnavailableError: another rank is lost, or could not load its part.
     """
     try:
-        shard = _load(_Source.of(name, dtype, device, revision, group), decoder, on_progress or (lambda *_: None))
+        path = path_of(source.name, source.dtype)
+        shard = _load(replace(source, name=path), group, decoder, on_progress or (lambda *_: None))
         group.meet(LOADING_SECONDS)
         return shard
     except BaseException as error:
-        group.break_off(f"its part of {name} was not loaded: {type(error).__name__}")
+        group.break_off(f"its part of {source.name} was not loaded: {type(error).__name__}")
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The model to load, and the group that loads it."""
-
-    name: str
-    dtype: str
-    revision: str | None
-    group: ProcessGroup
-
-    @classmethod
-    def of(cls, name: str, dtype: str, device: str, revision: str | None, group: ProcessGroup) -> "_Source":
-        if dtype not in DTYPES:
-            raise InvalidRequestError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-        if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-            raise InvalidRequestError(f"no model folder at {name}")
-        if torch.device(device) != group.device:
-            raise InvalidRequestError(f"this rank computes on {group.device}, so the model cannot be on {device}")
-        return cls(str(Path(name).expanduser()) if name.startswith("~") else name, dtype, revision, group)
-
-    def torch_dtype(self, config: Any, checkpoint: Checkpoint) -> torch.dtype:
-        """Returns the dtype of the weights, chosen as by `load_model`."""
-        if self.dtype == "auto" and self.group.device.type == "cpu":
-            return torch.float32
-        named = getattr(config, "dtype", None) if self.dtype == "auto" else getattr(torch, self.dtype)
-        found = named or checkpoint.dtype()
-        if not isinstance(found, torch.dtype):
-            raise InvalidRequestError(f"{self.name} does not say of what type its weights are")
-        return found
+def _dtype_of(source: ModelSource, config: Any, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """Returns the dtype of the weights, chosen as by `load_model`."""
+    if source.dtype == "auto" and device.type == "cpu":
+        return torch.float32
+    named = getattr(config, "dtype", None) if source.dtype == "auto" else getattr(torch, source.dtype)
+    found = named or checkpoint.dtype()
+    if not isinstance(found, torch.dtype):
+        raise InvalidRequestError(f"{source.name} does not say of what type its weights are")
+    return found
 
 
-def _load(source: _Source, decoder: str, on_progress: Progress) -> LoadedShard:
+def _load(source: ModelSource, group: ProcessGroup, decoder: str, on_progress: Progress) -> LoadedShard:
     check_decoder(decoder)
     disable_progress_bar()  # would write into the log
     config = AutoConfig.from_pretrained(source.name, revision=source.revision)
     if getattr(config, "quantization_config", None):
         raise InvalidRequestError(f"{source.name} is quantised; such models are not spread over processes")
     whole = _on_meta(config)
-    if getattr(whole, "_is_stateful", False):
-        raise InvalidRequestError(f"{source.name} keeps a recurrent state, which speculative decoding cannot roll back")
-    check_attention(source.name, whole)
+    check_layers(source.name, whole)
     reason = why_not_lean(whole)
     if decoder == "lean" and reason:
         raise InvalidRequestError(f"the lean decoder cannot run {source.name}: {reason}")
@@ -264,14 +247,14 @@ def _load(source: _Source, decoder: str, on_progress: Progress) -> LoadedShard:
     obstacle = "" if is_lean else why_not_spread(whole)
     if obstacle:
         raise InvalidRequestError(f"{source.name} cannot be spread over processes: {obstacle}")
-    check_divides(config, source.group.size)
+    check_divides(config, group.size)
     with Checkpoint.find(source.name, source.revision) as checkpoint:
-        whole.to(source.torch_dtype(config, checkpoint))
-        card = _card(source, whole, checkpoint)
-        part = _part_of(whole, checkpoint, source.group, on_progress)
+        whole.to(_dtype_of(source, config, checkpoint, group.device))
+        card = _card(source, whole, checkpoint, group.rank)
+        part = _part_of(whole, checkpoint, group, on_progress)
     if is_lean:
-        return LoadedShard(LeanDecoder(part, consumes=True, group=source.group), card)
-    return LoadedShard(SpreadTransformersDecoder(part, source.group, card.description.vocab_size), card)
+        return LoadedShard(LeanDecoder(part, consumes=True, group=group), card)
+    return LoadedShard(SpreadTransformersDecoder(part, group, card.description.vocab_size), card)
 
 
 def _on_meta(config: Any) -> Any:
@@ -351,7 +334,7 @@ def _read(
     return state
 
 
-def _card(source: _Source, whole: Any, checkpoint: Checkpoint) -> ModelCard:
+def _card(source: ModelSource, whole: Any, checkpoint: Checkpoint, rank: int) -> ModelCard:
     """Returns the card that `load_model` would return for the whole model."""
     tokenizer = AutoTokenizer.from_pretrained(source.name, revision=source.revision)
     with suppress(OSError):  # without the file, the model's own default stays
@@ -364,7 +347,7 @@ def _card(source: _Source, whole: Any, checkpoint: Checkpoint) -> ModelCard:
         vocab_size=whole.get_output_embeddings().weight.shape[0],
         context_length=context_length_of(whole),
         stop_token_ids=stop_token_ids_of(whole, tokenizer),
-        weights_fingerprint=_fingerprint(whole, checkpoint) if source.group.rank == 0 else b"",
+        weights_fingerprint=_fingerprint(whole, checkpoint) if rank == 0 else b"",
     )
 
 

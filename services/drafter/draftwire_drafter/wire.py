@@ -19,9 +19,12 @@ from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.peers import ModelPeer
 from draftwire.runtime.status import error_of
 from draftwire.runtime.tls import Dialler
-from draftwire.v1 import verifier_pb2, verifier_pb2_grpc
+from draftwire.v1 import verifier_pb2
 
 log = structlog.get_logger()
+
+PUSH_METHOD = "/draftwire.v1.VerifierService/PushDraftBlocks"
+"""Called without the generated stub, whose encoder does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +88,18 @@ class GrpcBlockLink:
         """
         channel = dialler.open(address, bulk=True)
         link = cls(address, channel, dialler.connections.max_message_bytes, on_lost, on_sent)
-        stub = verifier_pb2_grpc.VerifierServiceStub(channel)
         card = introduction.card
         hello = verifier_pb2.DrafterHello(
             model=messages.model_to_proto(card.description),
             instance_id=introduction.instance_id,
             identity=messages.identity_to_proto(introduction.identity) if introduction.identity is not None else None,
         )
-        call = stub.PushDraftBlocks(link._requests(hello), wait_for_ready=True)
+        push = channel.stream_stream(
+            PUSH_METHOD,
+            request_serializer=link._encode,
+            response_deserializer=verifier_pb2.PushDraftBlocksResponse.FromString,
+        )
+        call = push(link._requests(hello), wait_for_ready=True)
         is_welcome = False
         try:
             async with asyncio.timeout(timeout_s):
@@ -131,8 +138,14 @@ class GrpcBlockLink:
                 request = verifier_pb2.PushDraftBlocksRequest(
                     blocks=verifier_pb2.DraftBlocks(blocks=[messages.block_to_proto(block) for block in part])
                 )
-                self._on_sent(request.ByteSize() + FRAME_BYTES)
                 yield request
+
+    def _encode(self, request: verifier_pb2.PushDraftBlocksRequest) -> bytes:
+        """Encodes a message and counts its bytes: to measure it would be to encode it another time."""
+        data = request.SerializeToString()
+        if request.HasField("blocks"):
+            self._on_sent(len(data) + FRAME_BYTES)
+        return data
 
     async def _watch(
         self, call: grpc.aio.StreamStreamCall[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse]
@@ -177,12 +190,14 @@ def check_block_fits(most_block_bytes: int, max_message_bytes: int) -> None:
 
 
 def in_parts(blocks: list[DraftBlock], most_bytes: int) -> Iterator[list[DraftBlock]]:
-    """Splits blocks into parts whose distributions do not exceed `most_bytes`, unless a single block does."""
+    """Splits blocks into parts of at most `MAX_BLOCKS`, whose distributions do not exceed `most_bytes` unless a single
+    block does.
+    """
     part: list[DraftBlock] = []
     size = 0
     for block in blocks:
         block_size = len(block.distributions.data)
-        if part and size + block_size > most_bytes:
+        if part and (size + block_size > most_bytes or len(part) == messages.MAX_BLOCKS):
             yield part
             part, size = [], 0
         part.append(block)

@@ -1,7 +1,6 @@
 """The gateway without its gRPC and HTTP edges: admission, tokenisation and the generation of requests."""
 
 import asyncio
-import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
@@ -15,19 +14,18 @@ from draftwire.requests.automaton import FormVocabulary
 from draftwire.runtime.form_sandbox import FormSandbox
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.request_record import RequestRecord
 from draftwire_gateway.session.choices import ChoiceEvent, ChoiceRunner, PromptEcho
-from draftwire_gateway.session.committed_text import Delta, Finish
 from draftwire_gateway.session.generation import (
     Generation,
     RequestedGeneration,
     SpeculationDefaults,
     complete_request,
 )
-from draftwire_gateway.session.latencies import Latencies
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.ports import Peers
 from draftwire_gateway.session.round_times import RoundObserver, RoundTimes
-from draftwire_gateway.session.spans import RequestTracing
+from draftwire_gateway.session.spans import RequestSpans, RequestTracing
 from draftwire_gateway.text.chat import ChatTemplate
 from draftwire_gateway.text.control_tokens import is_marked
 from draftwire_gateway.text.conversation import Conversation
@@ -138,7 +136,7 @@ class GatewayCore:
     async def render_chat(self, conversation: Conversation, caller: str = "") -> list[int]:
         """Returns the token ids of a conversation, rendered by the target's chat template up to the answer.
 
-        Control tokens in the conversation's own texts are encoded as text.
+        Callers take turns. Control tokens in the conversation's own texts are encoded as text.
 
         Raises:
             InvalidRequestError: the target has no chat template, the template refuses the conversation or leaves
@@ -147,7 +145,7 @@ class GatewayCore:
         """
         if conversation.num_characters > MAX_PROMPT_CHARACTERS:
             raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
-        text = await self._chat_template.render(conversation)
+        text = await self._chat_template.render(conversation, caller)
         options = {"sanitize_control_tokens": True} if is_marked(text) else {}
         return await self._tokenizers.encode(text, caller, add_special_tokens=False, **options)
 
@@ -164,14 +162,8 @@ class GatewayCore:
         text = TextStream(self._tokenizer, [], (), per_token=True)
         return (await asyncio.to_thread(text.push, token_ids)).lengths
 
-    async def complete(self, requested: RequestedGeneration, caller: str) -> list[Generation]:
-        """Checks a request and fills in the defaults; see `complete_request`. A large one is checked on a thread.
-
-        Args:
-            requested: the request.
-            caller: see `RequestedGeneration.caller`.
-        """
-        requested = replace(requested, caller=caller)
+    async def complete(self, requested: RequestedGeneration) -> list[Generation]:
+        """Checks a request and fills in the defaults; see `complete_request`. A large one is checked on a thread."""
         if requested.num_ids > MAX_IDS_ON_LOOP:
             return await asyncio.to_thread(complete_request, requested, self.target, self.defaults)
         return complete_request(requested, self.target, self.defaults)
@@ -210,56 +202,29 @@ class GatewayCore:
             NoRoomError: no verifier has room.
             UnavailableError: no verifier can be reached.
         """
-        loops: list[GenerationLoop] = []
         trace = self.tracing.begin(traceparent, len(generations)) if self.tracing is not None else None
+        with RequestRecord(self.metrics, generations, trace) as record:
 
-        async def make_loop(generation: Generation) -> GenerationLoop:
-            text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop, generation.token_details)
-            if generation.generated_ids:  # on a thread, since they may be many
-                await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
-            spans = trace.choice(generation) if trace is not None else None
-            observer = _combined(self.metrics.observe_round, spans.add_round if spans is not None else None)
-            loops.append(GenerationLoop(generation, self._peers, text, self.config.loop, observer, spans))
-            return loops[-1]
+            async def make_loop(generation: Generation) -> GenerationLoop:
+                loop = await self._make_loop(generation, trace)
+                record.begin_choice(generation.choice, loop.statistics)
+                return loop
 
-        num_unfinished, result = len(generations), "failed"
-        latencies = Latencies(self.metrics)
-        self.metrics.prompt_tokens.inc(sum({each.prompt_index: len(each.prompt_ids) for each in generations}.values()))
-        try:
             for generation in generations:
                 if generation.echo:
                     yield ChoiceEvent(generation, await self._echo(generation.prompt_ids))
             async with aclosing(ChoiceRunner(generations, make_loop).run()) as events:
                 async for event in events:
-                    match event.event:
-                        case Delta(token_ids=token_ids):
-                            self.metrics.tokens.inc(len(token_ids))
-                            latencies.count_tokens(event.generation.choice, len(token_ids))
-                        case Finish(reason=reason):
-                            num_unfinished -= 1
-                            self.metrics.requests.labels(reason.value).inc()
-                            latencies.count_end()
+                    record.add(event)
                     yield event
-            result = "finished"
-        except NoRoomError:
-            self.metrics.requests_refused.labels("verifier").inc(num_unfinished)
-            raise
-        except InvalidRequestError:
-            result = "invalid"
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            result = "cancelled"
-            raise
-        finally:
-            if trace is not None:
-                trace.end(result, sys.exception() if result in ("invalid", "failed") else None)
-            if num_unfinished:
-                self.metrics.requests.labels(result).inc(num_unfinished)
-            self.metrics.drafters_lost.inc(sum(loop.statistics.num_drafters_lost for loop in loops))
-            self.metrics.verifiers_lost.inc(sum(loop.statistics.num_verifiers_lost for loop in loops))
-            for generation in generations:
-                if generation.is_lossy:
-                    self.metrics.lossy_requests.labels(generation.rule.name).inc()
+
+    async def _make_loop(self, generation: Generation, trace: RequestSpans | None) -> GenerationLoop:
+        text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop, generation.token_details)
+        if generation.generated_ids:  # on a thread, since they may be many
+            await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
+        spans = trace.choice(generation) if trace is not None else None
+        observer = _combined(self.metrics.observe_round, spans.add_round if spans is not None else None)
+        return GenerationLoop(generation, self._peers, text, self.config.loop, observer, spans)
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))

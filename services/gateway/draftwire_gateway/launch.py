@@ -10,7 +10,7 @@ def serve(config: GatewayConfig) -> int:
     """Runs a gateway until a signal ends it, and returns the process's exit status."""
     if "transformers" not in sys.modules:
         # transformers imports torch if it is installed, for parts that no tokenizer needs, and warns if it is not.
-        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # no import finds it
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from draftwire_gateway.server import serve as serve_here
 

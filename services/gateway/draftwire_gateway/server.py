@@ -19,7 +19,7 @@ from draftwire.runtime import messages
 from draftwire.runtime.addresses import host_of_peer
 from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
 from draftwire.runtime.channels import check_prompt_fits
-from draftwire.runtime.http_server import MAX_CONNECTIONS, HttpEndpoint, HttpListener
+from draftwire.runtime.http_server import MAX_HTTP_CONNECTIONS, HttpEndpoint, HttpListener
 from draftwire.runtime.interceptor import Metadata
 from draftwire.runtime.logging import configure_logging
 from draftwire.runtime.process import run_service
@@ -108,7 +108,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         refuse_unknown_fields(request)
         num_choices = _num_choices(request)
         with caller.request(num_choices), self._core.admit(num_choices):
-            generations = await self._core.complete(await self._requested(request, caller.name), caller.name)
+            generations = await self._core.complete(await self._requested(request, caller.name))
             generations = await self._core.check_form(generations, payer(caller, host_of_peer(context.peer())))
             async with aclosing(self._core.generate(generations, _metadata(context, "traceparent") or "")) as events:
                 async for event in events:
@@ -156,6 +156,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             prompts=[await self._prompt_ids(prompt, caller) for prompt in _prompts(request)],
             num_choices=request.num_choices if request.HasField("num_choices") else None,
             sampling=messages.sampling_from_proto(request.sampling),
+            caller=caller,
             max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
             stop=tuple(request.stop),
             stop_token_ids=tuple(request.stop_token_ids),
@@ -224,13 +225,9 @@ def _conversation(chat: gateway_pb2.ChatPrompt) -> Conversation:
     Raises:
         InvalidRequestError: the conversation is empty or too large.
     """
-    for name, size, most in (  # before they are copied
-        ("messages", len(chat.messages), MAX_CHAT_MESSAGES),
-        ("tool_calls", sum(len(message.tool_calls) for message in chat.messages), MAX_TOOL_CALLS),
-        ("tools", len(chat.tools), MAX_TOOLS),
-    ):
-        if size > most:
-            raise InvalidRequestError(f"{name} takes at most {most}, not {size}")
+    _refuse_over("messages", len(chat.messages), MAX_CHAT_MESSAGES)  # before they are copied
+    _refuse_over("tool_calls", sum(len(message.tool_calls) for message in chat.messages), MAX_TOOL_CALLS)
+    _refuse_over("tools", len(chat.tools), MAX_TOOLS)
     return Conversation(
         turns=tuple(
             ChatTurn(
@@ -345,7 +342,8 @@ async def make_service(config: GatewayConfig) -> Service:
     access = Access(config.tokens_file)
     limits = (Dialler(config.connections, config.tls, tls), config.startup_timeout_s)
     sources = await sources_of(config)
-    verifiers = Roster("verifier", sources.verifiers, lambda address: VerifierLink(address, *limits))
+    most = config.max_speculative_tokens
+    verifiers = Roster("verifier", sources.verifiers, lambda address: VerifierLink(address, *limits, most))
     drafters = Roster("drafter", sources.drafters, lambda address: DrafterLink(address, *limits))
     pool = Pool(
         verifiers,
@@ -407,7 +405,7 @@ def _http_listeners(
     """Returns the listener of the HTTP edge, if it has a port."""
     if config.http_port is None:
         return []
-    max_connections = max(MAX_CONNECTIONS, 4 * config.max_requests)
+    max_connections = max(MAX_HTTP_CONNECTIONS, 4 * config.max_requests)
     context = server_context(tls, config.tls)
     endpoint = HttpEndpoint(config.server.host, config.http_port, context, max_connections=max_connections)
     return [

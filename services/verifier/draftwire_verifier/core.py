@@ -214,13 +214,14 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _refuse_block(self, block: ReceivedBlock, error: BlockViolationError) -> None:
         self.metrics.blocks_refused.labels(error.violation.value).inc()
         session_id, epoch = block.fence.session_id, block.fence.epoch
-        log.warning(
-            "verifier.block_refused",
-            session_id=session_id,
-            violation=error.violation.value,
-            reason=str(error),
-            drafter_id=block.drafter_id,
-        )
+        if error.violation is not Violation.PEER or self.drafters.may_log_refusal(block.drafter_id):
+            log.warning(
+                "verifier.block_refused",
+                session_id=session_id,
+                violation=error.violation.value,
+                reason=str(error),
+                drafter_id=block.drafter_id,
+            )
         if error.violation is not Violation.PEER:  # a drafter without a permit must not affect the session
             self._end_speculation(self._scheduler.sessions[session_id, epoch], str(error))
 

@@ -20,6 +20,10 @@ MAX_DRAFTERS = 1024
 """Most records. Beyond it, disconnected drafters are evicted: those not in quarantine and not proven first, oldest
 first."""
 
+MAX_ORIGINS = 1024
+"""Most origins that are remembered without a record of one of their drafters. Beyond it, those that are not suspected
+are forgotten first, oldest first."""
+
 PROVEN_TOKENS = 1024
 """Draft tokens with a choice that the audit has to see of a drafter before it is trusted by itself. Those that draw
 something else than they declare are mostly found before (docs/audit.md)."""
@@ -108,6 +112,8 @@ class Drafter:
     """Open streams of the drafter."""
     num_lent: int = 0
     """Tokens that it took of its origin's credit."""
+    is_refusal_logged: bool = False
+    """Whether a block without a permit was logged since its last stream was opened."""
 
     @property
     def id(self) -> int:
@@ -162,6 +168,8 @@ class Drafters:
         self._by_id: dict[int, Drafter] = {}
         self._by_lineage: dict[tuple[str, int], Drafter] = {}
         self._origins = WeakValueDictionary[str, DrafterOrigin]()
+        self._left: dict[str, DrafterOrigin] = {}
+        """Origins of forgotten drafters, so that nobody gets new credit by having records evicted. The latest last."""
 
     def __iter__(self) -> Iterator[Drafter]:
         """Iterates over a snapshot. Thread-safe."""
@@ -170,6 +178,14 @@ class Drafters:
     def get(self, drafter_id: int) -> Drafter | None:
         """Returns the record of a drafter; None if there is none."""
         return self._by_id.get(drafter_id)
+
+    def may_log_refusal(self, drafter_id: int) -> bool:
+        """Whether a block without a permit is the first of a drafter's stream, which is to be logged."""
+        drafter = self.get(drafter_id)
+        if drafter is None or drafter.is_refusal_logged:
+            return False
+        drafter.is_refusal_logged = True
+        return True
 
     def connect(self, greeting: Greeting, in_use: Container[int | None] = ()) -> Drafter:
         """Returns the record of a drafter, made if it is new, and counts a new stream.
@@ -184,6 +200,7 @@ class Drafters:
         if drafter.lineage is not None:
             self._by_lineage[drafter.lineage] = drafter
         drafter.num_streams += 1
+        drafter.is_refusal_logged = False
         self._evict(in_use)
         return drafter
 
@@ -219,3 +236,8 @@ class Drafters:
         del self._by_id[drafter.id]
         if drafter.lineage is not None:
             del self._by_lineage[drafter.lineage]
+        origin = self._left.pop(drafter.origin.name, drafter.origin)
+        self._left[origin.name] = origin
+        if len(self._left) > MAX_ORIGINS:
+            unsuspected = (name for name, one in self._left.items() if one.suspicion is None)
+            del self._left[next(unsuspected, next(iter(self._left)))]

@@ -25,6 +25,7 @@ from draftwire.method.rounds import (
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.requests.automaton import Automaton
+from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.target import Judgement, JudgingOutcome, StillReading
@@ -32,9 +33,9 @@ from draftwire_verifier.idle import IdleWatch
 
 MAX_UINT32 = 2**32 - 1
 """Largest value of a uint32 field."""
-REPORTED_CHUNK = 128
+REPORTED_CHUNK = MAX_PROMPT_PART
 """Most prompt tokens of a session with prompt log-probabilities in one step: each needs a row of logits over the
-vocabulary."""
+vocabulary, and all are in one report."""
 MAX_FIRST_ROUND = 2**31
 """Largest `first_round`; leaves room to count rounds in uint32."""
 

@@ -18,6 +18,7 @@ from draftwire.runtime import messages
 from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
 from draftwire.runtime.caller_identity import CallerRole, origin_of, require_role
 from draftwire.runtime.channels import FRAME_BYTES, check_prompt_fits, in_messages
+from draftwire.runtime.interceptor import num_received_bytes
 from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange
 from draftwire.runtime.service import Service
@@ -105,8 +106,11 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
                 drafter.num_streams -= 1
 
     async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter) -> None:
-        core, num_bytes = self._core, request.ByteSize()
+        core, num_bytes = self._core, num_received_bytes.get()
         core.metrics.count_bytes(num_bytes + FRAME_BYTES)
+        most_blocks = max(messages.MAX_BLOCKS, core.config.engine.max_sessions)  # a session waits for one at most
+        if len(request.blocks.blocks) > most_blocks:
+            raise ProtocolViolationError(f"a message holds at most {most_blocks} blocks")
         limits = (core.description.vocab_size, core.config.engine.max_draft_tokens)
         if num_bytes > OFF_LOOP_BYTES:
             blocks = await asyncio.to_thread(messages.blocks_from_proto, request.blocks.blocks, drafter.id, *limits)

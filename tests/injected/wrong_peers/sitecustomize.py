@@ -3,10 +3,12 @@ folder; `WRONG_PEER` says how.
 
 stall           the verifier's step number 40, and each hundredth after it, takes 6 s
 draft_tokens    its fifth verdict says that 2**27 draft tokens were judged
+withhold        a drafter sends no block after its tenth, and says again and again that it did
 slow_tokens     a drafter takes 0.18 s for each fourth token 1 after a token 0, and no time for other tokens; the
                 verifier's steps take 10 ms, so that much can happen between them
 """
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ TOKEN_SECONDS, SLOW_TOKENS, SLOW_EVERY = 0.18, [0, 1], 4
 """So seldom that it is not what the gateway expects."""
 STEP_SECONDS = 0.01
 LYING_VERDICT = 5
+SENT_BLOCKS, REPLY_SECONDS = 10, 0.2
 
 
 def stall() -> None:
@@ -48,6 +51,27 @@ def lie_about_draft_tokens() -> None:
         return message
 
     messages.verdict_to_proto = lying
+
+
+def withhold_blocks() -> None:
+    from draftwire_drafter.core import DrafterCore
+
+    push, count = DrafterCore._push, 0
+
+    def withholding(self: DrafterCore, *arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count <= SENT_BLOCKS:
+            push(self, *arguments)
+
+    def say_it_is_sent(self: DrafterCore, command: Any) -> None:
+        session = self._scheduler.sessions.get((command.session_id, command.epoch))
+        if session is not None:
+            self._reply(session, command.round, command.attempt)
+            asyncio.get_running_loop().call_later(REPLY_SECONDS, say_it_is_sent, self, command)
+
+    DrafterCore._push = withholding  # type: ignore[method-assign]
+    DrafterCore.send_drafted = say_it_is_sent  # type: ignore[method-assign]
 
 
 def take_time_for_steps() -> None:
@@ -82,6 +106,7 @@ WAYS = {
     ("verifier", "stall"): stall,
     ("verifier", "draft_tokens"): lie_about_draft_tokens,
     ("verifier", "slow_tokens"): take_time_for_steps,
+    ("drafter", "withhold"): withhold_blocks,
     ("drafter", "slow_tokens"): take_time_for_tokens,
 }
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -61,13 +61,16 @@ def _hosts(config: GatewayConfig) -> frozenset[str] | None:
 
 
 def _add_description(app: FastAPI) -> None:
-    made: list[Response] = []
+    @cache
+    def making() -> asyncio.Task[Response]:
+        return asyncio.create_task(make())
+
+    async def make() -> Response:
+        return _json(await asyncio.to_thread(openapi_document))  # which takes a moment
 
     @app.get("/openapi.json", response_model=None)
     async def openapi() -> Response:
-        if not made:
-            made.append(_json(await asyncio.to_thread(openapi_document)))  # which takes a moment
-        return made[0]
+        return await asyncio.shield(making())  # one task for all requests, also for those that come meanwhile
 
 
 def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:

@@ -175,13 +175,13 @@ class ResponseWriter:
         return choice
 
 
-def _dumped(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_listed)
-
-
 def _listed(value: object) -> list[Any]:
     assert isinstance(value, LazyList), "answers are made of what JSON knows, and of lists that are made when needed"
     return value.entries()
+
+
+_dumped = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_listed).encode
+"""Serialises a value. `json.dumps` would make an encoder for each chunk."""
 
 
 def _in_parts(value: object) -> Iterator[str]:

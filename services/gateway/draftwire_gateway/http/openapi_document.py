@@ -1,10 +1,9 @@
 """`/openapi.json`: the routes, with the models of their requests and responses.
 
 The generating routes parse and send by themselves (`streaming`), with limits that a framework has not. So FastAPI makes
-its description of routes that are declared here, and are never called.
+its description of routes that are declared here by their signatures alone, and are never called: their bodies raise.
 """
 
-from functools import cache
 from typing import Any
 
 from fastapi import APIRouter, Security
@@ -34,7 +33,6 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _TOKEN = Security(HTTPBearer(auto_error=False, description="Where the gateway has a tokens file"))
 
 
-@cache
 def openapi_document() -> dict[str, Any]:
     """Returns the description of the HTTP API, in OpenAPI 3.1."""
     document = get_openapi(

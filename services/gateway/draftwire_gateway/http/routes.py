@@ -81,6 +81,7 @@ class Completions:
         return RequestedGeneration(
             prompts=prompts,
             sampling=_sampling(body, _form(body.structured_output)),
+            caller=caller,
             max_tokens=body.max_tokens,
             logprobs=body.logprobs,
             prompt_logprobs=max((top for top in tops if top is not None), default=None),
@@ -115,6 +116,7 @@ class Chat:
         return RequestedGeneration(
             prompts=[await core.render_chat(_conversation(body), caller)],
             sampling=_sampling(body, _chat_form(body)),
+            caller=caller,
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=_num_top(body),
             prompt_logprobs=body.prompt_logprobs,

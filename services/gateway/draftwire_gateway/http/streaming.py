@@ -102,9 +102,7 @@ class GeneratingRoute(Generic[Body]):
         num_prompts = self._route.num_prompts(body)
         num_choices = num_prompts * check_num_choices(num_prompts, body.n)
         with caller.request(num_choices), self._core.admit(num_choices):
-            generations = await self._core.complete(
-                await self._route.requested(body, self._core, caller.name), caller.name
-            )
+            generations = await self._core.complete(await self._route.requested(body, self._core, caller.name))
             generations = await self._core.check_form(generations, payer(caller, delivery.host))
             options = self._route.options(body)
             del body

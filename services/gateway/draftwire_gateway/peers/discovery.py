@@ -4,10 +4,15 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
+
+from draftwire.runtime.addresses import host_and_port
+from draftwire.runtime.daemon_threads import DaemonThreads
 
 DNS_SECONDS = 5.0
 """Pause between two look-ups of the same names."""
@@ -28,8 +33,6 @@ class Endpoint:
     """Zone of the machine, if known: instances in the same zone are near each other."""
     is_ready: bool = True
     """Whether the instance is ready for new sessions."""
-    is_serving: bool = True
-    """Whether the instance works, even while it terminates."""
     is_terminating: bool = False
     """Whether the instance is shutting down."""
 
@@ -127,34 +130,51 @@ class DnsSource:
     async def endpoints(self) -> AsyncGenerator[frozenset[Endpoint]]:
         """Yields the addresses of all names after each look-up. A name that fails keeps its last addresses."""
         known: dict[str, frozenset[Endpoint]] = {}
-        while True:
-            faults = []
-            for name in self.names:
-                try:
-                    known[name] = frozenset(map(Endpoint, await _look_up(name)))
-                except (OSError, UnicodeError) as error:  # TimeoutError and gaierror are OSErrors
-                    faults.append(f"{name}: {str(error) or type(error).__name__}")
-            if faults:
-                self.status.record_failure(self.name, "; ".join(faults))
-            else:
-                self.status.record_success(self.name)
-            if known:
-                yield frozenset().union(*known.values())
-            await asyncio.sleep(self.pause_s)
+        with closing(_Resolver(len(self.names))) as resolver:
+            while True:
+                faults = []
+                for name in self.names:
+                    try:
+                        known[name] = frozenset(map(Endpoint, await resolver.look_up(name)))
+                    except (OSError, UnicodeError) as error:  # TimeoutError and gaierror are OSErrors
+                        faults.append(f"{name}: {str(error) or type(error).__name__}")
+                if faults:
+                    self.status.record_failure(self.name, "; ".join(faults))
+                else:
+                    self.status.record_success(self.name)
+                if known:
+                    yield frozenset().union(*known.values())
+                await asyncio.sleep(self.pause_s)
 
 
-async def _look_up(name: str) -> Sequence[str]:
-    """Returns host:port for each address of a name.
-
-    Raises:
-        OSError: the look-up failed or timed out.
+class _Resolver:
+    """Looks names up with the system's resolver, on a thread for each name. A look-up cannot be interrupted: one that
+    timed out is waited for again, so that a resolver that hangs holds no thread but these.
     """
-    host, _, port = name.rpartition(":")
-    async with asyncio.timeout(DNS_TIMEOUT_SECONDS):
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    return [host_and_port(str(address[0]), int(port)) for *_, address in found]
 
+    def __init__(self, num_names: int) -> None:
+        self._threads = DaemonThreads(num_names, "dns")
+        self._running: dict[str, Future[list[Any]]] = {}
 
-def host_and_port(host: str, port: int) -> str:
-    """Returns an address in gRPC's format, with brackets around IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    async def look_up(self, name: str) -> Sequence[str]:
+        """Returns host:port for each address of a name.
+
+        Raises:
+            OSError: the look-up failed or timed out.
+        """
+        host, _, port = name.rpartition(":")
+        job = self._running.get(name)
+        if job is None:
+            job = self._threads.submit(socket.getaddrinfo, host, int(port), type=socket.SOCK_STREAM)
+            self._running[name] = job
+        try:
+            async with asyncio.timeout(DNS_TIMEOUT_SECONDS):
+                found = await asyncio.wrap_future(job)
+        finally:
+            if job.done():
+                del self._running[name]
+        return [host_and_port(str(address[0]), int(port)) for *_, address in found]
+
+    def close(self) -> None:
+        """Ends the threads, each after its look-up."""
+        self._threads.stop()

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwire.errors import InvalidRequestError
-from draftwire_gateway.peers.discovery import Endpoint, SourceStatus, host_and_port
+from draftwire.runtime.addresses import host_and_port
+from draftwire_gateway.peers.discovery import Endpoint, SourceStatus
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse
@@ -244,13 +245,11 @@ def _port_of(slice_: V1EndpointSlice) -> int | None:
 
 
 def _endpoint(item: V1Endpoint, port: int) -> Endpoint:
-    ready, serving, terminating = (getattr(item.conditions, name, None) for name in ("ready", "serving", "terminating"))
-    is_ready = ready is None or ready  # unknown counts as ready, as Kubernetes specifies
+    ready, terminating = (getattr(item.conditions, name, None) for name in ("ready", "terminating"))
     return Endpoint(
         address=host_and_port(item.addresses[0], port),
         zone=item.zone or None,
-        is_ready=is_ready,
-        is_serving=is_ready if serving is None else serving,
+        is_ready=ready is None or ready,  # unknown counts as ready, as Kubernetes specifies
         is_terminating=bool(terminating),
     )
 
@@ -261,6 +260,5 @@ def _merged(first: Endpoint, second: Endpoint) -> Endpoint:
         first,
         zone=first.zone or second.zone,
         is_ready=first.is_ready or second.is_ready,
-        is_serving=first.is_serving or second.is_serving,
         is_terminating=first.is_terminating or second.is_terminating,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations  # the generics of grpc exist for the type ch
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -20,6 +20,7 @@ from draftwire.errors import (
 )
 from draftwire.method.rounds import Calibration, DraftSessionSpec, PlainRun, SendDrafted, TargetSessionSpec
 from draftwire.models.description import ModelDescription
+from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.runtime import messages
 from draftwire.runtime.channels import in_messages
 from draftwire.runtime.outbox import Outbox
@@ -132,11 +133,11 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
                 log.error("gateway.peer_unfit", address=self.address, reason=reason)
             logged = reason
             for key in list(self._inboxes):
-                self._deliver(key, self._lost(UnavailableError(f"lost {self.address}: {reason}")))
+                self._lose(key, UnavailableError(f"lost {self.address}: {reason}"))
             await asyncio.sleep(RECONNECT_SECONDS)
 
     def close(self, session_id: int, epoch: int) -> None:
-        """Closes a session, without waiting. Its inbox gets no more events."""
+        """Closes a session, without waiting, unless it was lost before. Its inbox gets no more events."""
         if self._inboxes.pop((session_id, epoch), None) is not None:
             self._outbox.put(self._close_command(session_pb2.CloseSession(session_id=session_id, epoch=epoch)))
 
@@ -152,9 +153,15 @@ class SessionLink(ABC, Generic[SessionCommand, Event]):
         if inbox is not None:
             inbox.put_nowait(event)
 
+    def _lose(self, key: tuple[int, int], error: Exception) -> None:
+        """Delivers the loss of a session, its last event."""
+        inbox = self._inboxes.pop(key, None)
+        if inbox is not None:
+            inbox.put_nowait(self._lost(error))
+
     def _failure(self, failure: session_pb2.SessionFailure) -> None:
         error = error_of_number(failure.status_code, failure.message[:MAX_MESSAGE])
-        self._deliver((failure.session_id, failure.epoch), self._lost(error))
+        self._lose((failure.session_id, failure.epoch), error)
 
     async def disconnect(self) -> None:
         """Closes the connections of a link that is no longer maintained."""
@@ -225,8 +232,18 @@ Check = Callable[[SessionLink[Any, Any], ModelDescription], Awaitable[None]]
 class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEvent]):
     """A `TargetPort` over gRPC."""
 
-    def __init__(self, address: str, dialler: Dialler, timeout_s: float) -> None:
+    def __init__(self, address: str, dialler: Dialler, timeout_s: float, max_draft_tokens: int) -> None:
+        """Connects nothing before `maintain`.
+
+        Args:
+            address: host:port of the service.
+            dialler: opens this gateway's connections.
+            timeout_s: timeout of the service's calls.
+            max_draft_tokens: most draft tokens that a session may request.
+        """
         super().__init__(address, dialler, timeout_s)
+        self._most_tokens = max_draft_tokens + 1
+        """Of a verdict: the draft tokens, and that of the verifier."""
         self._quarantined: set[int] = set()
 
     def takes_blocks_of(self, drafter_id: int) -> bool:
@@ -253,16 +270,16 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
     def _receive(self, event: verifier_pb2.TargetEvent) -> None:
         match event.WhichOneof("event"):
             case "verdict":
-                self._check_size(event.verdict)
-                verdict = messages.verdict_from_proto(event.verdict)
-                self._deliver((verdict.fence.session_id, verdict.fence.epoch), verdict)
+                key = (event.verdict.fence.session_id, event.verdict.fence.epoch)
+                if self._is_open(key, event.verdict.token_ids, self._most_tokens):
+                    self._deliver(key, messages.verdict_from_proto(event.verdict))
             case "prompt_read":
-                self._check_size(event.prompt_read)
-                prompt_read = messages.prompt_read_from_proto(event.prompt_read)
-                self._deliver((prompt_read.session_id, prompt_read.epoch), prompt_read)
+                key = (event.prompt_read.session_id, event.prompt_read.epoch)
+                if self._is_open(key, event.prompt_read.token_ids, MAX_PROMPT_PART):
+                    self._deliver(key, messages.prompt_read_from_proto(event.prompt_read))
             case "refusal":
-                is_new = len(self._quarantined) < MAX_QUARANTINED  # what a peer says is not kept without a bound
-                if is_new and event.refusal.HasField("quarantined_drafter_id"):
+                has_room = len(self._quarantined) < MAX_QUARANTINED  # what a peer reports is not kept without a bound
+                if has_room and event.refusal.HasField("quarantined_drafter_id"):
                     self._quarantined.add(event.refusal.quarantined_drafter_id)
                 error = ModelMismatchError(f"the verifier refused a block: {event.refusal.message[:MAX_MESSAGE]}")
                 refused = BlocksRefused(error, event.refusal.permit_number)
@@ -270,12 +287,20 @@ class VerifierLink(SessionLink[verifier_pb2.TargetCommand, verifier_pb2.TargetEv
             case "failure":
                 self._failure(event.failure)
             case "lease":
+                if event.lease.instance_id != self.instance_id:
+                    self._quarantined.clear()  # another process issues other ids, and audits from the start
                 self._take_lease(event.lease)
 
-    def _check_size(self, event: session_pb2.Verdict | verifier_pb2.PromptRead) -> None:
-        """Checks the size of an event before it is decoded. The stream of a verifier that exceeds it is ended."""
-        if len(event.token_ids) > self.description.context_length:
-            raise ProtocolViolationError(f"{self.address} sent more tokens at once than its context has")
+    def _is_open(self, key: tuple[int, int], token_ids: Sequence[int], most: int) -> bool:
+        """Whether an event is to be decoded: its session is open. All its lists are as long as its tokens, or it is
+        refused by the decoder before that reads them.
+
+        Raises:
+            ProtocolViolationError: the event has too many tokens. The verifier's stream is ended.
+        """
+        if len(token_ids) > most:
+            raise ProtocolViolationError(f"{self.address} sent {len(token_ids)} tokens at once, of {most} at most")
+        return key in self._inboxes
 
     def _close_command(self, close: session_pb2.CloseSession) -> verifier_pb2.TargetCommand:
         return verifier_pb2.TargetCommand(close_session=close)

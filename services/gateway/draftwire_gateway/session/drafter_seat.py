@@ -14,6 +14,7 @@ from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.keys import Role
 from draftwire.method.rounds import BlockSent, Calibration, DraftSessionSpec, Permit, SendDrafted, Verdict
 from draftwire.models.description import FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS, ModelDescription
+from draftwire_gateway.session.block_wait import BlockFate, BlockWait
 from draftwire_gateway.session.ports import (
     DrafterLost,
     DrafterPort,
@@ -32,10 +33,6 @@ NO_BLOCK = "no block in time, not even a part of one"
 
 MAX_MISSING_BLOCKS = 2
 """A drafter is given up when so many blocks in a row, which it says that it sent, did not reach the verifier."""
-
-MAX_STRETCH = 2.0
-"""A block counts in the estimate of a drafter's times as at most so many times the timeout that it was asked under: one
-pause, of the verifier too, must not make all sessions patient."""
 
 
 class DrafterSeat:
@@ -58,23 +55,11 @@ class DrafterSeat:
         self._known_len = 0
         self._verifier_address = ""
         self._has_permit = False
-        self._asked_at = 0.0
-        self._asked_round = -1
-        self._timeout_s = 0.0
-        self._asleep_since = 0.0
-        self._has_replied = False
-        self._is_missing = False
-        self._num_missing = 0
+        self._wait = BlockWait()
         self.permit_number = -1
         """Permit number of the latest drafter; each drafter has a higher one."""
         self.is_ready = False
         """Whether there is a drafter that has finished its prefill."""
-        self.is_awaited = False
-        """Whether a block of the open round is awaited: not if it was late, though it may still be judged."""
-        self.is_asleep = False
-        """Whether the drafter did not reply in time, and is not asked for blocks until it does."""
-        self.flush_requested = False
-        """Whether the drafter was asked for the tokens drawn so far of that block."""
         self.error = ""
         """Error of the drafter that was lost last; empty if none was lost."""
 
@@ -82,6 +67,16 @@ class DrafterSeat:
     def is_warming_up(self) -> bool:
         """Whether a drafter is still in its prefill."""
         return self._drafter is not None and not self.is_ready
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a block of the open round is awaited: not if it was late, though it may still be verified."""
+        return self._wait.is_awaited
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the drafter did not reply in time, and is not asked for blocks until it does."""
+        return self._wait.is_asleep
 
     @property
     def room(self) -> int:
@@ -120,7 +115,7 @@ class DrafterSeat:
             target: the verifier that its blocks go to.
             longest_sleep_s: a drafter that has been asleep for longer is given up if there is another one.
         """
-        if self.is_asleep and self._now() - self._asleep_since > longest_sleep_s and self._next(target) is not None:
+        if self._wait.sleeping_s(self._now()) > longest_sleep_s and self._next(target) is not None:
             self.give_up(UnavailableError(NO_BLOCK))
         drafter = None if self._drafter is not None else self._next(target)
         if drafter is None:
@@ -152,6 +147,10 @@ class DrafterSeat:
             return most
         return self._ready_drafter.round_trip.flush_timeout_s(most)
 
+    def sent_timeout_s(self, most: float) -> float:
+        """Returns the timeout of the verdict after that reply."""
+        return self._ready_drafter.round_trip.sent_timeout_s(most)
+
     def ask_for_block(self, num_draft_tokens: int, most_s: float = math.inf) -> float:
         """Requests a block of the open round, and sends the tokens committed since the last one.
 
@@ -167,22 +166,20 @@ class DrafterSeat:
         """
         base_len = self._known_len
         self._known_len = len(self._session.committed)
-        self.is_awaited, self.flush_requested = True, False
-        self._has_replied = self._is_missing = False
-        self._asked_at, self._asked_round = self._now(), self._session.round
-        self._timeout_s = self.timeout_s(most_s)
+        timeout_s = self.timeout_s(most_s)
+        self._wait.begin(self._session.round, self._now(), timeout_s)
         self._session.expected.request_block(num_draft_tokens)
         new_ids = self._session.committed.ids[base_len:]
         permit = None if self._has_permit else self._named_permit()
         self._has_permit = True
         calibration = Calibration(self._session.fence, base_len, new_ids, num_draft_tokens, permit=permit)
         self._ready_drafter.calibrate(calibration)
-        return self._timeout_s
+        return timeout_s
 
     @property
     def can_flush(self) -> bool:
         """Whether the drafter supports partial blocks, and was not asked for this one yet."""
-        return not self.flush_requested and self._is_capable_of(PARTIAL_BLOCKS)
+        return not self._wait.flush_requested and self._is_capable_of(PARTIAL_BLOCKS)
 
     def request_flush(self) -> None:
         """Requests the tokens drawn so far of the block.
@@ -190,7 +187,7 @@ class DrafterSeat:
         Raises:
             DraftwireError: the drafter cannot be asked.
         """
-        self.flush_requested = True
+        self._wait.flush_requested = True
         self._ready_drafter.send_drafted(
             SendDrafted(self._session.session_id, self._session.epoch, self._session.round)
         )
@@ -198,15 +195,11 @@ class DrafterSeat:
     def fall_asleep(self) -> None:
         """Records that the block of the open round did not come in time, which must then be requested in another way.
 
-        The drafter is asleep unless it has replied: then the verifier has the block, and is late itself, or will never
-        get it. The block may still be the first to be judged.
+        The drafter is asleep unless it has replied.
         """
-        self.is_awaited, self._is_missing = False, self._has_replied
-        if self._is_missing:
-            return
-        self.is_asleep, self._asleep_since = True, self._now()
-        log.info("gateway.drafter_asleep", session_id=self._session.session_id, round=self._session.round)
-        self._session.add_event("drafter asleep", epoch=self._session.epoch, round=self._session.round)
+        if self._wait.expire(self._now()):
+            log.info("gateway.drafter_asleep", session_id=self._session.session_id, round=self._session.round)
+            self._session.add_event("drafter asleep", epoch=self._session.epoch, round=self._session.round)
 
     def note_sent(self, sent: BlockSent, arrived_at: float) -> bool:
         """Records the drafter's reply to a flush, which wakes it if it is asleep.
@@ -218,12 +211,11 @@ class DrafterSeat:
         Returns:
             Whether the block is still awaited: from now on of the verifier.
         """
-        if self._drafter is None or not self.flush_requested or sent.round != self._asked_round:
+        if not self._wait.take_reply(sent.round):
             return False
         if self.is_asleep:
             self._learn(arrived_at, None)
             self._wake()
-        self._has_replied = True
         return self.is_awaited
 
     def end_round(self, verdict: Verdict, arrived_at: float) -> None:
@@ -233,19 +225,14 @@ class DrafterSeat:
             verdict: of the open round.
             arrived_at: when it arrived, by the event loop's clock: who reads the text may have been away since.
         """
-        was_awaited, self.is_awaited = self.is_awaited, False
-        if self._drafter is None or self._asked_round != verdict.fence.round:
-            return
-        if was_awaited or verdict.num_draft_tokens:
-            self._learn(arrived_at, verdict)
-            self._num_missing = 0
-            self._wake()
-        elif self._is_missing:
-            self._num_missing += 1
-            if self._num_missing == MAX_MISSING_BLOCKS:
+        match self._wait.end(verdict.fence.round, verdict.num_draft_tokens > 0):
+            case BlockFate.VERIFIED:
+                self._learn(arrived_at, verdict)
+                self._wake()
+            case BlockFate.MISSING if self._wait.num_missing == MAX_MISSING_BLOCKS:
                 self.give_up(UnavailableError("its blocks do not reach the verifier"))
-        elif self.is_asleep and not self._is_capable_of(FLUSH_REPLIES):  # nobody would say when it is awake
-            self.give_up(UnavailableError(NO_BLOCK))
+            case BlockFate.LATE if not self._is_capable_of(FLUSH_REPLIES):  # nobody would say when it is awake
+                self.give_up(UnavailableError(NO_BLOCK))
 
     def give_up(self, error: Exception) -> bool:
         """Drops the drafter, unless it was dropped before: one loss may cause several events.
@@ -272,17 +259,15 @@ class DrafterSeat:
             self._opening = None
         if self._drafter is not None:
             self._session.close_at(self._drafter)
-        self._drafter, self.is_ready, self.is_awaited = None, False, False
-        self.is_asleep, self._asked_round, self._num_missing = False, -1, 0
+        self._drafter, self.is_ready, self._wait = None, False, BlockWait()
 
     def _wake(self) -> None:
-        if self.is_asleep:
-            self.is_asleep = False
+        if self._wait.wake():
             self._session.add_event("drafter awake", epoch=self._session.epoch)
 
     def _learn(self, arrived_at: float, verdict: Verdict | None) -> None:
         """Updates the estimate of the drafter's times by the time since the block was requested."""
-        seconds = min(arrived_at - self._asked_at, MAX_STRETCH * self._timeout_s)
+        seconds = self._wait.seconds_until(arrived_at)
         pass_s = None
         if verdict is not None and verdict.num_draft_tokens:
             drafting_s = (verdict.timings.calibration_us + verdict.timings.draft_us) / 1e6

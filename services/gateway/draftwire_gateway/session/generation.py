@@ -46,6 +46,8 @@ class RequestedGeneration:
     prompts: list[list[int]]
     """Token ids of each prompt."""
     sampling: SamplingParams
+    caller: str
+    """Name of the caller's token; empty without tokens. Computed prefixes are shared only within one caller."""
     num_choices: int | None = None
     """Completions of each prompt."""
     max_tokens: int | None = None
@@ -62,8 +64,6 @@ class RequestedGeneration:
     logprobs_mode: str | None = None
     echo: bool = False
     token_details: bool = False
-    caller: str = ""
-    """Name of the caller's token; empty without tokens. Computed prefixes are shared only within one caller."""
 
     @property
     def num_ids(self) -> int:

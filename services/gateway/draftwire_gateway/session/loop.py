@@ -162,7 +162,7 @@ class GenerationLoop:
                 case DrafterReady():
                     self._drafter.mark_ready()
                 case BlockSent() as sent if self._drafter.note_sent(sent, event.arrived_at):
-                    self._set_timeout(self._settings.block_timeout_s)
+                    self._set_timeout(self._drafter.sent_timeout_s(self._settings.block_timeout_s))
 
     async def _take(self, event: PeerEvent) -> Verdict | PromptPart | None:
         """Returns what is new in a verifier's event, if anything is. A verifier that sends something else is lost."""

@@ -151,24 +151,51 @@ class PeerEvent:
 
 
 MAX_UNREAD_EVENTS = 2**14
-"""Events of a session that wait to be handled, at most: many times what its requests can cause. The parts of a prompt's
-report, of up to 128 tokens each, are the most."""
+"""Events of a session's verifier that wait to be handled, at most: many times what its requests can cause. The parts of
+a prompt's report, of up to 128 tokens each, are the most."""
+
+MAX_UNREAD_OF_DRAFTER = 2**8
+"""The same of a drafter, which replies once to each request."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TaggedInbox:
-    """An `Inbox` that adds the sender to each event."""
+    """An `Inbox` that adds the sender to each event. All inboxes of a session have one queue, and each peer is held to
+    a bound of its own: a flood of one peer is not blamed on another.
+    """
 
     queue: asyncio.Queue[PeerEvent]
     epoch: int
     permit_number: int | None = None
+    _num_free: int = field(init=False)
+    """So many events of the peer are certainly within its bound."""
+
+    def __post_init__(self) -> None:
+        self._num_free = self._most - self._num_unread()
 
     def put_nowait(self, item: SessionEvent) -> None:
-        """Adds an event, with its sender and time of arrival.
+        """Adds an event, with its sender and time of arrival. Those that the gateway makes itself are never refused: a
+        session has one at most of each opening.
 
         Raises:
-            ProtocolViolationError: there are more than anybody requested. The peer's stream must be ended.
+            ProtocolViolationError: this peer sent more than anybody requested. Its stream must be ended.
         """
-        if self.queue.qsize() >= MAX_UNREAD_EVENTS:
-            raise ProtocolViolationError("a peer sent more events than were requested")
+        if not isinstance(item, TargetLost | DrafterLost | DrafterReady):
+            if self._num_free <= 0:  # unless some were read meanwhile
+                self._num_free = self._most - self._num_unread()
+            if self._num_free <= 0:
+                raise ProtocolViolationError("a peer sent more events than were requested")
+            self._num_free -= 1
         self.queue.put_nowait(PeerEvent(self.epoch, self.permit_number, item))
+
+    @property
+    def _most(self) -> int:
+        return MAX_UNREAD_EVENTS if self.permit_number is None else MAX_UNREAD_OF_DRAFTER
+
+    def _num_unread(self) -> int:
+        """Returns how many events of this peer wait, and drops those of earlier epochs, which nobody would handle."""
+        waiting = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
+        for event in waiting:
+            if event.epoch >= self.epoch:
+                self.queue.put_nowait(event)
+        return sum(event.epoch == self.epoch and event.permit_number == self.permit_number for event in waiting)

@@ -2,12 +2,16 @@
 
 LEAST_TIMEOUT_S = 0.1
 """Least timeout of a block: delays of this size occur on any busy machine."""
+FIRST_TIMEOUT_S = 1.0
+"""Timeout of a block, and of the reply to a flush, before anything is known. Source: RFC 6298, 2.1."""
 
 FLUSH_PASSES = 8
 """Forward passes that a drafter may take, beside a trip, to reply to a flush: it ends its own block after the running
 one, but waits for longer blocks of the same step."""
 LEAST_FLUSH_S = 0.25
 """Least timeout of that reply."""
+LEAST_SENT_S = 1.0
+"""Least timeout of the verdict after that reply: the block is on its way, or waits at the verifier."""
 
 
 class RoundTripEstimate:
@@ -35,11 +39,15 @@ class RoundTripEstimate:
     def timeout_s(self, most: float) -> float:
         """Returns how long a block may take before the drafter is asked for its partial block; at most `most`."""
         if self._mean_s is None:
-            return most
+            return min(most, FIRST_TIMEOUT_S)
         return min(most, max(LEAST_TIMEOUT_S, 2.0 * self._mean_s + 4.0 * self._deviation_s))
 
     def flush_timeout_s(self, most: float) -> float:
         """Returns how long the drafter may then take to reply: `FLUSH_PASSES` passes and a trip; at most `most`."""
         if self._mean_s is None:
-            return most
+            return min(most, FIRST_TIMEOUT_S)
         return min(most, max(LEAST_FLUSH_S, FLUSH_PASSES * (self._pass_s or 0.0) + self._mean_s))
+
+    def sent_timeout_s(self, most: float) -> float:
+        """Returns how long the verdict may take after that reply; at most `most`."""
+        return min(most, max(LEAST_SENT_S, self.flush_timeout_s(most)))

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from typing import Any
 
@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError
-from draftwire.runtime.daemon_threads import DaemonThreads
 from draftwire.runtime.time_limits import Deadline
 from draftwire_gateway.text.control_tokens import control_tokens
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
+from draftwire_gateway.text.fair_threads import FairThreads
 
 MAX_JSON_DEPTH = 32
 """Deepest nesting of objects and lists. Indented, the text of n brackets in d levels has 4 * n * d spaces."""
@@ -62,11 +62,15 @@ class ChatTemplate:
         """`model_name` is for error messages. The tokenizer may have no template."""
         self._tokenizer = tokenizer
         self._model_name = model_name
-        self._threads = DaemonThreads(RENDER_THREADS, "chat")
+        self._threads = FairThreads(RENDER_THREADS, "chat")
         self._num_waiting = 0
 
-    async def render(self, conversation: Conversation) -> str:
+    async def render(self, conversation: Conversation, caller: str = "") -> str:
         """Renders a conversation up to the start of the answer. Runs on the event loop.
+
+        Args:
+            conversation: to render.
+            caller: whose turn it uses.
 
         Raises:
             InvalidRequestError: there is no template, the template refuses the conversation or leaves something out, or
@@ -78,11 +82,10 @@ class ChatTemplate:
         if self._num_waiting >= MAX_WAITING:
             raise NoRoomError(f"{MAX_WAITING} conversations wait for the chat template, which is the limit")
         render_time = Deadline(RENDER_SECONDS)
-        job = self._threads.submit(self._render, conversation, render_time)
         self._num_waiting += 1
         try:
             async with asyncio.timeout(RENDER_SECONDS):  # not `wait_for`: see form_compiler_pool.py
-                return await asyncio.wrap_future(job)
+                return await self._threads.run(caller, partial(self._render, conversation, render_time))
         except TimeoutError as error:
             raise _late_error(render_time) from error
         finally:

@@ -1,10 +1,6 @@
 """Prompts to token ids, off the event loop: bounded, with a deadline, and fair between callers."""
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,6 +8,7 @@ from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.models.description import ModelDescription
 from draftwire.runtime.time_limits import Deadline
 from draftwire_gateway.text.character_bound import characters_per_token
+from draftwire_gateway.text.fair_threads import FairThreads
 
 MAX_PROMPT_CHARACTERS = 4_000_000
 """Longer prompts are refused, whatever the model."""
@@ -21,8 +18,6 @@ SHORT_CHARACTERS = 16_384
 """Prompts of at most this length have a thread of their own, on which each takes milliseconds."""
 MAX_WAITING = 256
 """Most prompts being tokenised or in the queues."""
-
-Work = Callable[[], list[int]]
 
 
 class TokenizerPool:
@@ -35,7 +30,7 @@ class TokenizerPool:
         self._tokenizer = tokenizer
         self._model = description
         self._per_token = characters_per_token(tokenizer)
-        self._short, self._long = _Lane("tokenize-short"), _Lane("tokenize-long")
+        self._short, self._long = FairThreads(1, "tokenize-short"), FairThreads(1, "tokenize-long")
         self._num_waiting = 0
 
     async def encode(self, text: str, caller: str, **options: bool) -> list[int]:
@@ -59,11 +54,11 @@ class TokenizerPool:
             deadline.begin()
             return list(self._tokenizer(text, **options)["input_ids"])
 
-        lane = self._short if len(text) <= SHORT_CHARACTERS else self._long
+        threads = self._short if len(text) <= SHORT_CHARACTERS else self._long
         self._num_waiting += 1
         try:
             async with asyncio.timeout(TOKENIZE_SECONDS):  # not `wait_for`: see form_compiler_pool.py
-                return await lane.run(caller, tokenize)
+                return await threads.run(caller, tokenize)
         except TimeoutError as error:
             if deadline.has_waited:
                 raise NoRoomError("other prompts are being tokenised") from error
@@ -85,53 +80,3 @@ class TokenizerPool:
                 f"the prompt has {num_characters} characters; the context of {self._model.name} is {length} tokens, "
                 f"of at most {self._per_token} characters each"
             )
-
-
-class _Lane:
-    """One thread that serves callers in turn, each in order of arrival."""
-
-    def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._is_busy = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-
-    async def run(self, caller: str, work: Work) -> list[int]:
-        """Does work on the thread when it is the caller's turn. A cancellation does not interrupt work that has begun:
-        the next turn comes after it.
-        """
-        await self._turn(caller)
-        loop = asyncio.get_running_loop()
-
-        def pass_on(_: Future[list[int]]) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(self._pass_on)
-
-        job = self._thread.submit(work)
-        job.add_done_callback(pass_on)
-        return await asyncio.wrap_future(job)
-
-    async def _turn(self, caller: str) -> None:
-        if not self._is_busy:
-            self._is_busy = True
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # the turn came at the same moment
-                self._pass_on()
-            raise
-
-    def _pass_on(self) -> None:
-        """Gives the thread to the caller who has waited longest since the last turn."""
-        while self._waiting:
-            caller = next(iter(self._waiting))
-            turns = self._waiting.pop(caller)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[caller] = turns  # behind all others
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._is_busy = False

@@ -1,0 +1,92 @@
+"""What is recorded of one request: metrics of its choices, and its span."""
+
+import asyncio
+from collections.abc import Sequence
+from types import TracebackType
+
+from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.session.choices import ChoiceEvent
+from draftwire_gateway.session.committed_text import Delta, Finish
+from draftwire_gateway.session.generation import Generation
+from draftwire_gateway.session.latencies import Latencies
+from draftwire_gateway.session.spans import RequestSpans
+from draftwire_gateway.session.statistics import Statistics
+
+
+class RequestRecord:
+    """Records a request from its first choice to its end. A context manager around its generation, whose error, if
+    there is one, is the request's result.
+    """
+
+    def __init__(
+        self, metrics: GatewayMetrics, generations: Sequence[Generation], trace: RequestSpans | None = None
+    ) -> None:
+        """Counts the prompts.
+
+        Args:
+            metrics: of the gateway.
+            generations: the choices.
+            trace: span of the request, already started; None traces nothing.
+        """
+        self._metrics = metrics
+        self._generations = generations
+        self._trace = trace
+        self._num_unfinished = len(generations)
+        self._latencies = Latencies(metrics)
+        self._statistics: dict[int, Statistics] = {}
+        metrics.prompt_tokens.inc(sum({each.prompt_index: len(each.prompt_ids) for each in generations}.values()))
+
+    def begin_choice(self, choice: int, statistics: Statistics) -> None:
+        """Records an attempt at a choice, whose statistics still grow. One that was refused was tried before."""
+        self._count_losses(choice)
+        self._statistics[choice] = statistics
+
+    def add(self, event: ChoiceEvent) -> None:
+        """Counts an event of a choice."""
+        match event.event:
+            case Delta(token_ids=token_ids):
+                self._metrics.tokens.inc(len(token_ids))
+                self._latencies.count_tokens(event.generation.choice, len(token_ids))
+            case Finish(reason=reason):
+                self._num_unfinished -= 1
+                self._metrics.requests.labels(reason.value).inc()
+                self._latencies.count_end()
+
+    def __enter__(self) -> "RequestRecord":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        result = _result_of(error)
+        if isinstance(error, NoRoomError):
+            self._metrics.requests_refused.labels("verifier").inc(self._num_unfinished)
+        if self._trace is not None:
+            self._trace.end(result, error if result in ("invalid", "failed") else None)
+        if self._num_unfinished:
+            self._metrics.requests.labels(result).inc(self._num_unfinished)
+        for choice in list(self._statistics):
+            self._count_losses(choice)
+        for generation in self._generations:
+            if generation.is_lossy:
+                self._metrics.lossy_requests.labels(generation.rule.name).inc()
+
+    def _count_losses(self, choice: int) -> None:
+        statistics = self._statistics.pop(choice, None)
+        if statistics is not None:
+            self._metrics.drafters_lost.inc(statistics.num_drafters_lost)
+            self._metrics.verifiers_lost.inc(statistics.num_verifiers_lost)
+
+
+def _result_of(error: BaseException | None) -> str:
+    """Returns the result of a request, and of those of its choices that were not finished."""
+    match error:
+        case None:
+            return "finished"
+        case InvalidRequestError():
+            return "invalid"
+        case asyncio.CancelledError() | GeneratorExit():
+            return "cancelled"
+        case _:
+            return "failed"

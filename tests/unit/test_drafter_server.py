@@ -1,0 +1,29 @@
+"""What a drafter's service puts together around its core."""
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from draftwire.method.rounds import DrafterIdentity
+from draftwire.runtime.settings import ModelSettings
+from draftwire_drafter import server
+from draftwire_drafter.config import DrafterConfig
+
+
+async def test_drafter_shows_each_verifier_the_identity_that_this_one_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, DrafterIdentity | None]] = []
+    given = {"one:1": DrafterIdentity(5, b"a" * 16), "two:1": DrafterIdentity(6, b"b" * 16), "old:1": None}
+
+    async def connect(address: str, introduction: server.Introduction, *_: Any) -> Any:
+        shown.append((address, introduction.identity))
+        return MagicMock(identity=given[address])
+
+    cores: list[Any] = []
+    monkeypatch.setattr(server.GrpcBlockLink, "connect", connect)
+    monkeypatch.setattr(server, "DrafterCore", lambda *given: cores.append(given) or MagicMock(instance_id=1))
+    server.make_service(DrafterConfig(ModelSettings("scripted:")))
+    ((_, link_to, *_),) = cores
+    for address in [*given, *given]:
+        await link_to(address, MagicMock(), lambda: None)
+    assert shown == [(address, None) for address in given] + list(given.items())
