@@ -30,6 +30,9 @@ EXPORT_SECONDS = 10.0
 """Timeout of the export of one batch, retries included."""
 FLUSH_SECONDS = 3.0
 """Timeout of the final flush, when a service ends."""
+ABORT_SECONDS = 1.0
+"""How long the end of a service waits, after that timeout, for the export that it broke off to fail: its spans are
+counted as lost, and logged."""
 WARNING_SECONDS = 60.0
 """Shortest interval of log lines about lost spans."""
 QUEUE_SPANS = 8192
@@ -178,7 +181,7 @@ class OtlpTracer:
         span.end(clock.at(ended_at))
 
     async def close(self) -> None:
-        """Flushes the queue, for `FLUSH_SECONDS` at most, and shuts down."""
+        """Flushes the queue, for `FLUSH_SECONDS` at most, and shuts down; what is lost is logged."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def shut_down() -> None:
@@ -193,6 +196,9 @@ class OtlpTracer:
                 await ended.wait()
         except TimeoutError:
             self._exporter.shutdown()  # ends the running export
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_SECONDS):
+                    await ended.wait()
 
 
 def _context_under(parent: trace.SpanContext | None) -> Context:

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from structlog.testing import capture_logs
 
 from draftwire.runtime import open_telemetry
-from draftwire.runtime.open_telemetry import FLUSH_SECONDS, ForgivingExporter, OtlpTracer, WallClock
+from draftwire.runtime.open_telemetry import ABORT_SECONDS, FLUSH_SECONDS, ForgivingExporter, OtlpTracer, WallClock
 from draftwire.runtime.settings import TracingSettings
 from draftwire.runtime.traceparent import parse_own_traceparent, traceparent_of
 from draftwire.runtime.tracing_setup import open_tracer
@@ -179,7 +179,24 @@ async def test_end_waits_for_a_hanging_collector_for_seconds_only(monkeypatch: p
     assert exporter.is_called.is_set()
     assert exporter.is_over.is_set()
     assert 0.3 <= time.monotonic() - started < 3.0
-    assert FLUSH_SECONDS <= 5.0
+    assert FLUSH_SECONDS + ABORT_SECONDS <= 5.0
+
+
+async def test_what_the_end_breaks_off_is_counted_before_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export that is shut down needs a moment to fail."""
+
+    class Slow(Hanging):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            result = super().export(spans)
+            time.sleep(0.1)
+            return result
+
+    monkeypatch.setattr(open_telemetry, "FLUSH_SECONDS", 0.1)
+    tracer = OtlpTracer(Slow(), "gateway", "one")
+    tracer.start("generate", None, {}).end({})
+    with capture_logs() as lines:
+        await tracer.close()
+        assert [(line["event"], line["num_spans"]) for line in lines] == [("gateway.spans_lost", 1)]
 
 
 async def test_full_queue_neither_blocks_nor_grows(monkeypatch: pytest.MonkeyPatch, quiet_sdk: None) -> None:
