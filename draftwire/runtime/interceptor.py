@@ -101,6 +101,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
                 if not is_expected(error):
                     log.exception("rpc.method_failed", method=method)
                 status = (*status_of(error), hints(error))
+                error.__traceback__ = None  # see `_abort`: tasks keep their exceptions, and frames keep tasks
             await _abort(context, *status)
             return None
 

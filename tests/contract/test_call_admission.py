@@ -22,6 +22,7 @@ from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.channels import server_options
 from draftwire.runtime.interceptor import MAX_QUESTION_BYTES, MAX_WATCHES, Metadata, ServiceGate, num_received_bytes
 from draftwire.runtime.message_scan import MAX_FIELDS, SCANNED_BYTES
+from draftwire.runtime.outbox import exchange
 from draftwire.runtime.settings import ConnectionSettings
 from draftwire.v1 import gateway_pb2, model_pb2, verifier_pb2
 
@@ -331,6 +332,15 @@ class RefusedCall:
         raise self.kept
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(("refusal", "code"), [("loading", Code.UNAVAILABLE), ("", Code.RESOURCE_EXHAUSTED)])
 async def test_refused_call_is_freed_with_what_arrived_of_its_request(refusal: str, code: Code) -> None:
     """At once, and not at the next collection, whether it is refused unread or by its method."""
@@ -347,11 +357,32 @@ async def test_refused_call_is_freed_with_what_arrived_of_its_request(refusal: s
     handler: Any = await gate.intercept_service(find, details)
     call = RefusedCall(statuses)
     arrived = weakref.ref(call.arrived)
-    gc.disable()
-    try:
+    with without_collections():
         await handler.stream_unary(None, call)
         del call
         assert arrived() is None
-    finally:
-        gc.enable()
     assert statuses == [code]
+
+
+async def test_message_is_freed_with_the_stream_whose_reader_refuses_it() -> None:
+    """At once, although the stream's tasks keep the exception, and its traceback the tasks."""
+    statuses, messages = list[Any](), list[weakref.ref[Arrived]]()
+
+    async def refuse(message: Arrived) -> None:
+        messages.append(weakref.ref(message))
+        raise NoRoomError("full")
+
+    async def serve(_requests: Any, _context: Any) -> None:
+        await exchange(refuse(Arrived()), asyncio.Event().wait())
+
+    async def find(_details: grpc.HandlerCallDetails) -> Any:
+        return grpc.stream_stream_rpc_method_handler(serve, request_deserializer=bytes)
+
+    gate = ServiceGate()
+    gate.refusal = ""
+    details: Any = SimpleNamespace(method="/draftwire.v1.VerifierService/RunTargetSessions")
+    handler: Any = await gate.intercept_service(find, details)
+    with without_collections():
+        await handler.stream_stream(None, RefusedCall(statuses))
+        assert [message() for message in messages] == [None]
+    assert statuses == [Code.RESOURCE_EXHAUSTED]
