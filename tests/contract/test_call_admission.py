@@ -223,6 +223,8 @@ async def test_health_answers_probes_while_anybody_watches_and_asks_without_end(
         questions = [silent(channel, interceptor.HEALTH_CHECK) for _ in range(100)]
         assert await check(channel) is Code.OK
         assert await questions[0].code() is Code.RESOURCE_EXHAUSTED, "the oldest made room"
+        most = 2 * interceptor.MAX_ARRIVING_QUESTIONS
+        await until(lambda: sum(not each.done() for each in questions) <= most, "all questions have come")
         watches.pop().cancel()
         await until(lambda: server.gate._watches.num_running < MAX_WATCHES, "the cancelled watch ends")
         assert (await stub.Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS).read()).status
