@@ -9,14 +9,11 @@ life ends at the alarm or after `--max-positions`. Only draft tokens whose distr
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 import numpy as np
 import torch

@@ -14,13 +14,10 @@ Intervals are 95 %, by bootstrap over the prompts.
 """
 
 import argparse
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported; its threads share two cores
 
 import numpy as np
 import torch

@@ -11,13 +11,10 @@ others alone; the report is written after each.
 import argparse
 import contextlib
 import io
-import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 import torch
 import transformers

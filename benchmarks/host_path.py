@@ -16,8 +16,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 from benchmarks.bare_hop import bare_hop_us
 from benchmarks.load import Answer, Ask, run_load
 from benchmarks.prompts import load_prompts

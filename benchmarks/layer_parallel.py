@@ -20,14 +20,11 @@ steps: time of a step; see `benchmarks.layer_parallel_steps`.
 
 import argparse
 import itertools
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 import numpy as np
 import torch

@@ -4,13 +4,10 @@ python -m benchmarks.linear --output benchmarks/results/linear.json
 """
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from torch import Tensor

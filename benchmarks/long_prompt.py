@@ -12,15 +12,12 @@ computing, as if each model had a device of its own.
 import argparse
 import asyncio
 import json
-import os
 import shutil
 import statistics
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import grpc
 

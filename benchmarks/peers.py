@@ -24,7 +24,6 @@ weights) without stop tokens, so that no token has to be masked.
 import argparse
 import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -38,8 +37,6 @@ from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from tokenizers import Tokenizer

@@ -15,15 +15,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 from benchmarks.load import Ask, run_load
 from benchmarks.paired import ratio_of
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options
+
+WAITING = {
+    "": {},
+    "sleeping": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
+    "spinning": {"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "infinite"},
+}
+"""Variables of the services."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +38,14 @@ class Placement:
     drafter_threads: int
     is_pinned: bool = False
     """Drafter and gateway on the last core, the verifier on the others."""
-    spins: bool = False
-    """Whether OpenMP threads wait for work by spinning instead of sleeping."""
+    waiting: str = ""
+    """How OpenMP's threads wait, if not as in the services: a key of `WAITING`."""
 
     @property
     def name(self) -> str:
         """Short description."""
         threads = f"verifier {self.verifier_threads}, drafter {self.drafter_threads}"
-        return threads + ", pinned" * self.is_pinned + ", spinning" * self.spins
+        return ", ".join(filter(None, [threads, "pinned" * self.is_pinned, self.waiting]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,8 @@ def placements(cores: int) -> list[Placement]:
         Placement(cores, 1),
         Placement(max(1, cores - 1), 1),
         Placement(max(1, cores - 1), 1, is_pinned=True),
-        Placement(cores, cores, spins=True),
+        Placement(cores, cores, waiting="sleeping"),
+        Placement(cores, cores, waiting="spinning"),
     ]
     return list(dict.fromkeys(chosen))
 
@@ -74,14 +79,13 @@ def measure(placement: Placement, arguments: argparse.Namespace) -> Iterator[Mea
     cache = {"kv_cache_tokens": 16_384}
     options["verifier"].update(threads=placement.verifier_threads, **cache)
     options["drafter"].update(threads=placement.drafter_threads, **cache)
-    policy = {"OMP_WAIT_POLICY": "ACTIVE" if placement.spins else "PASSIVE"}
-    with patch.dict(os.environ, policy), LocalStack(options) as stack:
+    with patch.dict(os.environ, WAITING[placement.waiting]), LocalStack(options) as stack:
         if placement.is_pinned:
             pin(stack)
         prompts = [prompt[:120] for prompt in load_prompts()]
         run_load(stack.address, [Ask(prompts[0], 8, arguments.num_speculative_tokens)], 1)
         # Spinning is twenty times slower already with one session.
-        for concurrency in arguments.concurrencies[: 1 if placement.spins else None]:
+        for concurrency in arguments.concurrencies[: 1 if placement.waiting == "spinning" else None]:
             for kind, block_length in (("plain", 0), ("speculative", arguments.num_speculative_tokens)):
                 asks = [
                     Ask(prompt, arguments.max_tokens, block_length, seed)

@@ -35,8 +35,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 from benchmarks.load import Answer, Ask, run_load
 from benchmarks.prompts import load_prompts
 from benchmarks.report import write_report

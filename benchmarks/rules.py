@@ -10,14 +10,11 @@ more than the arithmetic).
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 import torch
 from torch import Tensor

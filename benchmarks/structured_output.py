@@ -10,15 +10,12 @@ masks. Times of masks are measured in this process, along the same texts, positi
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported; its threads share two cores
 
 from transformers import AutoTokenizer
 

@@ -16,7 +16,6 @@ Each number is a median over the steps of all repetitions, in microseconds. On G
 
 import argparse
 import multiprocessing
-import os
 import socket
 import statistics
 import tempfile
@@ -24,8 +23,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 from torch import Tensor

@@ -7,16 +7,12 @@ medians over the repetitions, and the mean number of rounds per step.
 """
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 
 from benchmarks.load import Ask, run_load
 from benchmarks.paired import ratio_of

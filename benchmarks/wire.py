@@ -18,7 +18,6 @@ Intervals are 95 %, by bootstrap over the prompts, paired.
 """
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
@@ -28,8 +27,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
 import numpy as np
 import torch

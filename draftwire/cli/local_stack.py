@@ -1,7 +1,6 @@
 """Drafter, verifier and gateway as three processes on this machine."""
 
 import json
-import os
 import queue
 import signal
 import subprocess
@@ -145,7 +144,6 @@ class LocalStack:
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",  # libraries may write other encodings
-            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             start_new_session=True,  # Ctrl-C reaches the parent alone, which stops the services in order
         )
         service = self.services[name] = ServiceProcess(name, process)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from draftwire.errors import DraftwireError
+from draftwire.runtime.openmp import set_waiting
 from draftwire_drafter.config import DrafterConfig
 from draftwire_gateway.config import GatewayConfig
 from draftwire_verifier.config import VerifierConfig
@@ -109,8 +110,7 @@ def serve_command(service: str) -> Callable[..., None]:
     config_class = SERVICES[service]
 
     def serve(**values: Any) -> None:
-        # Waiting torch threads must sleep, not spin: three processes share the cores. Read when torch is imported.
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        set_waiting()
         try:
             config = build(config_class, values)
             module = importlib.import_module(ENTRIES[service])

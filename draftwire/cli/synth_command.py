@@ -1,6 +1,5 @@
 """`draftwire synth`: make a synthetic pair of models of real size, with a chosen acceptance rate."""
 
-import os
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -10,6 +9,7 @@ import typer
 
 from draftwire.cli.exits import FAILED, MISUSED, end
 from draftwire.errors import InvalidRequestError
+from draftwire.runtime.openmp import set_waiting
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +48,7 @@ def synth(
 
     console = make_console(stderr=True)
     started = time.monotonic()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+    set_waiting()
     try:
         try:
             import torch
