@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -26,8 +27,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from draftwire.models import kv_storage, paged_attention
 from draftwire.models.cached_model import CachedModel, Reading
-from draftwire.models.kv_cache import CachedSequence
+from draftwire.models.kv_cache import CachedSequence, KvCache
 
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "qwen2", "qwen3", "granite")
 """What `tiny_network` makes: grouped key heads, sliding windows, bounded or scaled scores, learned positions."""
@@ -251,6 +253,23 @@ def ragged_reads(model: CachedModel, fuzzily: bool = False) -> Iterator[tuple[li
         model.cache.check_integrity()
         for index, rows in zip(members, logits.split([reading.keep for reading in readings]), strict=True):
             yield list(texts[index]), rows
+
+
+def read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets segments of any length read their keys where they are, in however many runs, as long ones on a CPU do."""
+    for name, value in (("LEAST_BYTES", 0), ("LEAST_RUN", 1), ("MOST_RUNS", 1000), ("MOST_QUERIES", 1000)):
+        monkeypatch.setattr(paged_attention, name, value)
+    monkeypatch.setattr(kv_storage, "HEADS_FIRST_BYTES", 0)
+
+
+def scatter(cache: KvCache) -> None:
+    """Leaves every second block free, so that texts are in as many runs as they have blocks."""
+    sequences = []
+    while cache.num_free_blocks:
+        sequences.append(cache.open())
+        cache.append(sequences[-1], 1)
+    for sequence in sorted(sequences, key=lambda one: one.blocks)[::2]:
+        cache.close(sequence)
 
 
 class ExtendsByReading:

@@ -18,11 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftwire.errors import NoRoomError
+from draftwire.models.free_blocks import FreeBlocks
 
 BLOCK_SIZE = 16
 """Tokens in a block."""
 NULL_BLOCK = 0
 """Never allocated: padding reads it, nothing writes it."""
+AHEAD = 1 / 64
+"""Share of the blocks that are evicted beyond those that are needed, so that growing texts find free ones behind their
+last and are not scattered over the memory."""
 
 
 def blocks_for(num_tokens: int) -> int:
@@ -58,7 +62,7 @@ class KvCache:
         """
         self.num_blocks = blocks_for(num_tokens)
         self.sequences: set[CachedSequence] = set()
-        self._free = list(range(self.num_blocks, NULL_BLOCK, -1))  # allocated from the end
+        self._free = FreeBlocks(self.num_blocks)
         self._users = [0] * (self.num_blocks + 1)  # sequences that hold each block
         self._published: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}  # the inverse of _published
@@ -104,10 +108,11 @@ class KvCache:
         missing = blocks_for(sequence.length + num_tokens) - len(sequence.blocks)
         if missing > self.num_free_blocks:
             raise NoRoomError(f"the KV cache of {self.num_blocks * BLOCK_SIZE} tokens is full")
-        for _ in range(missing):
-            block = self._take()
-            self._users[block] = 1
-            sequence.blocks.append(block)
+        if missing > 0:
+            self._evict(missing - len(self._free))
+            for block in self._free.take(sequence.blocks[-1] if sequence.blocks else None, missing):
+                self._users[block] = 1
+                sequence.blocks.append(block)
         sequence.length += num_tokens
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
@@ -181,12 +186,14 @@ class KvCache:
         assert not self._hashes.keys() & set(self._free), "a free block is not offered"
         assert set(self._idle) <= self._hashes.keys(), "an idle block is kept for being offered"
 
-    def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        block, _ = self._idle.popitem(last=False)
-        del self._published[self._hashes.pop(block)]
-        return block
+    def _evict(self, num_missing: int) -> None:
+        """Frees so many idle blocks, if the number is positive, and some more; those that are idle for longest."""
+        if num_missing <= 0:
+            return
+        for _ in range(min(num_missing + int(AHEAD * self.num_blocks), len(self._idle))):
+            block, _ = self._idle.popitem(last=False)
+            del self._published[self._hashes.pop(block)]
+            self._free.put([block])
 
     def _release(self, block: int) -> None:
         self._users[block] -= 1
@@ -195,7 +202,7 @@ class KvCache:
         if block in self._hashes:
             self._idle[block] = None
         else:
-            self._free.append(block)
+            self._free.put([block])
 
 
 def slots_of(sequences: Sequence[CachedSequence], width: int) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers import PreTrainedModel
 
-from draftwire.models.linear import Linear
+from draftwire.models.linear import Linear, repeated
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 from draftwire.models.parallel.process_group import ProcessGroup
 
@@ -171,7 +171,9 @@ class LeanDecoder:
 
     def logits(self, token_ids: Tensor, step: PackedStep, kept: Tensor) -> Tensor:
         """Returns the logits of the kept tokens."""
-        hidden, rotation = self.embed(token_ids, step.positions)
+        # Rows that are repeated once are not repeated for every product. Ranks exchange no more than they have to.
+        num_rows = self._head.least_rows if self._group is None else 1
+        hidden, rotation = self.embed(repeated(token_ids, num_rows), repeated(step.positions, num_rows))
         for index in range(self.num_layers):
             hidden += self.attention(index, hidden, rotation, step)
             hidden += self.mlp(index, hidden)
@@ -191,12 +193,22 @@ class LeanDecoder:
         return hidden, Rotation(both[..., : self.head_dim], both[..., self.head_dim :])
 
     def attention(self, index: int, hidden: Tensor, rotation: Rotation, step: PackedStep) -> Tensor:
-        """Returns a layer's attention output, `[tokens, hidden]`, without the residual; stores its keys and values."""
+        """Returns a layer's attention output, `[rows, hidden]`, without the residual; stores its keys and values.
+
+        Args:
+            index: of the layer.
+            hidden: `[rows, hidden]`, the step's tokens, perhaps `repeated`.
+            rotation: of these rows.
+            step: the step.
+        """
         layer = self.attentions[index]
         assert layer is not None
         queries, keys, values = self._projected(layer, layer.norm(hidden), rotation)
+        num_tokens = len(step.positions)
+        if num_tokens < len(hidden):
+            queries, keys, values = queries[:num_tokens], keys[:num_tokens], values[:num_tokens]
         attended = step.attend(index, layer.shape, queries, keys, values)
-        return self._summed(layer.output(attended.flatten(1)))
+        return self._summed(layer.output(repeated(attended.flatten(1), len(hidden))))
 
     def mlp(self, index: int, hidden: Tensor) -> Tensor:
         """Returns the output of a layer's MLP, `[tokens, hidden]`, without the residual."""

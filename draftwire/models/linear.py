@@ -14,6 +14,13 @@ from torch.nn.functional import linear
 TYPICAL_ROWS = 8
 """Number of rows that the packed layout is chosen for. A layout chosen for one row is slow for more."""
 
+LEAST_ROWS = 6
+"""Products of fewer rows are computed as of so many, which is faster: the library's kernels for one and two rows do not
+keep up with the memory."""
+
+LEAST_BYTES = 2**18
+"""Smaller weights, which stay in the cache, gain nothing from more rows."""
+
 
 class Linear:
     """A linear layer, or several with the same input, fused in this order."""
@@ -22,6 +29,8 @@ class Linear:
         """Wraps `[outputs, inputs]` weights, copied only if they are packed, and `[outputs]` biases."""
         self.bias = bias
         self._is_packed = _can_pack(weight)
+        self.least_rows = LEAST_ROWS if self._is_packed and weight.nbytes >= LEAST_BYTES else 1
+        """Number of rows below which `repeated` rows cost nothing."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS) if self._is_packed else weight
 
     @classmethod
@@ -38,9 +47,17 @@ class Linear:
     def __call__(self, rows: Tensor) -> Tensor:
         """Returns `[num_rows, outputs]` for `[num_rows, inputs]`."""
         if self._is_packed:
-            product: Tensor = _PRODUCT(rows, self._weight, self.bias, "none", [], "")
-            return product
+            product: Tensor = _PRODUCT(repeated(rows, self.least_rows), self._weight, self.bias, "none", [], "")
+            return product if len(product) == len(rows) else product[: len(rows)]
         return linear(rows, self._weight, self.bias)
+
+
+def repeated(rows: Tensor, count: int) -> Tensor:
+    """Returns a tensor's rows, over and over, until there are `count`; all of them if there are more, or none."""
+    own = len(rows)
+    if own >= count or not own:
+        return rows
+    return torch.cat([rows] * -(-count // own))[:count]  # in fewer operations than `repeat`
 
 
 _PRODUCT: Any = torch.ops.mkldnn._linear_pointwise.default if torch.backends.mkldnn.is_available() else None

@@ -3,12 +3,13 @@
 The linear layers of a model are independent of the sequence that a token belongs to, so they run over all tokens of a
 step at once, without padding. Attention is not: here the new keys and values are written to their slots in the cache,
 and rows of similar shape are gathered, padded and computed together, so that neither a long text among short ones nor
-a prefill among single tokens makes the others wait for padding.
+a prefill among single tokens makes the others wait for padding. On a CPU, where to copy keys takes several times as
+long as to attend to them, those of longer texts are read where they are, text by text.
 
 Registered with transformers as an attention implementation: every model whose layers call it is supported.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -21,57 +22,20 @@ from transformers import AttentionInterface
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import upload
-from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK, CachedSequence, slots_of
+from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
+from draftwire.models.kv_storage import KvStorage
 
 IMPLEMENTATION = "draftwire_paged"
 
-
-class KvStorage:
-    """The tensors of a `KvCache`: for each layer `[num_slots, kv_heads, head_dim]` keys and values."""
-
-    def __init__(self, num_slots: int, stacks: Sequence[Sequence[int]] = ()) -> None:
-        """Allocates nothing yet: the first step that reaches a layer determines its shape.
-
-        Args:
-            num_slots: capacity in tokens.
-            stacks: layers that are also attended to together; their tensors are contiguous.
-        """
-        self._num_slots = num_slots
-        self._stacks = {index: tuple(stack) for stack in stacks for index in stack}
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._stacked: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a layer's keys and values. Slots that were never written are undefined, except the null block: 0.
-
-        Args:
-            index: of the layer.
-            key: `[tokens, kv_heads, head_dim]`, an example of the tensors to store.
-            value: likewise; its last dimension may differ.
-        """
-        if index not in self._layers:
-            stack = self._stacks.get(index, (index,))
-            keys, values = self._allocate(len(stack), key), self._allocate(len(stack), value)
-            self._stacked[stack] = keys, values
-            self._layers.update(zip(stack, zip(keys, values, strict=True), strict=True))
-        return self._layers[index]
-
-    def stack(self, layers: tuple[int, ...], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of the layers of a stack, `[layers, num_slots, kv_heads, head_dim]`; see `layer`."""
-        if layers not in self._stacked:
-            self.layer(layers[0], key, value)
-        return self._stacked[layers]
-
-    def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies keys and values between slots, `[count] int64` each, in all layers."""
-        for layer in self._layers.values():
-            for tensor in layer:
-                tensor[targets] = tensor[sources]
-
-    def _allocate(self, num_layers: int, new: Tensor) -> Tensor:
-        tensor = new.new_empty(num_layers, self._num_slots, *new.shape[1:])  # on a CPU, committed on first write
-        tensor[:, NULL_BLOCK * BLOCK_SIZE : (NULL_BLOCK + 1) * BLOCK_SIZE] = 0.0
-        return tensor
+LEAST_BYTES = 2**16
+"""On a CPU, a segment whose keys and values take less in a layer is gathered with others: to copy them takes no longer
+than an operation of its own."""
+MOST_RUNS = 8
+"""Runs of slots that are read in place: two matrix products are computed for each."""
+LEAST_RUN = 64
+"""Tokens that runs need to have on average."""
+MOST_QUERIES = 32
+"""Queries of a segment with more than one run: all their scores are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,39 +60,17 @@ class AttentionShape:
 
 
 @dataclass(slots=True)
-class SegmentGroup:
-    """Segments of similar shape, padded to the longest, one per row."""
+class Masks:
+    """What the queries of some rows see of their keys."""
 
-    tokens: Tensor
-    """`[rows, queries] int64`: index of each query in the packed step; padding repeats a row's last token."""
-    real: Tensor | None
-    """`[rows, queries] bool`: False for padding; None if there is no padding."""
-    slots: Tensor
-    """`[rows, keys] int64`: slots of each row's keys in the cache; padding points into the null block."""
     positions: Tensor
     """`[rows, queries] int64`: position of each query in its sequence."""
-    run: slice | None
-    """The slots of the keys, if there is one row and they are contiguous."""
+    num_keys: int
+    """Keys per row, padding included."""
     sees_all: bool
     """Whether every query sees every key, apart from sliding windows."""
-    biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
-    """Masks by sliding window, query heads per key head, and layers."""
-
-    def of_rows(self, stored: Tensor) -> Tensor:
-        """Gathers `[rows, keys, kv_heads, any]` from a layer's keys or values, `[num_slots, kv_heads, any]`."""
-        return _take(stored, self.slots) if self.run is None else stored[self.run].unsqueeze(0)
-
-    def of_stack(self, stored: Tensor) -> Tensor:
-        """Gathers the same from several layers: `[layers * rows, keys, kv_heads, any]`."""
-        if self.run is not None:
-            return stored[:, self.run]
-        rows = stored.index_select(1, self.slots.flatten())
-        return rows.view(-1, self.num_keys, *stored.shape[2:])
-
-    @property
-    def num_keys(self) -> int:
-        """Keys per row, padding included."""
-        return self.slots.shape[1]
+    _biases: dict[tuple[int | None, int, int], Tensor] = field(default_factory=dict)
+    """By sliding window, query heads per key head, and layers."""
 
     def bias(self, window: int | None, repeats: int, num_layers: int, dtype: torch.dtype) -> Tensor | None:
         """Returns the attention mask to add to the scores, 0 or -inf; None if every query sees every key.
@@ -137,16 +79,75 @@ class SegmentGroup:
         """
         if self.sees_all and (window is None or window >= self.num_keys):
             return None
-        known = self.biases.get((window, repeats, num_layers))
+        known = self._biases.get((window, repeats, num_layers))
         if known is None:
-            distance = self.positions.unsqueeze(-1) - torch.arange(self.num_keys, device=self.slots.device)
+            distance = self.positions.unsqueeze(-1) - torch.arange(self.num_keys, device=self.positions.device)
             seen = distance >= 0
             if window is not None:
                 seen &= distance < window
             known = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
             known = known.repeat(num_layers, repeats, 1).unsqueeze(1)
-            self.biases[window, repeats, num_layers] = known
+            self._biases[window, repeats, num_layers] = known
         return known
+
+
+@dataclass(slots=True)
+class SegmentGroup:
+    """Segments of similar shape, padded to the longest, one per row. Their keys and values are gathered."""
+
+    tokens: Tensor
+    """`[rows, queries] int64`: index of each query in the packed step; padding repeats a row's last token."""
+    real: Tensor | None
+    """`[rows, queries] bool`: False for padding; None if there is no padding."""
+    slots: Tensor
+    """`[rows, keys] int64`: slots of each row's keys in the cache; padding points into the null block."""
+    masks: Masks
+    _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """By heads and slots of the stored tensor."""
+
+    def parts(self, stored: Tensor) -> list[Tensor]:
+        """Gathers `[rows, kv_heads, keys, any]` from a layer's keys or values, `[kv_heads, num_slots, any]`."""
+        if stored.is_contiguous():
+            return [self._gathered(stored, len(stored))]
+        return [_take(stored.transpose(0, 1), self.slots).transpose(1, 2)]
+
+    def stacked_parts(self, stored: Tensor) -> list[Tensor]:
+        """Gathers `[layers * rows, kv_heads, keys, any]` from several layers, `[layers, kv_heads, num_slots, any]`."""
+        if stored.is_contiguous():
+            return [self._gathered(stored, len(stored) * stored.shape[1]).flatten(0, 1)]
+        rows = stored.transpose(1, 2).index_select(1, self.slots.flatten())
+        return [rows.view(-1, self.masks.num_keys, *rows.shape[2:]).transpose(1, 2)]
+
+    def _gathered(self, stored: Tensor, num_heads: int) -> Tensor:
+        """Gathers `[..., rows, kv_heads, keys, any]` from `[..., kv_heads, num_slots, any]`.
+
+        To select rows of a contiguous matrix is several times as fast as any other index on a CPU.
+        """
+        *layers, heads, num_slots, _ = stored.shape
+        index = self._indices.get((num_heads, num_slots))
+        if index is None:
+            first = torch.arange(0, num_heads * num_slots, num_slots, device=stored.device).view(*layers, 1, heads, 1)
+            index = self._indices[num_heads, num_slots] = first + self.slots.unsqueeze(1)
+        return _take(stored.flatten(0, -2), index)
+
+
+@dataclass(slots=True)
+class LoneSegment:
+    """A segment whose keys and values are in few contiguous runs of slots, and are read where they are."""
+
+    tokens: slice
+    """Of the packed step."""
+    runs: list[slice]
+    """Slots of the keys, in order."""
+    masks: Masks
+
+    def parts(self, stored: Tensor) -> list[Tensor]:
+        """Returns a layer's keys or values, run by run: `[1, kv_heads, keys, any]` of `[kv_heads, num_slots, any]`."""
+        return [stored[:, run].unsqueeze(0) for run in self.runs]
+
+    def stacked_parts(self, stored: Tensor) -> list[Tensor]:
+        """Returns those of several layers: `[layers, kv_heads, keys, any]` of `[layers, kv_heads, num_slots, any]`."""
+        return [stored[:, :, run] for run in self.runs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,8 @@ class PackedStep:
     positions: Tensor
     """`[num_tokens] int64`: their positions in their sequences."""
     groups: list[SegmentGroup]
+    lone: list[LoneSegment] = field(default_factory=list)
+    """The segments that are in no group, in the order of their tokens."""
 
     def attend(
         self, layer: int, shape: AttentionShape, queries: Tensor, new_keys: Tensor, new_values: Tensor
@@ -176,20 +179,27 @@ class PackedStep:
             `[num_tokens, heads, value_dim]`.
         """
         keys, values = self.storage.layer(layer, new_keys, new_values)
-        keys.index_copy_(0, self.slots, new_keys)
-        values.index_copy_(0, self.slots, new_values)
-        if len(self.groups) == 1 and self.groups[0].real is None:  # its tokens are the step's, in the same order
+        _store(new_keys, keys, self.slots)
+        _store(new_values, values, self.slots)
+
+        def attended(rows: Tensor, part: SegmentGroup | LoneSegment) -> Tensor:
+            return _attend(rows, part.parts(keys), part.parts(values), part.masks, shape)
+
+        if len(self.groups) == 1 and self.groups[0].real is None and not self.lone:  # its tokens are the step's
             group = self.groups[0]
-            rows = queries.unflatten(0, group.tokens.shape)
-            return _attend(rows, group.of_rows(keys), group.of_rows(values), group, shape).flatten(0, 1)
+            return attended(queries.unflatten(0, group.tokens.shape), group).flatten(0, 1)
+        of_lone = [attended(queries[each.tokens].unsqueeze(0), each).squeeze(0) for each in self.lone]
+        if not self.groups:
+            return of_lone[0] if len(of_lone) == 1 else torch.cat(of_lone)
         result = queries.new_empty(*queries.shape[:2], new_values.shape[-1])
+        for each, own in zip(self.lone, of_lone, strict=True):
+            result[each.tokens] = own
         for group in self.groups:
-            own = _take(queries, group.tokens)
-            attended = _attend(own, group.of_rows(keys), group.of_rows(values), group, shape)
+            own = attended(_take(queries, group.tokens), group)
             if group.real is None:
-                result.index_copy_(0, group.tokens.flatten(), attended.flatten(0, 1))
+                result.index_copy_(0, group.tokens.flatten(), own.flatten(0, 1))
             else:
-                result[group.tokens[group.real]] = attended[group.real]
+                result[group.tokens[group.real]] = own[group.real]
         return result
 
     def attend_together(
@@ -208,21 +218,23 @@ class PackedStep:
             `[layers, num_tokens, heads, head_dim]`.
         """
         keys, values = self.storage.stack(layers, new_keys[:, 0], new_values[:, 0])
-        keys.index_copy_(1, self.slots, new_keys.transpose(0, 1))
-        values.index_copy_(1, self.slots, new_values.transpose(0, 1))
+        keys.index_copy_(2, self.slots, new_keys.permute(1, 2, 0, 3))
+        values.index_copy_(2, self.slots, new_values.permute(1, 2, 0, 3))
         stacked = queries.transpose(0, 1)
 
-        def attended(own: Tensor, group: SegmentGroup) -> Tensor:
-            """Returns `[layers, rows, queries, heads, head_dim]` for `[layers, rows * queries, heads, head_dim]`."""
-            rows = own.reshape(-1, group.tokens.shape[1], *own.shape[2:])
-            results = _attend(rows, group.of_stack(keys), group.of_stack(values), group, shape, len(layers))
-            return results.reshape(len(layers), *group.tokens.shape, *own.shape[2:])
+        def attended(rows: Tensor, part: SegmentGroup | LoneSegment) -> Tensor:
+            """Returns `[layers * rows, queries, heads, head_dim]`, of the same shape."""
+            return _attend(rows, part.stacked_parts(keys), part.stacked_parts(values), part.masks, shape, len(layers))
 
-        if len(self.groups) == 1 and self.groups[0].real is None:
-            return attended(stacked, self.groups[0]).flatten(1, 2)
+        if len(self.groups) == 1 and self.groups[0].real is None and not self.lone:
+            rows = stacked.reshape(-1, self.groups[0].tokens.shape[1], *stacked.shape[2:])
+            return attended(rows, self.groups[0]).reshape(stacked.shape)
         result = torch.empty_like(stacked)
+        for each in self.lone:
+            result[:, each.tokens] = attended(stacked[:, each.tokens], each)
         for group in self.groups:
-            own = attended(stacked.index_select(1, group.tokens.flatten()), group)
+            rows = stacked.index_select(1, group.tokens.flatten()).view(-1, group.tokens.shape[1], *stacked.shape[2:])
+            own = attended(rows, group).reshape(len(layers), *group.tokens.shape, *stacked.shape[2:])
             if group.real is None:
                 result.index_copy_(1, group.tokens.flatten(), own.flatten(1, 2))
             else:
@@ -232,18 +244,28 @@ class PackedStep:
 
 def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> PackedStep:
     """Returns the layout of a step whose segments are packed in this order."""
-    shapes: dict[tuple[int, int], list[int]] = {}
-    for index, segment in enumerate(segments):
-        # Padding at most doubles queries and keys.
-        shape = (segment.num_tokens.bit_length(), segment.sequence.length.bit_length())
-        shapes.setdefault(shape, []).append(index)
     counts = np.array([segment.num_tokens for segment in segments])
     lengths = np.array([segment.sequence.length for segment in segments])
     starts = np.cumsum(counts) - counts
     slots = np.empty(counts.sum(), dtype=np.int64)
     positions = np.empty_like(slots)
+    lone: list[LoneSegment] = []
     groups = []
-    for members in shapes.values():
+    for similar in _by_shape(segments):
+        members = []
+        for index in similar:
+            segment = segments[index]
+            runs = _runs_to_read(segment, storage, device, LEAST_BYTES if len(similar) > 1 else 0)
+            if not runs:
+                members.append(index)
+                continue
+            own = slice(int(starts[index]), int(starts[index] + counts[index]))
+            positions[own] = np.arange(lengths[index] - counts[index], lengths[index])
+            slots[own] = _slots_at(segment.sequence, positions[own])
+            masks = Masks(_tensor(positions[None, own], device), int(lengths[index]), segment.num_tokens == 1)
+            lone.append(LoneSegment(own, runs, masks))
+        if not members:
+            continue
         count, length, start = counts[members, None], lengths[members, None], starts[members, None]
         query = np.arange(count.max())
         real = query < count
@@ -253,19 +275,20 @@ def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> P
         positions[tokens] = position
         slots[tokens] = np.take_along_axis(places, position, axis=1)
         mask = None if real.all() else _tensor(real, device)
-        first = int(places[0, 0])
-        is_run = len(members) == 1 and bool((places[0] == np.arange(first, first + places.shape[1])).all())
-        groups.append(
-            SegmentGroup(
-                tokens=_tensor(tokens, device),
-                real=mask,
-                slots=_tensor(places, device),
-                positions=_tensor(position, device),
-                run=slice(first, first + places.shape[1]) if is_run else None,
-                sees_all=tokens.shape[1] == 1 and bool((length == places.shape[1]).all()),
-            )
-        )
-    return PackedStep(storage, _tensor(slots, device), _tensor(positions, device), groups)
+        sees_all = tokens.shape[1] == 1 and bool((length == places.shape[1]).all())
+        masks = Masks(_tensor(position, device), places.shape[1], sees_all)
+        groups.append(SegmentGroup(_tensor(tokens, device), mask, _tensor(places, device), masks))
+    lone.sort(key=lambda each: each.tokens.start)
+    return PackedStep(storage, _tensor(slots, device), _tensor(positions, device), groups, lone)
+
+
+def _by_shape(segments: Sequence[Segment]) -> Iterable[list[int]]:
+    """Returns the indices of segments that are padded together: that at most doubles anyone's queries and keys."""
+    shapes: dict[tuple[int, int], list[int]] = {}
+    for index, segment in enumerate(segments):
+        shape = (segment.num_tokens.bit_length(), segment.sequence.length.bit_length())
+        shapes.setdefault(shape, []).append(index)
+    return shapes.values()
 
 
 def paged_attention(
@@ -320,29 +343,93 @@ def _check_supported(module: torch.nn.Module, sliding_window: int | None, s_aux:
 
 
 def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, group: SegmentGroup, shape: AttentionShape, num_layers: int = 1
+    queries: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    masks: Masks,
+    shape: AttentionShape,
+    num_layers: int = 1,
 ) -> Tensor:
-    """Returns `[num_layers * rows, queries, heads, value_dim]`.
+    """Returns `[num_layers * rows, queries, heads, value_dim]` for keys and values in one part or several.
 
     The query heads that share a key head are concatenated along the queries, so no key is repeated (grouped-query
     attention).
     """
     rows, num_queries, heads, head_dim = queries.shape
-    kv_heads = keys.shape[2]
+    kv_heads = keys[0].shape[1]
     repeats = heads // kv_heads
-    folded = queries.reshape(rows, num_queries, kv_heads, repeats, head_dim).permute(0, 2, 3, 1, 4)
-    folded = folded.reshape(rows, kv_heads, repeats * num_queries, head_dim)
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    bias = group.bias(shape.window, repeats, num_layers, queries.dtype)
-    if shape.softcap is None:
-        attended = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=shape.scaling)
+    if num_queries == 1:
+        folded = queries.reshape(rows, kv_heads, repeats, head_dim)
     else:
-        scores = folded @ keys.transpose(-1, -2) * (head_dim**-0.5 if shape.scaling is None else shape.scaling)
-        scores = torch.tanh(scores / shape.softcap) * shape.softcap
-        scores = scores if bias is None else scores + bias
-        attended = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype) @ values
+        folded = queries.reshape(rows, num_queries, kv_heads, repeats, head_dim).permute(0, 2, 3, 1, 4)
+        folded = folded.reshape(rows, kv_heads, repeats * num_queries, head_dim)
+    bias = masks.bias(shape.window, repeats, num_layers, queries.dtype)
+    if shape.softcap is None and len(keys) == 1:
+        attended = scaled_dot_product_attention(folded, keys[0], values[0], attn_mask=bias, scale=shape.scaling)
+    else:
+        attended = _attend_in_parts(folded, keys, values, bias, shape)
+    if num_queries == 1:
+        return attended.reshape(rows, 1, heads, -1)
     attended = attended.reshape(rows, kv_heads, repeats, num_queries, -1).permute(0, 3, 1, 2, 4)
     return attended.reshape(rows, num_queries, heads, -1)
+
+
+def _attend_in_parts(
+    folded: Tensor, keys: list[Tensor], values: list[Tensor], bias: Tensor | None, shape: AttentionShape
+) -> Tensor:
+    """Returns attention for `[rows, kv_heads, any, head_dim]` queries, with all scores in memory."""
+    scores = torch.cat([folded @ part.transpose(-1, -2) for part in keys], -1)
+    scores *= folded.shape[-1] ** -0.5 if shape.scaling is None else shape.scaling
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores = scores if bias is None else scores + bias
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(folded.dtype)
+    parts = weights.split([part.shape[-2] for part in keys], -1)
+    attended: Tensor = parts[0] @ values[0]
+    for part, own in zip(parts[1:], values[1:], strict=True):
+        attended += part @ own
+    return attended
+
+
+def _runs_to_read(segment: Segment, storage: KvStorage, device: torch.device, least_bytes: int) -> list[slice]:
+    """Returns the runs of slots that a segment's keys are in; none if it is faster to gather them.
+
+    Args:
+        segment: of the step.
+        storage: of its keys.
+        device: of the model.
+        least_bytes: keys and values of a layer that take less are gathered.
+    """
+    sequence = segment.sequence
+    if device.type != "cpu" or sequence.length * storage.token_bytes < least_bytes:
+        return []
+    most = min(sequence.length // LEAST_RUN, MOST_RUNS if segment.num_tokens <= MOST_QUERIES else 1)
+    blocks = np.array(sequence.blocks[: blocks_for(sequence.length)])
+    ends = np.append(np.flatnonzero(np.diff(blocks) != 1) + 1, len(blocks))
+    if len(ends) > max(most, 1):
+        return []
+    runs, first = [], 0
+    for end in ends.tolist():
+        start = int(blocks[first]) * BLOCK_SIZE
+        runs.append(slice(start, start + min(end * BLOCK_SIZE, sequence.length) - first * BLOCK_SIZE))
+        first = end
+    return runs
+
+
+def _slots_at(sequence: CachedSequence, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns the slots of some positions of a sequence."""
+    blocks = np.array(sequence.blocks[int(positions[0]) // BLOCK_SIZE : int(positions[-1]) // BLOCK_SIZE + 1])
+    return np.asarray(
+        blocks[positions // BLOCK_SIZE - positions[0] // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    )
+
+
+def _store(new: Tensor, stored: Tensor, slots: Tensor) -> None:
+    """Copies `[tokens, heads, any]` to slots of `[heads, num_slots, any]`, along the order in memory."""
+    if stored.is_contiguous():
+        stored.index_copy_(1, slots, new.transpose(0, 1))
+    else:
+        stored.transpose(0, 1).index_copy_(0, slots, new)
 
 
 def _take(source: Tensor, index: Tensor) -> Tensor:

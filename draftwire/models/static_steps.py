@@ -19,7 +19,8 @@ from torch import Tensor
 from draftwire.method.devices import upload
 from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import slots_of
-from draftwire.models.paged_attention import KvStorage, PackedStep, Segment, SegmentGroup
+from draftwire.models.kv_storage import KvStorage
+from draftwire.models.paged_attention import Masks, PackedStep, Segment, SegmentGroup
 
 MOST_QUERIES = 32
 """Upper bound of new tokens per sequence; prefill does not use static steps."""
@@ -162,9 +163,7 @@ class StaticStep:
             tokens=self._all.view(shape.rows, shape.queries),
             real=None,
             slots=self._table.view(shape.rows, shape.keys),
-            positions=self._positions.view(shape.rows, shape.queries),
-            run=None,
-            sees_all=False,
+            masks=Masks(self._positions.view(shape.rows, shape.queries), shape.keys, sees_all=False),
         )
         step = PackedStep(self._storage, self._slots, self._positions, [group])
         return self._results.keep(self._decoder.logits(self._token_ids, step, self._all))

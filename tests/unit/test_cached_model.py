@@ -10,16 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, WINDOW, randomize, tiny_network, tiny_shape, with_exact_norms
+from tiny_models import ARCHITECTURES, WINDOW, randomize, read_in_place, tiny_network, tiny_shape, with_exact_norms
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.models import paged_attention
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
+from draftwire.models.kv_storage import KvStorage
 from draftwire.models.lean_decoder import FAMILY
-from draftwire.models.paged_attention import KvStorage, Segment, SegmentGroup, pack
+from draftwire.models.paged_attention import PackedStep, Segment, pack
 
 torch.set_num_threads(1)
 
@@ -31,6 +33,7 @@ LEAN_TOLERANCE = 1e-11
 SUBJECTS = [f"{name} by transformers" for name in ARCHITECTURES] + [
     f"{name} by the lean decoder{manner}" for name in FAMILY for manner in ("", " in static shapes")
 ]
+SUBJECTS += ["gemma2 by transformers in place", "mistral by the lean decoder in place"]
 LENGTHS = [1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 151]
 
 
@@ -96,8 +99,8 @@ class Subject:
 def layers_of(model: CachedModel) -> Iterator[Tensor]:
     """Yields keys and values of all layers, `[num_slots, kv_heads, head_dim]`."""
     for keys, values in model._storage._layers.values():
-        yield keys
-        yield values
+        yield keys.transpose(0, 1)
+        yield values.transpose(0, 1)
 
 
 @torch.inference_mode()
@@ -126,7 +129,7 @@ def random_ids(generator: random.Random, count: int) -> list[int]:
 def make(subject: str, num_blocks: int = 60) -> Subject:
     architecture, _, decoder = subject.partition(" by ")
     model, reference = network(architecture)
-    if decoder == "transformers":
+    if decoder.startswith("transformers"):
         return Subject(CachedModel(decoder_of(model, "transformers"), num_blocks * BLOCK_SIZE), reference, TOLERANCE)
     exact = with_exact_norms(copy.deepcopy(reference))
     is_static = decoder.endswith("static shapes")
@@ -139,7 +142,9 @@ def llama() -> Subject:
 
 
 @pytest.fixture(params=SUBJECTS)
-def subject(request: pytest.FixtureRequest) -> Subject:
+def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Subject:
+    if request.param.endswith("in place"):
+        read_in_place(monkeypatch)
     return make(request.param)
 
 
@@ -339,35 +344,55 @@ def test_nothing_to_read_and_too_much_to_keep_are_bugs_of_the_caller(llama: Subj
     llama.model.cache.check_integrity()
 
 
-def packed(subject: Subject, sizes: list[tuple[int, int]]) -> tuple[list[Segment], list[SegmentGroup]]:
+def packed(subject: Subject, sizes: list[tuple[int, int]]) -> tuple[list[Segment], PackedStep]:
     """Packs sequences of so many tokens, of which so many are new."""
     segments = []
     for length, num_tokens in sizes:
         segments.append(Segment(subject.open([]), num_tokens))
         subject.model.cache.append(segments[-1].sequence, length)
-    return segments, pack(segments, KvStorage(subject.model.cache.num_slots), torch.device("cpu")).groups
+    return segments, pack(segments, KvStorage(subject.model.cache.num_slots), torch.device("cpu"))
 
 
 def test_padding_at_most_doubles_a_rows_queries_and_keys(llama: Subject) -> None:
     generator = random.Random(2)
     lengths = (1, 2, 3, 4, 5, 9, 17, 30, 31, 32, 33, 64, 100, 150)
-    segments, groups = packed(llama, [(length, generator.randint(1, length)) for length in lengths])
+    segments, step = packed(llama, [(length, generator.randint(1, length)) for length in lengths])
     starts = {sum(one.num_tokens for one in segments[:index]): one for index, one in enumerate(segments)}
-    for group in groups:
+    for lone in step.lone:
+        one = starts.pop(lone.tokens.start)
+        assert lone.tokens.stop - lone.tokens.start == one.num_tokens
+    for group in step.groups:
         for row, tokens in enumerate(group.tokens):
             one = starts.pop(int(tokens[0]))
             assert len(tokens) < 2 * one.num_tokens
             assert group.slots.shape[1] < 2 * one.sequence.length
             real = torch.ones(len(tokens), dtype=torch.bool) if group.real is None else group.real[row]
             assert int(real.sum()) == one.num_tokens
-    assert not starts, "each is in one group"
+    assert not starts, "each is in one group, or alone"
+    assert len(step.groups) > 2
 
 
 def test_steps_of_equal_shape_are_not_padded_at_all(llama: Subject) -> None:
-    _, (group,) = packed(llama, [(37, 5)] * 8)
+    _, step = packed(llama, [(37, 5)] * 8)
+    (group,) = step.groups
     assert group.real is None
     assert group.tokens.shape == (8, 5)
     assert group.slots.shape == (8, 37)
+
+
+def test_long_texts_are_read_in_place_if_they_are_in_few_runs(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ends of three texts: in one run, in two, and scattered over the memory."""
+    monkeypatch.setattr(paged_attention, "LEAST_BYTES", 0)
+    cache = llama.model.cache
+    segments = [Segment(llama.open([]), 1) for _ in range(3)]
+    tables = ([*range(9, 19)], [*range(20, 24), *range(30, 36)], [*range(40, 60, 2)])
+    for segment, blocks in zip(segments, tables, strict=True):
+        segment.sequence.blocks[:], segment.sequence.length = blocks, 150
+    step = pack(segments, KvStorage(cache.num_slots), torch.device("cpu"))
+    assert [lone.runs for lone in step.lone] == [[slice(144, 294)], [slice(320, 384), slice(480, 566)]]
+    (group,) = step.groups
+    assert group.slots[0, [0, 15, 16, 149]].tolist() == [640, 655, 672, 933]
+    assert step.slots.tolist() == [293, 565, 933]
 
 
 @pytest.mark.parametrize("subject", ["llama by transformers", "llama by the lean decoder"], indirect=True)

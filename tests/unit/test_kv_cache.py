@@ -258,19 +258,20 @@ def miscounted_holders(cache: KvCache, one: CachedSequence, two: CachedSequence)
 
 
 def free_though_held(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
-    cache._free.append(one.blocks[0])
+    cache._free.put([one.blocks[0]])
 
 
 def lost_block(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
-    cache._free.pop()
+    cache._free.take(None, 1)
 
 
 def null_block_given_out(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
-    cache._free.append(NULL_BLOCK)
+    cache._free.put([NULL_BLOCK])
 
 
 def free_twice(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
-    cache._free[0] = cache._free[1]
+    start, end = next((start, end) for start, end in cache._free._ends.items() if end > start + 1)
+    cache._free._ends[start + 1] = end
 
 
 def hash_of_another_block(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
@@ -278,12 +279,13 @@ def hash_of_another_block(cache: KvCache, one: CachedSequence, two: CachedSequen
 
 
 def free_but_offered(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
-    cache._hashes[cache._free[0]] = b"x"
-    cache._published[b"x"] = cache._free[0]
+    block = next(iter(cache._free))
+    cache._hashes[block] = b"x"
+    cache._published[b"x"] = block
 
 
 def idle_but_not_offered(cache: KvCache, one: CachedSequence, two: CachedSequence) -> None:
-    cache._idle[cache._free.pop()] = None
+    cache._idle[cache._free.take(None, 1)[0]] = None
 
 
 COMPLAINTS = {

@@ -1,0 +1,70 @@
+"""The tensors of a KV cache, which its block manager (`KvCache`) knows nothing of."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from draftwire.models.kv_cache import BLOCK_SIZE, NULL_BLOCK
+
+HEADS_FIRST_BYTES = 1024
+"""Keys of a token and a layer that take less are gathered faster with all heads at once."""
+
+
+class KvStorage:
+    """The tensors of a `KvCache`: for each layer `[kv_heads, num_slots, head_dim]` keys and values.
+
+    On a CPU they are laid out in this order, so that the keys of a head are read one after the other; on other devices,
+    and where they are small, by slots, whose heads are gathered together.
+    """
+
+    def __init__(self, num_slots: int, stacks: Sequence[Sequence[int]] = ()) -> None:
+        """Allocates nothing yet: the first step that reaches a layer determines its shape.
+
+        Args:
+            num_slots: capacity in tokens.
+            stacks: layers that are also attended to together; their tensors are contiguous.
+        """
+        self._num_slots = num_slots
+        self._stacks = {index: tuple(stack) for stack in stacks for index in stack}
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stacked: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self.token_bytes = 0
+        """What a layer stores of a token; 0 before the first step."""
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a layer's keys and values. Slots that were never written are undefined, except the null block: 0.
+
+        Args:
+            index: of the layer.
+            key: `[tokens, kv_heads, head_dim]`, an example of the tensors to store.
+            value: likewise; its last dimension may differ.
+        """
+        if index not in self._layers:
+            stack = self._stacks.get(index, (index,))
+            keys, values = self._allocate(len(stack), key), self._allocate(len(stack), value)
+            self._stacked[stack] = keys, values
+            self._layers.update(zip(stack, zip(keys, values, strict=True), strict=True))
+            self.token_bytes = key[0].nbytes + value[0].nbytes
+        return self._layers[index]
+
+    def stack(self, layers: tuple[int, ...], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of the layers of a stack, `[layers, kv_heads, num_slots, head_dim]`; see `layer`."""
+        if layers not in self._stacked:
+            self.layer(layers[0], key, value)
+        return self._stacked[layers]
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies keys and values between slots, `[count] int64` each, in all layers."""
+        for layer in self._layers.values():
+            for tensor in layer:
+                tensor[:, targets] = tensor[:, sources]
+
+    def _allocate(self, num_layers: int, new: Tensor) -> Tensor:
+        _, heads, size = new.shape
+        # On a CPU, memory is committed on first write.
+        if new.device.type == "cpu" and new[0].nbytes >= HEADS_FIRST_BYTES:
+            tensor = new.new_empty(num_layers, heads, self._num_slots, size)
+        else:
+            tensor = new.new_empty(num_layers, self._num_slots, heads, size).transpose(1, 2)
+        tensor[:, :, NULL_BLOCK * BLOCK_SIZE : (NULL_BLOCK + 1) * BLOCK_SIZE] = 0.0
+        return tensor
