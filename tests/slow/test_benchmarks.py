@@ -181,6 +181,17 @@ def test_wire_benchmark_finds_that_keeping_less_takes_fewer_bytes_and_is_accepte
     assert 0.0 < small["acceptance"] < large["acceptance"] <= report["shape at T=1.0"]["dense_acceptance"]
 
 
+def test_decoder_benchmark_takes_longer_than_reading_and_lists_all_products(tmp_path: Path) -> None:
+    sizes = ("--shape", "tiny", "--threads", "1", "--sessions", "1", "3", "--steps", "3", "--repetitions", "3")
+    report, _ = report_of(tmp_path, "benchmarks.decoder", *sizes, "--length", "40", "--profile")
+    assert report["million_parameters_read"] == pytest.approx(0.2177, rel=1e-3), "without the embedding"
+    assert list(report["steps"]) == ["1 sessions", "3 sessions"]
+    for step in report["steps"].values():
+        assert step["step_ms"] > step["reading_ms"]
+        products = step["operations"]["mkldnn::_linear_pointwise"]["calls"]
+        assert products == 4 * 4 + 1, "of four layers, and the output"
+
+
 def test_layer_parallel_benchmark_loses_acceptance_and_gives_each_exchange_its_time(tmp_path: Path) -> None:
     sizes = ("--sizes", "3", "--places", "2", "--prompts", "2", "--max-tokens", "16")
     texts = ("--texts", "2", "--text-tokens", "6")
