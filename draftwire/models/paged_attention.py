@@ -398,12 +398,14 @@ def _runs_to_read(segment: Segment, storage: KvStorage, device: torch.device, le
         segment: of the step.
         storage: of its keys.
         device: of the model.
-        least_bytes: keys and values of a layer that take less are gathered.
+        least_bytes: keys and values of a layer that take less are gathered; 0 for a segment without any like it, which
+            on other devices than a CPU is the only one to be read in place.
     """
     sequence = segment.sequence
-    if device.type != "cpu" or sequence.length * storage.token_bytes < least_bytes:
+    is_on_cpu = device.type == "cpu"
+    if sequence.length * storage.token_bytes < least_bytes or (least_bytes and not is_on_cpu):
         return []
-    most = min(sequence.length // LEAST_RUN, MOST_RUNS if segment.num_tokens <= MOST_QUERIES else 1)
+    most = min(sequence.length // LEAST_RUN, MOST_RUNS if is_on_cpu and segment.num_tokens <= MOST_QUERIES else 1)
     blocks = np.array(sequence.blocks[: blocks_for(sequence.length)])
     ends = np.append(np.flatnonzero(np.diff(blocks) != 1) + 1, len(blocks))
     if len(ends) > max(most, 1):

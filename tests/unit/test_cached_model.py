@@ -395,6 +395,18 @@ def test_long_texts_are_read_in_place_if_they_are_in_few_runs(llama: Subject, mo
     assert step.slots.tolist() == [293, 565, 933]
 
 
+def test_other_devices_read_one_text_in_place_and_gather_several(llama: Subject) -> None:
+    """There, a call for each text costs more than to copy all of them."""
+    segments = [Segment(llama.open([]), 1) for _ in range(2)]
+    for segment in segments:
+        llama.model.cache.append(segment.sequence, 150)
+    storage, elsewhere = KvStorage(llama.model.cache.num_slots), torch.device("meta")
+    storage.token_bytes = 2**20
+    alone, together = pack(segments[:1], storage, elsewhere), pack(segments, storage, elsewhere)
+    assert (len(alone.lone), len(alone.groups)) == (1, 0)
+    assert (len(together.lone), len(together.groups)) == (0, 1)
+
+
 @pytest.mark.parametrize("subject", ["llama by transformers", "llama by the lean decoder"], indirect=True)
 def test_tokens_that_the_host_does_not_know_are_read_like_others(subject: Subject) -> None:
     first, second = subject.open([]), subject.open([])
