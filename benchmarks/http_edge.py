@@ -58,6 +58,7 @@ def over_grpc(client: Client, ask: Ask) -> tuple[str, int]:
         ask.prompt, max_tokens=ask.max_tokens, seed=ask.seed, rejection_sample_method="coupled", ignore_eos=True
     )
     text = "".join([piece.text for piece in stream])
+    assert stream.completion is not None
     return text, len(stream.completion.token_ids)
 
 

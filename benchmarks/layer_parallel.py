@@ -22,7 +22,7 @@ import argparse
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -206,12 +206,12 @@ Seen = dict[tuple[str, int], Tensor]
 class WatchedStep(PackedStep):
     """Records queries, keys and values of each layer."""
 
-    seen: Seen
+    seen: Seen = field(kw_only=True)
 
     @classmethod
     def of(cls, step: PackedStep, seen: Seen) -> "WatchedStep":
         """Wraps a step."""
-        return cls(step.storage, step.slots, step.positions, step.groups, seen)
+        return cls(**{own.name: getattr(step, own.name) for own in fields(step)}, seen=seen)
 
     @override
     def attend(
@@ -316,8 +316,9 @@ def similarities_of(
         for sequence in sequences:
             model.cache.truncate(sequence, sequence.length - 1)
         model.read(readings)
+        own = slice(len(readings))  # a step of few tokens may repeat them
         for name, exact in base.seen.items():
-            found[name].append(float(cosine_similarity(fuzzy[name], exact, dim=-1).mean()))
+            found[name].append(float(cosine_similarity(fuzzy[name][own], exact[own], dim=-1).mean()))
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 

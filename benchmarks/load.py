@@ -44,7 +44,7 @@ class Answer:
         return [later - earlier for earlier, later in pairwise(self.delta_times) if start <= later <= end]
 
 
-async def complete(stub: gateway_pb2_grpc.GatewayServiceStub, ask: Ask, answer: Answer | None = None) -> Answer:
+async def complete(stub: gateway_pb2_grpc.GatewayServiceAsyncStub, ask: Ask, answer: Answer | None = None) -> Answer:
     """Requests one completion; fills `answer` as deltas arrive."""
     request = gateway_pb2.GenerateRequest(
         text=ask.prompt,

@@ -13,8 +13,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import ViewportSize, sync_playwright
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -27,8 +28,10 @@ from draftwire.client import Client
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 PROMPT = "def merge_sorted(a, b):"
 SEED = 7
-SIZE = {"width": 1280, "height": 860}
+SIZE: ViewportSize = {"width": 1280, "height": 860}
 COLUMNS = 100
+Scheme = Literal["light", "dark"]
+SCHEMES: tuple[Scheme, ...] = ("light", "dark")
 
 
 def main() -> None:
@@ -46,13 +49,13 @@ def main() -> None:
         with Client(stack.address) as client:
             client.generate(PROMPT, max_tokens=8)  # the first request pays for lazy initialisation
         draw_generate(stack.address, folder / "generate.svg")
-        for scheme in ("light", "dark"):
+        for scheme in SCHEMES:
             draw_playground(chromium, stack.http_address, scheme, folder / f"playground-{scheme}.png")
     for path in sorted(folder.iterdir()):
         print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 
-def draw_playground(chromium: str, address: str, scheme: str, path: Path) -> None:
+def draw_playground(chromium: str, address: str, scheme: Scheme, path: Path) -> None:
     """Runs the playground and takes a screenshot while hovering over a token."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -36,9 +36,9 @@ def main() -> None:
     while len(prompts) < COUNT:
         text = generator.choices(files, weights)[0].text
         start = text.rfind("\n", 0, generator.randrange(len(text))) + 1
-        ids = tokenizer(text[start : start + 8 * PROMPT_TOKENS])["input_ids"]
+        ids: list[int] = tokenizer(text[start : start + 8 * PROMPT_TOKENS])["input_ids"]
         if len(ids) >= PROMPT_TOKENS:
-            prompts.append(tokenizer.decode(ids[:PROMPT_TOKENS]))
+            prompts.append(str(tokenizer.decode(ids[:PROMPT_TOKENS])))
     FILE.write_text(json.dumps(prompts, indent=0) + "\n")
 
 

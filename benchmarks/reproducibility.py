@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -81,7 +82,7 @@ def bigram_model(target: PreTrainedModel) -> PreTrainedModel:
     logits. The last dimension gives all embeddings the same norm, so that the final norm has no effect either.
     """
     config = AutoConfig.from_pretrained(embedded_model("target"), num_hidden_layers=1, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     logits = target(input_ids=torch.arange(config.vocab_size).unsqueeze(1)).logits[:, 0]
     left, sizes, right = torch.svd_lowrank(logits - logits.mean(dim=1, keepdim=True), q=config.hidden_size - 1)
     rows = left * sizes.sqrt()
@@ -93,7 +94,7 @@ def bigram_model(target: PreTrainedModel) -> PreTrainedModel:
     layer = model.model.layers[0]
     for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
         torch.nn.init.zeros_(projection.weight)
-    return model
+    return cast(PreTrainedModel, model)
 
 
 def draw_texts(address: str, prompts: Sequence[str], max_tokens: int, setting: Setting) -> list[Completion]:

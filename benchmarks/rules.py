@@ -13,6 +13,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -122,7 +123,7 @@ def measure(shape: Shape, batch_size: int, device: str, repeats: int) -> dict[st
         for _ in range(repeats + 1):  # the first call is slower
             plain[name].append(step.timed(lambda: torch.log_softmax(step.buffer, -1)))
             in_place[name].append(step.timed(lambda: torch.log_softmax(step.buffer, -1, out=spare)))
-            times[name].append(step.timed(lambda rule=rule, params=params: step.decide(rule, params)))
+            times[name].append(step.timed(partial(step.decide, rule, params)))
     for name, (rule, params) in CASES.items():
         accepted[name] = sum(count for count, _ in step.decide_afresh(rule, params)) / batch_size
     return {

@@ -150,7 +150,7 @@ def ask(client: Client, task: Task, outputs: int, block_length: int) -> Ways:
     """Requests one task in all ways."""
     ways, form = Ways(), StructuredOutput.json(task.schema)
     for seed in progress(range(outputs), task.prompt.strip()):
-        common = {"temperature": 1.0, "seed": seed}
+        common: Any = {"temperature": 1.0, "seed": seed}
         one = client.generate(task.prompt, structured_output=form, num_speculative_tokens=block_length, **common)
         ways.constrained.append(one)
         ways.plain.append(client.generate(task.prompt, structured_output=form, num_speculative_tokens=0, **common))
