@@ -41,7 +41,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     stored = [torch.nn.Linear(arguments.inputs, arguments.outputs, bias=False) for _ in range(NUM_LAYERS)]
-    arranged = [Linear.of(layer) for layer in stored]
+    arranged = [Linear.of(layer, streamed=True) for layer in stored]
     results = {}
     for count in arguments.rows:
         rows = torch.randn(count, arguments.inputs)

@@ -19,8 +19,8 @@ Float32, at temperature 0 and 1, by number of sessions and length of the prompts
 
 The two best settings, by median rates, are found by a sweep at the start of the run, unless only one is to be tried.
 Then every repetition has every contestant continue every group of prompts, one group for all sessions at a time; they
-alternate group by group, in an order that rotates, so that a ratio compares runs adjacent in time. While one runs, the
-others' processes sleep. Earlier completions of the same prompt are not reused. A token rate is that of whole
+alternate group by group, in random order, so that a ratio compares runs adjacent in time. While one runs, the others'
+processes sleep. Earlier completions of the same prompt are not reused. A token rate is that of whole
 completions, prefill included, as the client sees it: with `--max-tokens 1` it is that of first tokens. Our services
 read prompts as fast as the others do, by `--max-added-latency-ms`, not in the small chunks of the default.
 
@@ -33,8 +33,10 @@ weights) without stop tokens, so that no token has to be masked.
 
 import argparse
 import json
+import random
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -88,6 +90,8 @@ ASSISTANT_TOKENS = (1, 2, 3, 4, 5, 8)
 BLOCK_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Block lengths in the sweep of our services."""
 WARM_UP_TOKENS = 8
+REST_SECONDS = 0.5
+"""Before each task: threads of the contestant before may still be spinning."""
 
 
 @contextmanager
@@ -217,13 +221,14 @@ def measure(
         contestants: all contestants, with distinct names.
         groups: prompts.
         task: makes a task from a group and a seed.
-        turn: number of the repetition, which rotates the order and gives the seeds.
+        turn: number of the repetition, which gives the seeds, of the order too.
     """
     runs: dict[str, list[Run]] = defaultdict(list)
     for number, group in enumerate(groups):
-        first = (turn + number) % len(contestants)
-        for contestant in (*contestants[first:], *contestants[:first]):
-            wanted = task(group, turn * len(groups) + number)
+        seed = turn * len(groups) + number
+        for contestant in random.Random(seed).sample(contestants, len(contestants)):
+            wanted = task(group, seed)
+            time.sleep(REST_SECONDS)
             run = contestant.run(wanted)
             if any(len(made) != wanted.num_tokens for made in run.token_ids) or len(run.token_ids) != len(group):
                 raise RuntimeError(

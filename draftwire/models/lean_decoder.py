@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, silu
 from transformers import PreTrainedModel
 
-from draftwire.models.linear import Linear, repeated
+from draftwire.models.linear import Linear, is_streamed, repeated
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 from draftwire.models.parallel.process_group import ProcessGroup
 
@@ -46,12 +46,16 @@ def _is_replaced_linear(module: torch.nn.Module) -> bool:
     return "linear" in type(module).__name__.lower() and type(module) is not torch.nn.Linear
 
 
-@dataclass(frozen=True, slots=True)
 class Norm:
     """RMSNorm."""
 
-    weight: Tensor
-    epsilon: float
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        """Takes `[size]` scales, and what is added to the mean of the squares."""
+        self.weight, self.epsilon = weight, epsilon
+        size = len(weight)
+        self._scales = weight * size**0.5
+        self._least_length = weight.new_tensor((size * epsilon) ** 0.5)
+        self._has_kernel = weight.device.type != "cpu" or weight.dtype is not torch.float32
 
     @classmethod
     def of(cls, module: Any) -> "Norm":
@@ -60,7 +64,11 @@ class Norm:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Returns the normalised rows, scaled."""
-        return rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
+        if self._has_kernel:
+            return rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
+        # Torch's own is nine operations on a CPU. The length of a row is the root of its size times its mean square.
+        lengths = torch.hypot(torch.linalg.vector_norm(rows, dim=-1, keepdim=True), self._least_length)
+        return torch.div(rows, lengths).mul_(self._scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +83,19 @@ class Attention:
     output: Linear
 
     @classmethod
-    def of(cls, module: Any, config: Any) -> "Attention":
-        """Wraps the weights of a layer of transformers."""
+    def of(cls, module: Any, config: Any, streamed: bool) -> "Attention":
+        """Wraps the weights of a layer of transformers; see `Linear` for `streamed`."""
         attention = module.self_attn
         has_norms = hasattr(attention, "q_norm")
         # Mistral's layers read their window from the configuration.
         window = config.sliding_window if config.model_type == "mistral" else getattr(attention, "sliding_window", None)
         return cls(
             Norm.of(module.input_layernorm),
-            Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            Linear.of(attention.q_proj, attention.k_proj, attention.v_proj, streamed=streamed),
             Norm.of(attention.q_norm) if has_norms else None,
             Norm.of(attention.k_norm) if has_norms else None,
             AttentionShape(attention.scaling, window),
-            Linear.of(attention.o_proj),
+            Linear.of(attention.o_proj, streamed=streamed),
         )
 
 
@@ -100,10 +108,11 @@ class Mlp:
     down: Linear
 
     @classmethod
-    def of(cls, module: Any) -> "Mlp":
-        """Wraps the weights of a layer of transformers."""
+    def of(cls, module: Any, streamed: bool) -> "Mlp":
+        """Wraps the weights of a layer of transformers; see `Linear` for `streamed`."""
         norm, mlp = Norm.of(module.post_attention_layernorm), module.mlp
-        return cls(norm, Linear.of(mlp.gate_proj, mlp.up_proj), Linear.of(mlp.down_proj))
+        gate_up = Linear.of(mlp.gate_proj, mlp.up_proj, streamed=streamed)
+        return cls(norm, gate_up, Linear.of(mlp.down_proj, streamed=streamed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +157,17 @@ class LeanDecoder:
         self._embedding = base.embed_tokens.weight.detach()
         if consumes and self.device.type == "cpu":
             self._embedding = self._embedding.clone()  # else the tensor keeps the whole weight file in memory
+        streamed = is_streamed(model)
         self.attentions: list[Attention | None] = []
         self._mlps: list[Mlp] = []
         for index, module in enumerate(base.layers):
-            self.attentions.append(None if index in without_attention else Attention.of(module, config))
-            self._mlps.append(Mlp.of(module))
+            self.attentions.append(None if index in without_attention else Attention.of(module, config, streamed))
+            self._mlps.append(Mlp.of(module, streamed))
             if consumes:
                 base.layers[index] = torch.nn.Identity()
         self._norm = Norm.of(base.norm)
         head: Any = model.get_output_embeddings()
-        self._head = Linear.of(head)
+        self._head = Linear.of(head, streamed=streamed)
         self.vocab_size = len(self._embedding)  # the head of a shard may be padded
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self._frequencies = base.rotary_emb.inv_freq.float()

@@ -15,30 +15,45 @@ TYPICAL_ROWS = 8
 """Number of rows that the packed layout is chosen for. A layout chosen for one row is slow for more."""
 
 LEAST_ROWS = 6
-"""Products of fewer rows are computed as of so many, which is faster: the library's kernels for one and two rows do not
-keep up with the memory."""
+"""Products of fewer rows with streamed weights are computed as of so many, which is faster: the library's kernels for
+one and two rows do not keep up with the memory."""
 
-LEAST_BYTES = 2**18
-"""Smaller weights, which stay in the cache, gain nothing from more rows."""
+CACHE_BYTES = 2**25
+"""The weights of a larger model are streamed: they do not stay in the caches of a CPU from step to step."""
+
+LEAST_PACKED_BYTES = 2**19
+"""Smaller weights are packed only if they are streamed: else a call of the library takes longer than the product."""
+
+
+def is_streamed(model: torch.nn.Module) -> bool:
+    """Whether a model's weights are read from memory in every step."""
+    return sum(weight.nbytes for weight in model.parameters()) > CACHE_BYTES
 
 
 class Linear:
     """A linear layer, or several with the same input, fused in this order."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Wraps `[outputs, inputs]` weights, copied only if they are packed, and `[outputs]` biases."""
-        self.bias = bias
-        self._is_packed = _can_pack(weight)
-        self.least_rows = LEAST_ROWS if self._is_packed and weight.nbytes >= LEAST_BYTES else 1
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, streamed: bool) -> None:
+        """Wraps `[outputs, inputs]` weights, copied only if they are packed, and `[outputs]` biases.
+
+        Args:
+            weight: of the layer.
+            bias: of the layer.
+            streamed: whether the model `is_streamed`.
+        """
+        self.bias, self.streamed = bias, streamed
+        self._is_packed = _can_pack(weight) and (streamed or weight.nbytes >= LEAST_PACKED_BYTES)
+        self.least_rows = LEAST_ROWS if self._is_packed and streamed else 1
         """Number of rows below which `repeated` rows cost nothing."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS) if self._is_packed else weight
 
     @classmethod
-    def of(cls, *layers: torch.nn.Linear) -> "Linear":
+    def of(cls, *layers: torch.nn.Linear, streamed: bool) -> "Linear":
         """Fuses layers of torch. The weights of a single layer are shared with it unless they are packed."""
         weights, biases = [layer.weight.detach() for layer in layers], [layer.bias for layer in layers]
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return cls(weight, None if biases[0] is None else torch.cat([bias.detach() for bias in biases]))
+        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        return cls(weight, bias, streamed=streamed)
 
     def weight(self) -> Tensor:
         """Returns the weights in the original layout, `[outputs, inputs]`; a copy if they were packed."""

@@ -16,6 +16,9 @@ from draftwire.requests.automaton import FormVocabulary
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
+"""Capabilities of CPUs that multiply bfloat16."""
+
 FINGERPRINT_ENTRIES = 64
 """Entries of each weight that the fingerprint hashes."""
 
@@ -59,7 +62,7 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
 
     Args:
         name: folder, or name on the model hub.
-        dtype: one of `DTYPES`; "auto" is float32 on the CPU and the checkpoint's own elsewhere.
+        dtype: one of `DTYPES`; "auto" is the checkpoint's own, or on a CPU what `dtype_on_cpu` says.
         device: a torch device.
         revision: commit or branch on the hub.
 
@@ -71,8 +74,6 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     """
     path = path_of(name, dtype)
     prepare(device)
-    if dtype == "auto" and torch.device(device).type == "cpu":
-        dtype = "float32"
     disable_progress_bar()  # would write into the log
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     loaded: Any = _load_weights(path, dtype, device, revision)
@@ -107,6 +108,8 @@ def path_of(name: str, dtype: str) -> str:
 def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> PreTrainedModel:
     """Returns a model on its device."""
     config = AutoConfig.from_pretrained(path, revision=revision)
+    if dtype == "auto" and torch.device(device).type == "cpu":
+        dtype = str(dtype_on_cpu(config)).removeprefix("torch.")
     options: dict[str, Any] = {"config": config, "dtype": dtype, "revision": revision, "use_safetensors": True}
     if getattr(config, "quantization_config", None) is None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, **options)
@@ -115,6 +118,17 @@ def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> P
         return cast(PreTrainedModel, AutoModelForCausalLM.from_pretrained(path, device_map={"": device}, **options))
     except (ImportError, RuntimeError, ValueError) as error:
         raise InvalidRequestError(f"the quantised model {path} cannot be loaded on {device}: {error}") from error
+
+
+def dtype_on_cpu(config: Any) -> torch.dtype:
+    """Returns the dtype of "auto" on a CPU: bfloat16 if a model is stored so and this CPU multiplies it, else float32.
+
+    Other CPUs compute bfloat16 as float32, and convert it all the time.
+    """
+    is_stored = getattr(config, "dtype", None) is torch.bfloat16
+    capabilities = torch.cpu.get_capabilities()
+    multiplies = any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
+    return torch.bfloat16 if is_stored and multiplies else torch.float32
 
 
 def weights_fingerprint(model: torch.nn.Module) -> bytes:

@@ -11,7 +11,7 @@ Registered with transformers as an attention implementation: every model whose l
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -27,13 +27,14 @@ from draftwire.models.kv_storage import KvStorage
 
 IMPLEMENTATION = "draftwire_paged"
 
-LEAST_BYTES = 2**16
+LEAST_BYTES = 2**19
 """On a CPU, a segment whose keys and values take less in a layer is gathered with others: to copy them takes no longer
-than an operation of its own."""
+than operations of its own."""
 MOST_RUNS = 8
 """Runs of slots that are read in place: two matrix products are computed for each."""
 LEAST_RUN = 64
 """Tokens that runs need to have on average."""
+Kind = Literal["keys", "values"]
 MOST_QUERIES = 32
 """Queries of a segment with more than one run: all their scores are in memory."""
 
@@ -104,21 +105,26 @@ class SegmentGroup:
     masks: Masks
     _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """By heads and slots of the stored tensor."""
+    _gathered_last: dict[Kind, Tensor] = field(default_factory=dict)
+    """What the layer before had gathered: memory to gather into again, whose pages are there already."""
 
-    def parts(self, stored: Tensor) -> list[Tensor]:
-        """Gathers `[rows, kv_heads, keys, any]` from a layer's keys or values, `[kv_heads, num_slots, any]`."""
+    def parts(self, stored: Tensor, kind: Kind) -> list[Tensor]:
+        """Gathers `[rows, kv_heads, keys, any]` from a layer's keys or values, `[kv_heads, num_slots, any]`.
+
+        They are valid until the next layer's of this kind are gathered.
+        """
         if stored.is_contiguous():
-            return [self._gathered(stored, len(stored))]
-        return [_take(stored.transpose(0, 1), self.slots).transpose(1, 2)]
+            return [self._gathered(stored, len(stored), kind)]
+        return [self._take(stored.transpose(0, 1), self.slots, kind).transpose(1, 2)]
 
-    def stacked_parts(self, stored: Tensor) -> list[Tensor]:
+    def stacked_parts(self, stored: Tensor, kind: Kind) -> list[Tensor]:
         """Gathers `[layers * rows, kv_heads, keys, any]` from several layers, `[layers, kv_heads, num_slots, any]`."""
         if stored.is_contiguous():
-            return [self._gathered(stored, len(stored) * stored.shape[1]).flatten(0, 1)]
+            return [self._gathered(stored, len(stored) * stored.shape[1], kind).flatten(0, 1)]
         rows = stored.transpose(1, 2).index_select(1, self.slots.flatten())
         return [rows.view(-1, self.masks.num_keys, *rows.shape[2:]).transpose(1, 2)]
 
-    def _gathered(self, stored: Tensor, num_heads: int) -> Tensor:
+    def _gathered(self, stored: Tensor, num_heads: int, kind: Kind) -> Tensor:
         """Gathers `[..., rows, kv_heads, keys, any]` from `[..., kv_heads, num_slots, any]`.
 
         To select rows of a contiguous matrix is several times as fast as any other index on a CPU.
@@ -128,7 +134,17 @@ class SegmentGroup:
         if index is None:
             first = torch.arange(0, num_heads * num_slots, num_slots, device=stored.device).view(*layers, 1, heads, 1)
             index = self._indices[num_heads, num_slots] = first + self.slots.unsqueeze(1)
-        return _take(stored.flatten(0, -2), index)
+        return self._take(stored.flatten(0, -2), index, kind)
+
+    def _take(self, source: Tensor, index: Tensor, kind: Kind) -> Tensor:
+        """Returns `source[index]`, on a CPU in the memory of the layer before."""
+        if source.device.type != "cpu":
+            return _take(source, index)
+        last = self._gathered_last.get(kind)
+        if last is None or last.shape != (*index.shape, *source.shape[1:]):
+            last = self._gathered_last[kind] = source.new_empty(*index.shape, *source.shape[1:])
+        torch.index_select(source, 0, index.flatten(), out=last.view(-1, *source.shape[1:]))
+        return last
 
 
 @dataclass(slots=True)
@@ -141,11 +157,11 @@ class LoneSegment:
     """Slots of the keys, in order."""
     masks: Masks
 
-    def parts(self, stored: Tensor) -> list[Tensor]:
+    def parts(self, stored: Tensor, _kind: Kind) -> list[Tensor]:
         """Returns a layer's keys or values, run by run: `[1, kv_heads, keys, any]` of `[kv_heads, num_slots, any]`."""
         return [stored[:, run].unsqueeze(0) for run in self.runs]
 
-    def stacked_parts(self, stored: Tensor) -> list[Tensor]:
+    def stacked_parts(self, stored: Tensor, _kind: Kind) -> list[Tensor]:
         """Returns those of several layers: `[layers, kv_heads, keys, any]` of `[layers, kv_heads, num_slots, any]`."""
         return [stored[:, :, run] for run in self.runs]
 
@@ -183,7 +199,7 @@ class PackedStep:
         _store(new_values, values, self.slots)
 
         def attended(rows: Tensor, part: SegmentGroup | LoneSegment) -> Tensor:
-            return _attend(rows, part.parts(keys), part.parts(values), part.masks, shape)
+            return _attend(rows, part.parts(keys, "keys"), part.parts(values, "values"), part.masks, shape)
 
         if len(self.groups) == 1 and self.groups[0].real is None and not self.lone:  # its tokens are the step's
             group = self.groups[0]
@@ -224,7 +240,8 @@ class PackedStep:
 
         def attended(rows: Tensor, part: SegmentGroup | LoneSegment) -> Tensor:
             """Returns `[layers * rows, queries, heads, head_dim]`, of the same shape."""
-            return _attend(rows, part.stacked_parts(keys), part.stacked_parts(values), part.masks, shape, len(layers))
+            own = part.stacked_parts(keys, "keys"), part.stacked_parts(values, "values")
+            return _attend(rows, *own, part.masks, shape, len(layers))
 
         if len(self.groups) == 1 and self.groups[0].real is None and not self.lone:
             rows = stacked.reshape(-1, self.groups[0].tokens.shape[1], *stacked.shape[2:])

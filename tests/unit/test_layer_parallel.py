@@ -413,7 +413,8 @@ def test_qwen2_5_checkpoint_is_loaded_by_path_and_drafts(tmp_path: Path, layers:
     model: Any = family_network("qwen2", 2, **shape, tie_word_embeddings=True)
     model.to(torch.bfloat16).save_pretrained(folder)
     drafts = DraftSettings(draft_encoding=Encoding.DENSE_FLOAT32)
-    loaded = load_drafter(ModelSettings(str(folder)), EngineSettings(kv_cache_tokens=1024), drafts, layers)
+    settings = ModelSettings(str(folder), dtype="float32")
+    loaded = load_drafter(settings, EngineSettings(kv_cache_tokens=1024), drafts, layers)
     sequence = loaded.strategy.open(PROMPT)
     (proposed,) = loaded.strategy.step([Drafting(sequence, request(5, 0))]).drafts
     assert isinstance(proposed, Draft)

@@ -19,13 +19,14 @@ from tiny_models import (
     tiny_shape,
 )
 from torch import Tensor
+from torch.nn.functional import rms_norm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models import linear
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import TransformersDecoder, decoder_of
-from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
+from draftwire.models.lean_decoder import LeanDecoder, Norm, why_not_lean
 from draftwire.models.linear import Linear
 from draftwire.models.static_steps import StaticSteps, StepShape
 
@@ -63,8 +64,8 @@ def test_logits_of_random_texts_are_those_of_transformers(
     name: str, manner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, in batches of ragged lengths, with ends forgotten and read again: at most 1e-4 apart."""
-    if manner != "static":
-        monkeypatch.setattr(linear, "LEAST_BYTES", 0)  # as with large weights
+    if manner.startswith("in"):
+        monkeypatch.setattr(linear, "CACHE_BYTES", 0)  # as a large model
     reference = make(name)
     model = CachedModel(decoder_of(copy.deepcopy(reference), "lean"), 4096, manner == "static")
     if manner.startswith("in"):
@@ -83,21 +84,32 @@ def test_logits_of_random_texts_are_those_of_transformers(
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 8, 9, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
 def test_joined_linear_layers_are_the_layers_one_by_one(
-    rows: int, dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, dtype: torch.dtype, has_bias: bool, streamed: bool
 ) -> None:
-    monkeypatch.setattr(linear, "LEAST_BYTES", 0)  # as of large weights
     with torch.random.fork_rng():
         torch.manual_seed(rows)
         layers = [torch.nn.Linear(40, size, bias=has_bias, dtype=dtype) for size in (24, 8, 56)]
         inputs = torch.randn(rows, 40, dtype=dtype)
     with torch.inference_mode():
         expected = torch.cat([layer(inputs) for layer in layers], dim=-1)
-        result = Linear.of(*layers)(inputs)
+        result = Linear.of(*layers, streamed=streamed)(inputs)
     assert result.dtype is dtype
     # Products of lower precision are rounded once, whatever they are summed up in.
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     assert (result - expected).abs().max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 1e4])
+def test_norms_are_those_of_torch(dtype: torch.dtype, scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = (scale * torch.randn(3, 5, 48, generator=generator)).to(dtype)
+    weight = torch.rand(48, generator=generator).to(dtype)
+    expected = rms_norm(rows, weight.shape, weight, 1e-6)
+    error = (Norm(weight, 1e-6)(rows) - expected).abs().max()
+    assert error <= {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 0.0}[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

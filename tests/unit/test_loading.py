@@ -168,6 +168,19 @@ def test_sliding_window_that_a_model_tells_its_mask_only_is_kept_or_refused(tmp_
     assert (logits[0] - fresh.logits[0, -1]).abs().max() < 2e-4
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("instructions", [set(), {"avx512_bf16"}, {"amx_bf16"}])
+def test_a_cpu_runs_bfloat16_if_model_and_cpu_have_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, instructions: set[str]
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True} | dict.fromkeys(instructions, True))
+    folder = save_tiny_model(tmp_path)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=stored).save_pretrained(folder)
+    found = load_model(str(folder)).description.dtype
+    assert found == ("bfloat16" if stored is torch.bfloat16 and instructions else "float32")
+    assert load_model(str(folder), dtype="float32").description.dtype == "float32"
+
+
 def test_missing_folder_and_unknown_dtype_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="no model folder"):
         load_model(str(tmp_path / "nothing"))

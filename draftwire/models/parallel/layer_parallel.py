@@ -141,7 +141,8 @@ def _joined(parts: Sequence[Attention]) -> Linear:
     """Fuses the projections of several layers, their norms' weights folded in: the input is normalised, not scaled."""
     weights = [part.queries_keys_values.weight() * part.norm.weight for part in parts]
     biases = [bias for part in parts if (bias := part.queries_keys_values.bias) is not None]
-    return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+    streamed = parts[0].queries_keys_values.streamed
+    return Linear(torch.cat(weights), torch.cat(biases) if biases else None, streamed=streamed)
 
 
 def _head_norms(part: Attention, base: LeanDecoder) -> Tensor:

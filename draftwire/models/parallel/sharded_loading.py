@@ -31,6 +31,7 @@ from draftwire.models.loading import (
     ModelCard,
     check_layers,
     context_length_of,
+    dtype_on_cpu,
     path_of,
     stop_token_ids_of,
 )
@@ -224,7 +225,7 @@ def load_parallel_target(
 def _dtype_of(source: ModelSource, config: Any, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
     """Returns the dtype of the weights, chosen as by `load_model`."""
     if source.dtype == "auto" and device.type == "cpu":
-        return torch.float32
+        return dtype_on_cpu(config)
     named = getattr(config, "dtype", None) if source.dtype == "auto" else getattr(torch, source.dtype)
     found = named or checkpoint.dtype()
     if not isinstance(found, torch.dtype):
