@@ -18,6 +18,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 """Capabilities of CPUs that multiply bfloat16."""
+LARGE_PARAMETERS = 2**26
+"""Parameters of a model whose steps on a CPU take as long as reading its weights does."""
 
 FINGERPRINT_ENTRIES = 64
 """Entries of each weight that the fingerprint hashes."""
@@ -121,14 +123,18 @@ def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> P
 
 
 def dtype_on_cpu(config: Any) -> torch.dtype:
-    """Returns the dtype of "auto" on a CPU: bfloat16 if a model is stored so and this CPU multiplies it, else float32.
+    """Returns the dtype of "auto" on a CPU: bfloat16 if a large model is stored so and this CPU multiplies it.
 
-    Other CPUs compute bfloat16 as float32, and convert it all the time.
+    Else float32: other CPUs convert bfloat16 in every product, and reading a small model takes no time.
     """
-    is_stored = getattr(config, "dtype", None) is torch.bfloat16
     capabilities = torch.cpu.get_capabilities()
     multiplies = any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
-    return torch.bfloat16 if is_stored and multiplies else torch.float32
+    if getattr(config, "dtype", None) is not torch.bfloat16 or not multiplies:
+        return torch.float32
+    with torch.device("meta"):
+        network: Any = AutoModelForCausalLM.from_config(config)
+    num_parameters = sum(weight.numel() for weight in network.parameters())
+    return torch.bfloat16 if num_parameters >= LARGE_PARAMETERS else torch.float32
 
 
 def weights_fingerprint(model: torch.nn.Module) -> bytes:

@@ -144,7 +144,7 @@ class ModelSettings:
     revision: str | None = None
     """Commit or branch on the hub."""
     dtype: str = "auto"
-    """float32, bfloat16, float16, or auto: the checkpoint's own; on a CPU bfloat16 if both have it, else float32."""
+    """float32, bfloat16, float16, or auto: the checkpoint's own; on a CPU bfloat16 if that is faster, else float32."""
     device: str = "cpu"
     """A torch device, such as "cpu" or "cuda:0"."""
     threads: int = 1

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from draftwire.errors import InvalidRequestError
+from draftwire.models import loading
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import TransformersDecoder, decoder_of
 from draftwire.models.loading import LoadedModel, load_model
@@ -170,12 +171,14 @@ def test_sliding_window_that_a_model_tells_its_mask_only_is_kept_or_refused(tmp_
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("instructions", [set(), {"avx512_bf16"}, {"amx_bf16"}])
-def test_a_cpu_runs_bfloat16_if_model_and_cpu_have_it(
+def test_a_cpu_runs_large_models_in_bfloat16_if_both_have_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, instructions: set[str]
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True} | dict.fromkeys(instructions, True))
     folder = save_tiny_model(tmp_path)
     AutoModelForCausalLM.from_pretrained(folder, dtype=stored).save_pretrained(folder)
+    assert load_model(str(folder)).description.dtype == "float32", "a small one"
+    monkeypatch.setattr(loading, "LARGE_PARAMETERS", 0)
     found = load_model(str(folder)).description.dtype
     assert found == ("bfloat16" if stored is torch.bfloat16 and instructions else "float32")
     assert load_model(str(folder), dtype="float32").description.dtype == "float32"
