@@ -34,7 +34,7 @@ MOST_RUNS = 8
 """Runs of slots that are read in place: two matrix products are computed for each."""
 LEAST_RUN = 64
 """Tokens that runs need to have on average."""
-Kind = Literal["keys", "values"]
+KeysOrValues = Literal["keys", "values"]
 MOST_QUERIES = 32
 """Queries of a segment with more than one run: all their scores are in memory."""
 
@@ -105,10 +105,10 @@ class SegmentGroup:
     masks: Masks
     _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """By heads and slots of the stored tensor."""
-    _gathered_last: dict[Kind, Tensor] = field(default_factory=dict)
+    _gathered_last: dict[KeysOrValues, Tensor] = field(default_factory=dict)
     """What the layer before had gathered: memory to gather into again, whose pages are there already."""
 
-    def parts(self, stored: Tensor, kind: Kind) -> list[Tensor]:
+    def parts(self, stored: Tensor, kind: KeysOrValues) -> list[Tensor]:
         """Gathers `[rows, kv_heads, keys, any]` from a layer's keys or values, `[kv_heads, num_slots, any]`.
 
         They are valid until the next layer's of this kind are gathered.
@@ -117,14 +117,14 @@ class SegmentGroup:
             return [self._gathered(stored, len(stored), kind)]
         return [self._take(stored.transpose(0, 1), self.slots, kind).transpose(1, 2)]
 
-    def stacked_parts(self, stored: Tensor, kind: Kind) -> list[Tensor]:
+    def stacked_parts(self, stored: Tensor, kind: KeysOrValues) -> list[Tensor]:
         """Gathers `[layers * rows, kv_heads, keys, any]` from several layers, `[layers, kv_heads, num_slots, any]`."""
         if stored.is_contiguous():
             return [self._gathered(stored, len(stored) * stored.shape[1], kind).flatten(0, 1)]
         rows = stored.transpose(1, 2).index_select(1, self.slots.flatten())
         return [rows.view(-1, self.masks.num_keys, *rows.shape[2:]).transpose(1, 2)]
 
-    def _gathered(self, stored: Tensor, num_heads: int, kind: Kind) -> Tensor:
+    def _gathered(self, stored: Tensor, num_heads: int, kind: KeysOrValues) -> Tensor:
         """Gathers `[..., rows, kv_heads, keys, any]` from `[..., kv_heads, num_slots, any]`.
 
         To select rows of a contiguous matrix is several times as fast as any other index on a CPU.
@@ -136,7 +136,7 @@ class SegmentGroup:
             index = self._indices[num_heads, num_slots] = first + self.slots.unsqueeze(1)
         return self._take(stored.flatten(0, -2), index, kind)
 
-    def _take(self, source: Tensor, index: Tensor, kind: Kind) -> Tensor:
+    def _take(self, source: Tensor, index: Tensor, kind: KeysOrValues) -> Tensor:
         """Returns `source[index]`, on a CPU in the memory of the layer before."""
         if source.device.type != "cpu":
             return _take(source, index)
@@ -157,11 +157,11 @@ class LoneSegment:
     """Slots of the keys, in order."""
     masks: Masks
 
-    def parts(self, stored: Tensor, _kind: Kind) -> list[Tensor]:
+    def parts(self, stored: Tensor, _kind: KeysOrValues) -> list[Tensor]:
         """Returns a layer's keys or values, run by run: `[1, kv_heads, keys, any]` of `[kv_heads, num_slots, any]`."""
         return [stored[:, run].unsqueeze(0) for run in self.runs]
 
-    def stacked_parts(self, stored: Tensor, _kind: Kind) -> list[Tensor]:
+    def stacked_parts(self, stored: Tensor, _kind: KeysOrValues) -> list[Tensor]:
         """Returns those of several layers: `[layers, kv_heads, keys, any]` of `[layers, kv_heads, num_slots, any]`."""
         return [stored[:, :, run] for run in self.runs]
 
