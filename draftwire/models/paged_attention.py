@@ -59,6 +59,10 @@ class AttentionShape:
     softcap: float | None = None
     """Bound of the scores (tanh soft-capping), before masking."""
 
+    def sees(self, num_keys: int) -> bool:
+        """Whether the last of so many tokens attends to all of them, and plainly."""
+        return self.softcap is None and (self.window is None or self.window >= num_keys)
+
 
 @dataclass(slots=True)
 class Masks:
@@ -178,6 +182,8 @@ class PackedStep:
     groups: list[SegmentGroup]
     lone: list[LoneSegment] = field(default_factory=list)
     """The segments that are in no group, in the order of their tokens."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """First slot and number of the keys of each token, if all are single tokens of texts that are in one run each."""
 
     def attend(
         self, layer: int, shape: AttentionShape, queries: Tensor, new_keys: Tensor, new_values: Tensor
@@ -197,6 +203,9 @@ class PackedStep:
         keys, values = self.storage.layer(layer, new_keys, new_values)
         _store(new_keys, keys, self.slots)
         _store(new_values, values, self.slots)
+
+        if self.spans and shape.sees(max(length for _, length in self.spans)):
+            return _attend_one_by_one(queries, keys, values, self.spans, shape)
 
         def attended(rows: Tensor, part: SegmentGroup | LoneSegment) -> Tensor:
             return _attend(rows, part.parts(keys, "keys"), part.parts(values, "values"), part.masks, shape)
@@ -296,7 +305,9 @@ def pack(segments: list[Segment], storage: KvStorage, device: torch.device) -> P
         masks = Masks(_tensor(position, device), places.shape[1], sees_all)
         groups.append(SegmentGroup(_tensor(tokens, device), mask, _tensor(places, device), masks))
     lone.sort(key=lambda each: each.tokens.start)
-    return PackedStep(storage, _tensor(slots, device), _tensor(positions, device), groups, lone)
+    are_single = not groups and all(len(each.runs) == 1 and each.masks.sees_all for each in lone)
+    spans = [(each.runs[0].start, each.masks.num_keys) for each in lone] if are_single else []
+    return PackedStep(storage, _tensor(slots, device), _tensor(positions, device), groups, lone, spans)
 
 
 def _by_shape(segments: Sequence[Segment]) -> Iterable[list[int]]:
@@ -389,6 +400,27 @@ def _attend(
         return attended.reshape(rows, 1, heads, -1)
     attended = attended.reshape(rows, kv_heads, repeats, num_queries, -1).permute(0, 3, 1, 2, 4)
     return attended.reshape(rows, num_queries, heads, -1)
+
+
+def _attend_one_by_one(
+    queries: Tensor, keys: Tensor, values: Tensor, spans: Sequence[tuple[int, int]], shape: AttentionShape
+) -> Tensor:
+    """Returns `[rows, heads, value_dim]` for single tokens of texts, in as few operations as that takes.
+
+    Args:
+        queries: `[rows, heads, head_dim]`.
+        keys: `[kv_heads, num_slots, head_dim]`.
+        values: `[kv_heads, num_slots, value_dim]`.
+        spans: first slot and number of the keys of each text.
+        shape: of the layer.
+    """
+    rows = queries.unflatten(1, (len(keys), -1)).split(1)
+    keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+    attended = [
+        scaled_dot_product_attention(row, keys.narrow(2, *span), values.narrow(2, *span), scale=shape.scaling)
+        for row, span in zip(rows, spans, strict=True)
+    ]
+    return torch.cat(attended).flatten(1, 2)
 
 
 def _attend_in_parts(

@@ -4,7 +4,7 @@ import copy
 import functools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
 from draftwire.models.kv_storage import KvStorage
 from draftwire.models.lean_decoder import FAMILY
-from draftwire.models.paged_attention import PackedStep, Segment, pack
+from draftwire.models.paged_attention import AttentionShape, PackedStep, Segment, pack
 
 torch.set_num_threads(1)
 
@@ -378,6 +378,30 @@ def test_steps_of_equal_shape_are_not_padded_at_all(llama: Subject) -> None:
     assert group.real is None
     assert group.tokens.shape == (8, 5)
     assert group.slots.shape == (8, 37)
+
+
+@pytest.mark.parametrize("window", [None, 200, 60])
+def test_single_tokens_of_texts_in_one_run_are_attended_to_one_by_one(
+    llama: Subject, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "LEAST_BYTES", 0)
+    segments = [Segment(llama.open([]), 1) for _ in range(3)]
+    for segment, first, length in zip(segments, (9, 30, 50), (150, 150, 161), strict=True):
+        segment.sequence.blocks[:] = range(first, first + 11)
+        segment.sequence.length = length
+    storage = KvStorage(llama.model.cache.num_slots)
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(3, heads, 8, generator=generator) for heads in (4, 2, 2))
+    for stored in storage.layer(0, keys, values):
+        stored.normal_(generator=generator)
+    step = pack(segments, storage, torch.device("cpu"))
+    assert step.spans == [(144, 150), (480, 150), (800, 161)]
+    shape = AttentionShape(window=window)
+    attended = step.attend(0, shape, queries, keys, values)
+    expected = replace(step, spans=[]).attend(0, shape, queries, keys, values)
+    assert (attended - expected).abs().max() <= 1e-6
+    segments.append(Segment(segments[0].sequence, 2))
+    assert not pack(segments, storage, torch.device("cpu")).spans
 
 
 def test_long_texts_are_read_in_place_if_they_are_in_few_runs(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
