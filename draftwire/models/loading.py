@@ -127,7 +127,7 @@ def dtype_on_cpu(config: Any) -> torch.dtype:
 
     Else float32: other CPUs convert bfloat16 in every product, and reading a small model takes no time.
     """
-    capabilities = torch.cpu.get_capabilities()
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older releases of torch do not say
     multiplies = any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
     if getattr(config, "dtype", None) is not torch.bfloat16 or not multiplies:
         return torch.float32
