@@ -1,6 +1,7 @@
 """Loads Hugging Face causal language models, by path or hub name, with their tokenizers."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -127,7 +128,9 @@ def dtype_on_cpu(config: Any) -> torch.dtype:
 
     Else float32: other CPUs convert bfloat16 in every product, and reading a small model takes no time.
     """
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # older releases of torch do not say
+    capabilities: Mapping[str, Any] = getattr(
+        torch.cpu, "get_capabilities", dict
+    )()  # older releases of torch do not say
     multiplies = any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
     if getattr(config, "dtype", None) is not torch.bfloat16 or not multiplies:
         return torch.float32

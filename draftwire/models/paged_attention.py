@@ -34,9 +34,10 @@ MOST_RUNS = 8
 """Runs of slots that are read in place: two matrix products are computed for each."""
 LEAST_RUN = 64
 """Tokens that runs need to have on average."""
-KeysOrValues = Literal["keys", "values"]
 MOST_QUERIES = 32
 """Queries of a segment with more than one run: all their scores are in memory."""
+
+KeysOrValues = Literal["keys", "values"]
 
 
 @dataclass(frozen=True, slots=True)
