@@ -3,13 +3,16 @@
     python -m draftwire.training tokenizer
     python -m draftwire.training target
     python -m draftwire.training samples
-    python -m draftwire.training drafter
+    python -m draftwire.training drafter drafter
+    python -m draftwire.training drafter drafter-8-layers
     python -m draftwire.training evaluate
 
 Each step reads what the one before wrote, can be interrupted and started again, and gives the same result for the
-same seed, library and machine. The steps need the standard library's sources and about two CPU hours, no network.
+same seed, library and machine. The steps need the standard library's sources, the packages of constraints.txt and some
+two hours of two CPU cores, no network.
 """
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -18,59 +21,82 @@ import torch
 import typer
 from rich.progress import track
 
-from draftwire.training.corpus import SourceFile, encode_files, save_tokenizer, standard_library, train_tokenizer
+from draftwire.training.attention import attend_in_chunks
+from draftwire.training.batches import Source
+from draftwire.training.conversations import CHAT_TEMPLATE, conversations
+from draftwire.training.corpus import encode_texts, packages, save_tokenizer, standard_library, train_tokenizer
 from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
-from draftwire.training.evaluation import held_out_loss, measure_acceptance
-from draftwire.training.pair import CONTEXT_LENGTH, DRAFTER, TARGET, inherit_embeddings, load_float32, save_bf16
-from draftwire.training.trainer import Trainer, TrainingPlan
+from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
+from draftwire.training.pair import CONTEXT_LENGTH, DRAFTERS, TARGET, inherit_embeddings, load_float32, save_bf16
+from draftwire.training.plan import Phase, TrainingPlan
+from draftwire.training.trainer import Trainer
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
 END_OF_TEXT_ID = 0
+PROMPT_TOKENS, WRITTEN_TOKENS = 64, 192
+SAMPLING_TEMPERATURES = (1.0, 0.6)
+PHASES = (Phase(0.65, 256), Phase(0.2, 512), Phase(0.15, 1024))
 
 ModelsFolder = Annotated[Path, typer.Option(help="Folder of the pair.")]
 WorkFolder = Annotated[Path, typer.Option(help="Folder of token arrays and checkpoints; never committed.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
-Compiled = Annotated[bool, typer.Option(help="Compile the model first: about 1.2 times as fast, needs a C++ compiler.")]
-
-
-def _split() -> tuple[list[SourceFile], list[SourceFile]]:
-    files = list(standard_library())
-    return [f for f in files if not f.held_out], [f for f in files if f.held_out]
+Compiled = Annotated[
+    bool, typer.Option(help="Compile the model first: much faster after some minutes, needs a C++ compiler.")
+]
+DrafterName = StrEnum("DrafterName", {name: name for name in DRAFTERS})
 
 
 @app.command()
 def tokenizer(
     models: ModelsFolder = Path("models"), work: WorkFolder = Path(".training"), vocab_size: int = 4096
 ) -> None:
-    """Train the tokenizer on the training files and encode both parts of the corpus."""
-    training, held_out = _split()
+    """Train the tokenizer on the library's training files, and encode all texts."""
+    library = list(standard_library())
+    training = [file for file in library if not file.held_out]
     trained = train_tokenizer((file.text for file in training), vocab_size)
-    for name in ("target", "drafter"):
-        save_tokenizer(trained, models / name, CONTEXT_LENGTH)
+    for name in ("target", *DRAFTERS):
+        save_tokenizer(trained, models / name, CONTEXT_LENGTH, CHAT_TEMPLATE)
+    installed = list(packages())
+    texts = {
+        "library": [file.text for file in training],
+        "packages": [file.text for file in installed],
+        "conversations": list(conversations([*training, *installed])),
+        "held_out": [file.text for file in library if file.held_out],
+    }
     work.mkdir(parents=True, exist_ok=True)
-    for name, files in (("training", training), ("held_out", held_out)):
-        ids = encode_files(trained, files, END_OF_TEXT_ID)
+    for name, each in texts.items():
+        ids = encode_texts(trained, each, END_OF_TEXT_ID)
         np.save(work / f"{name}.npy", ids)
-        size = sum(len(file.text) for file in files)
-        print(f"{name}: {len(files)} files, {size:,} characters, {len(ids):,} tokens")
+        print(f"{name}: {len(each)} texts, {sum(map(len, each)):,} characters, {len(ids):,} tokens")
+
+
+def _sources(work: Path) -> list[Source]:
+    """The texts that both models read. The library's are most frequent: the held-out files are of it."""
+    library, installed, chats = (np.load(work / f"{name}.npy") for name in ("library", "packages", "conversations"))
+    return [
+        Source(library, 0.68),
+        Source(library, 0.14, END_OF_TEXT_ID),
+        Source(installed, 0.10),
+        Source(chats, 0.08),
+    ]
 
 
 @app.command()
 def target(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 12_000_000,
+    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 16_000_000,
     threads: Threads = 2,
     compiled: Compiled = True,
     seed: int = 1,
 ) -> None:
     """Train the target on the corpus."""
     torch.set_num_threads(threads)
-    ids = np.load(work / "training.npy")
     model = TARGET.build(vocab_size=4096, seed=seed)
-    plan = TrainingPlan(total_tokens=tokens, seed=seed)
-    Trainer(model, plan, work / "target.pt", compiled).run(ids, next_token_loss, "target")
+    attend_in_chunks(model)
+    plan = TrainingPlan(total_tokens=tokens, phases=PHASES, seed=seed)
+    Trainer(model, plan, work / "target.pt", compiled).run(_sources(work), next_token_loss, "target")
     save_bf16(model, models / "target")
 
 
@@ -78,44 +104,48 @@ def target(
 def samples(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    batches: Annotated[int, typer.Option(help="Batches of 128 continuations, 192 tokens each.")] = 30,
+    batches: Annotated[int, typer.Option(help="Batches of 128 continuations, 192 tokens each.")] = 40,
     threads: Threads = 2,
     seed: int = 2,
 ) -> None:
-    """Let the target write text for the drafter to learn from."""
+    """Let the target write text for the drafter to learn from, at two temperatures in turn."""
     torch.set_num_threads(threads)
-    ids = np.load(work / "training.npy")
+    ids = np.concatenate([np.load(work / f"{name}.npy") for name in ("library", "conversations")])
     model = load_float32(models / "target")
     cast(torch.nn.Module, model).to(torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
     written = []
-    for _ in track(range(batches), "sampling"):
-        starts = torch.randint(0, len(ids) - 64, (128,), generator=generator).tolist()
-        prompts = np.stack([ids[start : start + 64] for start in starts])
-        written.append(sample_continuations(model, prompts, 192, generator).ravel())
+    for number in track(range(batches), "sampling"):
+        starts = torch.randint(0, len(ids) - PROMPT_TOKENS, (128,), generator=generator).tolist()
+        prompts = np.stack([ids[start : start + PROMPT_TOKENS] for start in starts])
+        temperature = SAMPLING_TEMPERATURES[number % len(SAMPLING_TEMPERATURES)]
+        written.append(sample_continuations(model, prompts, WRITTEN_TOKENS, temperature, generator).ravel())
     np.save(work / "samples.npy", np.concatenate(written))
 
 
 @app.command()
 def drafter(
+    name: Annotated[DrafterName, typer.Argument(help="Which drafter.")],
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    tokens: Annotated[int, typer.Option(help="Tokens to distil on.")] = 5_000_000,
+    tokens: Annotated[int, typer.Option(help="Tokens to distil on.")] = 6_000_000,
     threads: Threads = 2,
     compiled: Compiled = True,
     seed: int = 3,
 ) -> None:
-    """Distil the drafter from the target, on the corpus and on the target's own text."""
+    """Distil a drafter from the target, on the corpus and on the target's own text."""
     torch.set_num_threads(threads)
-    corpus, written = np.load(work / "training.npy"), np.load(work / "samples.npy")
     teacher = load_float32(models / "target")
-    model = DRAFTER.build(vocab_size=4096, seed=seed)
+    model = DRAFTERS[name.value].build(vocab_size=4096, seed=seed)
     inherit_embeddings(model, teacher)
-    plan = TrainingPlan(total_tokens=tokens, batch_tokens=8_192, seed=seed)
-    # The drafter is used on the target's own text, so that text is three times as frequent.
-    ids = np.concatenate([written, written, written, corpus])
-    Trainer(model, plan, work / "drafter.pt", compiled).run(ids, distillation_loss(teacher, compiled), "drafter")
-    save_bf16(model, models / "drafter")
+    for each in (teacher, model):
+        attend_in_chunks(each)
+    plan = TrainingPlan(total_tokens=tokens, seed=seed)
+    # A drafter is used on the target's own text.
+    written = Source(np.load(work / "samples.npy"), 1.0)
+    sources = [written, *_sources(work)]
+    Trainer(model, plan, work / f"{name.value}.pt", compiled).run(sources, distillation_loss(teacher), name.value)
+    save_bf16(model, models / name.value)
 
 
 @app.command()
@@ -126,18 +156,28 @@ def evaluate(
     threads: Threads = 2,
     seed: int = 4,
 ) -> None:
-    """Print the held-out loss of both models and the acceptance rate of the pair."""
+    """Print held-out losses, how well the target repeats a text, and how often it accepts what drafters propose."""
     torch.set_num_threads(threads)
     held_out = np.load(work / "held_out.npy")
-    pair = {name: load_float32(models / name) for name in ("target", "drafter")}
+    pair = {name: load_float32(models / name) for name in ("target", *DRAFTERS)}
     for name, model in pair.items():
         parameters = sum(parameter.numel() for parameter in model.parameters())
         print(f"{name}: {parameters / 1e6:.1f} M parameters, held-out loss {held_out_loss(model, held_out):.3f} nats")
-    starts = np.random.default_rng(seed).integers(0, len(held_out) - 64, num_prompts)
-    prompts = [held_out[start : start + 64].tolist() for start in starts]
-    for temperature in (0.0, 1.0):
-        for rule in ("token", "block"):
-            print(measure_acceptance(pair["target"], pair["drafter"], prompts, rule, temperature, block_length=4))
+    files = [
+        text.tolist() for text in np.split(held_out, np.flatnonzero(held_out == END_OF_TEXT_ID)) if len(text) > 400
+    ]
+    print(f"target: repeats {share_repeated(pair['target'], files, END_OF_TEXT_ID):.1%} of {len(files)} files")
+    starts = np.random.default_rng(seed).integers(0, len(held_out) - PROMPT_TOKENS, num_prompts)
+    prompts = [held_out[start : start + PROMPT_TOKENS].tolist() for start in starts]
+    for name in DRAFTERS:
+        for temperature in (0.0, 0.6, 1.0):
+            for rule in ("token", "block"):
+                found = measure_acceptance(pair["target"], pair[name], prompts, rule, temperature, block_length=4)
+                by_position = " ".join(f"{share:.3f}" for share in found.by_position)
+                print(
+                    f"{name}, T = {temperature}, {rule}: accepted {found.acceptance_rate:.3f} ({by_position}), "
+                    f"block efficiency {found.block_efficiency:.2f}"
+                )
 
 
 if __name__ == "__main__":

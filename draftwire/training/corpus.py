@@ -1,6 +1,7 @@
-"""Training corpus of the embedded pair, the Python standard library's sources, and the tokenizer trained on it."""
+"""Training corpus of the embedded pair: sources of Python's standard library and of packages; and its tokenizer."""
 
 import hashlib
+import importlib.metadata
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,13 +23,32 @@ EXCLUDED_TOP_LEVEL = frozenset({"site-packages", "dist-packages", "__pycache__",
 MAX_FILE_BYTES = 400_000
 """Larger files are generated data (grammar tables, test vectors)."""
 
+PACKAGES = {
+    "aiohttp": "Apache-2.0 AND MIT",
+    "anyio": "MIT",
+    "click": "BSD-3-Clause",
+    "fastapi": "MIT",
+    "huggingface_hub": "Apache-2.0",
+    "jinja2": "BSD-3-Clause",
+    "jsonschema": "MIT",
+    "networkx": "BSD-3-Clause",
+    "packaging": "Apache-2.0 OR BSD-2-Clause",
+    "pydantic": "MIT",
+    "pytest": "MIT",
+    "rich": "MIT",
+    "structlog": "MIT OR Apache-2.0",
+    "typer": "MIT",
+    "urllib3": "MIT",
+}
+"""Dependencies of this project, pinned in constraints.txt, that are written in Python, and their licences."""
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of the standard library."""
+    """One file of the standard library or of a package."""
 
     path: str
-    """Relative to the library's root, with forward slashes: the same on every machine."""
+    """Relative to the library's or the packages' root, with forward slashes: the same on every machine."""
     text: str
 
     @property
@@ -42,20 +62,34 @@ def standard_library(root: Path | None = None) -> Iterator[SourceFile]:
     """Yields every usable source file below `root` (default: the running interpreter's library), sorted by path."""
     base = Path(sysconfig.get_path("stdlib")) if root is None else root
     for path in sorted(base.rglob("*.py")):
-        relative = path.relative_to(base)
-        if relative.parts[0] in EXCLUDED_TOP_LEVEL or path.stat().st_size > MAX_FILE_BYTES:
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue  # a handful of test files are badly encoded on purpose
-        if text.strip():
-            yield SourceFile(relative.as_posix(), text)
+        if path.relative_to(base).parts[0] not in EXCLUDED_TOP_LEVEL:
+            yield from _usable(path, base)
 
 
-def encode_files(tokenizer: Tokenizer, files: list[SourceFile], end_of_text: int) -> NDArray[np.uint16]:
-    """Returns all files as one array of ids, each file preceded by `end_of_text` (which is also the BOS token)."""
-    encodings = tokenizer.encode_batch([file.text for file in files])
+def packages(names: Iterable[str] = PACKAGES) -> Iterator[SourceFile]:
+    """Yields every usable source file of installed packages, in the order in which each lists its files."""
+    for name in names:
+        distribution = importlib.metadata.distribution(name)
+        for listed in distribution.files or ():
+            if listed.suffix == ".py" and ".." not in listed.parts:
+                path = Path(str(distribution.locate_file(listed)))
+                yield from _usable(path, Path(str(distribution.locate_file(""))))
+
+
+def _usable(path: Path, base: Path) -> Iterator[SourceFile]:
+    if path.stat().st_size > MAX_FILE_BYTES:
+        return
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return  # a handful of test files are badly encoded on purpose
+    if text.strip():
+        yield SourceFile(path.relative_to(base).as_posix(), text)
+
+
+def encode_texts(tokenizer: Tokenizer, texts: list[str], end_of_text: int) -> NDArray[np.uint16]:
+    """Returns all texts as one array of ids, each text preceded by `end_of_text` (which is also the BOS token)."""
+    encodings = tokenizer.encode_batch(texts)
     return np.concatenate([np.array([end_of_text, *encoding.ids], dtype=np.uint16) for encoding in encodings])
 
 
@@ -74,7 +108,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int, chat_template: str) -> None:
     """Writes the tokenizer to a model's folder in the form that `AutoTokenizer.from_pretrained` reads."""
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -82,4 +116,5 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context_length: int) -> N
         eos_token=END_OF_TEXT,
         model_max_length=context_length,
         clean_up_tokenization_spaces=False,
+        chat_template=chat_template,
     ).save_pretrained(folder)

@@ -13,11 +13,11 @@ from draftwire.training.trainer import LossFunction
 def next_token_loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
     """Mean cross-entropy of the next token, nats; `batch` is `[batch, length + 1] int64`."""
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=batch[:, :-1]).logits
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def distillation_loss(teacher: LlamaForCausalLM, compiled: bool) -> LossFunction:
+def distillation_loss(teacher: LlamaForCausalLM) -> LossFunction:
     """Returns a loss that pulls the drafter's distribution to the target's at every position.
 
     The cross-entropy to the target's distribution, which has good gradients from the start, plus twice the total
@@ -26,31 +26,19 @@ def distillation_loss(teacher: LlamaForCausalLM, compiled: bool) -> LossFunction
     Source: Zhou et al. 2024, DistillSpec (arXiv 2310.08461); Leviathan et al. 2023, Corollary 3.6.
     """
 
-    def teacher_logits(ids: Tensor) -> Tensor:
-        logits: Tensor = teacher(input_ids=ids).logits
-        return logits
-
-    score, distance = teacher_logits, _distance
-    if compiled:
-        score, distance = torch.compile(teacher_logits), torch.compile(_distance)
-
     def loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
         inputs = batch[:, :-1]
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
-                target_logits = score(inputs)
-            draft_logits = model(input_ids=inputs).logits
-        return distance(target_logits, draft_logits)
+                target_logits = teacher(input_ids=inputs, use_cache=False).logits
+            draft_logits = model(input_ids=inputs, use_cache=False).logits
+        target = functional.softmax(target_logits.float(), dim=-1)
+        draft_log = functional.log_softmax(draft_logits.float(), dim=-1)
+        cross_entropy = -(target * draft_log).sum(-1)
+        total_variation = 0.5 * (target - draft_log.exp()).abs().sum(-1)
+        return (cross_entropy + 2.0 * total_variation).mean()
 
     return loss
-
-
-def _distance(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    target = functional.softmax(target_logits.float(), dim=-1)
-    draft_log = functional.log_softmax(draft_logits.float(), dim=-1)
-    cross_entropy = -(target * draft_log).sum(-1)
-    total_variation = 0.5 * (target - draft_log.exp()).abs().sum(-1)
-    return (cross_entropy + 2.0 * total_variation).mean()
 
 
 @torch.inference_mode()
@@ -58,9 +46,10 @@ def sample_continuations(
     target: LlamaForCausalLM,
     prompts: NDArray[np.uint16],
     new_tokens: int,
+    temperature: float,
     generator: torch.Generator,
 ) -> NDArray[np.uint16]:
-    """Draws `new_tokens` at temperature 1 after each prompt and returns prompt and continuation, `[batch, length]`.
+    """Draws `new_tokens` after each prompt and returns prompt and continuation, `[batch, length]`.
 
     The drafter is used on the target's own text, so it is trained on that text too.
 
@@ -68,6 +57,7 @@ def sample_continuations(
         target: the trained target.
         prompts: `[batch, prompt_length] uint16`.
         new_tokens: tokens to draw per prompt.
+        temperature: above 0.
         generator: source of every random number drawn here.
     """
     ids = torch.from_numpy(prompts.astype(np.int64))
@@ -75,6 +65,6 @@ def sample_continuations(
     for _ in range(new_tokens):
         output = target(input_ids=step_input, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = output.past_key_values
-        step_input = torch.multinomial(output.logits[:, -1].float().softmax(-1), 1, generator=generator)
+        step_input = torch.multinomial((output.logits[:, -1].float() / temperature).softmax(-1), 1, generator=generator)
         produced.append(step_input)
     return torch.cat(produced, dim=1).numpy().astype(np.uint16)

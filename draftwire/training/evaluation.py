@@ -1,5 +1,6 @@
 """Evaluation of the pair: loss on held-out files, and acceptance rate of the drafter's tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,30 @@ def held_out_loss(model: LlamaForCausalLM, tokens: NDArray[np.uint16], sequence_
     return total / count
 
 
+@torch.inference_mode()
+def share_repeated(
+    model: LlamaForCausalLM, texts: Sequence[Sequence[int]], separator: int, lead: int = 300, length: int = 100
+) -> float:
+    """Returns which share of a text's tokens the model gives again, after the text and the beginning of its copy.
+
+    Args:
+        model: the model, which takes the likeliest token each time.
+        texts: ids of texts, each of more than `lead + length` tokens; what is beyond is not used.
+        separator: stands before each copy.
+        lead: tokens of the copy that the model is given.
+        length: tokens that it writes.
+    """
+    same = 0
+    for text in texts:
+        whole = list(text[: lead + length])
+        prompt = torch.tensor([[*whole, separator, *whole[:lead]]])
+        written = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False, eos_token_id=-1
+        )
+        same += int((written[0, prompt.shape[1] :] == torch.tensor(whole[lead:])).sum())
+    return same / (length * len(texts))
+
+
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """Acceptance rate and block efficiency for a rule, a temperature and a block length."""
@@ -37,6 +62,8 @@ class Acceptance:
     """Accepted draft tokens over draft tokens."""
     block_efficiency: float
     """Tokens per forward pass of the target."""
+    by_position: list[float]
+    """Share of the rounds with a token at a position of the draft, in which it was accepted."""
 
 
 def measure_acceptance(
@@ -51,12 +78,15 @@ def measure_acceptance(
     context_length = int(drafter.config.max_position_embeddings)
     cached_target = CachedModel(decoder_of(target), context_length)
     strategy = LanguageModelDrafter(CachedModel(decoder_of(drafter), context_length), context_length)
-    drafted = accepted = rounds = emitted = 0
+    drafted, accepted = [0] * block_length, [0] * block_length
+    rounds = emitted = 0
     for seed, prompt in enumerate(prompts):
         run = LocalRun(SamplingParams(temperature), 128, block_length, rule, seed)
         for done in speculate(cached_target, strategy, prompt, run):
-            drafted += int(done.blocks.lengths[0])
-            accepted += done.num_accepted
+            for position in range(int(done.blocks.lengths[0])):
+                drafted[position] += 1
+                accepted[position] += position < done.num_accepted
             emitted += len(done.token_ids)
             rounds += 1
-    return Acceptance(rule, temperature, block_length, accepted / drafted, emitted / rounds)
+    by_position = [kept / tried for kept, tried in zip(accepted, drafted, strict=True)]
+    return Acceptance(rule, temperature, block_length, sum(accepted) / sum(drafted), emitted / rounds, by_position)

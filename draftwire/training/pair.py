@@ -19,7 +19,7 @@ class PairShape:
     intermediate_size: int
     layers: int
     heads: int
-    kv_heads: int
+    head_dim: int
 
     def build(self, vocab_size: int, seed: int) -> LlamaForCausalLM:
         """Returns a freshly initialised float32 model; token 0 is both BOS and EOS."""
@@ -29,7 +29,8 @@ class PairShape:
             intermediate_size=self.intermediate_size,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
+            num_key_value_heads=self.heads,
+            head_dim=self.head_dim,
             max_position_embeddings=CONTEXT_LENGTH,
             tie_word_embeddings=True,
             bos_token_id=0,
@@ -40,11 +41,14 @@ class PairShape:
             return LlamaForCausalLM(config)
 
 
-TARGET = PairShape(hidden_size=320, intermediate_size=960, layers=8, heads=8, kv_heads=4)
-"""About 11 million parameters. Heads divide by 2 and 4, so that tensor parallelism can be tried on it."""
+TARGET = PairShape(hidden_size=192, intermediate_size=576, layers=24, heads=4, head_dim=64)
+"""13.5 million parameters, deep and narrow, so that a pass costs what a draft can save."""
 
-DRAFTER = PairShape(hidden_size=128, intermediate_size=384, layers=8, heads=4, kv_heads=4)
-"""About 2.2 million parameters; eight layers, so that layer-parallel drafting can be tried on it."""
+DRAFTERS = {
+    "drafter": PairShape(hidden_size=256, intermediate_size=768, layers=1, heads=4, head_dim=64),
+    "drafter-8-layers": PairShape(hidden_size=128, intermediate_size=384, layers=8, heads=4, head_dim=32),
+}
+"""1.9 and 2.2 million parameters. The second one is there to try layer-parallel drafting on."""
 
 
 @torch.no_grad()
@@ -52,8 +56,8 @@ def inherit_embeddings(drafter: LlamaForCausalLM, target: LlamaForCausalLM) -> N
     """Initialises the drafter's token embeddings from the target's, projected on their principal directions (SVD)."""
     embeddings = target.model.embed_tokens.weight
     left, scales, _ = torch.linalg.svd(embeddings, full_matrices=False)
-    width = drafter.config.hidden_size
-    drafter.model.embed_tokens.weight.copy_(left[:, :width] * scales[:width])
+    width = min(drafter.config.hidden_size, embeddings.shape[1])
+    drafter.model.embed_tokens.weight[:, :width] = left[:, :width] * scales[:width]
 
 
 def save_bf16(model: LlamaForCausalLM, folder: Path) -> None:

@@ -1,9 +1,11 @@
 """Training can be interrupted anywhere and gives the same result; the evaluation set stays out of it and is counted."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,20 +15,40 @@ from tiny_models import save_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from draftwire.training.corpus import HELD_OUT_PERCENT, SourceFile, encode_files, standard_library
-from draftwire.training.evaluation import held_out_loss, measure_acceptance
-from draftwire.training.trainer import Trainer, TrainingPlan, windows
+from draftwire.training.attention import attend_in_chunks
+from draftwire.training.batches import EDITS_PER_TOKEN, Source, batches, repeated, row_counts
+from draftwire.training.conversations import CHAT_TEMPLATE, conversations
+from draftwire.training.corpus import (
+    END_OF_TEXT,
+    HELD_OUT_PERCENT,
+    PACKAGES,
+    SourceFile,
+    encode_texts,
+    packages,
+    save_tokenizer,
+    standard_library,
+)
+from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
+from draftwire.training.plan import Phase, TrainingPlan
+from draftwire.training.trainer import Trainer
 
 torch.set_num_threads(1)
 
 VOCAB_SIZE = 11
 PLAN = TrainingPlan(
-    total_tokens=8 * 32, sequence_length=8, batch_tokens=32, micro_batch_tokens=16, warmup_fraction=0.25, seed=5
+    total_tokens=8 * 32,
+    phases=(Phase(1.0, 8),),
+    batch_tokens=32,
+    micro_batch_tokens=16,
+    warmup_fraction=0.25,
+    seed=5,
 )
 TOKENS: NDArray[np.uint16] = np.random.default_rng(1).integers(0, VOCAB_SIZE, 100).astype(np.uint16)
 """12 windows: an epoch of three batches."""
+SOURCES = [Source(TOKENS, 1.0)]
+SEPARATOR = 99
 
 
 class InterruptError(Exception):
@@ -68,7 +90,7 @@ def load(folder: Path) -> PreTrainedModel:
 def trained(folder: Path, state_path: Path) -> PreTrainedModel:
     """Trains to the end without an interruption."""
     model = load(folder)
-    Trainer(model, PLAN, state_path, compiled=False).run(TOKENS, loss, "test")
+    Trainer(model, PLAN, state_path, compiled=False).run(SOURCES, loss, "test")
     return model
 
 
@@ -77,10 +99,17 @@ def assert_same_weights(model: PreTrainedModel, expected: PreTrainedModel) -> No
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
+MIXED = [Source(TOKENS, 0.5), Source(TOKENS, 0.25, SEPARATOR), Source(TOKENS[::-1].copy(), 0.25)]
+IN_PHASES = replace(PLAN, phases=(Phase(0.5, 4), Phase(0.5, 8)))
+
+
+@pytest.mark.parametrize(("sources", "plan"), [(SOURCES, PLAN), (MIXED, PLAN), (MIXED, IN_PHASES)])
 @pytest.mark.parametrize("first_step", range(9))
-def test_windows_resumed_at_any_step_are_those_of_an_uninterrupted_run(first_step: int) -> None:
-    whole, resumed = list(windows(TOKENS, PLAN)), list(windows(TOKENS, PLAN, first_step))
-    assert len(whole) == PLAN.steps == 8
+def test_batches_resumed_at_any_step_are_those_of_an_uninterrupted_run(
+    first_step: int, sources: list[Source], plan: TrainingPlan
+) -> None:
+    whole, resumed = list(batches(sources, plan)), list(batches(sources, plan, first_step))
+    assert len(whole) == plan.steps == 8
     assert len(resumed) == 8 - first_step
     assert all(torch.equal(a, b) for a, b in zip(resumed, whole[first_step:], strict=True))
 
@@ -90,23 +119,88 @@ def test_every_epoch_reads_every_window_once_in_another_order_and_so_does_every_
     whole = [tuple(TOKENS[start : start + 9].tolist()) for start in range(0, 96, 8)]
     orders = []
     for plan in (PLAN, replace(PLAN, seed=6)):
-        rows = torch.cat(list(windows(TOKENS, plan))[:6])
+        rows = torch.cat(list(batches(SOURCES, plan))[:6])
         assert rows.dtype == torch.int64
         orders += [[tuple(row) for row in part.tolist()] for part in rows.split(12)]
     assert all(sorted(order) == sorted(whole) for order in orders)
     assert all(order != other for order, other in combinations(orders, 2))
 
 
+def test_phases_have_windows_of_their_length_and_batches_of_as_many_tokens() -> None:
+    shapes = [tuple(batch.shape) for batch in batches(MIXED, IN_PHASES)]
+    assert shapes == [(8, 5)] * 4 + [(4, 9)] * 4
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.4), (1.0, 0.1), (0.0, 1.0), ()])
+def test_phases_that_are_not_the_whole_are_refused(shares: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="share"):
+        replace(PLAN, phases=tuple(Phase(share, 8) for share in shares))
+
+
 def test_tokens_that_do_not_fill_a_batch_are_refused() -> None:
-    list(windows(TOKENS[:33], PLAN))
+    list(batches([Source(TOKENS[:33], 1.0)], PLAN))
     with pytest.raises(ValueError, match="do not fill"):
-        list(windows(TOKENS[:32], PLAN))
+        list(batches([Source(TOKENS[:32], 1.0)], PLAN))
+
+
+@pytest.mark.parametrize(
+    ("shares", "rows", "expected"),
+    [
+        ((0.68, 0.14, 0.10, 0.08), 32, [22, 4, 3, 3]),
+        ((0.68, 0.14, 0.10, 0.08), 8, [5, 1, 1, 1]),
+        ((1.0,), 5, [5]),
+        ((3.0, 1.0), 4, [3, 1]),
+    ],
+)
+def test_rows_of_a_batch_are_dealt_out_by_share(shares: tuple[float, ...], rows: int, expected: list[int]) -> None:
+    assert row_counts(shares, rows) == expected
+
+
+def test_passage_comes_a_second_time_after_the_separator_and_then_goes_on() -> None:
+    ids = np.arange(2000, dtype=np.uint16)
+    edited = 0
+    for seed in range(60):
+        window = repeated(ids, 100, 64, SEPARATOR, np.random.default_rng(seed))
+        assert len(window) == 65
+        size = window.tolist().index(SEPARATOR)  # what it stands for comes before the passage only
+        assert 16 <= size < 32
+        assert window[:size].tolist() == list(range(100, 100 + size))
+        copy, rest = window[size + 1 :].tolist(), list(range(100, 164))
+        edited += copy != rest[: len(copy)]
+        assert len(set(copy) & set(rest)) >= 0.6 * len(copy)
+    assert 0.1 < edited / 60 < 0.6 < len(EDITS_PER_TOKEN)
+
+
+def test_window_at_the_end_of_the_texts_is_as_long_as_any() -> None:
+    ids = np.arange(66, dtype=np.uint16)
+    assert {len(repeated(ids, 1, 64, SEPARATOR, np.random.default_rng(seed))) for seed in range(200)} == {65}
+
+
+@pytest.mark.parametrize("length", [5, 128, 200, 256])
+def test_attention_in_chunks_is_causal_attention(length: int) -> None:
+    """In bfloat16, so that its results are not quite those of float32."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config)
+    ids = torch.randint(0, VOCAB_SIZE, (2, length))
+    expected = model(input_ids=ids).logits
+    attend_in_chunks(model)
+    found = model(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, atol=5e-3, rtol=0)
+    assert not torch.equal(found, expected)
 
 
 def test_learning_rate_rises_stays_and_falls_within_its_bounds() -> None:
     plan = TrainingPlan(
         total_tokens=1000,
-        sequence_length=1,
+        phases=(Phase(1.0, 1),),
         micro_batch_tokens=1,
         batch_tokens=1,
         warmup_fraction=0.1,
@@ -130,14 +224,14 @@ def test_interrupted_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_o
     with pytest.raises(InterruptError):
         # A step takes two calls, so that an even call is in the middle of one.
         Trainer(load(folder), PLAN, state_path, compiled=False).run(
-            TOKENS, loss_that_fails_in_call(failing_call), "test"
+            SOURCES, loss_that_fails_in_call(failing_call), "test"
         )
     has_checkpoint = failing_call > 2
     assert state_path.exists() == has_checkpoint
     model = load(other_folder if has_checkpoint else folder)  # whatever the weights are, the checkpoint's count
     trainer = Trainer(model, PLAN, state_path, compiled=False)
     assert trainer.step == (failing_call - 1) // 2
-    trainer.run(TOKENS, loss, "test")
+    trainer.run(SOURCES, loss, "test")
     assert trainer.step == PLAN.steps
     assert_same_weights(model, expected)
 
@@ -153,7 +247,7 @@ def test_parts_of_a_batch_weigh_as_their_windows(folder: Path, tmp_path: Path) -
     for micro_batch_tokens in (32, 24):
         model, before = load(folder), load(folder).state_dict()
         plan = replace(PLAN, total_tokens=32, micro_batch_tokens=micro_batch_tokens)
-        Trainer(model, plan, tmp_path / f"{micro_batch_tokens}.pt", compiled=False).run(TOKENS, loss, "test")
+        Trainer(model, plan, tmp_path / f"{micro_batch_tokens}.pt", compiled=False).run(SOURCES, loss, "test")
         steps.append(torch.cat([(after - before[name]).flatten() for name, after in model.state_dict().items()]))
     whole, parts = steps
     assert (parts - whole).norm() < 0.01 * whole.norm()
@@ -162,7 +256,7 @@ def test_parts_of_a_batch_weigh_as_their_windows(folder: Path, tmp_path: Path) -
 def test_finished_run_is_not_trained_further(folder: Path, other_folder: Path, tmp_path: Path) -> None:
     expected = trained(folder, tmp_path / "state.pt")
     model = load(other_folder)
-    Trainer(model, PLAN, tmp_path / "state.pt", compiled=False).run(TOKENS, loss_that_fails_in_call(1), "test")
+    Trainer(model, PLAN, tmp_path / "state.pt", compiled=False).run(SOURCES, loss_that_fails_in_call(1), "test")
     assert_same_weights(model, expected)
 
 
@@ -212,10 +306,61 @@ def test_corpus_is_sorted_usable_source_without_installed_packages(tmp_path: Pat
     assert list(standard_library(tmp_path)) == [SourceFile("a/c.py", "c = 1\n"), SourceFile("b.py", "b = 1\n")]
 
 
-def test_every_encoded_file_starts_with_end_of_text() -> None:
+def test_packages_are_installed_sources_whose_licences_allow_to_pass_them_on() -> None:
+    for name, licence in PACKAGES.items():
+        assert {"MIT", "Apache-2.0", "BSD-3-Clause", "BSD-2-Clause"} & set(licence.split()), name
+    files = list(packages(["packaging"]))
+    assert "packaging/version.py" in [file.path for file in files]
+    assert all(file.text.strip() and file.path.endswith(".py") for file in files)
+
+
+SOURCE = '''
+class Box:
+    def put(self, item, twice=False):
+        """Put an item
+        into the box.
+
+        Whatever it is.
+        """
+        self.items.append(item)
+
+def test_put():
+    """Not part of the library."""
+
+def bare():
+    pass
+'''
+
+
+def test_conversations_ask_for_documented_functions_as_the_template_writes_them(tmp_path: Path) -> None:
+    made = list(conversations([SourceFile("a/box.py", SOURCE), SourceFile("broken.py", "def f(:\n")]))
+    code = "```python\n" + inspect.cleandoc(SOURCE.split("class Box:")[1].split("def test_put")[0]) + "\n```"
+    summary = "Put an item into the box."
+    expected = [
+        [
+            ("What does `put` in `a.box` do?", summary),
+            ("What does `put` take?", "`put` takes `item` and `twice`."),
+        ],
+        [(f"Write a function `put`: {summary}", code)],
+        [("Show me `put` of `a.box`.", code), ("What does it do?", summary)],
+    ]
+    tokenizer = Tokenizer(models.WordLevel({END_OF_TEXT: 0}, unk_token=END_OF_TEXT))
+    save_tokenizer(tokenizer, tmp_path, 8, CHAT_TEMPLATE)
+    reader = AutoTokenizer.from_pretrained(tmp_path)
+    for text, turns in zip(made, expected, strict=True):
+        messages = []
+        for question, answer in turns:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        assert reader.apply_chat_template(messages, tokenize=False) == f"{END_OF_TEXT}{text}\n"
+        asked = reader.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        assert f"{END_OF_TEXT}{text}".startswith(asked)
+        assert asked.endswith("Assistant:\n")
+
+
+def test_every_encoded_text_starts_with_end_of_text() -> None:
     tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "a": 1, "b": 2}, unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    ids = encode_files(tokenizer, [SourceFile("x.py", "a b"), SourceFile("y.py", "b")], end_of_text=0)
+    ids = encode_texts(tokenizer, ["a b", "b"], end_of_text=0)
     assert ids.dtype == np.uint16
     assert ids.tolist() == [0, 1, 2, 0, 2]
 
@@ -224,6 +369,28 @@ def test_held_out_loss_is_the_mean_over_whole_windows(folder: Path) -> None:
     model = load(folder)
     expected = torch.stack([loss(model, torch.from_numpy(TOKENS[i : i + 9].astype(np.int64))[None]) for i in (0, 8)])
     assert held_out_loss(model, TOKENS[:24], sequence_length=8) == pytest.approx(expected.mean().item(), abs=1e-5)
+
+
+class Copyist:
+    """A model that goes on as the text did when it stood there first, but for the tokens at some places."""
+
+    def __init__(self, separator: int, mistakes: set[int]) -> None:
+        self._separator, self._mistakes = separator, mistakes
+
+    def generate(self, prompt: Tensor, *, max_new_tokens: int, **_: object) -> Tensor:
+        ids = prompt[0].tolist()
+        middle = ids.index(self._separator)
+        lead = len(ids) - middle - 1
+        assert ids[:lead] == ids[middle + 1 :]
+        written = ids[lead : lead + max_new_tokens]
+        return torch.tensor([[*ids, *(0 if n in self._mistakes else each for n, each in enumerate(written))]])
+
+
+@pytest.mark.parametrize(("mistakes", "expected"), [(set(), 1.0), ({0}, 0.8), ({1, 4}, 0.6)])
+def test_share_repeated_counts_tokens_of_the_copy_in_their_places(mistakes: set[int], expected: float) -> None:
+    texts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 1, 2, 3, 4]]
+    copyist = cast(LlamaForCausalLM, Copyist(SEPARATOR, mistakes))
+    assert share_repeated(copyist, texts, SEPARATOR, lead=3, length=5) == expected
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
@@ -238,6 +405,7 @@ def test_model_that_drafts_for_itself_is_accepted_but_for_the_tail_that_it_leave
             # Equal models differ by the rounding of float32 at most, once in a million tokens.
             assert measured.acceptance_rate == 1.0
             assert measured.block_efficiency == 4.0
+            assert measured.by_position == [1.0] * 3
         else:
             # The drafter keeps 98 % of the mass, so each token is kept with a probability of 0.98 at least.
             assert measured.acceptance_rate > 0.95
@@ -250,5 +418,6 @@ def test_acceptance_counts_accepted_over_drafted_and_tokens_over_rounds(tmp_path
     for _ in range(2):  # a pair may be measured again
         measured = measure_acceptance(models[0], models[1], [[1, 2], [3]], "block", 1.0, block_length=1)
         assert 0.0 < measured.acceptance_rate < 1.0
+        assert measured.by_position == [measured.acceptance_rate]
         # A block of one gives a token, and one more if it is accepted; only the last block of a text may be empty.
         assert measured.block_efficiency == pytest.approx(1.0 + measured.acceptance_rate, abs=0.02)
