@@ -38,7 +38,7 @@ from benchmarks.block_efficiency import Counts, acceptance_rate, block_efficienc
 from benchmarks.layer_parallel_steps import BLOCK_LENGTH, MODELS, WAYS, cached, measure_steps, with_compared
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
-from draftwire.cli.up_command import stack_options
+from draftwire.cli.up_command import embedded_model, stack_options
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.quantization import Quantization
@@ -134,11 +134,11 @@ def _difference(both: Counts) -> float:
 
 
 class Pair:
-    """The embedded pair in this process."""
+    """The embedded target and its drafter of eight layers in this process."""
 
     def __init__(self) -> None:
         """Loads it."""
-        options = stack_options(None, None, BLOCK_LENGTH)
+        options = stack_options(None, embedded_model(EIGHT_LAYERS), BLOCK_LENGTH)
         target, drafter = load_model(options["verifier"]["model"]), load_model(options["drafter"]["model"])
         self.context_length = drafter.description.context_length
         self.tokenizer = AutoTokenizer.from_pretrained(options["verifier"]["model"])

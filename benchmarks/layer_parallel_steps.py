@@ -3,8 +3,8 @@
 Part `steps` of `benchmarks.layer_parallel`: a step over one more token of each sequence, in one process with one and
 with two threads, and in two processes of one thread each, which share the attention; also the part of the first of two
 and of four such processes alone, without exchanges and other processes, that is the time of a step if exchanges took no
-time. With N = 1 in several processes, each computes all layers. Weights are random except the embedded drafter's. Times
-are medians over all steps, ratios medians over repetitions, in each of which the settings alternate, with 95 %
+time. With N = 1 in several processes, each computes all layers. Weights are random except those of the embedded drafter
+of eight layers. Times are medians over all steps, ratios medians over repetitions, in each of which the settings alternate, with 95 %
 intervals. `plan` is the broadcast of a step's inputs, `exchange` that of layers' outputs, both at rank 0, including the
 wait for rank 1. The draft phase of a round of 5 tokens is an exact pass over
 6 tokens and 4 steps; of the ordinary drafter, 5 steps.
@@ -38,6 +38,8 @@ from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
 from draftwire.models.synthesis import SHAPES, ModelShape, build_target
 
+EIGHT_LAYERS = "drafter-8-layers"
+"""The embedded drafter that has layers enough to run some of them together."""
 BLOCK_LENGTH = 5
 MODELS = {
     "embedded": None,
@@ -162,7 +164,7 @@ def load_base(name: str) -> LeanDecoder:
     """Returns the weights of one of `MODELS`, the same in every process."""
     shape = MODELS[name]
     if shape is None:
-        return LeanDecoder(load_model(embedded_model("drafter"), "float32").model, consumes=True)
+        return LeanDecoder(load_model(embedded_model(EIGHT_LAYERS), "float32").model, consumes=True)
     return LeanDecoder(build_target(shape, torch.float32, "cpu", seed=0), consumes=True)
 
 

@@ -45,10 +45,10 @@ TARGET = PairShape(hidden_size=192, intermediate_size=576, layers=24, heads=4, h
 """13.5 million parameters, deep and narrow, so that a pass costs what a draft can save."""
 
 DRAFTERS = {
-    "drafter": PairShape(hidden_size=256, intermediate_size=768, layers=1, heads=4, head_dim=64),
+    "drafter": PairShape(hidden_size=256, intermediate_size=768, layers=2, heads=4, head_dim=64),
     "drafter-8-layers": PairShape(hidden_size=128, intermediate_size=384, layers=8, heads=4, head_dim=32),
 }
-"""1.9 and 2.2 million parameters. The second one is there to try layer-parallel drafting on."""
+"""2.8 and 2.2 million parameters. The second one is there to try layer-parallel drafting on."""
 
 
 @torch.no_grad()
