@@ -5,7 +5,8 @@
 The decoder runs alone in this process, with random weights of a shape of `draftwire synth`; each session reads one
 token in a step. A small step is limited by the memory: it has to read every weight once. How long that takes is
 measured beside every series of steps, by summing up an array of the same size. The operations of a step are listed as
-torch's profiler counts them, without what they call.
+torch's profiler counts them, without what they call. `copied_mb_per_token` are keys and values that a step copies
+before it attends to them; `attended_mb_per_token` are all of them, which a step that gathers would copy.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from benchmarks.paired import ratio_of
 from benchmarks.report import write_report
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
+from draftwire.models.paged_attention import Segment, pack
 from draftwire.models.synthesis import SHAPES
 
 DTYPES = ("float32", "bfloat16")
@@ -45,6 +47,17 @@ class Sessions:
         self._model.read([Reading(sequence, [sequence.length % 97], 1) for sequence in self._sequences])
         for sequence in self._sequences:
             self._model.cache.truncate(sequence, self._length)
+
+    def copied_bytes(self) -> int:
+        """Keys and values that a step gathers, in all layers, padding included."""
+        for sequence in self._sequences:
+            self._model.cache.append(sequence, 1)
+        storage = self._model._storage
+        segments = [Segment(sequence, 1) for sequence in self._sequences]
+        groups = pack(segments, storage, self._model.device).groups
+        for sequence in self._sequences:
+            self._model.cache.truncate(sequence, self._length)
+        return sum(group.slots.numel() for group in groups) * storage.token_bytes * len(storage._layers)
 
     def close(self) -> None:
         """Frees the texts."""
@@ -111,27 +124,33 @@ def main() -> None:
     fill(model)
     reads: dict[int, list[float]] = defaultdict(list)
     steps: dict[int, list[float]] = defaultdict(list)
+    copied: dict[int, int] = {}
     operations = {}
     for _ in range(arguments.repetitions):
         for count in arguments.sessions:
             sessions = Sessions(model, count, arguments.length)
             sessions.step()
+            copied[count] = sessions.copied_bytes()
             reads[count].append(statistics.median(milliseconds(weights.sum, 3)))
             steps[count].append(statistics.median(milliseconds(sessions.step, arguments.steps)))
             if arguments.profile and count not in operations:
                 operations[count] = by_operation(sessions.step, arguments.steps)
             sessions.close()
+    storage = model._storage
+    attended_bytes = (arguments.length + 1) * storage.token_bytes * len(storage._layers)
     read_ms = statistics.median([each for times in reads.values() for each in times])
     write_report(
         arguments,
         {
             "million_parameters_read": num_bytes / 1e6 / embedding.itemsize,
             "gigabytes_per_second": num_bytes / read_ms / 1e6,
+            "attended_mb_per_token": attended_bytes / 1e6,
             "steps": {
                 f"{count} sessions": {
                     "step_ms": statistics.median(steps[count]),
                     "reading_ms": statistics.median(reads[count]),
                     "ratio": ratio_of(steps[count], reads[count]),
+                    "copied_mb_per_token": copied[count] / count / 1e6,
                     **({"operations": operations[count]} if count in operations else {}),
                 }
                 for count in arguments.sessions

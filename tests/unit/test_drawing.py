@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 from cases import every
+from host_reads import host_reads
 from torch import Tensor
 
 from draftwire.drafting.drawing import BlockStart, Drawer
@@ -119,6 +120,22 @@ def assert_replays(blocks: Drawn, block: int) -> None:
             assert ids[place] == token
     else:
         assert draw(torch.from_numpy(decoded.probs).double(), torch.tensor(numbers).double()).tolist() == tokens
+
+
+@every("kind", [{}, {"is_coupled": True}, {"greedy": True}, {"probs": False}])
+def test_blocks_wait_for_the_device_as_often_if_there_are_many_as_if_there_is_one(kind: dict[str, bool]) -> None:
+    found = list[list[str]]()
+    for count in (1, 9):
+        starts = [start(number, 4, 200, **kind) for number in range(count)]
+        rows = torch.rand(4, count, TARGET).index_fill_(2, torch.arange(200, TARGET), 0.0)
+        drawer = Drawer(starts, Quantization(), CPU)
+        with host_reads() as reads:
+            for row in rows:
+                drawer.draw(range(count), row / row.sum(1, keepdim=True))
+            drawer.drafts()
+        found.append(reads)
+    assert found[0] == found[1]
+    assert 1 < len(found[0]) < 12
 
 
 @EVERY_QUANTIZATION

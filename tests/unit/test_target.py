@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import every
+from host_reads import host_reads
 from tiny_models import tiny_network
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -233,6 +234,30 @@ def test_rules_of_one_name_and_other_thresholds_are_decided_apart(model: Watched
     step = judge(model, parts)
     assert [one.members for one in step.decided] == [[0], [1]]
     assert [outcome.num_accepted for outcome in step.outcomes if isinstance(outcome, Judgement)] == [4, 0]
+
+
+@every("name", ["block", "token", "coupled"])
+@every("encoding", [Encoding.ONE_HOT, Encoding.SPARSE_UINT16])
+@every("sampling", SAMPLINGS[:5])
+def test_step_waits_for_the_device_as_often_for_many_blocks_as_for_one(
+    name: str, encoding: Encoding, sampling: SamplingParams
+) -> None:
+    """What was decided comes back together."""
+    generator, model, found = random.Random(32), fresh_model(), list[list[str]]()
+    for count in (1, 9):
+        parts = [
+            replace(
+                judging(model, generator, random_ids(generator, 9), 4, encoding=encoding),
+                rule=RULES[name],
+                sampling=sampling,
+            )
+            for _ in range(count)
+        ]
+        with host_reads() as reads:
+            judge(model, parts)
+        found.append(reads)
+    assert found[0] == found[1]
+    assert 1 < len(found[0]) < 9
 
 
 def test_near_ties_are_told_by_sequence(model: WatchedModel) -> None:
