@@ -24,7 +24,7 @@ from benchmarks.paired import ratio_of
 from benchmarks.report import write_report
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
-from draftwire.models.paged_attention import Segment, pack
+from draftwire.models.packing import Segment, pack
 from draftwire.models.synthesis import SHAPES
 
 DTYPES = ("float32", "bfloat16")

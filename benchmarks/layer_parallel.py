@@ -35,7 +35,15 @@ from transformers import AutoTokenizer
 from typing_extensions import override
 
 from benchmarks.block_efficiency import Counts, acceptance_rate, block_efficiency, estimate
-from benchmarks.layer_parallel_steps import BLOCK_LENGTH, MODELS, WAYS, cached, measure_steps, with_compared
+from benchmarks.layer_parallel_steps import (
+    BLOCK_LENGTH,
+    EIGHT_LAYERS,
+    MODELS,
+    WAYS,
+    cached,
+    measure_steps,
+    with_compared,
+)
 from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.up_command import embedded_model, stack_options

@@ -4,10 +4,10 @@ Part `steps` of `benchmarks.layer_parallel`: a step over one more token of each 
 with two threads, and in two processes of one thread each, which share the attention; also the part of the first of two
 and of four such processes alone, without exchanges and other processes, that is the time of a step if exchanges took no
 time. With N = 1 in several processes, each computes all layers. Weights are random except those of the embedded drafter
-of eight layers. Times are medians over all steps, ratios medians over repetitions, in each of which the settings alternate, with 95 %
-intervals. `plan` is the broadcast of a step's inputs, `exchange` that of layers' outputs, both at rank 0, including the
-wait for rank 1. The draft phase of a round of 5 tokens is an exact pass over
-6 tokens and 4 steps; of the ordinary drafter, 5 steps.
+of eight layers. Times are medians over all steps, ratios medians over repetitions, in each of which the settings
+alternate, with 95 % intervals. `plan` is the broadcast of a step's inputs, `exchange` that of layers' outputs, both at
+rank 0, including the wait for rank 1. The draft phase of a round of 5 tokens is an exact pass over 6 tokens and 4
+steps; of the ordinary drafter, 5 steps.
 """
 
 import argparse

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from draftwire.models import kv_storage, paged_attention
+from draftwire.models import kv_storage, packing
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.kv_cache import CachedSequence, KvCache
 
@@ -258,7 +258,7 @@ def ragged_reads(model: CachedModel, fuzzily: bool = False) -> Iterator[tuple[li
 def read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets segments of any length read their keys where they are, in however many runs, as long ones on a CPU do."""
     for name, value in (("LEAST_BYTES", 0), ("LEAST_RUN", 1), ("MOST_RUNS", 1000), ("MOST_QUERIES", 1000)):
-        monkeypatch.setattr(paged_attention, name, value)
+        monkeypatch.setattr(packing, name, value)
     monkeypatch.setattr(kv_storage, "HEADS_FIRST_BYTES", 0)
 
 

@@ -17,7 +17,7 @@ from draftwire.method.devices import upload
 from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import CachedSequence, KvCache
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.paged_attention import Segment, pack
+from draftwire.models.packing import Segment, pack
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.static_steps import StaticSteps
 

@@ -20,7 +20,8 @@ from draftwire.method.devices import upload
 from draftwire.models.decoder import Decoder
 from draftwire.models.kv_cache import slots_of
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.paged_attention import Masks, PackedStep, Segment, SegmentGroup
+from draftwire.models.packing import Segment
+from draftwire.models.paged_attention import Masks, PackedStep, SegmentGroup
 
 MOST_QUERIES = 32
 """Upper bound of new tokens per sequence; prefill does not use static steps."""

@@ -22,7 +22,7 @@ import typer
 from rich.progress import track
 
 from draftwire.training.attention import attend_in_chunks
-from draftwire.training.batches import Source
+from draftwire.training.batches import TrainingTexts
 from draftwire.training.conversations import CHAT_TEMPLATE, conversations
 from draftwire.training.corpus import encode_texts, packages, save_tokenizer, standard_library, train_tokenizer
 from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
@@ -71,14 +71,14 @@ def tokenizer(
         print(f"{name}: {len(each)} texts, {sum(map(len, each)):,} characters, {len(ids):,} tokens")
 
 
-def _sources(work: Path) -> list[Source]:
+def _sources(work: Path) -> list[TrainingTexts]:
     """The texts that both models read. The library's are most frequent: the held-out files are of it."""
     library, installed, chats = (np.load(work / f"{name}.npy") for name in ("library", "packages", "conversations"))
     return [
-        Source(library, 0.68),
-        Source(library, 0.14, END_OF_TEXT_ID),
-        Source(installed, 0.10),
-        Source(chats, 0.08),
+        TrainingTexts(library, 0.68),
+        TrainingTexts(library, 0.14, END_OF_TEXT_ID),
+        TrainingTexts(installed, 0.10),
+        TrainingTexts(chats, 0.08),
     ]
 
 
@@ -142,7 +142,7 @@ def drafter(
         attend_in_chunks(each)
     plan = TrainingPlan(total_tokens=tokens, seed=seed)
     # A drafter is used on the target's own text.
-    written = Source(np.load(work / "samples.npy"), 1.0)
+    written = TrainingTexts(np.load(work / "samples.npy"), 1.0)
     sources = [written, *_sources(work)]
     Trainer(model, plan, work / f"{name.value}.pt", compiled).run(sources, distillation_loss(teacher), name.value)
     save_bf16(model, models / name.value)

@@ -19,7 +19,7 @@ LONGEST_EDIT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TrainingTexts:
     """Texts to train on."""
 
     ids: Ids
@@ -30,7 +30,7 @@ class Source:
     """If set, every window begins with a passage and its edited copy, this token between them."""
 
 
-def batches(sources: Sequence[Source], plan: TrainingPlan, first_step: int = 0) -> Iterator[Tensor]:
+def batches(sources: Sequence[TrainingTexts], plan: TrainingPlan, first_step: int = 0) -> Iterator[Tensor]:
     """Yields the batches from `first_step` on, `[batch, sequence_length + 1] int64`.
 
     In each phase, every epoch reads every window of a source once, in an order of its own.

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftwire.training.batches import Source, batches
+from draftwire.training.batches import TrainingTexts, batches
 from draftwire.training.plan import TrainingPlan
 
 LossFunction = Callable[[PreTrainedModel, Tensor], Tensor]
@@ -45,7 +45,7 @@ class Trainer:
         if state_path.exists():
             self._restore()
 
-    def run(self, sources: Sequence[Source], loss_function: LossFunction, title: str) -> None:
+    def run(self, sources: Sequence[TrainingTexts], loss_function: LossFunction, title: str) -> None:
         """Trains to the end of the plan on `sources`."""
 
         def loss_of(batch: Tensor) -> Tensor:

@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from draftwire.errors import InvalidRequestError, NoRoomError
-from draftwire.models import paged_attention
+from draftwire.models import packing
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
 from draftwire.models.kv_storage import KvStorage
 from draftwire.models.lean_decoder import FAMILY
-from draftwire.models.paged_attention import AttentionShape, PackedStep, Segment, pack
+from draftwire.models.packing import Segment, pack
+from draftwire.models.paged_attention import AttentionShape, PackedStep
 
 torch.set_num_threads(1)
 
@@ -384,7 +385,7 @@ def test_steps_of_equal_shape_are_not_padded_at_all(llama: Subject) -> None:
 def test_single_tokens_of_texts_in_one_run_are_attended_to_one_by_one(
     llama: Subject, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packing, "LEAST_BYTES", 0)
     segments = [Segment(llama.open([]), 1) for _ in range(3)]
     for segment, first, length in zip(segments, (9, 30, 50), (150, 150, 161), strict=True):
         segment.sequence.blocks[:] = range(first, first + 11)
@@ -406,7 +407,7 @@ def test_single_tokens_of_texts_in_one_run_are_attended_to_one_by_one(
 
 def test_long_texts_are_read_in_place_if_they_are_in_few_runs(llama: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ends of three texts: in one run, in two, and scattered over the memory."""
-    monkeypatch.setattr(paged_attention, "LEAST_BYTES", 0)
+    monkeypatch.setattr(packing, "LEAST_BYTES", 0)
     cache = llama.model.cache
     segments = [Segment(llama.open([]), 1) for _ in range(3)]
     tables = ([*range(9, 19)], [*range(20, 24), *range(30, 36)], [*range(40, 60, 2)])

@@ -32,7 +32,7 @@ from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
 from draftwire.models.loading import load_model
-from draftwire.models.paged_attention import Segment
+from draftwire.models.packing import Segment
 from draftwire.models.parallel import sharded_loading
 from draftwire.models.parallel.layer_groups import LayerParallelism
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder

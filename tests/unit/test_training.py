@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftwire.training.attention import attend_in_chunks
-from draftwire.training.batches import EDITS_PER_TOKEN, Source, batches, repeated, row_counts
+from draftwire.training.batches import EDITS_PER_TOKEN, TrainingTexts, batches, repeated, row_counts
 from draftwire.training.conversations import CHAT_TEMPLATE, conversations
 from draftwire.training.corpus import (
     END_OF_TEXT,
@@ -47,7 +47,7 @@ PLAN = TrainingPlan(
 )
 TOKENS: NDArray[np.uint16] = np.random.default_rng(1).integers(0, VOCAB_SIZE, 100).astype(np.uint16)
 """12 windows: an epoch of three batches."""
-SOURCES = [Source(TOKENS, 1.0)]
+SOURCES = [TrainingTexts(TOKENS, 1.0)]
 SEPARATOR = 99
 
 
@@ -99,14 +99,14 @@ def assert_same_weights(model: PreTrainedModel, expected: PreTrainedModel) -> No
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-MIXED = [Source(TOKENS, 0.5), Source(TOKENS, 0.25, SEPARATOR), Source(TOKENS[::-1].copy(), 0.25)]
+MIXED = [TrainingTexts(TOKENS, 0.5), TrainingTexts(TOKENS, 0.25, SEPARATOR), TrainingTexts(TOKENS[::-1].copy(), 0.25)]
 IN_PHASES = replace(PLAN, phases=(Phase(0.5, 4), Phase(0.5, 8)))
 
 
 @pytest.mark.parametrize(("sources", "plan"), [(SOURCES, PLAN), (MIXED, PLAN), (MIXED, IN_PHASES)])
 @pytest.mark.parametrize("first_step", range(9))
 def test_batches_resumed_at_any_step_are_those_of_an_uninterrupted_run(
-    first_step: int, sources: list[Source], plan: TrainingPlan
+    first_step: int, sources: list[TrainingTexts], plan: TrainingPlan
 ) -> None:
     whole, resumed = list(batches(sources, plan)), list(batches(sources, plan, first_step))
     assert len(whole) == plan.steps == 8
@@ -138,9 +138,9 @@ def test_phases_that_are_not_the_whole_are_refused(shares: tuple[float, ...]) ->
 
 
 def test_tokens_that_do_not_fill_a_batch_are_refused() -> None:
-    list(batches([Source(TOKENS[:33], 1.0)], PLAN))
+    list(batches([TrainingTexts(TOKENS[:33], 1.0)], PLAN))
     with pytest.raises(ValueError, match="do not fill"):
-        list(batches([Source(TOKENS[:32], 1.0)], PLAN))
+        list(batches([TrainingTexts(TOKENS[:32], 1.0)], PLAN))
 
 
 @pytest.mark.parametrize(

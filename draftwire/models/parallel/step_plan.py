@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftwire.errors import UnavailableError
 from draftwire.models.kv_cache import CachedSequence, blocks_for
-from draftwire.models.paged_attention import Segment
+from draftwire.models.packing import Segment
 from draftwire.models.parallel.process_group import ProcessGroup
 
 PLAN_SIZE = 1024

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, IdRows
 from draftwire.models.decoder import Decoder
-from draftwire.models.paged_attention import Segment
+from draftwire.models.packing import Segment
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.step_plan import CopyPlan, Heartbeat, PlanChannel, ReadPlan, StepPlan, Stop, host_ids
