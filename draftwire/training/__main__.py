@@ -140,7 +140,7 @@ def drafter(
     inherit_embeddings(model, teacher)
     for each in (teacher, model):
         attend_in_chunks(each)
-    plan = TrainingPlan(total_tokens=tokens, batch_tokens=4_096, seed=seed)
+    plan = TrainingPlan(total_tokens=tokens, seed=seed)
     # A drafter is used on the target's own text.
     written = TrainingTexts(np.load(work / "samples.npy"), 1.0)
     sources = [written, *_sources(work)]
