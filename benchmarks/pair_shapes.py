@@ -60,7 +60,9 @@ class Shape:
             head_dim=64,
             tie_word_embeddings=True,
         )
-        return LlamaForCausalLM(config).eval()
+        model = LlamaForCausalLM(config)
+        model.eval()
+        return model
 
 
 class TimedModel:

@@ -12,7 +12,6 @@ same seed, library and machine. The steps need the standard library's sources, t
 two hours of two CPU cores, no network.
 """
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -27,7 +26,15 @@ from draftwire.training.conversations import CHAT_TEMPLATE, conversations
 from draftwire.training.corpus import encode_texts, packages, save_tokenizer, standard_library, train_tokenizer
 from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
 from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
-from draftwire.training.pair import CONTEXT_LENGTH, DRAFTERS, TARGET, inherit_embeddings, load_float32, save_bf16
+from draftwire.training.pair import (
+    CONTEXT_LENGTH,
+    DRAFTERS,
+    TARGET,
+    DrafterName,
+    inherit_embeddings,
+    load_float32,
+    save_bf16,
+)
 from draftwire.training.plan import Phase, TrainingPlan
 from draftwire.training.trainer import Trainer
 
@@ -44,7 +51,6 @@ Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 Compiled = Annotated[
     bool, typer.Option(help="Compile the model first: much faster after some minutes, needs a C++ compiler.")
 ]
-DrafterName = StrEnum("DrafterName", {name: name for name in DRAFTERS})
 
 
 @app.command()
@@ -136,7 +142,7 @@ def drafter(
     """Distil a drafter from the target, on the corpus and on the target's own text."""
     torch.set_num_threads(threads)
     teacher = load_float32(models / "target")
-    model = DRAFTERS[name.value].build(vocab_size=4096, seed=seed)
+    model = DRAFTERS[name].build(vocab_size=4096, seed=seed)
     inherit_embeddings(model, teacher)
     for each in (teacher, model):
         attend_in_chunks(each)
@@ -144,8 +150,8 @@ def drafter(
     # A drafter is used on the target's own text.
     written = TrainingTexts(np.load(work / "samples.npy"), 1.0)
     sources = [written, *_sources(work)]
-    Trainer(model, plan, work / f"{name.value}.pt", compiled).run(sources, distillation_loss(teacher), name.value)
-    save_bf16(model, models / name.value)
+    Trainer(model, plan, work / f"{name}.pt", compiled).run(sources, distillation_loss(teacher), name)
+    save_bf16(model, models / name)
 
 
 @app.command()

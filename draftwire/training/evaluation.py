@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,9 +45,8 @@ def share_repeated(
     for text in texts:
         whole = list(text[: lead + length])
         prompt = torch.tensor([[*whole, separator, *whole[:lead]]])
-        written = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=length, do_sample=False, eos_token_id=-1
-        )
+        limits = {"min_new_tokens": length, "max_new_tokens": length}
+        written = cast(Any, model).generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **limits)
         same += int((written[0, prompt.shape[1] :] == torch.tensor(whole[lead:])).sum())
     return same / (length * len(texts))
 

@@ -1,6 +1,7 @@
 """Shapes of the embedded pair, and reading and writing its folders."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import cast
 
@@ -44,11 +45,20 @@ class PairShape:
 TARGET = PairShape(hidden_size=192, intermediate_size=576, layers=24, heads=4, head_dim=64)
 """13.5 million parameters, deep and narrow, so that a pass costs what a draft can save."""
 
+
+class DrafterName(StrEnum):
+    """Folders of the drafters."""
+
+    DRAFTER = "drafter"
+    EIGHT_LAYERS = "drafter-8-layers"
+    """To try layer-parallel drafting on."""
+
+
 DRAFTERS = {
-    "drafter": PairShape(hidden_size=256, intermediate_size=768, layers=2, heads=4, head_dim=64),
-    "drafter-8-layers": PairShape(hidden_size=128, intermediate_size=384, layers=8, heads=4, head_dim=32),
+    DrafterName.DRAFTER: PairShape(hidden_size=256, intermediate_size=768, layers=2, heads=4, head_dim=64),
+    DrafterName.EIGHT_LAYERS: PairShape(hidden_size=128, intermediate_size=384, layers=8, heads=4, head_dim=32),
 }
-"""2.8 and 2.2 million parameters. The second one is there to try layer-parallel drafting on."""
+"""2.8 and 2.2 million parameters."""
 
 
 @torch.no_grad()
