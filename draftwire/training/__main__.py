@@ -81,8 +81,8 @@ def _sources(work: Path) -> list[TrainingTexts]:
     """The texts that both models read. The library's are most frequent: the held-out files are of it."""
     library, installed, chats = (np.load(work / f"{name}.npy") for name in ("library", "packages", "conversations"))
     return [
-        TrainingTexts(library, 0.68),
-        TrainingTexts(library, 0.14, END_OF_TEXT_ID),
+        TrainingTexts(library, 0.47),
+        TrainingTexts(library, 0.35, END_OF_TEXT_ID),
         TrainingTexts(installed, 0.10),
         TrainingTexts(chats, 0.08),
     ]

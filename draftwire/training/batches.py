@@ -12,7 +12,7 @@ from draftwire.training.plan import TrainingPlan
 
 Ids = NDArray[np.uint16]
 
-EDITS_PER_TOKEN = (0.0, 0.01, 0.03)
+EDITS_PER_TOKEN = (0.0, 0.0, 0.02)
 """Of a passage that is repeated; one of these is drawn for each window."""
 LONGEST_EDIT = 4
 """Tokens that an edit takes out or puts in, at most, less one."""
