@@ -191,6 +191,8 @@ def test_decoder_benchmark_takes_longer_than_reading_and_lists_all_products(tmp_
         kinds = ("mkldnn::_linear_pointwise", "aten::mm")
         calls = [step["operations"].get(kind, {"calls": 0})["calls"] for kind in kinds]
         assert sum(calls) == 4 * 4 + 1, "of four layers, and the output"
+    copied = [step["copied_mb_per_token"] for step in report["steps"].values()]
+    assert copied == [0.0, report["attended_mb_per_token"]], "one text is read where it is, short ones are gathered"
 
 
 def test_layer_parallel_benchmark_loses_acceptance_and_gives_each_exchange_its_time(tmp_path: Path) -> None:

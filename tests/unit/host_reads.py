@@ -1,4 +1,7 @@
-"""Counts where code waits for a device, without one: a tensor's numbers are read on the host."""
+"""Counts where code waits for a device, without one: a tensor's numbers are read on the host.
+
+To index by a tensor of bools waits too, and is not counted.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
