@@ -13,63 +13,45 @@ tokens gives `(1 - a**(k + 1)) / (1 - a)` tokens (Leviathan et al. 2023, equatio
 
 import argparse
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.decoder import fill, milliseconds
 from benchmarks.report import progress, write_report
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
+from draftwire.training.pair import PairShape
 
 BLOCK_LENGTHS = (2, 3, 4, 5, 6, 8)
 ACCEPTANCE = (0.55, 0.65, 0.75, 0.85)
 VOCAB_SIZE = 4096
 CACHE_TOKENS = 2048
+HEAD_DIM = 64
+TARGETS = ("8x320x5", "4x448x7", "16x256x4", "20x256x4", "24x192x4", "28x192x4")
+DRAFTERS = ("8x128x2", "1x256x4", "2x256x4", "2x192x3")
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Dimensions of a Llama model, written `LAYERSxWIDTH` or `LAYERSxWIDTHxHEADS`."""
+def shape_of(text: str) -> PairShape:
+    """Reads `LAYERSxWIDTH` or `LAYERSxWIDTHxHEADS`, with heads of 64 dimensions and MLPs of three times the width."""
+    try:
+        layers, width, heads = (int(part) for part in (text if text.count("x") == 2 else f"{text}x0").split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LAYERSxWIDTH or LAYERSxWIDTHxHEADS") from None
+    return PairShape(width, 3 * width, layers, heads or max(1, width // HEAD_DIM), HEAD_DIM)
 
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    """Of 64 dimensions each, with as many KV heads."""
 
-    @classmethod
-    def parse(cls, text: str) -> "Shape":
-        """Reads a shape; raises ValueError."""
-        layers, width, *heads = (int(part) for part in text.split("x"))
-        return cls(layers, width, heads[0] if heads else max(1, width // 64))
-
-    def __str__(self) -> str:
-        return f"{self.num_layers}x{self.hidden_size}x{self.num_heads}"
-
-    def build(self) -> LlamaForCausalLM:
-        """Returns a model with random weights."""
-        config = LlamaConfig(
-            vocab_size=VOCAB_SIZE,
-            hidden_size=self.hidden_size,
-            intermediate_size=3 * self.hidden_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_heads,
-            head_dim=64,
-            tie_word_embeddings=True,
-        )
-        model = LlamaForCausalLM(config)
-        model.eval()
-        return model
+def written(shape: PairShape) -> str:
+    """Returns a shape as `shape_of` reads it."""
+    return f"{shape.layers}x{shape.hidden_size}x{shape.heads}"
 
 
 class TimedModel:
     """A model that extends a text of a given length by some tokens, and forgets them again."""
 
-    def __init__(self, shape: Shape, length: int, num_threads: int) -> None:
-        network = shape.build()
+    def __init__(self, shape: PairShape, length: int, num_threads: int) -> None:
+        network = shape.build(VOCAB_SIZE, seed=0)
+        network.eval()
         self.million_parameters = sum(weight.numel() for weight in network.parameters()) / 1e6
         self._num_threads, self._length = num_threads, length
         torch.set_num_threads(num_threads)
@@ -100,9 +82,9 @@ def tokens_of_a_round(acceptance: float, length: int) -> float:
 def main() -> None:
     """Measures, predicts, prints and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--targets", nargs="+", type=Shape.parse, default=["8x320", "16x256", "20x256", "24x192"])
-    parser.add_argument("--drafters", nargs="+", type=Shape.parse, default=["8x128", "1x256", "2x256", "2x384"])
-    parser.add_argument("--threads", type=int, default=2, help="of the target")
+    parser.add_argument("--targets", nargs="+", type=shape_of, default=[shape_of(each) for each in TARGETS])
+    parser.add_argument("--drafters", nargs="+", type=shape_of, default=[shape_of(each) for each in DRAFTERS])
+    parser.add_argument("--threads", type=int, default=1, help="of the target")
     parser.add_argument("--drafter-threads", type=int, default=1)
     parser.add_argument("--length", type=int, default=128, help="tokens of the text that is extended")
     parser.add_argument("--round-ms", type=float, default=6.0, help="time of a round beside its passes")
@@ -112,10 +94,15 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    targets = [Shape.parse(each) if isinstance(each, str) else each for each in arguments.targets]
-    drafters = [Shape.parse(each) if isinstance(each, str) else each for each in arguments.drafters]
-    models = {f"target {each}": TimedModel(each, arguments.length, arguments.threads) for each in targets}
-    models |= {f"drafter {each}": TimedModel(each, arguments.length, arguments.drafter_threads) for each in drafters}
+    targets = {written(shape): shape for shape in arguments.targets}
+    drafters = {written(shape): shape for shape in arguments.drafters}
+    models = {
+        f"target {name}": TimedModel(shape, arguments.length, arguments.threads) for name, shape in targets.items()
+    }
+    models |= {
+        f"drafter {name}": TimedModel(shape, arguments.length, arguments.drafter_threads)
+        for name, shape in drafters.items()
+    }
     rows = {name: [1, *(k + 1 for k in BLOCK_LENGTHS)] if name.startswith("target") else [1] for name in models}
     times: dict[tuple[str, int], list[float]] = {(name, count): [] for name in models for count in rows[name]}
     for _ in progress(range(arguments.repetitions), "measuring"):

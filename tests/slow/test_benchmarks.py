@@ -195,6 +195,21 @@ def test_decoder_benchmark_takes_longer_than_reading_and_lists_all_products(tmp_
     assert copied == [0.0, report["attended_mb_per_token"]], "one text is read where it is, short ones are gathered"
 
 
+def test_prediction_for_a_pair_follows_from_the_passes_and_grows_with_acceptance(tmp_path: Path) -> None:
+    sizes = ("--targets", "3x64", "--drafters", "1x64", "--repetitions", "1", "--steps", "2")
+    report, _ = report_of(tmp_path, "benchmarks.pair_shapes", *sizes, "--draw-ms", "0.5")
+    target, draft_ms = report["passes_ms"]["target 3x64x1"], report["passes_ms"]["drafter 1x64x1"]["1 tokens"] + 0.5
+    rates = []
+    for acceptance in (0.55, 0.65, 0.75, 0.85):
+        found = report["predictions"]["3x64x1 with 1x64x1"][f"acceptance {acceptance}"]
+        length = found["length"]
+        round_ms = target[f"{length + 1} tokens"] + length * draft_ms + 6.0
+        rates.append(1e3 * (1.0 - acceptance ** (length + 1)) / (1.0 - acceptance) / round_ms)
+        assert found["tokens_per_s"] == pytest.approx(rates[-1], rel=1e-2)
+        assert found["over_plain"] == pytest.approx(rates[-1] * (target["1 tokens"] + 1.5) / 1e3, rel=1e-2)
+    assert rates == sorted(rates)
+
+
 def test_layer_parallel_benchmark_loses_acceptance_and_gives_each_exchange_its_time(tmp_path: Path) -> None:
     sizes = ("--sizes", "3", "--places", "2", "--prompts", "2", "--max-tokens", "16")
     texts = ("--texts", "2", "--text-tokens", "6")
