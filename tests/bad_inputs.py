@@ -116,6 +116,13 @@ class Stream:
         except queue.Empty:
             return Answer(NO_ANSWER)
 
+    def ended(self) -> Answer:
+        """Says that no more is sent, and returns how the call ends."""
+        self._outgoing.put(None)
+        while not isinstance(answer := self.next(), Answer):
+            pass
+        return answer
+
     def close(self) -> None:
         self._outgoing.put(None)
         self._call.cancel()
@@ -621,16 +628,13 @@ def _unknown(make: Any, kind: str, example: Any) -> list[Any]:
 
 
 def push(*requests: Callable[[Stage], Any]) -> Attempt:
-    """What a drafter says, on a stream of its own; the answer is the last thing that comes within a moment."""
+    """All that a drafter says on a stream of its own; the answer is how the stream ends."""
 
     def attempt(stage: Stage) -> Answer:
         with stage.push_stream() as stream:
             for request in requests:
                 stream.send(request(stage))
-            answer = stream.next()
-            if not isinstance(answer, Answer):  # a welcome
-                answer = stream.next(0.3)
-            return Answer(OK) if answer.kind == NO_ANSWER else answer
+            return stream.ended()
 
     return attempt
 

@@ -12,10 +12,22 @@ from draftwire.training.plan import TrainingPlan
 
 Ids = NDArray[np.uint16]
 
-EDITS_PER_TOKEN = (0.0, 0.0, 0.02)
-"""Of a passage that is repeated; one of these is drawn for each window."""
 LONGEST_EDIT = 4
 """Tokens that an edit takes out or puts in, at most, less one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """How windows repeat their first passage, so that a model learns to copy."""
+
+    separator: int
+    """Token that stands between a passage and each copy of it."""
+    edits_per_token: tuple[float, ...]
+    """Edits in each token of a copy; one of these is drawn for each window."""
+    shortest: float = 0.25
+    """Of a passage, as a share of the window; the longest take half of it."""
+    copies: int = 1
+    """Of a passage in one window, at most; fewer where no more fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +38,8 @@ class TrainingTexts:
     """All of them, joined."""
     share: float
     """Of the windows of a batch, as nearly as whole numbers allow."""
-    separator: int | None = None
-    """If set, every window begins with a passage and its edited copy, this token between them."""
+    repetition: Repetition | None = None
+    """If set, every window begins with a passage and copies of it."""
 
 
 def batches(sources: Sequence[TrainingTexts], plan: TrainingPlan, first_step: int = 0) -> Iterator[Tensor]:
@@ -51,11 +63,11 @@ def batches(sources: Sequence[TrainingTexts], plan: TrainingPlan, first_step: in
             for place, (source, count, order) in enumerate(zip(sources, rows, orders, strict=True)):
                 for position in range((step - begun) * count, (step - begun + 1) * count):
                     start = order.window(position) * length
-                    if source.separator is None:
+                    if source.repetition is None:
                         picked.append(source.ids[start : start + length + 1])
                     else:
                         generator = np.random.default_rng((plan.seed, number, place, position))
-                        picked.append(repeated(source.ids, start, length, source.separator, generator))
+                        picked.append(repeated(source.ids, start, length, source.repetition, generator))
             yield torch.from_numpy(np.stack(picked).astype(np.int64))
         begun = ended
 
@@ -70,26 +82,31 @@ def row_counts(shares: Sequence[float], rows: int) -> list[int]:
     return counts
 
 
-def repeated(ids: Ids, start: int, length: int, separator: int, generator: np.random.Generator) -> Ids:
-    """Returns `length + 1` tokens: a passage of `ids` at `start`, the separator, the passage edited, what follows it.
-
-    An edit replaces up to three tokens by up to three that stand elsewhere in `ids`.
-    """
-    size = int(generator.integers(length // 4, length // 2))
+def repeated(ids: Ids, start: int, length: int, how: Repetition, generator: np.random.Generator) -> Ids:
+    """Returns `length + 1` tokens: a passage of `ids` at `start`, copies of it, what follows it in `ids`."""
+    size = int(generator.integers(int(how.shortest * length), length // 2))
     passage = ids[start : start + size]
-    count = generator.binomial(size, generator.choice(EDITS_PER_TOKEN))
-    parts, copied = [passage, np.array([separator], ids.dtype)], 0
-    for position in np.sort(generator.integers(0, size, count)).tolist():
+    edits_per_token = generator.choice(how.edits_per_token)
+    parts = [passage]
+    for _ in range(min(how.copies, length // size - 1)):
+        parts += [np.array([how.separator], ids.dtype), *_edited(passage, edits_per_token, ids, generator)]
+    window = np.concatenate([*parts, ids[start + size : start + length + 1]])[: length + 1]
+    missing = length + 1 - len(window)  # where edits took out more than they put in, or the texts end
+    return np.concatenate([window, ids[:missing]]) if missing else window
+
+
+def _edited(passage: Ids, edits_per_token: float, ids: Ids, generator: np.random.Generator) -> list[Ids]:
+    """The parts of a copy. An edit replaces up to three tokens by up to three that stand elsewhere in `ids`."""
+    count = generator.binomial(len(passage), edits_per_token)
+    parts, copied = [], 0
+    for position in np.sort(generator.integers(0, len(passage), count)).tolist():
         if position < copied:
             continue
         removed, added = generator.integers(0, LONGEST_EDIT, 2).tolist()
         elsewhere = int(generator.integers(0, len(ids) - LONGEST_EDIT))
         parts += [passage[copied:position], ids[elsewhere : elsewhere + added]]
         copied = position + removed
-    parts += [passage[copied:], ids[start + size : start + length + 1]]
-    window = np.concatenate(parts)[: length + 1]
-    missing = length + 1 - len(window)  # where edits took out more than they put in, or the texts end
-    return np.concatenate([window, ids[:missing]]) if missing else window
+    return [*parts, passage[copied:]]
 
 
 class _Order:

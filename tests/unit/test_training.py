@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from draftwire.training.attention import attend_in_chunks
-from draftwire.training.batches import TrainingTexts, batches, repeated, row_counts
+from draftwire.training.batches import Repetition, TrainingTexts, batches, repeated, row_counts
 from draftwire.training.conversations import CHAT_TEMPLATE, conversations
 from draftwire.training.corpus import (
     END_OF_TEXT,
@@ -100,7 +100,12 @@ def assert_same_weights(model: PreTrainedModel, expected: PreTrainedModel) -> No
         assert torch.equal(model.state_dict()[name], tensor), name
 
 
-MIXED = [TrainingTexts(TOKENS, 0.5), TrainingTexts(TOKENS, 0.25, SEPARATOR), TrainingTexts(TOKENS[::-1].copy(), 0.25)]
+REPETITION = Repetition(SEPARATOR, (0.0, 0.0, 0.02))
+MIXED = [
+    TrainingTexts(TOKENS, 0.5),
+    TrainingTexts(TOKENS, 0.25, REPETITION),
+    TrainingTexts(TOKENS[::-1].copy(), 0.25),
+]
 IN_PHASES = replace(PLAN, phases=(Phase(0.5, 4), Phase(0.5, 8)))
 
 
@@ -149,8 +154,8 @@ def test_tokens_that_do_not_fill_a_batch_are_refused() -> None:
     [
         ((0.68, 0.14, 0.10, 0.08), 32, [22, 4, 3, 3]),
         ((0.68, 0.14, 0.10, 0.08), 8, [5, 1, 1, 1]),
-        ((0.47, 0.35, 0.08, 0.10), 32, [15, 11, 3, 3]),
-        ((0.47, 0.35, 0.08, 0.10), 8, [4, 3, 0, 1]),
+        ((0.30, 0.54, 0.06, 0.10), 16, [5, 9, 1, 1]),
+        ((0.30, 0.54, 0.06, 0.10), 8, [2, 4, 1, 1]),
         ((1.0,), 5, [5]),
         ((3.0, 1.0), 4, [3, 1]),
     ],
@@ -163,7 +168,7 @@ def test_passage_comes_a_second_time_after_the_separator_and_then_goes_on() -> N
     ids = np.arange(2000, dtype=np.uint16)
     edited = 0
     for seed in range(60):
-        window = repeated(ids, 100, 64, SEPARATOR, np.random.default_rng(seed))
+        window = repeated(ids, 100, 64, REPETITION, np.random.default_rng(seed))
         assert len(window) == 65
         size = window.tolist().index(SEPARATOR)  # what it stands for comes before the passage only
         assert 16 <= size < 32
@@ -174,9 +179,25 @@ def test_passage_comes_a_second_time_after_the_separator_and_then_goes_on() -> N
     assert 0.1 < edited / 60 < 0.6
 
 
-def test_window_at_the_end_of_the_texts_is_as_long_as_any() -> None:
-    ids = np.arange(66, dtype=np.uint16)
-    assert {len(repeated(ids, 1, 64, SEPARATOR, np.random.default_rng(seed))) for seed in range(200)} == {65}
+@pytest.mark.parametrize("copies", [1, 2, 7])
+def test_passage_is_repeated_as_often_as_it_fits_and_is_wanted(copies: int) -> None:
+    ids = np.arange(2000, dtype=np.uint16)
+    how, found = Repetition(SEPARATOR, (0.0,), shortest=0.125, copies=copies), set()
+    for seed in range(300):
+        window = repeated(ids, 100, 64, how, np.random.default_rng(seed)).tolist()
+        size = window.index(SEPARATOR)
+        assert 8 <= size < 32
+        passage, number = list(range(100, 100 + size)), min(copies, 64 // size - 1)
+        expected = passage + [SEPARATOR, *passage] * number + list(range(100 + size, 200))
+        assert window == expected[:65]
+        found.add(number)
+    assert found == set(range(1, copies + 1))
+
+
+@pytest.mark.parametrize("copies", [1, 7])
+def test_window_at_the_end_of_the_texts_is_as_long_as_any(copies: int) -> None:
+    ids, how = np.arange(66, dtype=np.uint16), replace(REPETITION, copies=copies)
+    assert {len(repeated(ids, 1, 64, how, np.random.default_rng(seed))) for seed in range(200)} == {65}
 
 
 @pytest.mark.parametrize("length", [5, 128, 200, 256])
