@@ -3,7 +3,6 @@
     python -m draftwire.training tokenizer
     python -m draftwire.training target
     python -m draftwire.training samples
-    python -m draftwire.training copies
     python -m draftwire.training drafter drafter
     python -m draftwire.training drafter drafter-8-layers
     python -m draftwire.training evaluate
@@ -13,7 +12,6 @@ same seed, library and machine. The steps need the standard library's sources, t
 four hours of two CPU cores, no network.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -23,7 +21,7 @@ import typer
 from rich.progress import track
 
 from draftwire.training.attention import attend_in_chunks
-from draftwire.training.batches import Repetition, TrainingTexts
+from draftwire.training.batches import TrainingTexts
 from draftwire.training.conversations import CHAT_TEMPLATE, conversations
 from draftwire.training.corpus import encode_texts, packages, save_tokenizer, standard_library, train_tokenizer
 from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
@@ -37,22 +35,18 @@ from draftwire.training.pair import (
     load_float32,
     save_bf16,
 )
-from draftwire.training.plan import Phase, TrainingPlan
+from draftwire.training.recipe import DRAFTER_PLAN, END_OF_TEXT_ID, READING, TARGET_STAGES
 from draftwire.training.trainer import Trainer
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
-END_OF_TEXT_ID = 0
 PROMPT_TOKENS, WRITTEN_TOKENS = 64, 192
 SAMPLING_TEMPERATURES = (1.0, 0.6)
-PHASES = (Phase(0.65, 256), Phase(0.2, 512), Phase(0.15, 1024))
-COPYING_PHASES = (Phase(0.3, 512), Phase(0.7, 1024))
-DRAFTER_PHASES = (Phase(0.8, 256), Phase(0.2, 1024))
-"""Longer ones at the end too: a model knows nothing of positions that it was not trained on."""
 
 ModelsFolder = Annotated[Path, typer.Option(help="Folder of the pair.")]
 WorkFolder = Annotated[Path, typer.Option(help="Folder of token arrays and checkpoints; never committed.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+ShareOfTokens = Annotated[float, typer.Option(min=0.0, max=1.0, help="Of the recipe's tokens, for a try.")]
 Compiled = Annotated[
     bool, typer.Option(help="Compile the model first: much faster after some minutes, needs a C++ compiler.")
 ]
@@ -82,48 +76,23 @@ def tokenizer(
         print(f"{name}: {len(each)} texts, {sum(map(len, each)):,} characters, {len(ids):,} tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """Shares of the texts that a model reads. The library's are most frequent: the held-out files are of it."""
-
-    library: float
-    copies: float
-    """Windows of the library in which a passage is repeated."""
-    packages: float
-    conversations: float
-    repetition: Repetition
-
-    def sources(self, work: Path) -> list[TrainingTexts]:
-        """Returns the texts in `work`, with their shares."""
-        library, installed, chats = (np.load(work / f"{name}.npy") for name in ("library", "packages", "conversations"))
-        return [
-            TrainingTexts(library, self.library),
-            TrainingTexts(library, self.copies, self.repetition),
-            TrainingTexts(installed, self.packages),
-            TrainingTexts(chats, self.conversations),
-        ]
-
-
-READING = Mix(0.68, 0.14, 0.10, 0.08, Repetition(END_OF_TEXT_ID, (0.0, 0.01, 0.03)))
-COPYING = Mix(0.30, 0.54, 0.06, 0.10, Repetition(END_OF_TEXT_ID, (0.0, 0.0, 0.02), shortest=0.125, copies=7))
-"""A small model copies text with a slip every dozen tokens until it has read some millions of tokens of copies."""
-
-
 @app.command()
 def target(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 15_000_000,
+    share: ShareOfTokens = 1.0,
     threads: Threads = 2,
     compiled: Compiled = True,
-    seed: int = 1,
 ) -> None:
-    """Train the target on the corpus."""
+    """Train the target on the corpus, in stages."""
     torch.set_num_threads(threads)
-    model = TARGET.build(vocab_size=4096, seed=seed)
+    model = TARGET.build(vocab_size=4096, seed=TARGET_STAGES[0].plan.seed)
     attend_in_chunks(model)
-    plan = TrainingPlan(total_tokens=tokens, phases=PHASES, seed=seed)
-    Trainer(model, plan, work / "target.pt", compiled).run(READING.sources(work), next_token_loss, "target")
+    for stage in TARGET_STAGES:
+        state = work / f"target-{stage.name.replace(' ', '-')}.pt"
+        Trainer(model, stage.plan.shortened(share), state, compiled).run(
+            stage.mix.sources(work), next_token_loss, stage.name
+        )
     save_bf16(model, models / "target")
 
 
@@ -151,49 +120,22 @@ def samples(
 
 
 @app.command()
-def copies(
-    models: ModelsFolder = Path("models"),
-    work: WorkFolder = Path(".training"),
-    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 6_000_000,
-    threads: Threads = 2,
-    compiled: Compiled = True,
-    seed: int = 11,
-) -> None:
-    """Train the target further, on text of which half is copies, until it repeats what it has read."""
-    torch.set_num_threads(threads)
-    model = TARGET.build(vocab_size=4096, seed=seed)
-    model.load_state_dict(torch.load(work / "target.pt", weights_only=True)["model"])
-    attend_in_chunks(model)
-    plan = TrainingPlan(
-        total_tokens=tokens,
-        phases=COPYING_PHASES,
-        matrix_learning_rate=0.01,
-        embedding_learning_rate=1.5e-3,
-        warmup_fraction=0.05,
-        seed=seed,
-    )
-    Trainer(model, plan, work / "copies.pt", compiled).run(COPYING.sources(work), next_token_loss, "copies")
-    save_bf16(model, models / "target")
-
-
-@app.command()
 def drafter(
     name: Annotated[DrafterName, typer.Argument(help="Which drafter.")],
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    tokens: Annotated[int, typer.Option(help="Tokens to distil on.")] = 8_000_000,
+    share: ShareOfTokens = 1.0,
     threads: Threads = 2,
     compiled: Compiled = True,
-    seed: int = 3,
 ) -> None:
     """Distil a drafter from the target, on the corpus and on the target's own text."""
     torch.set_num_threads(threads)
     teacher = load_float32(models / "target")
-    model = DRAFTERS[name].build(vocab_size=4096, seed=seed)
+    model = DRAFTERS[name].build(vocab_size=4096, seed=DRAFTER_PLAN.seed)
     inherit_embeddings(model, teacher)
     for each in (teacher, model):
         attend_in_chunks(each)
-    plan = TrainingPlan(total_tokens=tokens, phases=DRAFTER_PHASES, batch_tokens=4_096, seed=seed)
+    plan = DRAFTER_PLAN.shortened(share)
     # A drafter is used on the target's own text.
     written = TrainingTexts(np.load(work / "samples.npy"), 1.0)
     sources = [written, *READING.sources(work)]

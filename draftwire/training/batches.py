@@ -28,6 +28,9 @@ class Repetition:
     """Of a passage, as a share of the window; the longest take half of it."""
     copies: int = 1
     """Of a passage in one window, at most; fewer where no more fit."""
+    alphabet: tuple[int, int] | None = None
+    """If set, passages are no text but random tokens, drawn from so few, at least and at most, that the same two or
+    three in a row come at many places, and only longer matches tell which place is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,9 @@ def repeated(ids: Ids, start: int, length: int, how: Repetition, generator: np.r
     """Returns `length + 1` tokens: a passage of `ids` at `start`, copies of it, what follows it in `ids`."""
     size = int(generator.integers(int(how.shortest * length), length // 2))
     passage = ids[start : start + size]
+    if how.alphabet is not None:
+        few = np.exp(generator.uniform(*np.log(how.alphabet)))
+        passage = generator.choice(generator.choice(passage, round(few)), size)
     edits_per_token = generator.choice(how.edits_per_token)
     parts = [passage]
     for _ in range(min(how.copies, length // size - 1)):

@@ -1,6 +1,6 @@
 """How long and how fast to train, and on windows of which length."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,10 @@ class TrainingPlan:
             raise ValueError("every phase has a share above 0")
         if abs(sum(phase.share for phase in self.phases) - 1.0) > 1e-9:
             raise ValueError("the shares of the phases must sum up to 1")
+
+    def shortened(self, share: float) -> "TrainingPlan":
+        """Returns the same plan for a share of the tokens."""
+        return replace(self, total_tokens=round(share * self.total_tokens))
 
     @property
     def steps(self) -> int:

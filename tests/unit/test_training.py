@@ -33,6 +33,7 @@ from draftwire.training.corpus import (
 from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
 from draftwire.training.pair import PairShape
 from draftwire.training.plan import Phase, TrainingPlan
+from draftwire.training.recipe import TARGET_STAGES, Stage
 from draftwire.training.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -192,6 +193,33 @@ def test_passage_is_repeated_as_often_as_it_fits_and_is_wanted(copies: int) -> N
         assert window == expected[:65]
         found.add(number)
     assert found == set(range(1, copies + 1))
+
+
+def test_passages_of_random_tokens_have_few_of_the_text_and_are_repeated_before_the_text_goes_on() -> None:
+    ids, numbers = np.arange(2000, dtype=np.uint16), []
+    how = Repetition(1999, (0.0,), shortest=0.25, copies=1, alphabet=(3, 9))
+    for seed in range(100):
+        window = repeated(ids, 100, 200, how, np.random.default_rng(seed)).tolist()
+        size = window.index(1999)
+        passage, numbers = window[:size], [*numbers, len(set(window[:size]))]
+        assert set(passage) < set(range(100, 100 + size))
+        assert window == ([*passage, 1999, *passage, *range(100 + size, 400)])[:201]
+    assert (min(numbers), max(numbers)) == (2, 9)  # with two of the same token at times
+
+
+@pytest.mark.parametrize("stage", TARGET_STAGES, ids=lambda stage: stage.name)
+def test_shares_of_what_is_read_are_those_that_the_recipe_names(stage: Stage, tmp_path: Path) -> None:
+    for name in ("library", "packages", "conversations"):
+        np.save(tmp_path / f"{name}.npy", TOKENS)
+    sources = stage.mix.sources(tmp_path)
+    assert sum(source.share for source in sources) == pytest.approx(1.0)
+    assert [source.repetition is None for source in sources[-2:]] == [True, True]
+
+
+def test_shortened_plan_has_as_much_less_of_each_phase() -> None:
+    shortened = IN_PHASES.shortened(0.5)
+    assert (shortened.steps, shortened.phase_ends) == (4, [2, 4])
+    assert replace(shortened, total_tokens=IN_PHASES.total_tokens) == IN_PHASES
 
 
 @pytest.mark.parametrize("copies", [1, 7])

@@ -1,0 +1,75 @@
+"""What the embedded pair is trained on, how long and how fast."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from draftwire.training.batches import Repetition, TrainingTexts
+from draftwire.training.plan import Phase, TrainingPlan
+
+END_OF_TEXT_ID = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Shares of the texts in what a model reads. The library's are most frequent: the held-out files are of it."""
+
+    library: float
+    packages: float
+    conversations: float
+    copies: dict[Repetition, float]
+    """Shares of windows of the library that repeat a passage, by how."""
+
+    def sources(self, work: Path) -> list[TrainingTexts]:
+        """Returns the texts in the folder `work`, with their shares."""
+        library, packages, conversations = (
+            np.load(work / f"{name}.npy") for name in ("library", "packages", "conversations")
+        )
+        return [
+            TrainingTexts(library, self.library),
+            *(TrainingTexts(library, share, how) for how, share in self.copies.items()),
+            TrainingTexts(packages, self.packages),
+            TrainingTexts(conversations, self.conversations),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A training run from the weights of the stage before."""
+
+    name: str
+    mix: Mix
+    plan: TrainingPlan
+
+
+READING = Mix(0.68, 0.10, 0.08, {Repetition(END_OF_TEXT_ID, (0.0, 0.01, 0.03)): 0.14})
+COPYING = Mix(0.30, 0.06, 0.10, {Repetition(END_OF_TEXT_ID, (0.0, 0.0, 0.02), shortest=0.125, copies=7): 0.54})
+TELLING_APART = Mix(
+    0.32,
+    0.06,
+    0.10,
+    {
+        Repetition(END_OF_TEXT_ID, (0.0,), shortest=0.125, copies=7): 0.30,
+        Repetition(END_OF_TEXT_ID, (0.0,), shortest=0.125, copies=7, alphabet=(3, 64)): 0.22,
+    },
+)
+
+FURTHER = {"matrix_learning_rate": 0.01, "embedding_learning_rate": 1.5e-3, "warmup_fraction": 0.05}
+
+TARGET_STAGES = (
+    Stage(
+        "reading",
+        READING,
+        TrainingPlan(15_000_000, (Phase(0.65, 256), Phase(0.2, 512), Phase(0.15, 1024)), seed=1),
+    ),
+    Stage("copying", COPYING, TrainingPlan(6_000_000, (Phase(0.3, 512), Phase(0.7, 1024)), seed=11, **FURTHER)),
+    Stage(
+        "telling apart", TELLING_APART, TrainingPlan(3_000_000, (Phase(0.6, 512), Phase(0.4, 1024)), seed=12, **FURTHER)
+    ),
+)
+"""After the first, the target copies with a slip every dozen tokens; after the second, where two or three tokens in a
+row come at several places of what it copies, it goes on from the wrong one."""
+
+DRAFTER_PLAN = TrainingPlan(8_000_000, (Phase(0.8, 256), Phase(0.2, 1024)), batch_tokens=4_096, seed=3)
+"""Long windows at the end too: a model knows nothing of positions that it was not trained on."""
