@@ -31,7 +31,7 @@ from draftwire.training.pair import (
     DRAFTERS,
     TARGET,
     DrafterName,
-    inherit_embeddings,
+    inherit,
     load_float32,
     save_bf16,
 )
@@ -132,7 +132,7 @@ def drafter(
     torch.set_num_threads(threads)
     teacher = load_float32(models / "target")
     model = DRAFTERS[name].build(vocab_size=4096, seed=DRAFTER_PLAN.seed)
-    inherit_embeddings(model, teacher)
+    inherit(model, teacher)
     for each in (teacher, model):
         attend_in_chunks(each)
     plan = DRAFTER_PLAN.shortened(share)

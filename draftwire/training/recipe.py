@@ -1,6 +1,7 @@
 """What the embedded pair is trained on, how long and how fast."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,7 @@ TELLING_APART = Mix(
     },
 )
 
-FURTHER = {"matrix_learning_rate": 0.01, "embedding_learning_rate": 1.5e-3, "warmup_fraction": 0.05}
+train_further = partial(TrainingPlan, matrix_learning_rate=0.01, embedding_learning_rate=1.5e-3, warmup_fraction=0.05)
 
 TARGET_STAGES = (
     Stage(
@@ -63,10 +64,8 @@ TARGET_STAGES = (
         READING,
         TrainingPlan(15_000_000, (Phase(0.65, 256), Phase(0.2, 512), Phase(0.15, 1024)), seed=1),
     ),
-    Stage("copying", COPYING, TrainingPlan(6_000_000, (Phase(0.3, 512), Phase(0.7, 1024)), seed=11, **FURTHER)),
-    Stage(
-        "telling apart", TELLING_APART, TrainingPlan(3_000_000, (Phase(0.6, 512), Phase(0.4, 1024)), seed=12, **FURTHER)
-    ),
+    Stage("copying", COPYING, train_further(6_000_000, (Phase(0.3, 512), Phase(0.7, 1024)), seed=11)),
+    Stage("telling apart", TELLING_APART, train_further(3_000_000, (Phase(0.6, 512), Phase(0.4, 1024)), seed=12)),
 )
 """After the first, the target copies with a slip every dozen tokens; after the second, where two or three tokens in a
 row come at several places of what it copies, it goes on from the wrong one."""

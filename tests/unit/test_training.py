@@ -31,7 +31,7 @@ from draftwire.training.corpus import (
     standard_library,
 )
 from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
-from draftwire.training.pair import PairShape
+from draftwire.training.pair import PairShape, inherit
 from draftwire.training.plan import Phase, TrainingPlan
 from draftwire.training.recipe import TARGET_STAGES, Stage
 from draftwire.training.trainer import Trainer
@@ -96,7 +96,33 @@ def trained(folder: Path, state_path: Path) -> PreTrainedModel:
     return model
 
 
-def assert_same_weights(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+@pytest.mark.parametrize(("layers", "expected"), [(1, [0]), (2, [0, 5]), (3, [0, 2, 5]), (6, [0, 1, 2, 3, 4, 5])])
+def test_drafter_as_wide_as_the_target_begins_with_some_of_its_layers(layers: int, expected: list[int]) -> None:
+    target, drafter = (PairShape(8, 16, depth, 2, 4).build(VOCAB_SIZE, seed=depth) for depth in (6, layers))
+    torch.nn.init.normal_(target.model.norm.weight)
+    inherit(drafter, target)
+    for mine, source in zip(drafter.model.layers, expected, strict=True):
+        assert_same_weights(mine, target.model.layers[source])
+    for name in ("embed_tokens", "norm"):
+        assert_same_weights(getattr(drafter.model, name), getattr(target.model, name))
+    assert torch.equal(drafter.lm_head.weight, target.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("width", [6, 12])
+def test_drafter_of_another_width_begins_with_embeddings_whose_products_are_nearly_the_targets(width: int) -> None:
+    """As far as so many directions can tell."""
+    target, drafter = (PairShape(each, 16, 2, 2, 4).build(VOCAB_SIZE, seed=each) for each in (8, width))
+    own = drafter.model.embed_tokens.weight.detach().clone()
+    inherit(drafter, target)
+    theirs, mine = (each.model.embed_tokens.weight.detach() for each in (target, drafter))
+    kept = min(width, 8)
+    scales = torch.linalg.svdvals(theirs)
+    lost = torch.linalg.matrix_norm(theirs @ theirs.T - mine[:, :kept] @ mine[:, :kept].T)
+    assert float(lost) == pytest.approx(float(scales[kept:].pow(4).sum().sqrt()), abs=1e-6)
+    assert torch.equal(mine[:, kept:], own[:, kept:])
+
+
+def assert_same_weights(model: torch.nn.Module, expected: torch.nn.Module) -> None:
     for name, tensor in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
 
