@@ -9,7 +9,7 @@
 
 Each step reads what the one before wrote, can be interrupted and started again, and gives the same result for the
 same seed, library and machine. The steps need the standard library's sources, the packages of constraints.txt and some
-four hours of two CPU cores, no network.
+three and a half hours of two CPU cores, no network.
 """
 
 from pathlib import Path

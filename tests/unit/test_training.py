@@ -235,11 +235,19 @@ def test_passages_of_random_tokens_have_few_of_the_text_and_are_repeated_before_
 
 @pytest.mark.parametrize("stage", TARGET_STAGES, ids=lambda stage: stage.name)
 def test_shares_of_what_is_read_are_those_that_the_recipe_names(stage: Stage, tmp_path: Path) -> None:
-    for name in ("library", "packages", "conversations"):
-        np.save(tmp_path / f"{name}.npy", TOKENS)
-    sources = stage.mix.sources(tmp_path)
+    kinds = ("library", "packages", "conversations")
+    for number, name in enumerate(kinds):
+        np.save(tmp_path / f"{name}.npy", np.full(9, number, dtype=np.uint16))
+    sources, mix = stage.mix.sources(tmp_path), stage.mix
+    found = [(kinds[source.ids[0]], source.share, source.repetition) for source in sources]
+    copies = [("library", share, how) for how, share in mix.copies.items()]
+    read = [
+        ("library", mix.library, None),
+        ("packages", mix.packages, None),
+        ("conversations", mix.conversations, None),
+    ]
+    assert found == [read[0], *copies, *read[1:]]
     assert sum(source.share for source in sources) == pytest.approx(1.0)
-    assert [source.repetition is None for source in sources[-2:]] == [True, True]
 
 
 def test_shortened_plan_has_as_much_less_of_each_phase() -> None:
