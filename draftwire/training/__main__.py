@@ -3,6 +3,7 @@
     python -m draftwire.training tokenizer
     python -m draftwire.training target
     python -m draftwire.training samples
+    python -m draftwire.training lessons
     python -m draftwire.training drafter drafter
     python -m draftwire.training drafter drafter-8-layers
     python -m draftwire.training evaluate
@@ -12,6 +13,9 @@ same seed, library and machine. The steps need the standard library's sources, t
 three and a half hours of two CPU cores, no network.
 """
 
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -19,13 +23,15 @@ import numpy as np
 import torch
 import typer
 from rich.progress import track
+from transformers import LlamaForCausalLM
 
 from draftwire.training.attention import attend_in_chunks
-from draftwire.training.batches import TrainingTexts
+from draftwire.training.batches import TrainingTexts, batches
 from draftwire.training.conversations import CHAT_TEMPLATE, conversations
 from draftwire.training.corpus import encode_texts, packages, save_tokenizer, standard_library, train_tokenizer
 from draftwire.training.distillation import distillation_loss, next_token_loss, sample_continuations
 from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
+from draftwire.training.lessons import Lessons
 from draftwire.training.pair import (
     CONTEXT_LENGTH,
     DRAFTERS,
@@ -33,9 +39,18 @@ from draftwire.training.pair import (
     DrafterName,
     inherit,
     load_float32,
+    mean_of,
     save_bf16,
 )
-from draftwire.training.recipe import DRAFTER_PLAN, END_OF_TEXT_ID, READING, TARGET_STAGES
+from draftwire.training.recipe import (
+    DRAFTER_TOKENS,
+    END_OF_TEXT_ID,
+    LAST_STAGES,
+    LESSONS,
+    READING,
+    TARGET_STAGES,
+    Stage,
+)
 from draftwire.training.trainer import Trainer
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
@@ -86,21 +101,28 @@ def target(
 ) -> None:
     """Train the target on the corpus, in stages."""
     torch.set_num_threads(threads)
+
+    def train(model: LlamaForCausalLM, stage: Stage) -> None:
+        state = work / f"target-{stage.name.replace(' ', '-')}.pt"
+        plan = stage.plan.shortened(share)
+        texts = partial(batches, stage.mix.sources(work), plan)
+        Trainer(model, plan, state, compiled).run(texts, next_token_loss, stage.name)
+
     model = TARGET.build(vocab_size=4096, seed=TARGET_STAGES[0].plan.seed)
     attend_in_chunks(model)
     for stage in TARGET_STAGES:
-        state = work / f"target-{stage.name.replace(' ', '-')}.pt"
-        Trainer(model, stage.plan.shortened(share), state, compiled).run(
-            stage.mix.sources(work), next_token_loss, stage.name
-        )
-    save_bf16(model, models / "target")
+        train(model, stage)
+    ends = [model, *(deepcopy(model) for _ in LAST_STAGES)]
+    for branch, stage in zip(ends[1:], LAST_STAGES, strict=True):
+        train(branch, stage)
+    save_bf16(mean_of(ends), models / "target")
 
 
 @app.command()
 def samples(
     models: ModelsFolder = Path("models"),
     work: WorkFolder = Path(".training"),
-    batches: Annotated[int, typer.Option(help="Batches of 128 continuations, 192 tokens each.")] = 20,
+    rounds: Annotated[int, typer.Option(help="Each writes 128 continuations of 192 tokens.")] = 24,
     threads: Threads = 2,
     seed: int = 2,
 ) -> None:
@@ -108,15 +130,32 @@ def samples(
     torch.set_num_threads(threads)
     ids = np.concatenate([np.load(work / f"{name}.npy") for name in ("library", "conversations")])
     model = load_float32(models / "target")
+    attend_in_chunks(model)
     cast(torch.nn.Module, model).to(torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
     written = []
-    for number in track(range(batches), "sampling"):
+    for number in track(range(rounds), "sampling"):
         starts = torch.randint(0, len(ids) - PROMPT_TOKENS, (128,), generator=generator).tolist()
         prompts = np.stack([ids[start : start + PROMPT_TOKENS] for start in starts])
         temperature = SAMPLING_TEMPERATURES[number % len(SAMPLING_TEMPERATURES)]
         written.append(sample_continuations(model, prompts, WRITTEN_TOKENS, temperature, generator).ravel())
     np.save(work / "samples.npy", np.concatenate(written))
+
+
+@app.command()
+def lessons(
+    models: ModelsFolder = Path("models"),
+    work: WorkFolder = Path(".training"),
+    threads: Threads = 2,
+    compiled: Compiled = True,
+) -> None:
+    """Write down what the target says about its own text and about as much of the corpus."""
+    torch.set_num_threads(threads)
+    teacher = load_float32(models / "target")
+    attend_in_chunks(teacher)
+    # A drafter is used on the target's own text.
+    written = TrainingTexts(np.load(work / "samples.npy"), 1.0)
+    Lessons(LESSONS, work).write(teacher, [written, *READING.sources(work)], compiled)
 
 
 @app.command()
@@ -128,18 +167,15 @@ def drafter(
     threads: Threads = 2,
     compiled: Compiled = True,
 ) -> None:
-    """Distil a drafter from the target, on the corpus and on the target's own text."""
+    """Distil a drafter from the target, on the lessons."""
     torch.set_num_threads(threads)
     teacher = load_float32(models / "target")
-    model = DRAFTERS[name].build(vocab_size=4096, seed=DRAFTER_PLAN.seed)
+    plan = replace(LESSONS, total_tokens=DRAFTER_TOKENS[name]).shortened(share)
+    model = DRAFTERS[name].build(vocab_size=4096, seed=plan.seed)
     inherit(model, teacher)
-    for each in (teacher, model):
-        attend_in_chunks(each)
-    plan = DRAFTER_PLAN.shortened(share)
-    # A drafter is used on the target's own text.
-    written = TrainingTexts(np.load(work / "samples.npy"), 1.0)
-    sources = [written, *READING.sources(work)]
-    Trainer(model, plan, work / f"{name}.pt", compiled).run(sources, distillation_loss(teacher), name)
+    attend_in_chunks(model)
+    texts = partial(Lessons(LESSONS, work).batches, plan)
+    Trainer(model, plan, work / f"{name}.pt", compiled).run(texts, distillation_loss(teacher), name)
     save_bf16(model, models / name)
 
 

@@ -1,4 +1,4 @@
-"""Causal attention for training on CPUs, where the backward pass of torch's own kernel is slow."""
+"""Causal attention for training on CPUs, where torch's own kernel is slow backwards, and for one token in bfloat16."""
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ def chunked_attention(
 
     Args:
         _module: ignored, as is `_mask`: every text is whole, so that only the causal mask counts.
-        query: `[batch, heads, length, head_dim]`.
-        key: `[batch, heads, length, head_dim]`; there must be as many heads.
+        query: `[batch, heads, length, head_dim]`, of the last tokens.
+        key: `[batch, heads, key_length, head_dim]`; there must be as many heads.
         value: as `key`.
         scaling: factor of the scores.
 
@@ -34,13 +34,15 @@ def chunked_attention(
         `[batch, length, heads, head_dim]`, and no weights.
     """
     dtype, length, parts = query.dtype, query.shape[2], []
+    before = key.shape[2] - length
     query, key, value = (each.to(torch.bfloat16) for each in (query * scaling, key, value))
     for start in range(0, length, CHUNK):
         end = min(start + CHUNK, length)
-        scores = query[:, :, start:end] @ key[:, :, :end].transpose(-1, -2)
-        is_visible = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
+        seen = before + end
+        scores = query[:, :, start:end] @ key[:, :, :seen].transpose(-1, -2)
+        is_visible = torch.ones(end - start, seen, dtype=torch.bool, device=query.device).tril(before + start)
         weights = scores.float().masked_fill(~is_visible, -torch.inf).softmax(-1).to(query.dtype)
-        parts.append(weights @ value[:, :, :end])
+        parts.append(weights @ value[:, :, :seen])
     return torch.cat(parts, 2).transpose(1, 2).contiguous().to(dtype), None
 
 

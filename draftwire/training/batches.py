@@ -12,6 +12,9 @@ from draftwire.training.plan import TrainingPlan
 
 Ids = NDArray[np.uint16]
 
+Batch = tuple[Tensor, ...]
+"""Token ids `[batch, sequence_length + 1] int64`, and what else a loss takes, by row."""
+
 LONGEST_EDIT = 4
 """Tokens that an edit takes out or puts in, at most, less one."""
 
@@ -45,8 +48,8 @@ class TrainingTexts:
     """If set, every window begins with a passage and copies of it."""
 
 
-def batches(sources: Sequence[TrainingTexts], plan: TrainingPlan, first_step: int = 0) -> Iterator[Tensor]:
-    """Yields the batches from `first_step` on, `[batch, sequence_length + 1] int64`.
+def batches(sources: Sequence[TrainingTexts], plan: TrainingPlan, first_step: int = 0) -> Iterator[Batch]:
+    """Yields the batches from `first_step` on, of token ids alone.
 
     In each phase, every epoch reads every window of a source once, in an order of its own.
 
@@ -58,7 +61,7 @@ def batches(sources: Sequence[TrainingTexts], plan: TrainingPlan, first_step: in
         length = phase.sequence_length
         rows = row_counts([source.share for source in sources], plan.batch_tokens // length)
         orders = [
-            _Order((len(source.ids) - 1) // length, count, (plan.seed, number, place))
+            Order((len(source.ids) - 1) // length, count, (plan.seed, number, place))
             for place, (source, count) in enumerate(zip(sources, rows, strict=True))
         ]
         for step in range(max(begun, first_step), ended):
@@ -71,7 +74,7 @@ def batches(sources: Sequence[TrainingTexts], plan: TrainingPlan, first_step: in
                     else:
                         generator = np.random.default_rng((plan.seed, number, place, position))
                         picked.append(repeated(source.ids, start, length, source.repetition, generator))
-            yield torch.from_numpy(np.stack(picked).astype(np.int64))
+            yield (torch.from_numpy(np.stack(picked).astype(np.int64)),)
         begun = ended
 
 
@@ -115,7 +118,7 @@ def _edited(passage: Ids, edits_per_token: float, ids: Ids, generator: np.random
     return [*parts, passage[copied:]]
 
 
-class _Order:
+class Order:
     """Order in which the windows of a source are read."""
 
     def __init__(self, count: int, rows: int, seed: tuple[int, ...]) -> None:

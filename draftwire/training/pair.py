@@ -1,5 +1,6 @@
 """Shapes of the embedded pair, and reading and writing its folders."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -55,10 +56,10 @@ class DrafterName(StrEnum):
 
 
 DRAFTERS = {
-    DrafterName.DRAFTER: PairShape(hidden_size=256, intermediate_size=768, layers=2, heads=4, head_dim=64),
+    DrafterName.DRAFTER: PairShape(hidden_size=192, intermediate_size=576, layers=3, heads=4, head_dim=64),
     DrafterName.EIGHT_LAYERS: PairShape(hidden_size=128, intermediate_size=384, layers=8, heads=4, head_dim=32),
 }
-"""2.8 and 2.2 million parameters."""
+"""2.4 and 2.2 million parameters."""
 
 
 @torch.no_grad()
@@ -83,6 +84,17 @@ def inherit(drafter: LlamaForCausalLM, target: LlamaForCausalLM) -> None:
     for place, layer in enumerate(drafter.model.layers):
         source = round(place * last_of_target / max(1, last))
         layer.load_state_dict(target.model.layers[source].state_dict())
+
+
+def mean_of(models: Sequence[LlamaForCausalLM]) -> LlamaForCausalLM:
+    """Returns a model with the mean of the weights of `models`, which were trained on from the same ones.
+
+    Source: Wortsman et al. 2022, Model soups (arXiv 2203.05482).
+    """
+    mean = LlamaForCausalLM(models[0].config)
+    states = [model.state_dict() for model in models]
+    mean.load_state_dict({name: sum(state[name] for state in states) / len(states) for name in states[0]})
+    return mean
 
 
 def save_bf16(model: LlamaForCausalLM, folder: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,11 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftwire.training.batches import TrainingTexts, batches
+from draftwire.training.batches import Batch
 from draftwire.training.plan import TrainingPlan
 
-LossFunction = Callable[[PreTrainedModel, Tensor], Tensor]
-"""Maps the model and a batch of ids `[batch, sequence_length + 1] int64` to a scalar loss in nats per token."""
+LossFunction = Callable[..., Tensor]
+"""Maps the model and the tensors of a batch to a scalar loss in nats per token."""
+BatchesFrom = Callable[[int], Iterator[Batch]]
+"""Yields the batches of a plan from a step on."""
 
 
 class Trainer:
@@ -45,13 +47,13 @@ class Trainer:
         if state_path.exists():
             self._restore()
 
-    def run(self, sources: Sequence[TrainingTexts], loss_function: LossFunction, title: str) -> None:
-        """Trains to the end of the plan on `sources`."""
+    def run(self, batches_from: BatchesFrom, loss_function: LossFunction, title: str) -> None:
+        """Trains to the end of the plan."""
 
-        def loss_of(batch: Tensor) -> Tensor:
-            return loss_function(self.model, batch)
+        def loss_of(*batch: Tensor) -> Tensor:
+            return loss_function(self.model, *batch)
 
-        compute: Callable[[Tensor], Tensor] = torch.compile(loss_of, dynamic=False) if self.compiled else loss_of
+        compute: Callable[..., Tensor] = torch.compile(loss_of, dynamic=False) if self.compiled else loss_of
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -65,7 +67,7 @@ class Trainer:
         average = math.nan
         with Progress(*columns, refresh_per_second=1, speed_estimate_period=120) as bar:
             task = bar.add_task(title, total=self.plan.steps, completed=self.step, loss=math.nan, speed=0.0)
-            for batch in batches(sources, self.plan, self.step):
+            for batch in batches_from(self.step):
                 loss = self._train_step(batch, compute)
                 average = loss if math.isnan(average) else 0.95 * average + 0.05 * loss
                 self.step += 1
@@ -81,15 +83,15 @@ class Trainer:
                     saved_at = time.monotonic()
         self._save()
 
-    def _train_step(self, batch: Tensor, compute: Callable[[Tensor], Tensor]) -> float:
+    def _train_step(self, batch: Batch, compute: Callable[..., Tensor]) -> float:
         """One optimiser step; returns its mean loss."""
         for optimizer, peak in zip(self.optimizers, self.peak_rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = peak * self.plan.rate(self.step)
-        parts = batch.split(max(1, self.plan.micro_batch_tokens // (batch.shape[1] - 1)))
+        rows = max(1, self.plan.micro_batch_tokens // (batch[0].shape[1] - 1))
         total = 0.0
-        for part in parts:
-            loss = compute(part) * (len(part) / len(batch))
+        for part in zip(*(each.split(rows) for each in batch), strict=True):
+            loss = compute(*part) * (len(part[0]) / len(batch[0]))
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

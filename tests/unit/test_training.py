@@ -1,8 +1,9 @@
 """Training can be interrupted anywhere and gives the same result; the evaluation set stays out of it and is counted."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import cast
@@ -18,7 +19,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from draftwire.training.attention import attend_in_chunks
-from draftwire.training.batches import Repetition, TrainingTexts, batches, repeated, row_counts
+from draftwire.training.batches import Batch, Repetition, TrainingTexts, batches, repeated, row_counts
 from draftwire.training.conversations import CHAT_TEMPLATE, conversations
 from draftwire.training.corpus import (
     END_OF_TEXT,
@@ -30,10 +31,12 @@ from draftwire.training.corpus import (
     save_tokenizer,
     standard_library,
 )
+from draftwire.training.distillation import distillation_loss, sample_continuations
 from draftwire.training.evaluation import held_out_loss, measure_acceptance, share_repeated
-from draftwire.training.pair import PairShape, inherit
+from draftwire.training.lessons import Lessons
+from draftwire.training.pair import PairShape, inherit, mean_of
 from draftwire.training.plan import Phase, TrainingPlan
-from draftwire.training.recipe import TARGET_STAGES, Stage
+from draftwire.training.recipe import LAST_STAGES, TARGET_STAGES, Stage
 from draftwire.training.trainer import Trainer
 
 torch.set_num_threads(1)
@@ -50,6 +53,7 @@ PLAN = TrainingPlan(
 TOKENS: NDArray[np.uint16] = np.random.default_rng(1).integers(0, VOCAB_SIZE, 100).astype(np.uint16)
 """12 windows: an epoch of three batches."""
 SOURCES = [TrainingTexts(TOKENS, 1.0)]
+TEXTS = partial(batches, SOURCES, PLAN)
 SEPARATOR = 99
 
 
@@ -92,7 +96,7 @@ def load(folder: Path) -> PreTrainedModel:
 def trained(folder: Path, state_path: Path) -> PreTrainedModel:
     """Trains to the end without an interruption."""
     model = load(folder)
-    Trainer(model, PLAN, state_path, compiled=False).run(SOURCES, loss, "test")
+    Trainer(model, PLAN, state_path, compiled=False).run(TEXTS, loss, "test")
     return model
 
 
@@ -122,6 +126,15 @@ def test_drafter_of_another_width_begins_with_embeddings_whose_products_are_near
     assert torch.equal(mine[:, kept:], own[:, kept:])
 
 
+def test_mean_of_models_has_the_mean_of_each_weight() -> None:
+    models = [PairShape(8, 16, 2, 2, 4).build(VOCAB_SIZE, seed) for seed in (1, 2, 3)]
+    before = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
+    for name, tensor in mean_of(models).state_dict().items():
+        torch.testing.assert_close(tensor, torch.stack([state[name] for state in before]).mean(0))
+    for model, state in zip(models, before, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
 def assert_same_weights(model: torch.nn.Module, expected: torch.nn.Module) -> None:
     for name, tensor in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
@@ -133,7 +146,12 @@ MIXED = [
     TrainingTexts(TOKENS, 0.25, REPETITION),
     TrainingTexts(TOKENS[::-1].copy(), 0.25),
 ]
+TWO_TEXTS = [MIXED[0], MIXED[2]]
 IN_PHASES = replace(PLAN, phases=(Phase(0.5, 4), Phase(0.5, 8)))
+
+
+def ids_of(found: Iterator[Batch]) -> list[Tensor]:
+    return [ids for (ids,) in found]
 
 
 @pytest.mark.parametrize(("sources", "plan"), [(SOURCES, PLAN), (MIXED, PLAN), (MIXED, IN_PHASES)])
@@ -141,7 +159,7 @@ IN_PHASES = replace(PLAN, phases=(Phase(0.5, 4), Phase(0.5, 8)))
 def test_batches_resumed_at_any_step_are_those_of_an_uninterrupted_run(
     first_step: int, sources: list[TrainingTexts], plan: TrainingPlan
 ) -> None:
-    whole, resumed = list(batches(sources, plan)), list(batches(sources, plan, first_step))
+    whole, resumed = ids_of(batches(sources, plan)), ids_of(batches(sources, plan, first_step))
     assert len(whole) == plan.steps == 8
     assert len(resumed) == 8 - first_step
     assert all(torch.equal(a, b) for a, b in zip(resumed, whole[first_step:], strict=True))
@@ -152,7 +170,7 @@ def test_every_epoch_reads_every_window_once_in_another_order_and_so_does_every_
     whole = [tuple(TOKENS[start : start + 9].tolist()) for start in range(0, 96, 8)]
     orders = []
     for plan in (PLAN, replace(PLAN, seed=6)):
-        rows = torch.cat(list(batches(SOURCES, plan))[:6])
+        rows = torch.cat(ids_of(batches(SOURCES, plan))[:6])
         assert rows.dtype == torch.int64
         orders += [[tuple(row) for row in part.tolist()] for part in rows.split(12)]
     assert all(sorted(order) == sorted(whole) for order in orders)
@@ -160,7 +178,7 @@ def test_every_epoch_reads_every_window_once_in_another_order_and_so_does_every_
 
 
 def test_phases_have_windows_of_their_length_and_batches_of_as_many_tokens() -> None:
-    shapes = [tuple(batch.shape) for batch in batches(MIXED, IN_PHASES)]
+    shapes = [tuple(ids.shape) for ids in ids_of(batches(MIXED, IN_PHASES))]
     assert shapes == [(8, 5)] * 4 + [(4, 9)] * 4
 
 
@@ -233,7 +251,7 @@ def test_passages_of_random_tokens_have_few_of_the_text_and_are_repeated_before_
     assert (min(numbers), max(numbers)) == (2, 9)  # with two of the same token at times
 
 
-@pytest.mark.parametrize("stage", TARGET_STAGES, ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", [*TARGET_STAGES, *LAST_STAGES], ids=lambda stage: stage.name)
 def test_shares_of_what_is_read_are_those_that_the_recipe_names(stage: Stage, tmp_path: Path) -> None:
     kinds = ("library", "packages", "conversations")
     for number, name in enumerate(kinds):
@@ -272,6 +290,9 @@ def test_attention_in_chunks_is_causal_attention(length: int) -> None:
     found = model(input_ids=ids).logits
     torch.testing.assert_close(found, expected, atol=5e-3, rtol=0)
     assert not torch.equal(found, expected)
+    begun = model(input_ids=ids[:, :-3], use_cache=True)
+    ended = model(input_ids=ids[:, -3:], past_key_values=begun.past_key_values)
+    torch.testing.assert_close(torch.cat([begun.logits, ended.logits], 1), expected, atol=5e-3, rtol=0)
 
 
 def test_learning_rate_rises_stays_and_falls_within_its_bounds() -> None:
@@ -301,14 +322,14 @@ def test_interrupted_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_o
     with pytest.raises(InterruptError):
         # A step takes two calls, so that an even call is in the middle of one.
         Trainer(load(folder), PLAN, state_path, compiled=False).run(
-            SOURCES, loss_that_fails_in_call(failing_call), "test"
+            TEXTS, loss_that_fails_in_call(failing_call), "test"
         )
     has_checkpoint = failing_call > 2
     assert state_path.exists() == has_checkpoint
     model = load(other_folder if has_checkpoint else folder)  # whatever the weights are, the checkpoint's count
     trainer = Trainer(model, PLAN, state_path, compiled=False)
     assert trainer.step == (failing_call - 1) // 2
-    trainer.run(SOURCES, loss, "test")
+    trainer.run(TEXTS, loss, "test")
     assert trainer.step == PLAN.steps
     assert_same_weights(model, expected)
 
@@ -324,7 +345,9 @@ def test_parts_of_a_batch_weigh_as_their_windows(folder: Path, tmp_path: Path) -
     for micro_batch_tokens in (32, 24):
         model, before = load(folder), load(folder).state_dict()
         plan = replace(PLAN, total_tokens=32, micro_batch_tokens=micro_batch_tokens)
-        Trainer(model, plan, tmp_path / f"{micro_batch_tokens}.pt", compiled=False).run(SOURCES, loss, "test")
+        Trainer(model, plan, tmp_path / f"{micro_batch_tokens}.pt", False).run(
+            partial(batches, SOURCES, plan), loss, "test"
+        )
         steps.append(torch.cat([(after - before[name]).flatten() for name, after in model.state_dict().items()]))
     whole, parts = steps
     assert (parts - whole).norm() < 0.01 * whole.norm()
@@ -333,7 +356,7 @@ def test_parts_of_a_batch_weigh_as_their_windows(folder: Path, tmp_path: Path) -
 def test_finished_run_is_not_trained_further(folder: Path, other_folder: Path, tmp_path: Path) -> None:
     expected = trained(folder, tmp_path / "state.pt")
     model = load(other_folder)
-    Trainer(model, PLAN, tmp_path / "state.pt", compiled=False).run(SOURCES, loss_that_fails_in_call(1), "test")
+    Trainer(model, PLAN, tmp_path / "state.pt", compiled=False).run(TEXTS, loss_that_fails_in_call(1), "test")
     assert_same_weights(model, expected)
 
 
@@ -440,6 +463,66 @@ def test_every_encoded_text_starts_with_end_of_text() -> None:
     ids = encode_texts(tokenizer, ["a b", "b"], end_of_text=0)
     assert ids.dtype == np.uint16
     assert ids.tolist() == [0, 1, 2, 0, 2]
+
+
+@pytest.fixture(scope="module")
+def lessons(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Lessons:
+    written = Lessons(IN_PHASES, tmp_path_factory.mktemp("lessons"))
+    written.write(load(folder), TWO_TEXTS, compiled=False)
+    return written
+
+
+def test_lessons_are_what_the_target_says_about_the_texts(lessons: Lessons, folder: Path) -> None:
+    """In bfloat16, as training computes."""
+    found = list(lessons.batches(IN_PHASES))
+    texts = ids_of(batches(TWO_TEXTS, IN_PHASES))
+    for phase in (slice(0, 4), slice(4, 8)):
+        read = {tuple(ids.flatten().tolist()) for ids, _ in found[phase]}
+        assert read == {tuple(ids.flatten().tolist()) for ids in texts[phase]}
+    target = load(folder)
+    for ids, states in found:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            expected = target.model(ids[:, :-1]).last_hidden_state
+        torch.testing.assert_close(states, expected, atol=1e-3, rtol=1e-3, check_dtype=False)
+
+
+@pytest.mark.parametrize("first_step", [0, 1, 4, 11, 12, 13, 23])
+def test_lessons_resumed_at_any_step_are_those_of_an_uninterrupted_run(first_step: int, lessons: Lessons) -> None:
+    plan = IN_PHASES.shortened(3)
+    whole, resumed = list(lessons.batches(plan)), list(lessons.batches(plan, first_step))
+    assert len(whole) == plan.steps == 24
+    assert len(resumed) == 24 - first_step
+    for batch, expected in zip(resumed, whole[first_step:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(batch, expected, strict=True))
+
+
+def test_every_epoch_reads_every_lesson_once_in_another_order(lessons: Lessons) -> None:
+    read = [ids.flatten().tolist() for ids, _ in lessons.batches(IN_PHASES.shortened(3))]
+    for phase in (read[:12], read[12:]):
+        epochs = [phase[start : start + 4] for start in (0, 4, 8)]
+        assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+        assert epochs[0] != epochs[1]
+
+
+def test_distillation_is_cross_entropy_and_twice_the_chance_that_a_token_is_refused(
+    folder: Path, other_folder: Path
+) -> None:
+    target, drafter = (load(each).requires_grad_(False) for each in (folder, other_folder))
+    ids = torch.from_numpy(TOKENS[:18].astype(np.int64)).view(2, 9)
+    found = distillation_loss(target)(drafter, ids, target.model(ids[:, :-1]).last_hidden_state)
+    p, q = (each(ids[:, :-1]).logits.softmax(-1) for each in (target, drafter))
+    refused = 1.0 - torch.minimum(p, q).sum(-1)
+    assert float(found) == pytest.approx(float((-(p * q.log()).sum(-1) + 2.0 * refused).mean()), abs=0.02)
+
+
+def test_continuations_are_drawn_from_the_target(folder: Path) -> None:
+    """At a temperature near zero, where only its likeliest tokens are drawn."""
+    target, prompts = load(folder), TOKENS[:12].reshape(3, 4)
+    found = sample_continuations(target, prompts, 6, 1e-6, torch.Generator().manual_seed(1))
+    ids = torch.from_numpy(prompts.astype(np.int64))
+    for _ in range(6):
+        ids = torch.cat([ids, target(ids).logits[:, -1:].argmax(-1)], 1)
+    assert found.tolist() == ids.tolist()
 
 
 def test_held_out_loss_is_the_mean_over_whole_windows(folder: Path) -> None:

@@ -1,0 +1,74 @@
+"""What the target says about texts, written down once, so that drafters learn from it many times over.
+
+The target's forward pass would take longer than everything else in a small drafter's training step.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.lib.format import open_memmap
+from rich.progress import track
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from draftwire.training.batches import Batch, Order, TrainingTexts, batches
+from draftwire.training.plan import TrainingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """Batches of texts with the target's last hidden states, from which its distributions follow.
+
+    They take two bytes per token and unit of the target's width.
+    """
+
+    plan: TrainingPlan
+    """Which windows of the texts; one reading of the lessons."""
+    folder: Path
+    """Holds two arrays for each of the plan's phases, of all its steps."""
+
+    def write(self, target: LlamaForCausalLM, sources: Sequence[TrainingTexts], compiled: bool) -> None:
+        """Writes down what `target` says about `sources`."""
+
+        def states_of(ids: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return target.model(input_ids=ids, use_cache=False).last_hidden_state
+
+        compute = torch.compile(states_of, dynamic=False) if compiled else states_of
+        texts = batches(sources, self.plan)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        begun = 0
+        for number, (phase, ended) in enumerate(zip(self.plan.phases, self.plan.phase_ends, strict=True)):
+            length, steps = phase.sequence_length, ended - begun
+            rows, width = self.plan.batch_tokens // length, target.config.hidden_size
+            ids = open_memmap(self._path(number, "ids"), "w+", np.uint16, (steps, rows, length + 1))
+            states = open_memmap(self._path(number, "states"), "w+", np.float16, (steps, rows, length, width))
+            for step in track(range(steps), f"lessons of {length} tokens"):
+                (batch,) = next(texts)
+                ids[step] = batch.numpy()
+                with torch.no_grad():
+                    states[step] = compute(batch[:, :-1]).to(torch.float16).numpy()
+            begun = ended
+
+    def batches(self, plan: TrainingPlan, first_step: int = 0) -> Iterator[Batch]:
+        """Yields ids `[batch, length + 1] int64` and states `[batch, length, width] float32` from `first_step` on.
+
+        Args:
+            plan: has the phases of the lessons' plan and as many tokens in a batch. Every epoch of a phase reads each
+                of its batches once, in an order of its own.
+            first_step: of `plan`.
+        """
+        begun = 0
+        for number, ended in enumerate(plan.phase_ends):
+            ids, states = (np.load(self._path(number, kind), mmap_mode="r") for kind in ("ids", "states"))
+            order = Order(len(ids), 1, (plan.seed, number))
+            for step in range(max(begun, first_step), ended):
+                place = order.window(step - begun)
+                yield torch.from_numpy(ids[place].astype(np.int64)), torch.from_numpy(states[place].astype(np.float32))
+            begun = ended
+
+    def _path(self, phase: int, kind: str) -> Path:
+        return self.folder / f"lessons-{phase}-{kind}.npy"
