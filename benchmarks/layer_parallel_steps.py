@@ -38,7 +38,7 @@ from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.tensor_parallel import ParallelModel, follow
 from draftwire.models.synthesis import SHAPES, ModelShape, build_target
 
-EIGHT_LAYERS = "drafter"
+EIGHT_LAYERS = "drafter-8-layers"
 """The embedded drafter, which has layers enough to run some of them together."""
 BLOCK_LENGTH = 5
 MODELS = {

@@ -1,6 +1,8 @@
 """Compares two commands, or one command in two checkouts, in alternating runs, beside the spread of equal runs.
 
     python -m benchmarks.paired "python -m benchmarks.wire" --in-a ../before --in-b . --pairs 12
+    python -m benchmarks.paired "draftwire bench --num-speculative-tokens 0 --json" "draftwire bench --json" \
+        --figure plain.tokens_per_second --figure-b speculation.tokens_per_second
     python -m benchmarks.paired "python -m benchmarks.linear --threads 1" "python -m benchmarks.linear --threads 2" \
         --figure "products.17 rows.arranged_ms" --bar 0.7 --at-most
 
@@ -399,10 +401,13 @@ def _commands(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     folders = (arguments.in_a or Path(), arguments.in_b or Path())
     if arguments.b is None and folders[0].resolve() == folders[1].resolve():
         parser.error("one command in one folder: B, --in-a or --in-b is needed")
+    if arguments.figure_b is not None and arguments.figure is None:
+        parser.error("--figure-b needs --figure")
     if not (arguments.timeout_s > 0.0 and arguments.warm_up >= 0 and arguments.pairs >= MIN_PAIRS):
         parser.error(f"--pairs must be at least {MIN_PAIRS}, --warm-up at least 0, --timeout-s more than 0")
     commands = []
-    for text, folder in zip(texts, folders, strict=True):
+    figures = (arguments.figure, arguments.figure_b or arguments.figure)
+    for text, folder, figure in zip(texts, folders, figures, strict=True):
         if not folder.is_dir():
             parser.error(f"{folder} is no folder")
         try:
@@ -411,7 +416,7 @@ def _commands(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             parser.error(f"{text!r} is no command: {error}")
         if not words:
             parser.error("a command is empty")
-        commands.append(Command(tuple(words), folder, arguments.timeout_s, arguments.figure))
+        commands.append(Command(tuple(words), folder, arguments.timeout_s, figure))
     return commands[0], commands[1]
 
 
@@ -435,6 +440,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--in-b", type=Path, metavar="DIR", help="where B runs [default: here]")
     parser.add_argument("--pairs", type=int, default=12, help="multiples of six balance the turns [%(default)s]")
     parser.add_argument("--figure", metavar="KEY.KEY", help="number of the JSON it prints [default: wall seconds]")
+    parser.add_argument("--figure-b", metavar="KEY.KEY", help="that of B, in the same unit [default: as of A]")
     parser.add_argument("--warm-up", type=int, default=1, help="runs of each that do not count [%(default)s]")
     parser.add_argument("--no-spread", action="store_true", help="do not run A again in every pair")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of one run [%(default)g]")
@@ -454,6 +460,9 @@ def main() -> int:
     arguments = parser.parse_args()
     a, b = _commands(parser, arguments)
     bar = _bar(parser, arguments)
+    name = a.figure or "wall seconds"
+    if b.figure != a.figure:
+        name = f"{b.figure} over {name}"
     generator = np.random.default_rng(arguments.seed)
     try:
         paired = paired_ratios(
@@ -462,7 +471,6 @@ def main() -> int:
     except MeasurementError as error:
         print(error, file=sys.stderr)
         return 2
-    name = arguments.figure or "wall seconds"
     verdict = None if bar is None else paired.verdict(bar)
     results: dict[str, Any] = {"a": str(a), "b": str(b), "figure": name}
     results |= {"median_a": median(paired.a), "median_b": median(paired.b)}

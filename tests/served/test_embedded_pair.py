@@ -1,5 +1,6 @@
 """The embedded pair through the real three services, and the commands that start them as a user does."""
 
+import abc
 import os
 import re
 import secrets
@@ -12,6 +13,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 from command_line import run
@@ -21,12 +23,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from benchmarks.prompts import load_prompts
 from draftwire.client import Client, Completion
 from draftwire.models.kv_cache import BLOCK_SIZE
+from draftwire.training.evaluation import share_repeated
 from draftwire.verification import RULES
 from tests.in_process import InProcessStack
 
 TARGET = Path(__file__).parents[2] / "models" / "target"
 NUM_PROMPTS = 20
 NUM_TOKENS = 128
+END_OF_TEXT_ID = 0
 NEAR_TIE = 1e-4
 """Where the two best logits are closer than this, differently shaped batches may choose differently."""
 
@@ -153,6 +157,30 @@ def test_text_is_the_decoding_of_the_tokens_and_stop_strings_cut_it(
         assert shown == whole.text[: whole.text.index(stop)]
         assert stream.completion is not None
         assert stream.completion.finish_reason == "stop"
+
+
+QUESTION = "What does `basename` in `posixpath` do?"
+
+
+def test_chat_answers_a_question_and_ends(embedded_stack: InProcessStack) -> None:
+    """With the defaults of every client of OpenAI's API, and on the command line."""
+    with openai.OpenAI(base_url=f"{embedded_stack.http_address}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model="target", messages=[{"role": "user", "content": QUESTION}], temperature=0.0
+        ).choices[0]
+    assert answer.finish_reason == "stop"
+    assert answer.message.content
+    assert re.match(r"[A-Z][\w' ]+", answer.message.content), "it is a sentence"
+    shown = run("chat", "--temperature", "0", "--quiet", "--address", embedded_stack.address, typed=QUESTION + "\n")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.strip() == answer.message.content.strip()
+
+
+@pytest.mark.slow
+def test_second_copy_of_a_file_is_repeated(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Which is what drafts without a model live on. The file is none of those that the model has read."""
+    ids = tokenizer((Path(abc.__file__)).read_text())["input_ids"]
+    assert share_repeated(target, [ids], END_OF_TEXT_ID) >= 0.7
 
 
 # Commands that start services: processes, whose beginning and end is the point

@@ -319,7 +319,7 @@ def test_cache_without_calibration_is_not(network: PreTrainedModel) -> None:
 
 
 def test_embedded_drafter_of_eight_layers_is_calibrated_too() -> None:
-    model = load_model("models/drafter", "float32").model
+    model = load_model("models/drafter-8-layers", "float32").model
     groups = groups_of_size(4, NUM_LAYERS)
     drafter, reference = drafter_of(model, groups), CachedModel(LeanDecoder(model), 4096)
     assert live(drafter, reference, 0) <= 1e-5

@@ -217,6 +217,18 @@ def test_one_command_in_two_folders_is_compared_and_held_against_a_bar(tmp_path:
     assert "tighter than what equal runs differ by: 0.02 beside " in printed
 
 
+def test_figure_of_b_may_have_another_name(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "figures.py").write_text('print(\'{"plain": 4, "speculation": 6}\')')
+    command = f"{PYTHON} {tmp_path / 'figures.py'}"
+    words = (command, command, "--figure", "plain", "--figure-b", "speculation", "--pairs", 3, "--warm-up", 0)
+    status, printed, _ = run(*words)
+    report, _ = json.JSONDecoder().raw_decode(printed)
+    assert (status, report["figure"]) == (0, "speculation over plain")
+    assert (report["b_over_a"]["median"], report["a_again_over_a"]["ratio"]["median"]) == (1.5, 1.0)
+    status, _, errors = run(command, command, "--figure-b", "speculation")
+    assert (status, "needs --figure" in errors) == (2, True)
+
+
 def test_wall_time_is_the_figure_unless_another_is_named(run: Run) -> None:
     status, printed, _ = run("true", "sleep 0.15", "--pairs", 3, "--warm-up", 0, "--no-spread")
     report, _ = json.JSONDecoder().raw_decode(printed)
