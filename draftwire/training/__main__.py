@@ -13,6 +13,7 @@ same seed, library and machine. The steps need the standard library's sources, t
 three and a half hours of two CPU cores, no network.
 """
 
+import sys
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -212,4 +213,7 @@ def evaluate(
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except FileNotFoundError as error:
+        sys.exit(f"{error.filename} is missing: an earlier step writes it")
