@@ -12,7 +12,7 @@ from draftwire.training.plan import TrainingPlan
 
 Ids = NDArray[np.uint16]
 
-Batch = tuple[Tensor, ...]
+TrainingBatch = tuple[Tensor, ...]
 """Token ids `[batch, sequence_length + 1] int64`, and what else a loss takes, by row."""
 
 LONGEST_EDIT = 4
@@ -48,7 +48,7 @@ class TrainingTexts:
     """If set, every window begins with a passage and copies of it."""
 
 
-def batches(sources: Sequence[TrainingTexts], plan: TrainingPlan, first_step: int = 0) -> Iterator[Batch]:
+def batches(sources: Sequence[TrainingTexts], plan: TrainingPlan, first_step: int = 0) -> Iterator[TrainingBatch]:
     """Yields the batches from `first_step` on, of token ids alone.
 
     In each phase, every epoch reads every window of a source once, in an order of its own.

@@ -14,7 +14,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from draftwire.training.batches import Batch, Order, TrainingTexts, batches
+from draftwire.training.batches import Order, TrainingBatch, TrainingTexts, batches
 from draftwire.training.plan import TrainingPlan
 
 
@@ -53,7 +53,7 @@ class Lessons:
                     states[step] = compute(batch[:, :-1]).to(torch.float16).numpy()
             begun = ended
 
-    def batches(self, plan: TrainingPlan, first_step: int = 0) -> Iterator[Batch]:
+    def batches(self, plan: TrainingPlan, first_step: int = 0) -> Iterator[TrainingBatch]:
         """Yields ids `[batch, length + 1] int64` and states `[batch, length, width] float32` from `first_step` on.
 
         Args:

@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftwire.training.batches import Batch
+from draftwire.training.batches import TrainingBatch
 from draftwire.training.plan import TrainingPlan
 
 LossFunction = Callable[..., Tensor]
 """Maps the model and the tensors of a batch to a scalar loss in nats per token."""
-BatchesFrom = Callable[[int], Iterator[Batch]]
+BatchesFrom = Callable[[int], Iterator[TrainingBatch]]
 """Yields the batches of a plan from a step on."""
 
 
@@ -83,7 +83,7 @@ class Trainer:
                     saved_at = time.monotonic()
         self._save()
 
-    def _train_step(self, batch: Batch, compute: Callable[..., Tensor]) -> float:
+    def _train_step(self, batch: TrainingBatch, compute: Callable[..., Tensor]) -> float:
         """One optimiser step; returns its mean loss."""
         for optimizer, peak in zip(self.optimizers, self.peak_rates, strict=True):
             for group in optimizer.param_groups:

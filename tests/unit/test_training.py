@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from draftwire.training.attention import attend_in_chunks
-from draftwire.training.batches import Batch, Repetition, TrainingTexts, batches, repeated, row_counts
+from draftwire.training.batches import Repetition, TrainingBatch, TrainingTexts, batches, repeated, row_counts
 from draftwire.training.conversations import CHAT_TEMPLATE, conversations
 from draftwire.training.corpus import (
     END_OF_TEXT,
@@ -150,7 +150,7 @@ TWO_TEXTS = [MIXED[0], MIXED[2]]
 IN_PHASES = replace(PLAN, phases=(Phase(0.5, 4), Phase(0.5, 8)))
 
 
-def ids_of(found: Iterator[Batch]) -> list[Tensor]:
+def ids_of(found: Iterator[TrainingBatch]) -> list[Tensor]:
     return [ids for (ids,) in found]
 
 
