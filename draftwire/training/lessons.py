@@ -35,7 +35,8 @@ class Lessons:
 
         def states_of(ids: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
-                return target.model(input_ids=ids, use_cache=False).last_hidden_state
+                states: Tensor = target.model(input_ids=ids, use_cache=False).last_hidden_state
+                return states
 
         compute = torch.compile(states_of, dynamic=False) if compiled else states_of
         texts = batches(sources, self.plan)
