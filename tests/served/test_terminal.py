@@ -70,7 +70,7 @@ LONG = ["--max-tokens", "450", "--ignore-eos", "--num-speculative-tokens", "0"]
 
 
 def test_interrupt_while_text_is_streamed_ends_with_130_and_ends_the_generation(embedded_stack: InProcessStack) -> None:
-    command = ["generate", "import", *LONG, "--address", embedded_stack.address]
+    command = ["generate", "import", *LONG, "--temperature", "0", "--address", embedded_stack.address]
     with cancelling(embedded_stack, 1), Terminal(*command) as terminal:
         terminal.wait_for("import" + code(TokenSource.PLAIN))  # the legend shows the colour before anything is asked
         terminal.type("\x03")
@@ -160,6 +160,13 @@ def test_wrong_input_and_no_gateway_are_one_line_and_a_status(embedded_stack: In
         assert result.stderr.startswith("error: "), arguments
         assert re.search(message, result.stderr), (arguments, result)
         assert status == 1 or not result.stdout, arguments
+
+
+def test_chat_with_a_target_without_a_template_is_one_line_and_a_status(scripted_stack: InProcessStack) -> None:
+    result = run("chat", "--address", scripted_stack.address)
+    assert (result.returncode, result.stdout) == (1, "")
+    hint = "has no chat template; send a text prompt: `draftwire generate` continues texts"
+    assert re.fullmatch(f"error: .*{hint}\n", result.stderr)
 
 
 def test_ports_and_variables_that_cannot_be_are_wrong_usage() -> None:

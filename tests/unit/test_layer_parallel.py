@@ -319,10 +319,11 @@ def test_cache_without_calibration_is_not(network: PreTrainedModel) -> None:
 
 
 def test_embedded_drafter_of_eight_layers_is_calibrated_too() -> None:
-    model = load_model("models/drafter-8-layers", "float32").model
+    """In float64: its keys are so large that float32 rounds them by more than the bound of the test above."""
+    model = load_model("models/drafter-8-layers", "float32").model.double()
     groups = groups_of_size(4, NUM_LAYERS)
     drafter, reference = drafter_of(model, groups), CachedModel(LeanDecoder(model), 4096)
-    assert live(drafter, reference, 0) <= 1e-4, "its keys and values are up to 23, an ulp of which is 2e-6"
+    assert live(drafter, reference, 0) <= 1e-12
 
 
 def rows_of(proposed: Draft) -> Tensor:
