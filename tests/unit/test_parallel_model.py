@@ -78,7 +78,7 @@ LAYERS: dict[str, Any] = SHAPE | FAMILY_WINDOW | {"num_hidden_layers": 8}
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Checkpoints by name."""
     root = tmp_path_factory.mktemp("models")
-    found = {name: str(EMBEDDED / name) for name in ("target", "drafter")}
+    found = {name: str(EMBEDDED / name) for name in ("target", "drafter", "drafter-8-layers")}
     for name in MODELS:
         folder = save_tiny_model(root / name.replace(" ", "_").replace(",", ""), VOCAB_SIZE)  # for its tokenizer
         (folder / "model.safetensors").unlink()
@@ -602,7 +602,7 @@ SHARED_OUT = [
     [
         ("layers", SHARED_OUT[:1]),
         pytest.param("layers", SHARED_OUT[1:], marks=pytest.mark.slow),
-        pytest.param("drafter", SHARED_OUT, marks=pytest.mark.slow),
+        pytest.param("drafter-8-layers", SHARED_OUT, marks=pytest.mark.slow),
     ],
 )
 def test_layers_shared_out_among_ranks_say_what_they_say_in_one_process(
