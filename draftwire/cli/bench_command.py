@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftwire.cli.bench_explanation import explanation_fields, print_explanation
 from draftwire.cli.connection_options import ConnectionOptions
 from draftwire.cli.option_groups import with_options
 from draftwire.cli.request_options import MAX_TOKENS, RequestOptions
@@ -102,6 +103,9 @@ def bench(
     beside_plain: Annotated[
         bool, typer.Option(help="Decode the same prompts plainly too, after each run, and compare.")
     ] = True,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print what the server chooses the lengths of drafts by, and why.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Measure how fast a gateway completes prompts, with speculation and plainly."""
@@ -123,7 +127,7 @@ def bench(
         beside_plain=beside_plain,
     )
     with connection.open_async() as client, _progress(make_console(stderr=True)) as progress:
-        columns = asyncio.run(_measure(client, plan, connection.wait, progress))
+        columns, explanation = asyncio.run(_measure(client, plan, connection.wait, progress, explain))
     results = {
         "requests": requests,
         "concurrency": plan.concurrency,
@@ -138,10 +142,14 @@ def bench(
     }
     if len(columns) == 2:
         results["speedup"] = speedup(columns["speculation"], columns["plain"])
+    if explanation is not None:
+        results["explanation"] = explanation_fields(explanation)
     if as_json:
         typer.echo(json.dumps(results, indent=2, default=str))
-    else:
-        _print_table(make_console(), results)
+        return
+    _print_table(make_console(), results)
+    if explanation is not None:
+        print_explanation(make_console(), explanation, plan.concurrency)
 
 
 def read_prompts(path: Path) -> "Iterator[Prompt]":
@@ -180,9 +188,11 @@ def _prompt_of(line: str) -> "Prompt":
 
 
 async def _measure(
-    client: "AsyncClient", plan: BenchPlan, wait_s: float, progress: "Progress"
-) -> "dict[str, list[Run]]":
-    """Returns the runs of each column. The columns alternate, so that other load on the machine affects both."""
+    client: "AsyncClient", plan: BenchPlan, wait_s: float, progress: "Progress", explain: bool
+) -> "tuple[dict[str, list[Run]], Any]":
+    """Returns the runs of each column, and the server's `ExplainSpeculationResponse`, or None if nothing is to be
+    explained. The columns alternate, so that other load on the machine affects both.
+    """
     from draftwire.client.measuring import measure
 
     columns: dict[str, list[Run]] = {name: [] for name in plan.variants}
@@ -197,7 +207,8 @@ async def _measure(
                 progress.update(bar, description=f"{name}, run {run + 1} of {plan.num_runs}")
                 jobs = plan.jobs(run, options, plan.num_requests)
                 columns[name].append(await measure(client, jobs, plan.concurrency, lambda: progress.advance(bar)))
-    return columns
+        explanation = await client.explain_speculation() if explain else None
+    return columns, explanation
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

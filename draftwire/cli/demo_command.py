@@ -28,7 +28,7 @@ def demo(
     drafter: DrafterOption = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    num_speculative_tokens: SpeculativeOption = 4,
+    num_speculative_tokens: SpeculativeOption = None,
 ) -> None:
     """Start everything on free ports, stream one completion, print what it took, stop everything."""
     from draftwire.cli.console import make_console

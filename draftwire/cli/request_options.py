@@ -55,7 +55,9 @@ class RequestOptions(SamplingNumbers):
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the model's stop tokens.")] = False
     seed: Annotated[int | None, typer.Option(help="Make the run repeatable.")] = None
-    num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft tokens per round; 0 is plain.")] = None
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="Draft tokens per round; 0 is plain. By default the server chooses.")
+    ] = None
     rejection_sample_method: Annotated[
         str | None, typer.Option(help="block, token, coupled, or typical (lossy).", autocompletion=rule_names)
     ] = None

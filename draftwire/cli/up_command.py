@@ -63,8 +63,14 @@ def _model(service: str, what: str) -> Any:
 TargetOption = Annotated[str | None, _model("verifier", "Target")]
 DrafterOption = Annotated[str | None, _model("drafter", "Draft")]
 SpeculativeOption = Annotated[
-    int,
-    _option("gateway", "num_speculative_tokens", "Draft tokens per round where a request does not say.", min=0),
+    int | None,
+    _option(
+        "gateway",
+        "num_speculative_tokens",
+        "Draft tokens per round where a request does not say.",
+        show_default="chosen by measurement",
+        min=0,
+    ),
 ]
 HttpPort = Annotated[
     int | None,
@@ -85,7 +91,7 @@ def up(
     verifier_port: Annotated[int, _port("verifier")] = 50052,
     drafter_port: Annotated[int, _port("drafter")] = 50053,
     http_port: HttpPort = HTTP_PORT,
-    num_speculative_tokens: SpeculativeOption = 4,
+    num_speculative_tokens: SpeculativeOption = None,
     log: Annotated[bool, typer.Option("--log", help="Lines of the services' logs, on a terminal too.")] = False,
 ) -> None:
     """Start drafter, verifier and gateway, and run them until Ctrl-C.
@@ -166,8 +172,10 @@ class Screen:
             self._table.take_log(service, line, _log_text(service, line))
 
 
-def stack_options(target: str | None, drafter: str | None, num_speculative_tokens: int) -> dict[str, dict[str, Any]]:
-    """Returns the options of a `LocalStack`.
+def stack_options(
+    target: str | None, drafter: str | None, num_speculative_tokens: int | None
+) -> dict[str, dict[str, Any]]:
+    """Returns the options of a `LocalStack`. Without a number of draft tokens, it is chosen by measurement.
 
     Raises:
         InvalidRequestError: no model is named and the embedded pair is not installed.
@@ -175,7 +183,9 @@ def stack_options(target: str | None, drafter: str | None, num_speculative_token
     models = {"verifier": target or embedded_model("target"), "drafter": drafter or embedded_model("drafter")}
     # On one machine bytes are nearly free, and the mass that a sparse distribution leaves out costs acceptance.
     drafts = {"draft_mass": 0.99, "draft_max_support": 512}
-    options: dict[str, dict[str, Any]] = {"gateway": {"num_speculative_tokens": num_speculative_tokens}}
+    options: dict[str, dict[str, Any]] = {"gateway": {}}
+    if num_speculative_tokens is not None:
+        options["gateway"] |= {"speculation": "fixed", "num_speculative_tokens": num_speculative_tokens}
     for service, more in (("verifier", {}), ("drafter", drafts)):
         defaults = {"threads": threads_for(models[service]), **more}
         settings = {name: _or_variable(service, name, default) for name, default in defaults.items()}

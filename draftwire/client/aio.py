@@ -8,7 +8,7 @@ Example:
 
 import asyncio
 import random
-from collections.abc import AsyncIterable, Awaitable, Iterable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -202,6 +202,17 @@ class AsyncClient:
         except grpc.RpcError as error:
             raise error_of(error) from error
 
+    async def explain_speculation(self) -> gateway_pb2.ExplainSpeculationResponse:
+        """Returns what the server chooses the lengths of drafts by."""
+        request = gateway_pb2.ExplainSpeculationRequest()
+        try:
+            return await self._first_answer(
+                lambda stub, timeout_s: stub.ExplainSpeculation(request, timeout=timeout_s, metadata=self._metadata),
+                ANSWER_SECONDS,
+            )
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns when a gateway serves requests.
 
@@ -223,12 +234,19 @@ class AsyncClient:
             await self.wait_ready(wait_s)
 
     async def _get_server(self, timeout_s: float) -> gateway_pb2.GetServerResponse:
-        """Returns the first answer of the gateways, which are tried in turn; see `Client._get_server`."""
         request = gateway_pb2.GetServerRequest()
+        return await self._first_answer(
+            lambda stub, share_s: stub.GetServer(request, timeout=share_s, metadata=self._metadata), timeout_s
+        )
+
+    async def _first_answer(
+        self, ask: "Callable[[GatewayServiceAsyncStub, float], Awaitable[Answer]]", timeout_s: float
+    ) -> Answer:
+        """Returns the first answer of the gateways, which are tried in turn; see `Client._first_answer`."""
         failure: grpc.RpcError | None = None
         for stub, share_s in in_turn(self._open(), timeout_s):
             try:
-                return await _answer(stub.GetServer(request, timeout=share_s, metadata=self._metadata))
+                return await _answer(ask(stub, share_s))
             except grpc.RpcError as error:
                 failure = error
             self._open()  # raises if the client was closed meanwhile

@@ -112,6 +112,11 @@ class Completion:
         return list(self.statistics.acceptance_histogram)
 
     @property
+    def draft_length_histogram(self) -> list[int]:
+        """Rounds by how many draft tokens they judged: 0, 1, 2, ..."""
+        return list(self.statistics.draft_length_histogram)
+
+    @property
     def num_spec_steps(self) -> int:
         """Rounds that verified a draft block."""
         return self.statistics.num_drafts

@@ -119,12 +119,14 @@ def make_request(prompt: Prompt | Prompts, options: Options) -> gateway_pb2.Gene
         raise TypeError(f"there is no option {unknown[0]!r}; see draftwire.Options")
     check_seconds(options)
     text = _given(options, TextOptions)
+    has_random_seed = "seed" not in text
     text.setdefault("seed", new_seed())  # drawn here, so that a resumed request has the same
     if isinstance(stop := text.get("stop"), str):
         text["stop"] = [stop]
     with naming("prompt"):
         request = gateway_pb2.GenerateRequest(**prompt_fields(prompt, **_given(options, ChatOptions)))
     _set_fields(request, text)
+    request.has_random_seed = has_random_seed
     _set_fields(request.sampling, _given(options, SamplingOptions))
     if options.get("allowed_token_ids") is not None and not request.sampling.allowed_token_ids:
         raise InvalidRequestError("allowed_token_ids is empty: no token is possible")

@@ -8,12 +8,12 @@ Example:
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import grpc
 
@@ -39,6 +39,8 @@ from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 
 __all__ = ["DEFAULT_ADDRESS", "Client"]
+
+Answer = TypeVar("Answer")
 
 
 class Client:
@@ -195,6 +197,17 @@ class Client:
         except grpc.RpcError as error:
             raise error_of(error) from error
 
+    def explain_speculation(self) -> gateway_pb2.ExplainSpeculationResponse:
+        """Returns what the server chooses the lengths of drafts by."""
+        request = gateway_pb2.ExplainSpeculationRequest()
+        try:
+            return self._first_answer(
+                lambda stub, timeout_s: stub.ExplainSpeculation(request, timeout=timeout_s, metadata=self._metadata),
+                ANSWER_SECONDS,
+            )
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when a gateway serves requests.
 
@@ -211,9 +224,18 @@ class Client:
                 time.sleep(LOADING_PAUSE_S)
 
     def _get_server(self, timeout_s: float) -> gateway_pb2.GetServerResponse:
+        request = gateway_pb2.GetServerRequest()
+        return self._first_answer(
+            lambda stub, share_s: stub.GetServer(request, timeout=share_s, metadata=self._metadata), timeout_s
+        )
+
+    def _first_answer(
+        self, ask: Callable[[gateway_pb2_grpc.GatewayServiceStub, float], Answer], timeout_s: float
+    ) -> Answer:
         """Returns the first answer of the gateways, which are tried in turn.
 
         Args:
+            ask: calls a gateway, with a timeout in seconds.
             timeout_s: timeout of all calls together.
 
         Raises:
@@ -224,7 +246,7 @@ class Client:
         with self._open() as stubs:
             for stub, share_s in in_turn(stubs, timeout_s):
                 try:
-                    return stub.GetServer(gateway_pb2.GetServerRequest(), timeout=share_s, metadata=self._metadata)
+                    return ask(stub, share_s)
                 except grpc.RpcError as error:
                     failure = error
         assert failure is not None, "there is a gateway"

@@ -367,6 +367,7 @@ class GenerateRequest(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     GENERATED_CHOICES_FIELD_NUMBER: _builtins.int
     TOKEN_DETAILS_FIELD_NUMBER: _builtins.int
+    HAS_RANDOM_SEED_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
     max_tokens: _builtins.int
@@ -376,7 +377,9 @@ class GenerateRequest(_message.Message):
     boundaries. Absent: drawn by the gateway.
     """
     num_speculative_tokens: _builtins.int
-    """Draft tokens per round, 0 to the server's limit; 0 is plain decoding. Absent: the server's default."""
+    """Draft tokens per round, 0 to the server's limit; 0 is plain decoding. Absent: with a seed, the server's default;
+    without one, the server chooses the length of each draft from what it measures, unless it is configured not to.
+    """
     rejection_sample_method: _builtins.str
     """Verification rule: "block", "token", "coupled" or "typical". Absent: the server's default, which is never a lossy
     rule.
@@ -413,6 +416,10 @@ class GenerateRequest(_message.Message):
     """
     token_details: _builtins.bool
     """Reports `text_lengths` and `draft_logprobs` in the deltas. Costs the gateway some time for each token."""
+    has_random_seed: _builtins.bool
+    """The seed was drawn at random for this request, and is sent only so that a resumed request has the same: lengths of
+    drafts are chosen as without a seed. Must not be set for a seed that is used again.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids."""
@@ -467,10 +474,11 @@ class GenerateRequest(_message.Message):
         ignore_eos: _builtins.bool = ...,
         generated_choices: _abc.Iterable[Global___GeneratedChoice] | None = ...,
         token_details: _builtins.bool = ...,
+        has_random_seed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "echo", b"echo", "generated_choices", b"generated_choices", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_details", b"token_details", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "echo", b"echo", "generated_choices", b"generated_choices", "has_random_seed", b"has_random_seed", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_details", b"token_details", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -658,6 +666,7 @@ class GenerationStatistics(_message.Message):
     ACCEPTANCE_HISTOGRAM_FIELD_NUMBER: _builtins.int
     MEAN_ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
     DRAFT_ACCEPTANCE_RATE_FIELD_NUMBER: _builtins.int
+    DRAFT_LENGTH_HISTOGRAM_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     num_generated_tokens: _builtins.int
@@ -709,6 +718,10 @@ class GenerationStatistics(_message.Message):
     def acceptance_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Rounds that judged a draft block, by how many of its tokens were accepted: 0, 1, 2, ... They sum to num_drafts."""
 
+    @_builtins.property
+    def draft_length_histogram(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Rounds by how many draft tokens they judged: 0, 1, 2, ... They sum to num_rounds."""
+
     def __init__(
         self,
         *,
@@ -733,10 +746,11 @@ class GenerationStatistics(_message.Message):
         acceptance_histogram: _abc.Iterable[_builtins.int] | None = ...,
         mean_acceptance_length: _builtins.float = ...,
         draft_acceptance_rate: _builtins.float = ...,
+        draft_length_histogram: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "calibration_duration_us", b"calibration_duration_us", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_duration_us", b"draft_duration_us", "duration_us", b"duration_us", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafters_lost", b"num_drafters_lost", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "num_verifiers_lost", b"num_verifiers_lost", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_histogram", b"acceptance_histogram", "calibration_duration_us", b"calibration_duration_us", "draft_acceptance_rate", b"draft_acceptance_rate", "draft_duration_us", b"draft_duration_us", "draft_length_histogram", b"draft_length_histogram", "duration_us", b"duration_us", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_pos", b"num_accepted_tokens_per_pos", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafters_lost", b"num_drafters_lost", "num_drafts", b"num_drafts", "num_emitted_tokens", b"num_emitted_tokens", "num_generated_tokens", b"num_generated_tokens", "num_near_ties", b"num_near_ties", "num_prompt_tokens", b"num_prompt_tokens", "num_rounds", b"num_rounds", "num_verifiers_lost", b"num_verifiers_lost", "queue_duration_us", b"queue_duration_us", "time_to_first_token_us", b"time_to_first_token_us", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -932,3 +946,172 @@ class GetServerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetServerResponse: _TypeAlias = GetServerResponse  # noqa: Y015
+
+@_typing.final
+class ExplainSpeculationRequest(_message.Message):
+    """Requests what the lengths of drafts are chosen by."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainSpeculationRequest: _TypeAlias = ExplainSpeculationRequest  # noqa: Y015
+
+@_typing.final
+class DraftLengthEstimate(_message.Message):
+    """What is expected of drafts of one length, at one load."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_ROUND_FIELD_NUMBER: _builtins.int
+    ROUND_S_FIELD_NUMBER: _builtins.int
+    NUM_WINDOWS_FIELD_NUMBER: _builtins.int
+    num_draft_tokens: _builtins.int
+    """Draft tokens per round; 0 is plain decoding."""
+    tokens_per_round: _builtins.float
+    """Mean number of tokens that a round commits."""
+    round_s: _builtins.float
+    """Mean time of a round, seconds."""
+    num_windows: _builtins.int
+    """Stretches of time in which that was measured; 0 if it is inferred from other lengths."""
+    def __init__(
+        self,
+        *,
+        num_draft_tokens: _builtins.int = ...,
+        tokens_per_round: _builtins.float = ...,
+        round_s: _builtins.float = ...,
+        num_windows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_draft_tokens", b"num_draft_tokens", "num_windows", b"num_windows", "round_s", b"round_s", "tokens_per_round", b"tokens_per_round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftLengthEstimate: _TypeAlias = DraftLengthEstimate  # noqa: Y015
+
+@_typing.final
+class LoadChoice(_message.Message):
+    """What the lengths of drafts of one pair are chosen by, at one load."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_SESSIONS_FIELD_NUMBER: _builtins.int
+    MAX_SESSIONS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ESTIMATES_FIELD_NUMBER: _builtins.int
+    ROW_S_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    min_sessions: _builtins.int
+    """Fewest sessions at once of this load."""
+    max_sessions: _builtins.int
+    """Most sessions at once of this load."""
+    num_draft_tokens: _builtins.int
+    """The best length."""
+    row_s: _builtins.float
+    """Time by which one more row of each session lengthens a step of the verifier, seconds; 0 if not known."""
+    draft_token_s: _builtins.float
+    """Time that the drafter takes for a draft token, seconds; 0 if not known."""
+    @_builtins.property
+    def estimates(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftLengthEstimate]:
+        """Lengths from 0 to the largest. Empty before anything was measured."""
+
+    def __init__(
+        self,
+        *,
+        min_sessions: _builtins.int = ...,
+        max_sessions: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        estimates: _abc.Iterable[Global___DraftLengthEstimate] | None = ...,
+        row_s: _builtins.float = ...,
+        draft_token_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_token_s", b"draft_token_s", "estimates", b"estimates", "max_sessions", b"max_sessions", "min_sessions", b"min_sessions", "num_draft_tokens", b"num_draft_tokens", "row_s", b"row_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadChoice: _TypeAlias = LoadChoice  # noqa: Y015
+
+@_typing.final
+class SpeculationChoice(_message.Message):
+    """What the lengths of drafts of one pair are chosen by."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERIFIER_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    NUM_SESSIONS_FIELD_NUMBER: _builtins.int
+    SURVIVAL_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    verifier: _builtins.str
+    """Address of the verifier."""
+    drafter: _builtins.str
+    """Draft model."""
+    num_sessions: _builtins.int
+    """Sessions of the pair whose lengths are chosen now."""
+    num_drafts: _builtins.int
+    """Drafts that this is known from."""
+    @_builtins.property
+    def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Probability that at least 1, 2, ... tokens of a draft are accepted."""
+
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadChoice]:
+        """Each load that the pair has had."""
+
+    def __init__(
+        self,
+        *,
+        verifier: _builtins.str = ...,
+        drafter: _builtins.str = ...,
+        num_sessions: _builtins.int = ...,
+        survival: _abc.Iterable[_builtins.float] | None = ...,
+        num_drafts: _builtins.int = ...,
+        loads: _abc.Iterable[Global___LoadChoice] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "loads", b"loads", "num_drafts", b"num_drafts", "num_sessions", b"num_sessions", "survival", b"survival", "verifier", b"verifier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationChoice: _TypeAlias = SpeculationChoice  # noqa: Y015
+
+@_typing.final
+class ExplainSpeculationResponse(_message.Message):
+    """What the lengths of drafts are chosen by."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_ADAPTIVE_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    is_adaptive: _builtins.bool
+    """Whether lengths are chosen: otherwise they are fixed where a request does not say."""
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SpeculationChoice]:
+        """Each pair that has had sessions since the gateway started."""
+
+    def __init__(
+        self,
+        *,
+        is_adaptive: _builtins.bool = ...,
+        choices: _abc.Iterable[Global___SpeculationChoice] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "is_adaptive", b"is_adaptive"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainSpeculationResponse: _TypeAlias = ExplainSpeculationResponse  # noqa: Y015

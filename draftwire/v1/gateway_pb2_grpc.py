@@ -45,6 +45,11 @@ class GatewayServiceStub:
                 request_serializer=draftwire_dot_v1_dot_gateway__pb2.GetServerRequest.SerializeToString,
                 response_deserializer=draftwire_dot_v1_dot_gateway__pb2.GetServerResponse.FromString,
                 _registered_method=True)
+        self.ExplainSpeculation = channel.unary_unary(
+                '/draftwire.v1.GatewayService/ExplainSpeculation',
+                request_serializer=draftwire_dot_v1_dot_gateway__pb2.ExplainSpeculationRequest.SerializeToString,
+                response_deserializer=draftwire_dot_v1_dot_gateway__pb2.ExplainSpeculationResponse.FromString,
+                _registered_method=True)
 
 
 class GatewayServiceServicer:
@@ -71,6 +76,13 @@ class GatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainSpeculation(self, request, context):
+        """Returns what the lengths of drafts are chosen by.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GatewayServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -83,6 +95,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.GetServer,
                     request_deserializer=draftwire_dot_v1_dot_gateway__pb2.GetServerRequest.FromString,
                     response_serializer=draftwire_dot_v1_dot_gateway__pb2.GetServerResponse.SerializeToString,
+            ),
+            'ExplainSpeculation': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainSpeculation,
+                    request_deserializer=draftwire_dot_v1_dot_gateway__pb2.ExplainSpeculationRequest.FromString,
+                    response_serializer=draftwire_dot_v1_dot_gateway__pb2.ExplainSpeculationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,6 +157,33 @@ class GatewayService:
             '/draftwire.v1.GatewayService/GetServer',
             draftwire_dot_v1_dot_gateway__pb2.GetServerRequest.SerializeToString,
             draftwire_dot_v1_dot_gateway__pb2.GetServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainSpeculation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/draftwire.v1.GatewayService/ExplainSpeculation',
+            draftwire_dot_v1_dot_gateway__pb2.ExplainSpeculationRequest.SerializeToString,
+            draftwire_dot_v1_dot_gateway__pb2.ExplainSpeculationResponse.FromString,
             options,
             channel_credentials,
             insecure,

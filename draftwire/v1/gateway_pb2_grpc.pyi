@@ -44,6 +44,8 @@ class GatewayServiceStub:
     """
     GetServer: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetServerRequest, _gateway_pb2.GetServerResponse]
     """Returns the models and limits of the service."""
+    ExplainSpeculation: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ExplainSpeculationRequest, _gateway_pb2.ExplainSpeculationResponse]
+    """Returns what the lengths of drafts are chosen by."""
 
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
@@ -61,6 +63,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """
     GetServer: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetServerRequest, _gateway_pb2.GetServerResponse]  # type: ignore[assignment]
     """Returns the models and limits of the service."""
+    ExplainSpeculation: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ExplainSpeculationRequest, _gateway_pb2.ExplainSpeculationResponse]  # type: ignore[assignment]
+    """Returns what the lengths of drafts are chosen by."""
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates text from the target model's distribution."""
@@ -87,5 +91,13 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GetServerResponse, _abc.Awaitable[_gateway_pb2.GetServerResponse]]:
         """Returns the models and limits of the service."""
+
+    @_abc_1.abstractmethod
+    def ExplainSpeculation(
+        self,
+        request: _gateway_pb2.ExplainSpeculationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.ExplainSpeculationResponse, _abc.Awaitable[_gateway_pb2.ExplainSpeculationResponse]]:
+        """Returns what the lengths of drafts are chosen by."""
 
 def add_GatewayServiceServicer_to_server(servicer: GatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -621,7 +621,11 @@ def test_draft_block_is_read_from_its_golden_bytes() -> None:
 def test_every_number_of_the_statistics_reaches_the_user() -> None:
     """Each field of the message is the one of the same name; durations are named longer on the wire."""
     values = {field.name: 100 + index for index, field in enumerate(fields(Statistics))}
-    lists = {"num_accepted_tokens_per_pos": [3, 2], "acceptance_histogram": [4, 1, 2]}
+    lists = {
+        "num_accepted_tokens_per_pos": [3, 2],
+        "acceptance_histogram": [4, 1, 2],
+        "draft_length_histogram": [1, 0, 7],
+    }
     statistics = Statistics(**(values | lists))
     message = sent(_statistics_to_proto(statistics))
     shorter = {f"{name}_duration_us": f"{name}_us" for name in ("calibration", "draft", "verify", "queue")}

@@ -60,7 +60,7 @@ def options(*arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
 
 def test_defaults_are_those_of_the_page() -> None:
     made = options()
-    assert made["gateway"] == {"port": 50051, "http_port": 8000, "metrics_port": 0, "num_speculative_tokens": 4}
+    assert made["gateway"] == {"port": 50051, "http_port": 8000, "metrics_port": 0}
     verifier, drafter = made["verifier"], made["drafter"]
     assert (verifier["model"], verifier["port"], verifier["metrics_port"]) == ("t", 50052, 9052)
     assert (drafter["model"], drafter["port"], drafter["metrics_port"]) == ("d", 50053, 9053)

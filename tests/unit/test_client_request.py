@@ -66,9 +66,9 @@ def test_every_option_is_in_the_request_under_its_name() -> None:
 
 
 def test_every_field_of_a_request_has_an_option() -> None:
-    """But for the prompts, which are no options, and what a resumed request adds."""
+    """But for the prompts, which are no options, and what the client says of itself."""
     fields = [*gateway_pb2.GenerateRequest.DESCRIPTOR.fields, *session_pb2.SamplingParameters.DESCRIPTOR.fields]
-    others = {"text", "token_ids", "chat", "prompts", "sampling", "generated_choices"}
+    others = {"text", "token_ids", "chat", "prompts", "sampling", "generated_choices", "has_random_seed"}
     assert {field.name for field in fields} - others <= set(Options.__annotations__)
 
 

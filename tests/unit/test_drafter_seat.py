@@ -17,6 +17,7 @@ from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, NO_BLOCK,
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent, SessionEvent
 from draftwire_gateway.session.round_trip_estimate import FIRST_TIMEOUT_S, LEAST_FLUSH_S, LEAST_TIMEOUT_S
 from draftwire_gateway.session.session_state import SessionState
+from draftwire_gateway.speculation.pairs import Pairs
 
 
 @dataclass
@@ -76,7 +77,7 @@ def seating(num_drafters: int = 1, context_lengths: tuple[int, ...] = (), **chan
     for drafter in drafters:
         drafter.on_calibration = lambda calibration: None  # no verifier takes blocks here
     session, queue = SessionState(make_generation(**changes)), asyncio.Queue[PeerEvent]()
-    seat = DrafterSeat(session, FakePeers([target], drafters), queue)
+    seat = DrafterSeat(session, FakePeers([target], drafters), queue, Pairs(8, 4))
     session.epoch = 0
     return Seating(seat, session, queue, target, drafters)
 
@@ -215,12 +216,12 @@ async def test_time_of_blocks_is_learned_and_that_of_plain_rounds_is_not() -> No
     for seconds in (0.0, 4.0):
         await asyncio.sleep(seconds)
         one.end_round(STORY[:1])
-    assert one.seat.timeout_s(5.0) == FIRST_TIMEOUT_S, "nothing is known"
+    assert one.seat.timeout_s(4, 5.0) == FIRST_TIMEOUT_S, "nothing is known"
     one.seat.ask_for_block(4)
     one.end_round(STORY[:1])
     await asyncio.sleep(4.0)
     one.end_round(STORY[:1])
-    assert one.seat.timeout_s(5.0) == LEAST_TIMEOUT_S
+    assert one.seat.timeout_s(4, 5.0) == LEAST_TIMEOUT_S
 
 
 @in_virtual_time
@@ -352,11 +353,11 @@ async def test_time_of_a_block_ends_when_its_verdict_arrives_and_not_when_it_is_
     one = seating()
     await one.seek_until_ready()
     await one.learn(0.01)
-    before = one.seat.timeout_s(5.0), one.seat.flush_timeout_s(5.0)
+    before = one.seat.timeout_s(4, 5.0), one.seat.flush_timeout_s(5.0)
     one.seat.ask_for_block(4)
     await asyncio.sleep(60.0)
     one.end_round(STORY[1:2], num_draft_tokens=4, ago_s=59.99)
-    assert (one.seat.timeout_s(5.0), one.seat.flush_timeout_s(5.0)) == before == (LEAST_TIMEOUT_S, LEAST_FLUSH_S)
+    assert (one.seat.timeout_s(4, 5.0), one.seat.flush_timeout_s(5.0)) == before == (LEAST_TIMEOUT_S, LEAST_FLUSH_S)
 
 
 @in_virtual_time
@@ -374,9 +375,9 @@ async def test_one_pause_does_not_make_all_sessions_patient_and_a_slow_drafter_d
     await asyncio.sleep(6.0)
     for other in others:
         other.end_round(STORY[:1], num_draft_tokens=4)
-    assert one.seat.timeout_s(5.0) < 5.0 * MAX_STRETCH * LEAST_TIMEOUT_S
+    assert one.seat.timeout_s(4, 5.0) < 5.0 * MAX_STRETCH * LEAST_TIMEOUT_S
     for _ in range(30):
         one.seat.ask_for_block(4, 5.0)
         await asyncio.sleep(2.0)
         one.end_round(STORY[1:2], num_draft_tokens=4)
-    assert one.seat.timeout_s(5.0) > 4.0
+    assert one.seat.timeout_s(4, 5.0) > 4.0

@@ -51,7 +51,7 @@ OTHERS = {"model", "best_of", "suffix", "stream", "stream_options", "user", "too
 def test_every_parameter_of_grpc_can_be_said_over_http_but_for_resuming() -> None:
     requested = {field.name for field in gateway_pb2.GenerateRequest.DESCRIPTOR.fields} - {"sampling"}
     requested |= {field.name for field in session_pb2.SamplingParameters.DESCRIPTOR.fields}
-    wanted = {here for name in requested - {"generated_choices"} for here in HERE.get(name, {name})}
+    wanted = {here for name in requested - {"generated_choices", "has_random_seed"} for here in HERE.get(name, {name})}
     assert wanted | OTHERS == set(CompletionBody.model_fields) | set(ChatBody.model_fields)
     of_one_route = {"prompt", "echo", "best_of", "suffix"}
     assert set(CompletionBody.model_fields) - set(ChatBody.model_fields) == of_one_route
@@ -407,6 +407,7 @@ def test_costs_of_choices_are_added_and_those_of_a_prompt_count_once() -> None:
     second = {"num_prompt_tokens": 7, "num_cached_prompt_tokens": 6, "num_generated_tokens": 3, "num_rounds": 1}
     drafts = {"num_drafts": 1, "num_draft_tokens": 4, "num_accepted_tokens": 2, "num_emitted_tokens": 3}
     lists = {"acceptance_histogram": [0, 0, 1], "num_accepted_tokens_per_pos": [1, 1]}
+    lists["draft_length_histogram"] = [2, 0, 0, 0, 1]
     endings = [
         ending(1, 0, **second, **drafts, **lists, time_to_first_token_us=9000, duration_us=12_000),
         ending(0, 0, **first, time_to_first_token_us=4000, duration_us=20_000),
@@ -418,7 +419,7 @@ def test_costs_of_choices_are_added_and_those_of_a_prompt_count_once() -> None:
     assert usage["completion_tokens_details"] == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 2}
     total = metrics_of(endings)["speculative_decoding"]
     assert (total["mean_acceptance_length"], total["draft_acceptance_rate"]) == (3.0, 0.5)
-    assert total["acceptance_histogram"] == [0, 0, 1]
+    assert (total["acceptance_histogram"], total["draft_length_histogram"]) == ([0, 0, 1], [2, 0, 0, 0, 1])
     assert (total["num_rounds"], total["block_efficiency"]) == (3, 1.0)
     assert (total["time_to_first_token_ms"], total["duration_ms"]) == (4.0, 20.0)
     assert [one["index"] for one in total["choices"]] == [0, 1, 2]

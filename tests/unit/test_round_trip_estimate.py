@@ -19,8 +19,8 @@ MOST = 5.0
 def timeout_s(times: list[float], most: float = MOST) -> float:
     pace = RoundTripEstimate()
     for seconds in times:
-        pace.add(seconds)
-    return pace.timeout_s(most)
+        pace.add(seconds, 4)
+    return pace.timeout_s(4, most)
 
 
 SPREAD = 0.25 + (abs(1.3 - 0.5) - 0.25) / 4
@@ -69,8 +69,21 @@ def test_flush_is_waited_for_eight_passes_and_a_trip_within_its_bounds(
 ) -> None:
     pace = RoundTripEstimate()
     for seconds, pass_s in times:
-        pace.add(seconds, pass_s)
-    assert pace.flush_timeout_s(MOST) == pytest.approx(expected)
-    assert pace.flush_timeout_s(0.02) == 0.02
-    assert pace.sent_timeout_s(MOST) == max(LEAST_SENT_S, pace.flush_timeout_s(MOST))
-    assert pace.sent_timeout_s(0.02) == 0.02
+        pace.add(seconds, 0, pass_s)
+    assert pace.flush_timeout_s(0, MOST) == pytest.approx(expected)
+    assert pace.flush_timeout_s(0, 0.02) == 0.02
+    assert pace.sent_timeout_s(0, MOST) == max(LEAST_SENT_S, pace.flush_timeout_s(0, MOST))
+    assert pace.sent_timeout_s(0, 0.02) == 0.02
+
+
+def test_patience_for_a_block_grows_with_its_length() -> None:
+    """Lengths change from round to round: what a short block took says how long a long one may take."""
+    pace = RoundTripEstimate()
+    for _ in range(200):
+        pace.add(0.010 + 2 * 0.1, 2, 0.1)
+    assert pace.timeout_s(2, MOST) == pytest.approx(2 * (0.010 + 0.2), rel=0.01)
+    assert pace.timeout_s(16, MOST) == pytest.approx(2 * (0.010 + 1.6), rel=0.01), "none of its tokens came early"
+    for _ in range(200):
+        pace.add(0.010 + 16 * 0.1, 16, 0.1)
+    assert pace.timeout_s(2, MOST) == pytest.approx(2 * (0.010 + 0.2), rel=0.01), "nor is a short one waited for longer"
+    assert pace.flush_timeout_s(16, MOST) == pytest.approx(FLUSH_PASSES * 0.1 + 0.010 + 1.6, rel=0.01)

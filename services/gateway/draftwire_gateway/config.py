@@ -107,8 +107,12 @@ class GatewayConfig:
     drafter: str | None = None
     """The same of each drafter; by default 127.0.0.1:50053; "none" serves plain decoding only."""
     discovery: DiscoverySettings = field(default_factory=DiscoverySettings)
+    speculation: str = "adaptive"
+    """How many tokens to draft where a request names neither a number nor a seed: "adaptive", from 0 to 8 as measured
+    rounds say, or "fixed", num_speculative_tokens."""
     num_speculative_tokens: int = 4
-    """Draft tokens per round where a request does not say."""
+    """Draft tokens per round where a request names a seed but no number, and the first length that is tried; 0 is
+    plain decoding."""
     max_speculative_tokens: int = 16
     """Most that a request may ask for."""
     rejection_sample_method: str = "block"
@@ -150,6 +154,8 @@ class GatewayConfig:
             0 <= self.num_speculative_tokens <= self.max_speculative_tokens,
             f"num_speculative_tokens must be in 0..{self.max_speculative_tokens}, not {self.num_speculative_tokens}",
         )
+        known = ("adaptive", "fixed")
+        require(self.speculation in known, f"speculation must be adaptive or fixed, not {self.speculation!r}")
         require(self.startup_timeout_s > 0.0, "startup_timeout_s must be positive")
         require(self.max_requests >= 1, "max_requests must be at least 1")
         is_valid = LEAST_MESSAGE_BYTES <= self.max_request_bytes < 2**31

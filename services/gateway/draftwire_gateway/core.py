@@ -24,8 +24,9 @@ from draftwire_gateway.session.generation import (
 )
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.ports import Peers
-from draftwire_gateway.session.round_times import RoundObserver, RoundTimes
+from draftwire_gateway.session.round_times import combined
 from draftwire_gateway.session.spans import RequestSpans, RequestTracing
+from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.text.chat import ChatTemplate
 from draftwire_gateway.text.control_tokens import is_marked
 from draftwire_gateway.text.conversation import Conversation
@@ -44,6 +45,8 @@ class GatewayCore:
         self.config = config
         self._peers = peers
         self.metrics = GatewayMetrics()
+        self.pairs = Pairs(config.max_speculative_tokens, config.num_speculative_tokens)
+        """Choose the lengths of drafts."""
         self.tracing: RequestTracing | None = None
         """Decides which requests are traced; None traces none. Set before the first request."""
         self.num_requests = 0
@@ -70,7 +73,10 @@ class GatewayCore:
         """Defaults of parameters that a request leaves out."""
         config = self.config
         return SpeculationDefaults(
-            config.num_speculative_tokens, config.max_speculative_tokens, config.rejection_sample_method
+            config.num_speculative_tokens,
+            config.max_speculative_tokens,
+            config.rejection_sample_method,
+            adapts_length=config.speculation == "adaptive",
         )
 
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
@@ -223,20 +229,8 @@ class GatewayCore:
         if generation.generated_ids:  # on a thread, since they may be many
             await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
         spans = trace.choice(generation) if trace is not None else None
-        observer = _combined(self.metrics.observe_round, spans.add_round if spans is not None else None)
-        return GenerationLoop(generation, self._peers, text, self.config.loop, observer, spans)
+        observer = combined(self.metrics.observe_round, spans.add_round if spans is not None else None)
+        return GenerationLoop(generation, self._peers, text, self.config.loop, observer, spans, self.pairs)
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))
-
-
-def _combined(first: RoundObserver, second: RoundObserver | None) -> RoundObserver:
-    """Returns an observer that calls both observers."""
-    if second is None:
-        return first
-
-    def observe(times: RoundTimes) -> None:
-        first(times)
-        second(times)
-
-    return observe

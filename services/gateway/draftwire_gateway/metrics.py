@@ -74,6 +74,9 @@ class GatewayMetrics(ServiceMetrics):
             "Rounds committed: speculative ones, and plain ones by why nothing was drafted.",
             ("kind", "reason"),
         )
+        self.draft_lengths = self.counter(
+            "rounds_by_draft_length", "Rounds committed, by how many draft tokens they judged.", ("length",)
+        )
         self.round_tokens = self.counter("round_tokens", "Tokens committed by rounds: over rounds, block efficiency.")
         self.round_s = self.histogram(
             "round_seconds",
@@ -114,6 +117,7 @@ class GatewayMetrics(ServiceMetrics):
     def observe_round(self, times: RoundTimes) -> None:
         """Counts a committed round; see `RoundObserver`."""
         self._by_kind[times.why_plain].inc()
+        self.draft_lengths.labels(str(times.num_draft_tokens)).inc()
         self.round_tokens.inc(times.num_tokens)
         parts = self._parts
         if times.lost_s:

@@ -48,6 +48,8 @@ from draftwire_gateway.session.generation import (
 )
 from draftwire_gateway.session.spans import RequestTracing
 from draftwire_gateway.session.statistics import Statistics
+from draftwire_gateway.speculation.pair_chooser import Explanation, LoadExplanation
+from draftwire_gateway.speculation.pairs import PairName
 from draftwire_gateway.text.conversation import (
     MAX_CHAT_MESSAGES,
     MAX_TOOL_CALLS,
@@ -136,6 +138,22 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             lossy_rejection_sample_methods=[rule.name for rule in rules if not rule.is_lossless],
         )
 
+    @override
+    async def ExplainSpeculation(
+        self,
+        request: gateway_pb2.ExplainSpeculationRequest,
+        context: grpc.aio.ServicerContext[
+            gateway_pb2.ExplainSpeculationRequest, gateway_pb2.ExplainSpeculationResponse
+        ],
+    ) -> gateway_pb2.ExplainSpeculationResponse:
+        self._access.authenticate(_metadata(context, "authorization"))
+        refuse_unknown_fields(request)
+        explanations = self._core.pairs.explain()
+        return gateway_pb2.ExplainSpeculationResponse(
+            is_adaptive=self._core.defaults.adapts_length,
+            choices=[_choice_to_proto(pair, explanation) for pair, explanation in explanations.items()],
+        )
+
     def _check_sizes(self, request: gateway_pb2.GenerateRequest) -> None:
         """Refuses oversized lists before they are copied."""
         description = self._core.description
@@ -162,6 +180,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             stop_token_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
             seed=request.seed if request.HasField("seed") else None,
+            has_random_seed=request.has_random_seed,
             num_speculative_tokens=(
                 request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
             ),
@@ -323,6 +342,37 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
         acceptance_histogram=statistics.acceptance_histogram,
         mean_acceptance_length=statistics.mean_acceptance_length,
         draft_acceptance_rate=statistics.draft_acceptance_rate,
+        draft_length_histogram=statistics.draft_length_histogram,
+    )
+
+
+def _choice_to_proto(pair: PairName, explanation: Explanation) -> gateway_pb2.SpeculationChoice:
+    return gateway_pb2.SpeculationChoice(
+        verifier=pair.verifier_address,
+        drafter=pair.drafter_model,
+        num_sessions=explanation.num_sessions,
+        survival=explanation.survival,
+        num_drafts=explanation.num_drafts,
+        loads=[_load_to_proto(load) for load in explanation.loads],
+    )
+
+
+def _load_to_proto(load: LoadExplanation) -> gateway_pb2.LoadChoice:
+    return gateway_pb2.LoadChoice(
+        min_sessions=load.min_sessions,
+        max_sessions=load.max_sessions,
+        num_draft_tokens=load.length,
+        estimates=[
+            gateway_pb2.DraftLengthEstimate(
+                num_draft_tokens=estimate.length,
+                tokens_per_round=estimate.tokens_per_round,
+                round_s=estimate.round_s,
+                num_windows=estimate.num_windows,
+            )
+            for estimate in load.estimates
+        ],
+        row_s=load.row_s,
+        draft_token_s=load.draft_token_s,
     )
 
 

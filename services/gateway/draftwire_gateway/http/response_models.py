@@ -60,6 +60,7 @@ class SpeculationOfChoice(Described):
     mean_acceptance_length: float
     draft_acceptance_rate: float
     acceptance_histogram: list[int]
+    draft_length_histogram: list[int]
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int

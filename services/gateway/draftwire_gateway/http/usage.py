@@ -17,7 +17,7 @@ _SUMMED = (
     "num_drafters_lost",
     "num_verifiers_lost",
 )
-_SUMMED_LISTS = ("num_accepted_tokens_per_pos", "acceptance_histogram")
+_SUMMED_LISTS = ("num_accepted_tokens_per_pos", "acceptance_histogram", "draft_length_histogram")
 
 
 def usage_of(endings: Sequence[Ending]) -> dict[str, Any]:
@@ -55,6 +55,7 @@ def _speculation(endings: Sequence[Ending]) -> dict[str, Any]:
         "mean_acceptance_length": total.mean_acceptance_length,
         "draft_acceptance_rate": total.draft_acceptance_rate,
         "acceptance_histogram": total.acceptance_histogram,
+        "draft_length_histogram": total.draft_length_histogram,
         "num_spec_steps": total.num_drafts,
         "num_draft_tokens": total.num_draft_tokens,
         "num_accepted_draft_tokens": total.num_accepted_tokens,

@@ -31,21 +31,25 @@ class BlockWait:
         """Whether the drafter was asked for the tokens drawn so far of that block."""
         self.num_missing = 0
         """Blocks in a row that went missing."""
+        self.num_tokens = 0
+        """How many tokens were requested of it."""
         self._round = -1
         self._asked_at = 0.0
         self._timeout_s = 0.0
         self._asleep_since = 0.0
         self._has_replied = self._is_missing = False
 
-    def begin(self, round_number: int, now: float, timeout_s: float) -> None:
+    def begin(self, round_number: int, num_tokens: int, now: float, timeout_s: float) -> None:
         """Starts to wait for the block of a round.
 
         Args:
             round_number: the round.
+            num_tokens: how many tokens are requested.
             now: when the block is requested.
             timeout_s: when it is late.
         """
         self._round, self._asked_at, self._timeout_s = round_number, now, timeout_s
+        self.num_tokens = num_tokens
         self.is_awaited, self.flush_requested = True, False
         self._has_replied = self._is_missing = False
 

@@ -7,6 +7,7 @@ it replies. A drafter that has replied is never blamed for the verifier's silenc
 
 import asyncio
 import math
+import time
 
 import structlog
 
@@ -24,8 +25,10 @@ from draftwire_gateway.session.ports import (
     TaggedInbox,
     TargetPort,
 )
-from draftwire_gateway.session.round_times import WhyPlain
+from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.session.session_state import SessionState
+from draftwire_gateway.speculation.pairs import PairName, Pairs
+from draftwire_gateway.speculation.session_length import SessionLength
 
 log = structlog.get_logger()
 
@@ -38,13 +41,14 @@ MAX_MISSING_BLOCKS = 2
 class DrafterSeat:
     """Holds the current drafter of a session, and opens the session on the next one in the background."""
 
-    def __init__(self, session: SessionState, peers: Peers, queue: asyncio.Queue[PeerEvent]) -> None:
+    def __init__(self, session: SessionState, peers: Peers, queue: asyncio.Queue[PeerEvent], pairs: Pairs) -> None:
         """Opens no session before `seek`.
 
         Args:
             session: the session to draft for.
             peers: the available drafters.
             queue: receives the drafters' events.
+            pairs: choose lengths for sessions that adapt them.
         """
         self._session = session
         self._peers = peers
@@ -56,6 +60,11 @@ class DrafterSeat:
         self._verifier_address = ""
         self._has_permit = False
         self._wait = BlockWait()
+        self._has_next = False
+        self._pairs = pairs
+        self._pair: PairName | None = None
+        self._length: SessionLength | None = None
+        """Chooses lengths for the pair; None without a drafter, and if lengths are given."""
         self.permit_number = -1
         """Permit number of the latest drafter; each drafter has a higher one."""
         self.is_ready = False
@@ -85,19 +94,44 @@ class DrafterSeat:
             return 0
         return self._drafter.description.context_length - len(self._session.committed)
 
-    @property
-    def num_draft_tokens(self) -> int:
-        """How many tokens to draft for the next round; less than 1 for none.
+    def next_length(self) -> int:
+        """Returns how many tokens to draft for the round that is requested now; less than 1 for none.
 
-        Depends only on lengths, never on the drafted tokens: see docs/exactness.md. One token is left for the verifier.
+        Depends only on lengths and on rounds that are over, never on the drafted tokens: see docs/exactness.md. One
+        token is left for the verifier.
         """
-        return min(self._session.generation.num_speculative_tokens, self._session.num_left - 1, self.room)
+        most = min(self._session.num_left - 1, self.room)
+        if not self._session.generation.adapts_length:
+            return min(self._session.generation.num_speculative_tokens, most)
+        return 0 if self._length is None else self._length.next_length(self._session.round, most, time.perf_counter())
 
-    def why_no_block(self, has_drafter: bool) -> WhyPlain:
-        """Returns why a round is plain before a drafter is ready."""
+    def plain_run(self, most: int, bridge: int) -> tuple[WhyPlain, int]:
+        """Returns why the round that is requested now is plain, and how many plain rounds to request at once.
+
+        Args:
+            most: rounds where no drafter is expected.
+            bridge: rounds while one is.
+        """
         if not self._session.generation.num_speculative_tokens:
-            return WhyPlain.NOT_ASKED_FOR
-        return WhyPlain.WARMING_UP if has_drafter else WhyPlain.NO_DRAFTER
+            return WhyPlain.NOT_ASKED_FOR, most
+        now = time.perf_counter()
+        if self._length is not None and not self._length.pays(now):
+            return WhyPlain.DOES_NOT_PAY, self._length.num_plain_rounds(most, now)
+        if self.is_asleep:
+            return WhyPlain.LATE, bridge
+        if self._drafter is not None:
+            return (WhyPlain.NO_ROOM, most) if self.is_ready else (WhyPlain.WARMING_UP, bridge)
+        return WhyPlain.NO_DRAFTER, most
+
+    def first_plain_run(self, most: int) -> tuple[WhyPlain, int]:
+        """Returns the same for a session that is being opened, after `restart`: one round if there is a drafter."""
+        why, num_rounds = self.plain_run(most, 1)
+        return (WhyPlain.WARMING_UP, 1) if why is WhyPlain.NO_DRAFTER and self._has_next else (why, num_rounds)
+
+    def observe(self, times: RoundTimes) -> None:
+        """Takes note of a committed round; a `RoundObserver`."""
+        if self._length is not None:
+            self._length.observe(times)
 
     def restart(self, target: TargetPort) -> bool:
         """Makes all drafters eligible again, before the session is opened on a verifier.
@@ -106,7 +140,11 @@ class DrafterSeat:
             Whether there is a drafter that could draft for that verifier.
         """
         self._tried = set()
-        return self._next(target) is not None
+        drafter = self._next(target)
+        self._has_next = drafter is not None
+        if drafter is not None:
+            self._join(target, drafter)
+        return self._has_next
 
     def seek(self, target: TargetPort, longest_sleep_s: float = math.inf) -> None:
         """Opens the session on the next drafter, unless there is one already. The queue receives the outcome.
@@ -120,6 +158,9 @@ class DrafterSeat:
         drafter = None if self._drafter is not None else self._next(target)
         if drafter is None:
             return
+        self._join(target, drafter)
+        if self._length is not None and not self._length.pays(time.perf_counter()):
+            return  # its prefill alone would cost time
         self._tried.add(drafter.instance_id)
         self._drafter, self.is_ready = drafter, False
         self._known_len = len(self._session.committed)
@@ -135,21 +176,21 @@ class DrafterSeat:
             self.is_ready = True
             self._session.add_event("drafter ready", epoch=self._session.epoch)
 
-    def timeout_s(self, most: float) -> float:
-        """Returns the timeout of the drafter's next block, after which `request_flush` is due; at most `most`."""
+    def timeout_s(self, num_draft_tokens: int, most: float) -> float:
+        """Returns the timeout of a block of so many tokens, after which `request_flush` is due; at most `most`."""
         if not self._is_capable_of(PARTIAL_BLOCKS):  # all that could be done is to leave out what it has drawn
             return most
-        return self._ready_drafter.round_trip.timeout_s(most)
+        return self._ready_drafter.round_trip.timeout_s(num_draft_tokens, most)
 
     def flush_timeout_s(self, most: float) -> float:
         """Returns the timeout of the reply to `request_flush`, or of the block if the drafter does not reply."""
         if not self._is_capable_of(FLUSH_REPLIES):
             return most
-        return self._ready_drafter.round_trip.flush_timeout_s(most)
+        return self._ready_drafter.round_trip.flush_timeout_s(self._wait.num_tokens, most)
 
     def sent_timeout_s(self, most: float) -> float:
         """Returns the timeout of the verdict after that reply."""
-        return self._ready_drafter.round_trip.sent_timeout_s(most)
+        return self._ready_drafter.round_trip.sent_timeout_s(self._wait.num_tokens, most)
 
     def ask_for_block(self, num_draft_tokens: int, most_s: float = math.inf) -> float:
         """Requests a block of the open round, and sends the tokens committed since the last one.
@@ -166,8 +207,8 @@ class DrafterSeat:
         """
         base_len = self._known_len
         self._known_len = len(self._session.committed)
-        timeout_s = self.timeout_s(most_s)
-        self._wait.begin(self._session.round, self._now(), timeout_s)
+        timeout_s = self.timeout_s(num_draft_tokens, most_s)
+        self._wait.begin(self._session.round, num_draft_tokens, self._now(), timeout_s)
         self._session.expected.request_block(num_draft_tokens)
         new_ids = self._session.committed.ids[base_len:]
         permit = None if self._has_permit else self._named_permit()
@@ -252,6 +293,11 @@ class DrafterSeat:
         self.drop()
         return was_awaited
 
+    def end(self) -> None:
+        """Ends the session: drops its drafter, and counts it out of its pair."""
+        self.drop()
+        self._leave()
+
     def drop(self) -> None:
         """Closes the session on the drafter, or cancels its opening. To be called before the epoch ends."""
         if self._opening is not None:
@@ -260,6 +306,18 @@ class DrafterSeat:
         if self._drafter is not None:
             self._session.close_at(self._drafter)
         self._drafter, self.is_ready, self._wait = None, False, BlockWait()
+
+    def _join(self, target: TargetPort, drafter: DrafterPort) -> None:
+        """Counts the session in to its pair, if it adapts lengths."""
+        pair = PairName(target.address, drafter.description.name)
+        if self._session.generation.adapts_length and pair != self._pair:
+            self._leave()
+            self._pair, self._length = pair, self._pairs.session_length(pair)
+
+    def _leave(self) -> None:
+        if self._length is not None:
+            self._length.close()
+        self._pair, self._length = None, None
 
     def _wake(self) -> None:
         if self._wait.wake():
@@ -272,7 +330,7 @@ class DrafterSeat:
         if verdict is not None and verdict.num_draft_tokens:
             drafting_s = (verdict.timings.calibration_us + verdict.timings.draft_us) / 1e6
             pass_s = min(drafting_s, seconds) / verdict.num_draft_tokens
-        self._ready_drafter.round_trip.add(seconds, pass_s)
+        self._ready_drafter.round_trip.add(seconds, self._wait.num_tokens, pass_s)
 
     def _is_capable_of(self, capability: str) -> bool:
         return capability in self._ready_drafter.description.capabilities

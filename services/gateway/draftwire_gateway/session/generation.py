@@ -11,6 +11,7 @@ from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsReque
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts
 from draftwire.requests.session_parameters import SessionParameters, check_salt
+from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
@@ -27,6 +28,8 @@ class SpeculationDefaults:
     num_speculative_tokens: int
     max_speculative_tokens: int
     rule: str
+    adapts_length: bool = False
+    """Whether lengths are chosen where neither a length nor a seed is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class RequestedGeneration:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    has_random_seed: bool = False
+    """Whether the seed was drawn for this request alone."""
     num_speculative_tokens: int | None = None
     rule: str | None = None
     cache_salt: str = ""
@@ -84,6 +89,7 @@ class Generation:
     seed: int
     """The same for all choices of a request: their random numbers differ by `choice`."""
     num_speculative_tokens: int
+    """Draft tokens per round; with `adapts_length`, the most of them."""
     rule: RuleFacts
     cache_salt: str = ""
     generated_ids: tuple[int, ...] = ()
@@ -100,6 +106,8 @@ class Generation:
     """Whether the text and the drafter's log-probability of each token are reported."""
     form_memory_bytes: int = 0
     """Memory that compiling the structured output took; 0 without one."""
+    adapts_length: bool = False
+    """Whether the length of each draft is chosen from what is measured."""
 
     @property
     def is_lossy(self) -> bool:
@@ -148,6 +156,10 @@ def complete_request(
     if not 0 <= seed <= MAX_SEED:
         raise InvalidRequestError(f"seed must be in 0..{MAX_SEED}")
     check_salt(request.cache_salt)
+    num_speculative_tokens = _num_speculative_tokens(request, defaults)
+    # Equal seeds draw equal numbers: what a request with a seed of its own produced must not choose for another one.
+    is_free = request.num_speculative_tokens is None and (request.seed is None or request.has_random_seed)
+    adapts_length = defaults.adapts_length and is_free and num_speculative_tokens > 0
     template = Generation(
         prompt_ids=[],
         sampling=request.sampling,
@@ -155,7 +167,10 @@ def complete_request(
         stop=request.stop,
         stop_token_ids=stop_token_ids,
         seed=seed,
-        num_speculative_tokens=_num_speculative_tokens(request, defaults),
+        num_speculative_tokens=min(MAX_CHOSEN_LENGTH, defaults.max_speculative_tokens)
+        if adapts_length
+        else num_speculative_tokens,
+        adapts_length=adapts_length,
         rule=target.rule_named(request.rule if request.rule is not None else defaults.rule),
         cache_salt=_salt_of(request),
         logprobs=_wanted_logprobs(request),

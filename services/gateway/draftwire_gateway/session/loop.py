@@ -33,10 +33,11 @@ from draftwire_gateway.session.ports import (
     TargetLost,
     TargetPort,
 )
-from draftwire_gateway.session.round_times import RoundObserver, RoundWatch, WhyPlain
+from draftwire_gateway.session.round_times import RoundObserver, RoundWatch, WhyPlain, combined
 from draftwire_gateway.session.session_state import SessionState
 from draftwire_gateway.session.spans import ChoiceSpans
 from draftwire_gateway.session.verifier_seat import VerifierSeat
+from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.text.text import TextStream
 
 
@@ -51,6 +52,7 @@ class GenerationLoop:
         settings: LoopSettings,
         observer: RoundObserver | None = None,
         spans: ChoiceSpans | None = None,
+        pairs: Pairs | None = None,
     ) -> None:
         """Opens no session before `run`.
 
@@ -61,6 +63,7 @@ class GenerationLoop:
             settings: timeouts and lengths of plain runs.
             observer: called for each committed round.
             spans: traces the session; None traces nothing.
+            pairs: choose the lengths of drafts; needed if the generation adapts them.
         """
         self._settings = settings
         # Peers never block: a peer that sends more than was requested, the verdicts of a block and a plain run and the
@@ -69,8 +72,9 @@ class GenerationLoop:
         self._session = SessionState(generation, spans)
         self._text = CommittedText(self._session, text)
         self._verifier = VerifierSeat(self._session, peers, self._queue, settings)
-        self._drafter = DrafterSeat(self._session, peers, self._queue)
-        self._watch = RoundWatch(observer)
+        pairs = pairs or Pairs(generation.num_speculative_tokens, generation.num_speculative_tokens)
+        self._drafter = DrafterSeat(self._session, peers, self._queue, pairs)
+        self._watch = RoundWatch(combined(observer, self._drafter.observe if generation.adapts_length else None))
         self._deadline = 0.0
         self.statistics = self._session.statistics
 
@@ -133,7 +137,7 @@ class GenerationLoop:
                     yield delta
             yield Finish(reason, self.statistics, self._drafter.error)
         finally:
-            self._drafter.drop()
+            self._drafter.end()
             self._verifier.drop()
             self._session.end(reason.value if reason is not None else "")
 
@@ -205,7 +209,7 @@ class GenerationLoop:
     def _ask_for_round(self) -> None:
         """Requests the next round: a block if a drafter is ready and has room, else plain rounds."""
         self._drafter.seek(self._verifier.target, self._settings.block_timeout_s)
-        num_draft_tokens = self._drafter.num_draft_tokens
+        num_draft_tokens = self._drafter.next_length()
         if num_draft_tokens >= 1:
             self._watch.ask(WhyPlain.EMPTY_BLOCK)
             try:
@@ -213,21 +217,23 @@ class GenerationLoop:
             except DraftwireError as error:
                 self._give_up_drafter(error)
             return
-        bridging = self._drafter.is_warming_up or self._drafter.is_asleep
-        rounds = self._settings.bridge_rounds if bridging else self._settings.plain_run_rounds
-        self._run_plain(WhyPlain.NO_ROOM if self._drafter.is_ready else self._drafter.why_no_block(bridging), rounds)
+        self._run_plain(*self._plain_run())
+
+    def _plain_run(self) -> tuple[WhyPlain, int]:
+        return self._drafter.plain_run(self._settings.plain_run_rounds, self._settings.bridge_rounds)
 
     def _run_plain(self, why: WhyPlain, num_rounds: int) -> None:
         """Requests plain rounds, as many as are left. A block of the open round that is judged first counts as well."""
-        self._watch.ask(WhyPlain.LATE if self._drafter.is_asleep else why)
+        self._watch.ask(why)
         self._set_timeout(self._settings.verdict_timeout_s)
         self._verifier.run_plain(min(num_rounds, self._session.num_left))
 
     def _prepare(self, target: TargetPort) -> int:
         """Prepares an attempt to open the session on a verifier, and returns its plain rounds; a `Prepare`."""
-        has_drafter = self._drafter.restart(target)
-        self._watch.ask(self._drafter.why_no_block(has_drafter), opens=True)
-        return 1 if has_drafter else self._settings.plain_run_rounds
+        self._drafter.restart(target)
+        why, num_rounds = self._drafter.first_plain_run(self._settings.plain_run_rounds)
+        self._watch.ask(why, opens=True)
+        return num_rounds
 
     def _begin(self) -> None:
         """Continues the open round on a verifier that accepted the session."""

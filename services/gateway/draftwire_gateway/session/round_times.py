@@ -23,6 +23,8 @@ class WhyPlain(Enum):
     """There is no untried drafter whose context is long enough."""
     WARMING_UP = "warming_up"
     """The drafter is in its prefill."""
+    DOES_NOT_PAY = "does_not_pay"
+    """Drafts would cost more time than their accepted tokens save."""
     NO_ROOM = "no_room"
     """One token is left, or the drafter's context is full."""
     LATE = "late"
@@ -80,6 +82,18 @@ class RoundTimes:
 
 RoundObserver = Callable[[RoundTimes], None]
 """Called on the event loop for each committed round of a session, when its `gateway_s` is known. Must not raise."""
+
+
+def combined(first: RoundObserver | None, second: RoundObserver | None) -> RoundObserver | None:
+    """Returns an observer that calls both observers, of those that there are."""
+    if first is None or second is None:
+        return first or second
+
+    def observe(times: RoundTimes) -> None:
+        first(times)
+        second(times)
+
+    return observe
 
 
 class RoundWatch:

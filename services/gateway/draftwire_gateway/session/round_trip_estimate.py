@@ -17,37 +17,51 @@ LEAST_SENT_S = 1.0
 class RoundTripEstimate:
     """A running estimate of the time from the request of a block to its verdict, of its deviation, and of a pass.
 
+    The time of a block is a fixed one and that of a pass for each of its tokens: lengths may change with every round.
     Includes the verifier's time, as does the wait that it is compared with. The estimator is TCP's for round-trip
     times. Source: RFC 6298.
     """
 
     def __init__(self) -> None:
-        self._mean_s: float | None = None
+        self._fixed_s: float | None = None
         self._deviation_s = 0.0
         self._pass_s: float | None = None
 
-    def add(self, seconds: float, pass_s: float | None = None) -> None:
-        """Adds the time of one block, and of a forward pass of the drafter in it; None if that is not known."""
+    def add(self, seconds: float, num_tokens: int, pass_s: float | None = None) -> None:
+        """Adds the time of one block.
+
+        Args:
+            seconds: from its request to its verdict.
+            num_tokens: how many tokens were requested.
+            pass_s: time of a forward pass of the drafter in it; None if that is not known.
+        """
         if pass_s is not None:
             self._pass_s = pass_s if self._pass_s is None else self._pass_s + (pass_s - self._pass_s) / 8
-        if self._mean_s is None:
-            self._mean_s, self._deviation_s = seconds, seconds / 2
+        fixed_s = max(0.0, seconds - num_tokens * (self._pass_s or 0.0))
+        if self._fixed_s is None:
+            self._fixed_s, self._deviation_s = fixed_s, seconds / 2
             return
-        self._deviation_s += (abs(seconds - self._mean_s) - self._deviation_s) / 4
-        self._mean_s += (seconds - self._mean_s) / 8
+        self._deviation_s += (abs(fixed_s - self._fixed_s) - self._deviation_s) / 4
+        self._fixed_s += (fixed_s - self._fixed_s) / 8
 
-    def timeout_s(self, most: float) -> float:
+    def timeout_s(self, num_tokens: int, most: float) -> float:
         """Returns how long a block may take before the drafter is asked for its partial block; at most `most`."""
-        if self._mean_s is None:
+        mean_s = self._mean_s(num_tokens)
+        if mean_s is None:
             return min(most, FIRST_TIMEOUT_S)
-        return min(most, max(LEAST_TIMEOUT_S, 2.0 * self._mean_s + 4.0 * self._deviation_s))
+        return min(most, max(LEAST_TIMEOUT_S, 2.0 * mean_s + 4.0 * self._deviation_s))
 
-    def flush_timeout_s(self, most: float) -> float:
+    def flush_timeout_s(self, num_tokens: int, most: float) -> float:
         """Returns how long the drafter may then take to reply: `FLUSH_PASSES` passes and a trip; at most `most`."""
-        if self._mean_s is None:
+        mean_s = self._mean_s(num_tokens)
+        if mean_s is None:
             return min(most, FIRST_TIMEOUT_S)
-        return min(most, max(LEAST_FLUSH_S, FLUSH_PASSES * (self._pass_s or 0.0) + self._mean_s))
+        return min(most, max(LEAST_FLUSH_S, FLUSH_PASSES * (self._pass_s or 0.0) + mean_s))
 
-    def sent_timeout_s(self, most: float) -> float:
+    def sent_timeout_s(self, num_tokens: int, most: float) -> float:
         """Returns how long the verdict may take after that reply; at most `most`."""
-        return min(most, max(LEAST_SENT_S, self.flush_timeout_s(most)))
+        return min(most, max(LEAST_SENT_S, self.flush_timeout_s(num_tokens, most)))
+
+    def _mean_s(self, num_tokens: int) -> float | None:
+        """Returns the mean time of a block, seconds; None before anything is known."""
+        return None if self._fixed_s is None else self._fixed_s + num_tokens * (self._pass_s or 0.0)

@@ -24,6 +24,8 @@ class Statistics:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)
     """Rounds that verified a block, by how many of its tokens were accepted: 0, 1, 2, ..."""
+    draft_length_histogram: list[int] = field(default_factory=list)
+    """Rounds by how many draft tokens were verified: 0, 1, 2, ..."""
     time_to_first_token_us: int = 0
     duration_us: int = 0
     calibration_us: int = 0
@@ -57,6 +59,8 @@ class Statistics:
         self.num_near_ties += verdict.num_near_ties
         self.verify_us += verdict.verify_us
         self.queue_us += verdict.queue_us
+        self.draft_length_histogram += [0] * (verdict.num_draft_tokens + 1 - len(self.draft_length_histogram))
+        self.draft_length_histogram[verdict.num_draft_tokens] += 1
         if verdict.num_draft_tokens:
             self.num_drafts += 1
             self.num_draft_tokens += verdict.num_draft_tokens

@@ -1,0 +1,134 @@
+"""`draftwire bench --explain`: what a gateway chooses the lengths of drafts by, and what would change the choice.
+
+Explanations are messages of `draftwire/v1/gateway.proto`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from draftwire.cli.colors import visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+AFTER = ", each after the one before"
+STEPS = 40
+"""Halvings in the search for a break-even point."""
+
+
+def explanation_fields(explanation: Any) -> dict[str, Any]:
+    """Returns an `ExplainSpeculationResponse` as JSON values."""
+    from google.protobuf.json_format import MessageToDict
+
+    return MessageToDict(explanation, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
+def print_explanation(console: "Console", explanation: Any, concurrency: int) -> None:
+    """Prints the explanation of each pair at the load of so many sessions."""
+    console.print()
+    if not explanation.is_adaptive:
+        console.print("the server does not choose lengths: it is configured with speculation=fixed", soft_wrap=True)
+    elif not explanation.choices:
+        console.print("nothing was chosen yet: requests with a number or a seed are not chosen for", soft_wrap=True)
+    for choice in explanation.choices:
+        measured = [load for load in choice.loads if load.estimates]
+        if measured:
+            nearest = min(measured, key=lambda load: abs(load.min_sessions.bit_length() - concurrency.bit_length()))
+            _print_choice(console, choice, nearest)
+
+
+def _print_choice(console: "Console", choice: Any, load: Any) -> None:
+    from rich.table import Table
+
+    pair = visible(f"{choice.drafter} for {choice.verifier}")
+    sessions = f"{load.min_sessions}" if load.max_sessions == 1 else f"{load.min_sessions} to {load.max_sessions}"
+    console.print(f"lengths of drafts by {pair}, {sessions} sessions at a time", soft_wrap=True, markup=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("length", "tokens/round", "ms/round", "tokens/s of a session", "accepted", "known from"):
+        table.add_column(heading, justify="right")
+    survival = [1.0, *choice.survival]
+    for estimate in load.estimates:
+        windows = estimate.num_windows
+        length = estimate.num_draft_tokens
+        table.add_row(
+            f"{'* ' if length == load.num_draft_tokens else ''}{length}",
+            f"{estimate.tokens_per_round:.2f}",
+            f"{1e3 * estimate.round_s:.2f}",
+            f"{estimate.tokens_per_round / estimate.round_s:.1f}",
+            f"{survival[length]:.3f}" if length else "-",
+            f"{windows} windows" if windows else "the others",
+        )
+    console.print(table)
+    for line in reasons(choice, load):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def reasons(choice: Any, load: Any) -> Iterator[str]:
+    """Yields sentences on prices, on whether drafting pays, and on what would change that."""
+    rates = [estimate.tokens_per_round / estimate.round_s for estimate in load.estimates]
+    best = load.num_draft_tokens
+    yield (
+        f"prices: a plain round {_ms(load.estimates[0].round_s)}, a draft token {_ms(load.draft_token_s)}, "
+        f"a row of the verifier {_ms(load.row_s)}; acceptance from {choice.num_drafts} drafts"
+    )
+    if len(rates) == 1:
+        return
+    drafting = max(range(1, len(rates)), key=lambda length: rates[length])
+    acceptance = mean_acceptance(choice.survival[:drafting])
+    if best:
+        yield f"drafting pays: {best} tokens make {rates[best] / rates[0]:.2f} times the tokens/s of plain decoding"
+        edge = break_even_acceptance(load)
+        if edge is not None:
+            yield f"it would not if less than {edge:.0%} of the tokens were accepted{AFTER}; now {acceptance:.0%}"
+        return
+    ratio = f"{rates[drafting] / rates[0]:.2f}"
+    yield f"drafting does not pay: {drafting} tokens make {ratio} times the tokens/s of plain decoding"
+    edge = break_even_acceptance(load)
+    if edge is not None:
+        yield f"it would if {edge:.0%} of the tokens were accepted{AFTER}; now {acceptance:.0%}"
+    token_s = break_even_token_s(load, drafting)
+    if token_s is not None:
+        yield f"or if a draft token took {_ms(token_s)}; now {_ms(load.draft_token_s)}"
+
+
+def mean_acceptance(survival: Sequence[float]) -> float:
+    """Returns the geometric mean of the shares of tokens that are accepted, each after the one before."""
+    return float(max(0.0, survival[-1]) ** (1.0 / len(survival))) if survival else 0.0
+
+
+def break_even_acceptance(load: Any) -> float | None:
+    """Returns the share of tokens, equal at all positions, with which the best draft is as fast as plain decoding; None
+    if even 1 is too little.
+    """
+
+    plain_s, *drafting_s = [float(estimate.round_s) for estimate in load.estimates]
+
+    def gain(rate: float) -> float:
+        tokens = list(accumulate(rate**length for length in range(len(load.estimates))))[1:]
+        return max(count / round_s for count, round_s in zip(tokens, drafting_s, strict=True)) - 1.0 / plain_s
+
+    return _root(gain, 0.0, 1.0)
+
+
+def break_even_token_s(load: Any, length: int) -> float | None:
+    """Returns the time of a draft token with which drafts of a length are as fast as plain decoding, seconds; None if
+    even 0 is too much.
+    """
+    estimate, plain_s = load.estimates[length], load.estimates[0].round_s
+    spare_s: float = estimate.tokens_per_round * plain_s - (estimate.round_s - length * load.draft_token_s)
+    return spare_s / length if spare_s > 0.0 else None
+
+
+def _root(gain: Callable[[float], float], low: float, high: float) -> float | None:
+    """Returns where an increasing function becomes positive; None if it does not."""
+    if gain(high) <= 0.0:
+        return None
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if gain(middle) > 0.0 else (middle, high)
+    return high
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"

@@ -1,0 +1,1 @@
+"""How long drafts are, chosen by what rounds cost and how much is accepted. Independent of gRPC and models."""

@@ -1,0 +1,92 @@
+"""Running estimate of how many tokens of a draft are accepted."""
+
+from collections import deque
+
+UNKNOWN_RATE = 0.7
+"""Share of the tokens at a position that are accepted, before anything is known."""
+PRIOR_WEIGHT = 4.0
+"""The estimate of the position before, or of a prior, counts like so many drafts that reached the position."""
+MEMORY = 256
+"""Drafts that an estimate remembers at each position, by exponential forgetting."""
+NUM_RECENT = 16
+"""The latest drafts, which are compared with the estimate."""
+SURPRISE = 4.0
+"""Standard errors by which the latest drafts may differ, before all earlier ones are forgotten."""
+
+
+class AcceptanceEstimate:
+    """By position, how many drafts reached it, all tokens before being accepted, and of how many its token was.
+
+    Forgets exponentially, and at once when the latest drafts fare differently: texts and load change.
+    """
+
+    def __init__(self, prior: "AcceptanceEstimate | None" = None) -> None:
+        """Starts from a prior that may still change, or from `UNKNOWN_RATE`."""
+        self._prior = prior
+        self._reached: list[float] = []
+        self._accepted: list[float] = []
+        self._recent: deque[tuple[int, int]] = deque(maxlen=NUM_RECENT)
+        self.num_drafts = 0
+        """Drafts that were added, forgotten ones included."""
+
+    def add(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Adds a draft of which the first `num_accepted` tokens were accepted."""
+        self._recent.append((num_draft_tokens, num_accepted))
+        self.num_drafts += 1
+        if len(self._recent) == NUM_RECENT and self._is_surprised():
+            self._reached, self._accepted = [], []
+            for draft in self._recent:
+                self._count(*draft)
+        else:
+            self._count(num_draft_tokens, num_accepted)
+
+    def rate(self, position: int) -> float:
+        """Returns the share of tokens accepted at a position, counted from 0, of those whose predecessors were."""
+        return self._rates(position + 1)[position]
+
+    def survival(self, num_tokens: int) -> list[float]:
+        """Returns P(at least k tokens are accepted) for k = 1 to `num_tokens`, of drafts of at least k tokens."""
+        survival, probability = [], 1.0
+        for rate in self._rates(num_tokens):
+            probability *= rate
+            survival.append(probability)
+        return survival
+
+    def mean_tokens(self, num_draft_tokens: int) -> float:
+        """Returns the mean number of tokens that a round commits, that of the verifier included."""
+        return 1.0 + sum(self.survival(num_draft_tokens))
+
+    def _count(self, num_draft_tokens: int, num_accepted: int) -> None:
+        num_reached = min(num_draft_tokens, num_accepted + 1)
+        missing = num_reached - len(self._reached)
+        self._reached += [0.0] * missing
+        self._accepted += [0.0] * missing
+        for position in range(num_reached):
+            keep = 1.0 - 1.0 / MEMORY
+            self._reached[position] = keep * self._reached[position] + 1.0
+            self._accepted[position] = keep * self._accepted[position] + (position < num_accepted)
+
+    def _rates(self, num_tokens: int) -> list[float]:
+        expected = [UNKNOWN_RATE] * num_tokens if self._prior is None else self._prior._rates(num_tokens)
+        rates: list[float] = []
+        for position in range(num_tokens):
+            prior = expected[position]
+            if self._prior is None and rates:  # a token fares as the one before it, until more is known
+                prior = rates[-1]
+            if position >= len(self._reached):
+                rates.append(prior)
+                continue
+            accepted = self._accepted[position] + PRIOR_WEIGHT * prior
+            rates.append(accepted / (self._reached[position] + PRIOR_WEIGHT))
+        return rates
+
+    def _is_surprised(self) -> bool:
+        """Whether the number of tokens accepted of the latest drafts is far from what is expected of them."""
+        difference = variance = 0.0
+        survival = self.survival(max(num_draft_tokens for num_draft_tokens, _ in self._recent))
+        for num_draft_tokens, num_accepted in self._recent:
+            mean = sum(survival[:num_draft_tokens])
+            square = sum((2 * k + 1) * probability for k, probability in enumerate(survival[:num_draft_tokens]))
+            difference += num_accepted - mean
+            variance += max(0.0, square - mean * mean)
+        return difference**2 > SURPRISE**2 * (variance + 1.0)

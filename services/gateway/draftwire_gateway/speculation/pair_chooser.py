@@ -1,0 +1,342 @@
+"""Chooses the length of drafts, 0 included, for all sessions of a verifier with drafters of one model.
+
+Time is divided into windows, in which all sessions draft to one length. Most windows have the length that the estimates
+say is best: tokens a round, from how many draft tokens were accepted, over the time of a round, as the windows of that
+length and load measured it. Lengths that may have become better are probed: a window each, the rarer the more it costs.
+
+All that is measured is of rounds that are over, so a length depends on the past only: see docs/exactness.md.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from draftwire_gateway.session.round_times import RoundTimes
+from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
+from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
+
+LENGTHS = (0, 1, 2, 3, 4, 6, 8)
+"""Lengths that are tried. Those between are hardly better than the nearest."""
+MAX_CHOSEN_LENGTH = LENGTHS[-1]
+LEAST_WINDOW_S, MOST_WINDOW_S = 0.3, 3.0
+LEAST_ROUNDS = 20
+LEAST_ROUNDS_OF_EACH = 6
+"""A window ends with so many rounds, of each session, after `LEAST_WINDOW_S`, or at `MOST_WINDOW_S`."""
+PROBE_SHARE = 0.003
+"""What the probes of one length may cost: so much of the tokens that could be generated meanwhile."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Pauses between probes of a length: at least so long, doubled after each that did not change the choice."""
+LEAST_GAIN = 0.01
+"""Another length is chosen if it is better by so much."""
+MAX_SLOW_READER = 0.5
+"""Rounds that waited for their reader for longer than this share of their time are left out."""
+FIRST_PLAIN_ROUNDS = 4
+"""Plain rounds that are requested at once before the time of one is known."""
+
+
+@dataclass(slots=True)
+class Window:
+    """A stretch of time in which all sessions draft to one length."""
+
+    length: int
+    load: int
+    """Power of two of the number of sessions."""
+    began_at: float
+    is_probe: bool
+    counts_from: float
+    """Rounds that began earlier do not count: other sessions still had another length."""
+    num_rounds: int = 0
+    round_s: float = 0.0
+    verify_s: float = 0.0
+    draft_s: float = 0.0
+    num_tokens: int = 0
+    expected_tokens: float = 0.0
+    all_tokens: int = 0
+    """Of all rounds that ended in it, those that were not requested in it or not drafted included."""
+
+    def add(self, times: RoundTimes, expected_tokens: float) -> None:
+        """Counts a round that was requested in the window and drafted to its length."""
+        self.num_rounds += 1
+        self.round_s += times.duration_s
+        self.verify_s += times.verify_s
+        self.draft_s += times.draft_s
+        self.num_tokens += times.num_tokens
+        self.expected_tokens += expected_tokens
+
+    @property
+    def mean_round_s(self) -> float:
+        """Mean time of the rounds that were counted, seconds; 0 if none was."""
+        return self.round_s / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def sums(self) -> WindowSums:
+        """What was counted."""
+        return WindowSums(
+            self.num_rounds, self.round_s, self.verify_s, self.draft_s, self.num_tokens, self.expected_tokens
+        )
+
+
+@dataclass(slots=True)
+class Pause:
+    """When a length is probed again."""
+
+    due_at: float
+    least_s: float = FIRST_PAUSE_S
+
+
+@dataclass(slots=True)
+class LoadState:
+    """What is known of one load."""
+
+    length: int
+    """The chosen one."""
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    pauses: dict[int, Pause] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LengthEstimate:
+    """What is expected of one length."""
+
+    length: int
+    tokens_per_round: float
+    round_s: float
+    num_windows: int
+    """In which it was measured; 0 if its time is inferred from other lengths."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of each session."""
+        return self.tokens_per_round / self.round_s
+
+
+@dataclass(frozen=True, slots=True)
+class LoadExplanation:
+    """What the length is chosen by at one load."""
+
+    min_sessions: int
+    max_sessions: int
+    length: int
+    """The best one; another may be probed."""
+    estimates: Sequence[LengthEstimate]
+    """Of lengths 0 to the largest; empty before anything was measured."""
+    row_s: float
+    """Time by which one more row of each session lengthens the verifier's step, seconds; 0 if not known."""
+    draft_token_s: float
+    """Time that the drafter takes for a draft token, seconds; 0 if not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the length is chosen by."""
+
+    num_sessions: int
+    survival: Sequence[float]
+    """P(at least k tokens are accepted), k = 1 to the largest length."""
+    num_drafts: int
+    """That this is known from."""
+    loads: Sequence[LoadExplanation]
+    """Each load that there was."""
+
+
+class PairChooser:
+    """Chooses the length for all sessions of a pair. All times are by one clock, seconds."""
+
+    def __init__(self, max_length: int, first_length: int) -> None:
+        """Knows nothing yet.
+
+        Args:
+            max_length: longest draft.
+            first_length: of the first window; the nearest of `LENGTHS` is taken.
+        """
+        self.lengths = tuple(length for length in LENGTHS if length <= max_length)
+        """Those that are tried."""
+        self.acceptance = AcceptanceEstimate()
+        """Of all sessions of the pair whose random numbers nobody else has."""
+        self.num_sessions = 0
+        self._first_length = min(self.lengths, key=lambda length: abs(length - first_length))
+        self._loads: dict[int, LoadState] = {}
+        self._window: Window | None = None
+
+    def join(self) -> None:
+        """Counts one more session."""
+        self.num_sessions += 1
+
+    def leave(self) -> None:
+        """Counts one session less."""
+        self.num_sessions -= 1
+
+    def window(self, now: float) -> Window:
+        """Returns the window that a round belongs to which is requested now."""
+        load = max(1, self.num_sessions).bit_length() - 1
+        if self._window is None or self._window.load != load:
+            self._window = self._next_window(load, now)
+        return self._window
+
+    def observe(self, times: RoundTimes, window: Window, *, is_whole: bool) -> None:
+        """Takes note of a round of a session.
+
+        Args:
+            times: of the round.
+            window: in which it was requested.
+            is_whole: whether it was drafted to the window's length, and its times are typical of that.
+        """
+        current = self._window
+        if current is None:
+            return
+        current.all_tokens += times.num_tokens
+        service_s = times.ended_at - times.started_at
+        is_of_window = window is current or window.length == current.length == 0  # plain runs outlast windows
+        is_of_window = is_of_window and times.started_at >= current.counts_from
+        if is_of_window and is_whole and times.gateway_s <= MAX_SLOW_READER * service_s:
+            current.add(times, self.acceptance.mean_tokens(current.length))
+        passed_s = times.ended_at - current.counts_from
+        least_rounds = max(LEAST_ROUNDS, LEAST_ROUNDS_OF_EACH * self.num_sessions)
+        is_full = passed_s >= LEAST_WINDOW_S and current.num_rounds >= least_rounds
+        is_due = not current.is_probe and times.ended_at >= self._next_due(current)
+        if is_full or is_due or passed_s >= MOST_WINDOW_S:
+            self._end_window(current, times.ended_at)
+
+    def num_plain_rounds(self, most: int, now: float) -> int:
+        """Returns how many plain rounds to request at once, at most `most`: up to when another length has its turn."""
+        window = self.window(now)
+        round_s = self._plain_round_s(window)
+        if round_s is None:
+            return min(most, FIRST_PLAIN_ROUNDS)
+        return max(1, min(most, int((self._turn_at(window, round_s) - now) / round_s)))
+
+    def estimate(self, length: int, load: int) -> LengthEstimate:
+        """Returns what is expected of a length. Something must have been measured at that load."""
+        costs = self._loads[load].costs
+        measured = costs.measured(length)
+        return LengthEstimate(
+            length,
+            self.acceptance.mean_tokens(length) * costs.bias(length),
+            costs.round_s(length),
+            0 if measured is None else measured.num_windows,
+        )
+
+    def round_s_on_line(self, window: Window) -> list[float]:
+        """Returns the time of rounds with 1 to the window's length of draft tokens, seconds, on a line through the
+        measured time of that length; empty if that was not measured.
+        """
+        costs = self._loads[window.load].costs
+        measured = costs.measured(window.length)
+        if measured is None:
+            return []
+        slope = costs.draft_token_s + costs.row_s
+        return [
+            max(measured.verify_s, measured.round_s - (window.length - length) * slope)
+            for length in range(1, window.length + 1)
+        ]
+
+    def explain(self) -> Explanation:
+        """Returns what lengths are chosen by."""
+        largest = self.lengths[-1]
+        loads = []
+        for load, state in sorted(self._loads.items()):
+            lengths = range(0 if state.costs.is_empty else largest + 1)
+            estimates = [self.estimate(length, load) for length in lengths]
+            loads.append(
+                LoadExplanation(
+                    min_sessions=2**load,
+                    max_sessions=2 ** (load + 1) - 1,
+                    length=state.length,
+                    estimates=estimates,
+                    row_s=state.costs.row_s,
+                    draft_token_s=state.costs.draft_token_s,
+                )
+            )
+        return Explanation(
+            self.num_sessions, self.acceptance.survival(largest), self.acceptance.num_drafts, tuple(loads)
+        )
+
+    def _plain_round_s(self, window: Window) -> float | None:
+        """Returns the time of a plain round; None if none is known."""
+        if window.length == 0 and window.num_rounds:
+            return window.round_s / window.num_rounds
+        costs = self._loads[window.load].costs.measured(0)
+        return None if costs is None else costs.round_s
+
+    def _turn_at(self, window: Window, round_s: float) -> float:
+        """Returns when a window of plain rounds is over, or its length is not the chosen one any more."""
+        if not window.is_probe:
+            return self._next_due(window)
+        rounds_of_each = max(LEAST_ROUNDS_OF_EACH, LEAST_ROUNDS / max(1, self.num_sessions))
+        return window.counts_from + max(LEAST_WINDOW_S, rounds_of_each * round_s)
+
+    def _next_due(self, window: Window) -> float:
+        """Returns when the next probe is due."""
+        pauses = self._loads[window.load].pauses
+        return min((pause.due_at for length, pause in pauses.items() if length != window.length), default=math.inf)
+
+    def _end_window(self, window: Window, now: float) -> None:
+        state = self._loads[window.load]
+        if window.num_rounds:
+            state.costs.add(window.length, window.sums, min(1.0, window.num_rounds / LEAST_ROUNDS))
+        if window.is_probe:
+            self._pause(state, window, now)
+        self._window = self._next_window(window.load, now)
+
+    def _next_window(self, load: int, now: float) -> Window:
+        state = self._loads.get(load)
+        if state is None:
+            state = self._loads[load] = LoadState(self._length_at_other_load(load))
+        length, probe = state.length, None
+        if not state.costs.is_empty:
+            rates = {length: self.estimate(length, load).tokens_per_second for length in self.lengths}
+            state.length = length = self._best(state, rates)
+            probe = self._due_probe(state, rates, now)
+        length = length if probe is None else probe
+        counts_from = now
+        before = self._window
+        if before is not None and before.length != length and self.num_sessions > 1:
+            counts_from += before.mean_round_s  # until then others are in rounds of the length before
+        return Window(length, load, now, is_probe=probe is not None, counts_from=counts_from)
+
+    def _length_at_other_load(self, load: int) -> int:
+        if not self._loads:
+            return self._first_length
+        return self._loads[min(self._loads, key=lambda other: abs(other - load))].length
+
+    def _best(self, state: LoadState, rates: dict[int, float]) -> int:
+        """Returns the best length that was measured; the chosen one, unless another is better by `LEAST_GAIN`."""
+        measured = [length for length in self.lengths if state.costs.measured(length) is not None]
+        best = max(measured, key=lambda length: rates[length])
+        if state.length in measured and rates[best] < (1.0 + LEAST_GAIN) * rates[state.length]:
+            return state.length
+        return best
+
+    def _due_probe(self, state: LoadState, rates: dict[int, float], now: float) -> int | None:
+        """Returns the length to probe now: the best of those that are due; None if none is."""
+        due = []
+        for length in self.lengths:
+            if length == state.length:
+                continue
+            pause = state.pauses.get(length)
+            if pause is None:
+                share = rates[length] / rates[state.length]
+                # Plain decoding first: it may be better than any draft, and all else is inferred from it.
+                pause_s = 0.0 if length == 0 else self._pause_s(LEAST_WINDOW_S * (1.0 - share))
+                pause = state.pauses[length] = Pause(now + pause_s)
+            if pause.due_at <= now:
+                due.append(length)
+        return max(due, key=lambda length: rates[length], default=None)
+
+    def _pause(self, state: LoadState, window: Window, now: float) -> None:
+        """Says when the probed length is probed again."""
+        rates = {
+            length: self.estimate(length, window.load).tokens_per_second
+            for length in self.lengths
+            if state.costs.measured(length) is not None
+        }
+        pause = state.pauses.setdefault(window.length, Pause(now))
+        best = max(rates.values())
+        expected = best * self.num_sessions * (now - window.began_at)
+        lost_s = (now - window.began_at) * max(0.0, 1.0 - window.all_tokens / max(expected, 1e-9))
+        pause.due_at = now + max(pause.least_s, self._pause_s(lost_s))
+        wins = rates.get(window.length, 0.0) >= (1.0 + LEAST_GAIN) * rates.get(state.length, 0.0)
+        pause.least_s = FIRST_PAUSE_S if wins else min(LONGEST_PAUSE_S, 2.0 * pause.least_s)
+
+    def _pause_s(self, lost_s: float) -> float:
+        return max(0.0, lost_s) / PROBE_SHARE

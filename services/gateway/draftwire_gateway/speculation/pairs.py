@@ -1,0 +1,48 @@
+"""The choosers of a gateway: one for each verifier and draft model."""
+
+from dataclasses import dataclass
+
+from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, Explanation, PairChooser
+from draftwire_gateway.speculation.session_length import SessionLength
+
+MAX_PAIRS = 1024
+"""That are remembered: verifiers come and go under new addresses. Then those without sessions are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairName:
+    """A verifier, and what its drafts are made by: drafters of one model share what is learnt."""
+
+    verifier_address: str
+    drafter_model: str
+
+
+class Pairs:
+    """Makes choosers as pairs meet. They remember until the gateway ends."""
+
+    def __init__(self, max_speculative_tokens: int, first_length: int) -> None:
+        """Knows no pair.
+
+        Args:
+            max_speculative_tokens: longest draft that the services take.
+            first_length: tried first.
+        """
+        self._max_length = min(max_speculative_tokens, MAX_CHOSEN_LENGTH)
+        self._first_length = first_length
+        self._choosers: dict[PairName, PairChooser] = {}
+
+    def session_length(self, pair: PairName) -> SessionLength:
+        """Returns the lengths of a new session with a pair, to be closed at its end."""
+        chooser = self._choosers.get(pair)
+        if chooser is None:
+            self._forget_idle()
+            chooser = self._choosers[pair] = PairChooser(self._max_length, self._first_length)
+        return SessionLength(chooser)
+
+    def _forget_idle(self) -> None:
+        if len(self._choosers) >= MAX_PAIRS:
+            self._choosers = {pair: chooser for pair, chooser in self._choosers.items() if chooser.num_sessions}
+
+    def explain(self) -> dict[PairName, Explanation]:
+        """Returns what lengths are chosen by, by pair."""
+        return {pair: chooser.explain() for pair, chooser in self._choosers.items()}
