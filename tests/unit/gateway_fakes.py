@@ -42,6 +42,7 @@ from draftwire_gateway.session.round_times import RoundObserver
 from draftwire_gateway.session.round_trip_estimate import RoundTripEstimate
 from draftwire_gateway.session.spans import ChoiceSpans
 from draftwire_gateway.session.statistics import Statistics
+from draftwire_gateway.speculation.pairs import Pairs
 from draftwire_gateway.text.text import TextStream
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
@@ -612,6 +613,7 @@ def make_loop(
     tokenizer: Any = None,
     observer: RoundObserver | None = None,
     spans: ChoiceSpans | None = None,
+    pairs: Pairs | None = None,
     **changes: Any,
 ) -> GenerationLoop:
     """Makes a loop on one peer of a kind, on several, or (drafters) on none."""
@@ -619,7 +621,7 @@ def make_loop(
     text = TextStream(tokenizer or LetterTokenizer(), generation.prompt_ids, generation.stop, generation.token_details)
     text.skip(list(generation.generated_ids), generation.stop_token_ids)
     peers = FakePeers(_listed(targets), _listed(drafters))
-    return GenerationLoop(generation, peers, text, loop_settings or LoopSettings(), observer, spans)
+    return GenerationLoop(generation, peers, text, loop_settings or LoopSettings(), observer, spans, pairs)
 
 
 def whole_story(

@@ -10,8 +10,10 @@ MEMORY = 256
 """Drafts that an estimate remembers at each position, by exponential forgetting."""
 NUM_RECENT = 16
 """The latest drafts, which are compared with the estimate."""
+NUM_KEPT = 8
+"""Of the latest drafts, those that are kept where the others are forgotten: the first may be of the time before."""
 SURPRISE = 4.0
-"""Standard errors by which the latest drafts may differ, before all earlier ones are forgotten."""
+"""Standard errors by which the latest drafts may differ, before others are forgotten."""
 
 
 class AcceptanceEstimate:
@@ -35,7 +37,7 @@ class AcceptanceEstimate:
         self.num_drafts += 1
         if len(self._recent) == NUM_RECENT and self._is_surprised():
             self._reached, self._accepted = [], []
-            for draft in self._recent:
+            for draft in list(self._recent)[-NUM_KEPT:]:
                 self._count(*draft)
         else:
             self._count(num_draft_tokens, num_accepted)

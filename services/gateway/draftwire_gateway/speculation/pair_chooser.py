@@ -25,7 +25,9 @@ LEAST_ROUNDS_OF_EACH = 6
 PROBE_SHARE = 0.003
 """What the probes of one length may cost: so much of the tokens that could be generated meanwhile."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""Pauses between probes of a length: at least so long, doubled after each that did not change the choice."""
+"""Least pause between probes of a length: doubled after each that did not change the choice."""
+LONGEST_ROUND_S = 1.0
+"""Longer pauses between rounds are no time of use."""
 LEAST_GAIN = 0.01
 """Another length is chosen if it is better by so much."""
 MAX_SLOW_READER = 0.5
@@ -45,14 +47,14 @@ class Window:
     is_probe: bool
     counts_from: float
     """Rounds that began earlier do not count: other sessions still had another length."""
+    next_due: float = math.inf
+    """When it is another length's turn to be probed."""
     num_rounds: int = 0
     round_s: float = 0.0
     verify_s: float = 0.0
     draft_s: float = 0.0
     num_tokens: int = 0
     expected_tokens: float = 0.0
-    all_tokens: int = 0
-    """Of all rounds that ended in it, those that were not requested in it or not drafted included."""
 
     def add(self, times: RoundTimes, expected_tokens: float) -> None:
         """Counts a round that was requested in the window and drafted to its length."""
@@ -77,11 +79,12 @@ class Window:
 
 
 @dataclass(slots=True)
-class Pause:
-    """When a length is probed again."""
+class Probes:
+    """When a length was probed, and how often at most."""
 
-    due_at: float
-    least_s: float = FIRST_PAUSE_S
+    last_at: float
+    """In seconds of use."""
+    least_pause_s: float = FIRST_PAUSE_S
 
 
 @dataclass(slots=True)
@@ -91,7 +94,7 @@ class LoadState:
     length: int
     """The chosen one."""
     costs: RoundCosts = field(default_factory=RoundCosts)
-    pauses: dict[int, Pause] = field(default_factory=dict)
+    probes: dict[int, Probes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,9 @@ class PairChooser:
         self._first_length = min(self.lengths, key=lambda length: abs(length - first_length))
         self._loads: dict[int, LoadState] = {}
         self._window: Window | None = None
+        self._used_s = 0.0
+        """Time in which there were rounds: pauses between probes are counted in it."""
+        self._used_until = -math.inf
 
     def join(self) -> None:
         """Counts one more session."""
@@ -184,7 +190,8 @@ class PairChooser:
         current = self._window
         if current is None:
             return
-        current.all_tokens += times.num_tokens
+        self._used_s += min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
+        self._used_until = max(self._used_until, times.ended_at)
         service_s = times.ended_at - times.started_at
         is_of_window = window is current or window.length == current.length == 0  # plain runs outlast windows
         is_of_window = is_of_window and times.started_at >= current.counts_from
@@ -193,7 +200,7 @@ class PairChooser:
         passed_s = times.ended_at - current.counts_from
         least_rounds = max(LEAST_ROUNDS, LEAST_ROUNDS_OF_EACH * self.num_sessions)
         is_full = passed_s >= LEAST_WINDOW_S and current.num_rounds >= least_rounds
-        is_due = not current.is_probe and times.ended_at >= self._next_due(current)
+        is_due = times.ended_at >= current.next_due
         if is_full or is_due or passed_s >= MOST_WINDOW_S:
             self._end_window(current, times.ended_at)
 
@@ -261,82 +268,75 @@ class PairChooser:
     def _turn_at(self, window: Window, round_s: float) -> float:
         """Returns when a window of plain rounds is over, or its length is not the chosen one any more."""
         if not window.is_probe:
-            return self._next_due(window)
-        rounds_of_each = max(LEAST_ROUNDS_OF_EACH, LEAST_ROUNDS / max(1, self.num_sessions))
-        return window.counts_from + max(LEAST_WINDOW_S, rounds_of_each * round_s)
+            return window.next_due
+        return window.counts_from + self._window_s(round_s)
 
-    def _next_due(self, window: Window) -> float:
-        """Returns when the next probe is due."""
-        pauses = self._loads[window.load].pauses
-        return min((pause.due_at for length, pause in pauses.items() if length != window.length), default=math.inf)
+    def _window_s(self, round_s: float) -> float:
+        """Returns how long a window takes whose rounds take so long."""
+        rounds_of_each = max(LEAST_ROUNDS_OF_EACH, LEAST_ROUNDS / max(1, self.num_sessions))
+        return max(LEAST_WINDOW_S, rounds_of_each * round_s)
 
     def _end_window(self, window: Window, now: float) -> None:
         state = self._loads[window.load]
         if window.num_rounds:
             state.costs.add(window.length, window.sums, min(1.0, window.num_rounds / LEAST_ROUNDS))
         if window.is_probe:
-            self._pause(state, window, now)
+            probes = state.probes[window.length]
+            changes = state.costs.measured(window.length) is not None and self._best(state, window.load) != state.length
+            probes.last_at = self._used_s
+            probes.least_pause_s = FIRST_PAUSE_S if changes else min(LONGEST_PAUSE_S, 2.0 * probes.least_pause_s)
         self._window = self._next_window(window.load, now)
 
     def _next_window(self, load: int, now: float) -> Window:
         state = self._loads.get(load)
         if state is None:
             state = self._loads[load] = LoadState(self._length_at_other_load(load))
-        length, probe = state.length, None
+        length, probe, next_due = state.length, None, math.inf
         if not state.costs.is_empty:
-            rates = {length: self.estimate(length, load).tokens_per_second for length in self.lengths}
-            state.length = length = self._best(state, rates)
-            probe = self._due_probe(state, rates, now)
-        length = length if probe is None else probe
+            state.length = length = self._best(state, load)
+            left_s = self._probes_due_in_s(state, load)
+            next_due = now + min(left_s.values(), default=math.inf)
+            ready = [other for other, seconds in left_s.items() if seconds <= 0.0]
+            probe = max(ready, key=lambda other: self.estimate(other, load).tokens_per_second, default=None)
+        if probe is not None:
+            length, next_due = probe, math.inf
         counts_from = now
         before = self._window
         if before is not None and before.length != length and self.num_sessions > 1:
             counts_from += before.mean_round_s  # until then others are in rounds of the length before
-        return Window(length, load, now, is_probe=probe is not None, counts_from=counts_from)
+        return Window(length, load, now, probe is not None, counts_from, next_due)
 
     def _length_at_other_load(self, load: int) -> int:
         if not self._loads:
             return self._first_length
         return self._loads[min(self._loads, key=lambda other: abs(other - load))].length
 
-    def _best(self, state: LoadState, rates: dict[int, float]) -> int:
+    def _best(self, state: LoadState, load: int) -> int:
         """Returns the best length that was measured; the chosen one, unless another is better by `LEAST_GAIN`."""
         measured = [length for length in self.lengths if state.costs.measured(length) is not None]
+        rates = {length: self.estimate(length, load).tokens_per_second for length in measured}
         best = max(measured, key=lambda length: rates[length])
-        if state.length in measured and rates[best] < (1.0 + LEAST_GAIN) * rates[state.length]:
+        if state.length in rates and rates[best] < (1.0 + LEAST_GAIN) * rates[state.length]:
             return state.length
         return best
 
-    def _due_probe(self, state: LoadState, rates: dict[int, float], now: float) -> int | None:
-        """Returns the length to probe now: the best of those that are due; None if none is."""
-        due = []
+    def _probes_due_in_s(self, state: LoadState, load: int) -> dict[int, float]:
+        """Returns after how long each length but the chosen one is to be probed: the longer, the more that is expected
+        to cost.
+        """
+        chosen_rate = self.estimate(state.length, load).tokens_per_second
+        left_s = {}
         for length in self.lengths:
             if length == state.length:
                 continue
-            pause = state.pauses.get(length)
-            if pause is None:
-                share = rates[length] / rates[state.length]
-                # Plain decoding first: it may be better than any draft, and all else is inferred from it.
-                pause_s = 0.0 if length == 0 else self._pause_s(LEAST_WINDOW_S * (1.0 - share))
-                pause = state.pauses[length] = Pause(now + pause_s)
-            if pause.due_at <= now:
-                due.append(length)
-        return max(due, key=lambda length: rates[length], default=None)
-
-    def _pause(self, state: LoadState, window: Window, now: float) -> None:
-        """Says when the probed length is probed again."""
-        rates = {
-            length: self.estimate(length, window.load).tokens_per_second
-            for length in self.lengths
-            if state.costs.measured(length) is not None
-        }
-        pause = state.pauses.setdefault(window.length, Pause(now))
-        best = max(rates.values())
-        expected = best * self.num_sessions * (now - window.began_at)
-        lost_s = (now - window.began_at) * max(0.0, 1.0 - window.all_tokens / max(expected, 1e-9))
-        pause.due_at = now + max(pause.least_s, self._pause_s(lost_s))
-        wins = rates.get(window.length, 0.0) >= (1.0 + LEAST_GAIN) * rates.get(state.length, 0.0)
-        pause.least_s = FIRST_PAUSE_S if wins else min(LONGEST_PAUSE_S, 2.0 * pause.least_s)
-
-    def _pause_s(self, lost_s: float) -> float:
-        return max(0.0, lost_s) / PROBE_SHARE
+            estimate = self.estimate(length, load)
+            lost_s = self._window_s(estimate.round_s) * max(0.0, 1.0 - estimate.tokens_per_second / chosen_rate)
+            probes = state.probes.get(length)
+            if probes is None:
+                probes = state.probes[length] = Probes(self._used_s)
+            if estimate.num_windows:
+                pause_s = max(probes.least_pause_s, lost_s / PROBE_SHARE)
+            else:  # plain decoding at once: all else is inferred from it
+                pause_s = 0.0 if length == 0 else lost_s / PROBE_SHARE
+            left_s[length] = probes.last_at + pause_s - self._used_s
+        return left_s

@@ -1,0 +1,202 @@
+"""Chosen lengths of drafts: near the best fixed one in simulated pairs, and what is learnt from which rounds."""
+
+from statistics import median
+from typing import Any
+
+import pytest
+from simulated_pair import SimulatedPair, Simulation, round_times
+
+from draftwire_gateway.session.round_times import WhyPlain
+from draftwire_gateway.speculation.acceptance import NUM_RECENT, AcceptanceEstimate
+from draftwire_gateway.speculation.pair_chooser import LENGTHS, LONGEST_PAUSE_S, PairChooser
+from draftwire_gateway.speculation.pairs import MAX_PAIRS, PairName, Pairs
+from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
+from draftwire_gateway.speculation.session_length import SessionLength
+
+MS = 1e-3
+
+
+def pair_of(verify_ms: float, row_us: float, draft_ms: float, acceptance: float, num_sessions: int) -> SimulatedPair:
+    return SimulatedPair(verify_ms * MS, row_us * 1e-6, draft_ms * MS, lambda now: acceptance, num_sessions)
+
+
+CASES = {
+    "nothing is accepted": (pair_of(5, 200, 2, 0.1, 1), 0),
+    "nothing is accepted of many": (pair_of(20, 0, 2, 0.1, 16), 0),
+    "everything is accepted": (pair_of(20, 0, 0.5, 0.95, 1), 8),
+    "rows are dear": (pair_of(5, 1000, 2, 0.5, 1), 0),
+    "rows are dear for many": (pair_of(20, 1000, 2, 0.5, 16), 0),
+    "short drafts pay": (pair_of(20, 200, 2, 0.5, 1), 2),
+    "a slow target with four sessions": (pair_of(20, 200, 0.5, 0.8, 4), 8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chosen_lengths_are_nearly_as_fast_as_the_best_fixed_one(case: str) -> None:
+    pair, best = CASES[case]
+    fixed = {length: Simulation(pair, length).tokens_per_s(15.0, 1.0) for length in {0, 2, 4, 8, best}}
+    assert max(fixed, key=lambda length: fixed[length]) == best or fixed[best] > 0.97 * max(fixed.values())
+    chosen = Simulation(pair, None).tokens_per_s(40.0, 25.0)
+    assert chosen > 0.93 * max(fixed.values()), "the rest are probes, the rarer the longer it runs"
+
+
+def test_drop_of_acceptance_is_noticed_within_a_second_and_its_rise_after_some() -> None:
+    falls = SimulatedPair(0.005, 2e-4, 5e-4, lambda now: 0.9 if now < 10 else 0.1, 1)
+    plain = Simulation(falls, 0).tokens_per_s(10.0)
+    assert Simulation(falls, None).tokens_per_s(21.0, 11.0) > 0.9 * plain
+    rises = SimulatedPair(0.005, 2e-4, 5e-4, lambda now: 0.1 if now < 10 else 0.9, 1)
+    best = Simulation(rises, 8).tokens_per_s(40.0, 30.0)
+    assert Simulation(rises, None).tokens_per_s(40.0, 30.0) > 0.9 * best
+
+
+def test_probes_become_rare() -> None:
+    chooser = PairChooser(8, 4)
+    Simulation(pair_of(5, 200, 2, 0.1, 1), None, chooser=chooser).tokens_per_s(60.0)
+    (load,) = chooser.explain().loads
+    drafted = sum(estimate.num_windows for estimate in load.estimates if estimate.length)
+    assert (load.length, load.min_sessions, load.max_sessions) == (0, 1, 1)
+    assert 2 <= drafted < 0.05 * load.estimates[0].num_windows
+
+
+def test_prediction_for_a_length_that_is_not_chosen_is_near_what_it_makes() -> None:
+    pair = pair_of(20, 200, 0.5, 0.8, 1)
+    chooser = PairChooser(8, 4)
+    Simulation(pair, None, chooser=chooser).tokens_per_s(60.0)
+    (load,) = chooser.explain().loads
+    for length in (0, 1, 2, 4, 5, 6):
+        measured = Simulation(pair, length).tokens_per_s(60.0, 1.0)
+        assert load.estimates[length].tokens_per_second == pytest.approx(measured, rel=0.15), length
+
+
+# What is learnt
+
+
+def test_acceptance_is_by_position_and_a_token_after_a_refused_one_says_nothing() -> None:
+    known = AcceptanceEstimate()
+    for accepted in (4, 4, 2, 2) * 100:
+        known.add(4, accepted)
+    assert known.survival(4) == pytest.approx([1.0, 1.0, 0.5, 0.5], abs=0.03)
+    assert known.mean_tokens(4) == pytest.approx(4.0, abs=0.1)
+    assert known.survival(6)[5] == pytest.approx(0.5, abs=0.05), "a token fares as the one before it"
+
+
+def test_texts_that_fare_differently_are_noticed_at_once() -> None:
+    known = AcceptanceEstimate()
+    for _ in range(1000):
+        known.add(4, 4)
+    for _ in range(NUM_RECENT):
+        known.add(4, 0)
+    assert known.survival(1)[0] < 0.35
+    shared = AcceptanceEstimate()
+    for number in range(2000):
+        shared.add(4, 4 * (number % 2))
+    before = shared.survival(1)[0]
+    assert before == pytest.approx(0.5, abs=0.1), "texts of two kinds are no surprise"
+
+
+def test_prior_counts_until_a_session_knows_better() -> None:
+    pair = AcceptanceEstimate()
+    for _ in range(500):
+        pair.add(2, 2)
+    own = AcceptanceEstimate(prior=pair)
+    assert own.survival(2) == pair.survival(2)
+    for _ in range(60):
+        own.add(2, 0)
+    assert own.survival(1)[0] < 0.1 < 0.9 < pair.survival(1)[0]
+
+
+def costs_of(**seconds: float) -> RoundCosts:
+    costs = RoundCosts()
+    for name, round_s in seconds.items():
+        length = int(name.removeprefix("of"))
+        for _ in range(20):
+            costs.add(length, WindowSums(20, 20 * round_s, 20 * 0.002, 20 * 0.001 * length, 20, 20.0), 1.0)
+    return costs
+
+
+def test_lengths_that_were_not_measured_are_on_the_line_of_the_others() -> None:
+    costs = costs_of(of0=0.004, of2=0.008, of4=0.012)
+    assert costs.round_s(3) == pytest.approx(0.010)
+    assert costs.round_s(8) == pytest.approx(0.020)
+    assert costs.round_s(0) == pytest.approx(0.004)
+    alone = costs_of(of4=0.012)
+    assert alone.round_s(8) == pytest.approx(0.012 + 4 * alone.draft_token_s)
+    assert alone.round_s(0) == pytest.approx(0.002), "at best, a step of the verifier"
+
+
+def test_machine_that_becomes_slower_does_so_for_all_lengths() -> None:
+    costs = costs_of(of0=0.004, of4=0.012)
+    for _ in range(60):
+        costs.add(4, WindowSums(20, 20 * 0.024, 20 * 0.004, 20 * 0.008, 20, 20.0), 1.0)
+    assert costs.round_s(0) == pytest.approx(0.008, rel=0.01)
+
+
+def test_rounds_of_a_window_count_and_no_others() -> None:
+    chooser = PairChooser(8, 4)
+    session = SessionLength(chooser)
+    now = 0.0
+    assert session.next_length(0, 100, now) == 4
+    window = chooser.window(now)
+    chooser.num_sessions = 1
+
+    def end(number: int, **changes: Any) -> None:
+        session.observe(round_times(number, now, now + 0.001, 4, 2, **changes))
+
+    end(0)
+    assert window.num_rounds == 0, "the drafter had the prompt to read"
+    for left_out in ({"is_first": True}, {"lost_s": 0.1}, {"gateway_s": 0.1}):
+        session.next_length(1, 100, now)
+        end(1, **left_out)
+    assert window.num_rounds == 0
+    session.next_length(2, 2, now)
+    end(2)
+    assert window.num_rounds == 0, "there was no room for the whole length"
+    session.next_length(3, 100, now)
+    end(3)
+    assert window.num_rounds == 1
+    session.next_length(4, 100, now)
+    session.observe(round_times(4, now, now + 0.001, 0, 0, why_plain=WhyPlain.LATE))
+    assert window.num_rounds == 2, "a late block is what drafting costs"
+
+
+def test_a_session_drafts_less_by_its_own_acceptance() -> None:
+    pair = pair_of(5, 1000, 1, 0.9, 1)
+    chooser = PairChooser(8, 8)
+    Simulation(pair, None, chooser=chooser).tokens_per_s(40.0)
+    assert chooser.explain().loads[0].length >= 4
+    chooser.num_sessions = 0
+    poor, now = SessionLength(chooser), 40.0
+    lengths = []
+    for number in range(200):
+        length = poor.next_length(number, 100, now)
+        poor.observe(round_times(number, now, now + 0.01, length, 0, 0.001 * length, 0.006))
+        lengths.append(length)
+        now += 0.0001
+    assert median(lengths[-100:]) <= 2, "but for windows that try others"
+
+
+def test_lengths_are_bounded_by_what_the_services_take() -> None:
+    assert PairChooser(3, 4).lengths == (0, 1, 2, 3)
+    assert PairChooser(16, 4).lengths == LENGTHS
+    chooser = PairChooser(8, 5)
+    assert chooser.window(0.0).length in (4, 6)
+
+
+def test_pairs_are_remembered_by_verifier_and_model_up_to_a_bound() -> None:
+    pairs = Pairs(16, 4)
+    first = pairs.session_length(PairName("a:1", "small"))
+    pairs.session_length(PairName("a:1", "small"))
+    (explained,) = pairs.explain().values()
+    assert explained.num_sessions == 2
+    first.close()
+    for number in range(2 * MAX_PAIRS):
+        pairs.session_length(PairName(f"b:{number}", "small")).close()
+    assert len(pairs.explain()) <= MAX_PAIRS + 1
+    assert pairs.explain()[PairName("a:1", "small")].num_sessions == 1, "a pair in use is kept"
+
+
+def test_pause_between_probes_is_bounded() -> None:
+    chooser = PairChooser(1, 1)
+    Simulation(pair_of(5, 200, 2, 0.95, 1), None, chooser=chooser).tokens_per_s(400.0)
+    windows = [estimate.num_windows for estimate in chooser.explain().loads[0].estimates]
+    assert min(windows) >= 400.0 / (3 * LONGEST_PAUSE_S), "the worse length is tried again and again"
