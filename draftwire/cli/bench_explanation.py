@@ -101,7 +101,6 @@ def break_even_acceptance(load: Any) -> float | None:
     """Returns the share of tokens, equal at all positions, with which the best draft is as fast as plain decoding; None
     if even 1 is too little.
     """
-
     plain_s, *drafting_s = [float(estimate.round_s) for estimate in load.estimates]
 
     def gain(rate: float) -> float:

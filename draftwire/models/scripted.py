@@ -40,6 +40,10 @@ class Script:
     acceptance: tuple[float, ...] = (0.8,)
     """Probability that the draft token at each position is accepted if those before it were, at temperature 1; the
     last number holds for all further positions."""
+    late_acceptance: tuple[float, ...] = ()
+    """The same from place `late_from` of a text on; empty if it does not change."""
+    late_from: int = 0
+    """Place of a text, tokens."""
     vocab_size: int = 320
     """Vocabulary size of both models, at least 256."""
     context_length: int = 32_768
@@ -49,7 +53,8 @@ class Script:
         for name in ("verify_ms", "draft_ms", "calibration_ms", "read_us"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise InvalidRequestError(f"script: {name} must not be negative")
-        if not self.acceptance or not all(0.0 <= value <= 1.0 for value in self.acceptance):
+        given = (*self.acceptance, *self.late_acceptance)
+        if not self.acceptance or not all(0.0 <= value <= 1.0 for value in given):
             raise InvalidRequestError("script: acceptance takes probabilities, such as 0.8/0.6/0.5")
         if self.vocab_size < 256 or self.context_length < 2:
             raise InvalidRequestError("script: vocab_size must be at least 256 and context_length at least 2")
@@ -74,9 +79,11 @@ class Script:
         except ValueError as error:
             raise InvalidRequestError(f"script: {error}") from error
 
-    def acceptance_at(self, position: int) -> float:
-        """Returns the acceptance of a position in the block."""
-        return self.acceptance[min(position, len(self.acceptance) - 1)]
+    def acceptance_at(self, position: int, place: int = 0) -> float:
+        """Returns the acceptance of a position in the block, which begins at a place of the text."""
+        is_late = self.late_acceptance and place >= self.late_from
+        acceptance = self.late_acceptance if is_late else self.acceptance
+        return acceptance[min(position, len(acceptance) - 1)]
 
     def card(self) -> ModelCard:
         """Returns the card of either model: one token for each byte."""
@@ -118,7 +125,8 @@ class ScriptedTarget:
         chosen, accepted = [], []
         for reading in readings:
             chosen += expected_tokens(reading.sequence.length - reading.keep + 1, reading.keep)
-            accepted += [self._script.acceptance_at(position) for position in range(reading.keep)]
+            place = reading.sequence.length - reading.keep + 1
+            accepted += [self._script.acceptance_at(position, place) for position in range(reading.keep)]
         probs = np.zeros((len(chosen), self.vocab_size))
         rows, tokens = np.arange(len(chosen)), np.array(chosen, dtype=np.int64)
         probs[rows, tokens] = accepted
@@ -135,10 +143,10 @@ def wait(seconds: float) -> None:
 def _values(given: Mapping[str, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, text in given.items():
-        if name == "acceptance":
+        if name in ("acceptance", "late_acceptance"):
             values[name] = tuple(float(part) for part in text.split("/"))
         else:
-            values[name] = int(text) if name in ("vocab_size", "context_length") else float(text)
+            values[name] = int(text) if name in ("vocab_size", "context_length", "late_from") else float(text)
     return values
 
 

@@ -24,6 +24,13 @@ LEAST_ROUNDS_OF_EACH = 6
 """A window ends with so many rounds, of each session, after `LEAST_WINDOW_S`, or at `MOST_WINDOW_S`."""
 PROBE_SHARE = 0.003
 """What the probes of one length may cost: so much of the tokens that could be generated meanwhile."""
+ALL_PROBES_SHARE = 0.02
+"""What the probes of all lengths together may cost."""
+LEAST_LOSS = 0.05
+"""Share of a probe's tokens that it costs at least, for all that changes with the length."""
+FIRST_PROBES = 2
+FIRST_PROBE_SHARE = 0.008
+"""The first probes of a length may cost that: one window can be far off."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Least pause between probes of a length: doubled after each that did not change the choice."""
 LONGEST_ROUND_S = 1.0
@@ -95,6 +102,8 @@ class LoadState:
     """The chosen one."""
     costs: RoundCosts = field(default_factory=RoundCosts)
     probes: dict[int, Probes] = field(default_factory=dict)
+    no_probe_before: float = 0.0
+    """In seconds of use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +293,9 @@ class PairChooser:
             probes = state.probes[window.length]
             changes = state.costs.measured(window.length) is not None and self._best(state, window.load) != state.length
             probes.last_at = self._used_s
-            probes.least_pause_s = FIRST_PAUSE_S if changes else min(LONGEST_PAUSE_S, 2.0 * probes.least_pause_s)
+            state.no_probe_before = self._used_s + self._lost_s(state, window.length, window.load) / ALL_PROBES_SHARE
+            grows = not changes and self.estimate(window.length, window.load).num_windows >= FIRST_PROBES
+            probes.least_pause_s = min(LONGEST_PAUSE_S, 2.0 * probes.least_pause_s) if grows else FIRST_PAUSE_S
         self._window = self._next_window(window.load, now)
 
     def _next_window(self, load: int, now: float) -> Window:
@@ -330,13 +341,23 @@ class PairChooser:
             if length == state.length:
                 continue
             estimate = self.estimate(length, load)
-            lost_s = self._window_s(estimate.round_s) * max(0.0, 1.0 - estimate.tokens_per_second / chosen_rate)
+            lost_s = self._lost_s(state, length, load)
             probes = state.probes.get(length)
             if probes is None:
                 probes = state.probes[length] = Probes(self._used_s)
             if estimate.num_windows:
-                pause_s = max(probes.least_pause_s, lost_s / PROBE_SHARE)
+                share = PROBE_SHARE if estimate.num_windows >= FIRST_PROBES else FIRST_PROBE_SHARE
+                pause_s = max(probes.least_pause_s, lost_s / share)
             else:  # plain decoding at once: all else is inferred from it
                 pause_s = 0.0 if length == 0 else lost_s / PROBE_SHARE
-            left_s[length] = probes.last_at + pause_s - self._used_s
+            due_at = probes.last_at + pause_s
+            if estimate.num_windows and estimate.tokens_per_second < chosen_rate:  # else it may gain
+                due_at = max(due_at, state.no_probe_before)
+            left_s[length] = due_at - self._used_s
         return left_s
+
+    def _lost_s(self, state: LoadState, length: int, load: int) -> float:
+        """Returns the time in which the chosen length would make the tokens that a probe of another one costs."""
+        chosen, other = self.estimate(state.length, load), self.estimate(length, load)
+        share = 1.0 - other.tokens_per_second / chosen.tokens_per_second
+        return self._window_s(other.round_s) * max(LEAST_LOSS, share)

@@ -1,0 +1,280 @@
+"""Chosen lengths of drafts against fixed ones, in turns, on pairs for which very different lengths are best.
+
+    draftwire synth --shape 370m --draft-layers 2 --agreement 0.8 --temperature 1.0 --out /tmp/370m
+    python -m benchmarks.adaptive --large /tmp/370m --output benchmarks/results/adaptive.json
+
+Each cell is a pair at a number of sessions, served by three processes. Its arms, plain decoding, drafts of 1, 2, 4 and
+8 tokens, and chosen lengths, have turns one after the other. The best fixed arm is the one with the most tokens in the
+odd turns; the ratio is of the even ones, so that no arm is best by luck. Beside it, A/A: the best arm's odd turns over
+its even ones. Sessions of a turn start together and end with it; the first part of a turn is not counted.
+
+A drop is a text whose acceptance falls from 0.9 to 0.1: tokens/s from the second second after it, over plain decoding
+by the same services.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+
+from benchmarks.paired import ratio_of
+from benchmarks.prompts import load_prompts
+from benchmarks.report import progress, write_report
+from draftwire.cli.local_stack import LocalStack
+from draftwire.cli.up_command import stack_options, threads_for
+from draftwire.client import AsyncClient
+
+ARMS = (0, 1, 2, 4, 8, None)
+"""Draft tokens of a round; None is chosen."""
+GAINFUL = 1.2
+"""Drafts are worth having where the best fixed length makes so many times the tokens/s of plain decoding."""
+DROP = "scripted:verify_ms=10,draft_ms=0.5,acceptance=0.9,late_acceptance=0.1,late_from=2500"
+SCRIPTED_CACHE = 1_000_000
+"""Tokens of the KV cache of a scripted verifier, which has no data."""
+DROP_AT = 2500
+"""Place of the text at which acceptance drops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A pair, and how it is used."""
+
+    name: str
+    model: str
+    """A script, "embedded" or "large"."""
+    sessions: int
+    temperature: float = 1.0
+    max_tokens: int = 8192
+    """Of a completion; when it ends, the session starts another one."""
+
+
+def scripted(sessions: int, **script: float) -> Cell:
+    """Returns a cell of a scripted pair."""
+    text = ",".join(f"{name}={value:g}" for name, value in script.items())
+    shown = ", ".join(f"{name.removesuffix('_ms').removesuffix('_us')} {value:g}" for name, value in script.items())
+    return Cell(f"scripted: {shown}; {sessions} sessions", f"scripted:{text}", sessions)
+
+
+CELLS = (
+    scripted(1, verify_ms=20, draft_ms=0.5, acceptance=0.95),
+    scripted(1, verify_ms=20, draft_ms=2, acceptance=0.8),
+    scripted(1, verify_ms=20, draft_ms=2, acceptance=0.1),
+    scripted(1, verify_ms=5, draft_ms=0.5, acceptance=0.8),
+    scripted(1, verify_ms=5, draft_ms=2, read_us=200, acceptance=0.5),
+    scripted(1, verify_ms=5, draft_ms=0.5, read_us=1000, acceptance=0.95),
+    scripted(4, verify_ms=20, draft_ms=0.5, read_us=200, acceptance=0.5),
+    scripted(4, verify_ms=20, draft_ms=2, read_us=1000, acceptance=0.5),
+    scripted(16, verify_ms=20, draft_ms=0.5, read_us=200, acceptance=0.8),
+    scripted(16, verify_ms=20, draft_ms=2, acceptance=0.1),
+    scripted(16, verify_ms=20, draft_ms=0.5, acceptance=0.5),
+    scripted(64, verify_ms=20, draft_ms=0.5, read_us=200, acceptance=0.95),
+    *(
+        Cell(f"embedded, temperature {temperature:g}; {sessions} sessions", "embedded", sessions, temperature, 192)
+        for temperature in (0.0, 1.0)
+        for sessions in (1, 4, 16)
+    ),
+    *(
+        Cell(f"374 M, temperature {temperature:g}; {sessions} sessions", "large", sessions, temperature, 192)
+        for temperature in (0.0, 1.0)
+        for sessions in (1, 4, 8)
+    ),
+)
+
+
+@dataclass(slots=True)
+class Meter:
+    """Counts tokens that arrive within a span of time."""
+
+    begins_at: float
+    num_tokens: int = 0
+
+    def count(self, num_tokens: int) -> None:
+        """Counts tokens that arrive now."""
+        if time.perf_counter() >= self.begins_at:
+            self.num_tokens += num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """What a cell showed. Tokens/s are medians over all turns."""
+
+    name: str
+    best: int
+    """The best fixed length, by the odd turns."""
+    tokens_per_second: dict[str, float]
+    ratio: dict[str, float]
+    """Chosen lengths over the best one, in even turns."""
+    a_over_a: float
+    """The best arm's odd turns over its even ones."""
+    over_plain: dict[str, float]
+    turns: dict[str, list[float]] = field(default_factory=dict)
+
+
+async def run_turn(client: AsyncClient, cell: Cell, length: int | None, settle_s: float, seconds: float) -> float:
+    """Returns the tokens/s of all sessions."""
+    meter = Meter(time.perf_counter() + settle_s)
+    prompts = load_prompts()
+
+    async def session(index: int) -> None:
+        for prompt in islice(cycle(prompts), index, None):
+            options = {
+                "max_tokens": cell.max_tokens,
+                "temperature": cell.temperature,
+                "ignore_eos": True,
+                "num_speculative_tokens": length,
+            }
+            async with client.stream(prompt, **options) as stream:  # type: ignore[arg-type]
+                async for piece in stream:
+                    meter.count(len(piece.token_ids))
+
+    tasks = [asyncio.create_task(session(index)) for index in range(cell.sessions)]
+    await asyncio.sleep(settle_s + seconds)
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(outcome, asyncio.CancelledError):
+            raise RuntimeError(f"a session ended: {outcome!r}")
+    return meter.num_tokens / seconds
+
+
+def options_of(cell: Cell, large: Path | None) -> dict[str, dict[str, object]]:
+    """Returns the options of the cell's services."""
+    if cell.model == "embedded":
+        return stack_options(None, None, None)
+    if cell.model == "large":
+        assert large is not None, "cells without their pair were left out"
+        return {
+            "verifier": {"model": large / "target", "threads": threads_for(str(large / "target"))},
+            "drafter": {"model": large / "drafter", "threads": threads_for(str(large / "drafter"))},
+            "gateway": {},
+        }
+    return {
+        "verifier": {"model": cell.model, "threads": 1, "kv_cache_tokens": SCRIPTED_CACHE},
+        "drafter": {"model": cell.model, "threads": 1},
+        "gateway": {},
+    }
+
+
+def measure_cell(cell: Cell, arguments: argparse.Namespace) -> CellResult:
+    """Runs the turns of a cell, after the server has served chosen lengths for a while."""
+    turns: dict[int | None, list[float]] = {arm: [] for arm in ARMS}
+
+    async def run(address: str) -> None:
+        async with AsyncClient(address) as client:
+            await run_turn(client, cell, None, 0.0, arguments.warm_up_s)
+            for turn in range(arguments.turns):
+                for arm in ARMS if turn % 2 == 0 else ARMS[::-1]:
+                    turns[arm].append(await run_turn(client, cell, arm, arguments.settle_s, arguments.seconds))
+
+    with LocalStack(options_of(cell, arguments.large)) as stack:
+        asyncio.run(run(stack.address))
+    fixed = [arm for arm in ARMS if arm is not None]
+    best = max(fixed, key=lambda arm: sum(turns[arm][0::2]))
+    return CellResult(
+        name=cell.name,
+        best=best,
+        tokens_per_second={named(arm): median(rates) for arm, rates in turns.items()},
+        ratio=asdict(ratio_of(turns[None][1::2], turns[best][1::2])),
+        a_over_a=ratio_of(turns[best][0::2], turns[best][1::2]).median,
+        over_plain=asdict(ratio_of(turns[None], turns[0])),
+        turns={named(arm): rates for arm, rates in turns.items()},
+    )
+
+
+def named(arm: int | None) -> str:
+    """Returns the name of an arm."""
+    return "chosen" if arm is None else str(arm)
+
+
+async def tokens_after_drop(client: AsyncClient, seconds: float) -> float:
+    """Returns tokens/s from the second second after the drop, for so many seconds."""
+    arrivals: list[tuple[float, int]] = []
+    dropped_at, num_tokens = None, 0
+    async with client.stream("a", max_tokens=8192) as stream:
+        async for piece in stream:
+            now = time.perf_counter()
+            num_tokens += len(piece.token_ids)
+            if dropped_at is None and num_tokens >= DROP_AT:
+                dropped_at = now
+            arrivals.append((now, len(piece.token_ids)))
+            if dropped_at is not None and now >= dropped_at + 1.0 + seconds:
+                break
+    assert dropped_at is not None, "the text is longer than that"
+    return sum(count for at, count in arrivals if dropped_at + 1.0 <= at < dropped_at + 1.0 + seconds) / seconds
+
+
+def measure_drops(arguments: argparse.Namespace) -> dict[str, object]:
+    """Runs texts whose acceptance drops, each on services that have seen no other drop, after plain decoding."""
+    chosen, plain = [], []
+    cell = Cell("drop", DROP, 1)
+
+    async def run(address: str) -> None:
+        async with AsyncClient(address) as client:
+            plain.append(await run_turn(client, cell, 0, arguments.settle_s, arguments.seconds))
+            chosen.append(await tokens_after_drop(client, arguments.drop_seconds))
+
+    for _ in progress(range(arguments.drops), "drops"):
+        with LocalStack(options_of(cell, None)) as stack:
+            asyncio.run(run(stack.address))
+    mean = sum(chosen) / sum(plain)
+    return {"script": DROP, "mean": mean, "ratio": asdict(ratio_of(chosen, plain)), "chosen": chosen, "plain": plain}
+
+
+def chosen_cells(arguments: argparse.Namespace) -> Iterator[Cell]:
+    """Yields the cells whose pair is there, of those that were asked for."""
+    for cell in CELLS:
+        is_asked = arguments.only is None or arguments.only in cell.name
+        if is_asked and (cell.model != "large" or arguments.large is not None):
+            yield cell
+
+
+def summary(results: Sequence[CellResult]) -> dict[str, object]:
+    """Returns the figures over all cells."""
+    ratios = [result.ratio["median"] for result in results]
+    gainful = [
+        result.ratio["median"]
+        for result in results
+        if result.tokens_per_second[str(result.best)] >= GAINFUL * result.tokens_per_second["0"]
+    ]
+    return {
+        "cells": len(results),
+        "median_ratio": median(ratios),
+        "least_ratio": min(ratios),
+        "below_0.95": [result.name for result in results if result.ratio["median"] < 0.95],
+        "gainful_cells": len(gainful),
+        "least_ratio_of_gainful": min(gainful, default=None),
+        "least_over_plain": min(result.over_plain["median"] for result in results),
+        "a_over_a": [min(result.a_over_a for result in results), max(result.a_over_a for result in results)],
+    }
+
+
+def main() -> None:
+    """Measures, prints a line for each cell and the summary, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--large", type=Path, help="folder of the 374 M pair; without it, its cells are left out")
+    parser.add_argument("--only", help="cells whose name has this in it")
+    parser.add_argument("--turns", type=int, default=6, help="of each arm, half of them to find the best one")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of a turn, that are counted")
+    parser.add_argument("--settle-s", type=float, default=0.5, help="of a turn, before")
+    parser.add_argument("--warm-up-s", type=float, default=8.0, help="chosen lengths before the first turn of a cell")
+    parser.add_argument("--drops", type=int, default=20)
+    parser.add_argument("--drop-seconds", type=float, default=5.0, help="that are counted after a drop")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    results = []
+    for cell in progress(list(chosen_cells(arguments)), "cells"):
+        result = measure_cell(cell, arguments)
+        results.append(result)
+        rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result.tokens_per_second.items())
+        ratio, spread = result.ratio["median"], result.a_over_a
+        print(f"{cell.name}: {rates}; chosen / {result.best}: {ratio:.3f}, A/A {spread:.3f}", flush=True)
+    drops = measure_drops(arguments) if arguments.drops else None
+    write_report(arguments, {**summary(results), "drops": drops, "results": [asdict(result) for result in results]})
+
+
+if __name__ == "__main__":
+    main()
