@@ -95,6 +95,7 @@ def last(**values: object) -> str:
         "num_draft_tokens": 4,
         "num_accepted_draft_tokens": 2,
         "num_accepted_tokens_per_pos": [1, 1, 0, 0],
+        "draft_length_histogram": [0, 0, 0, 0, 1],
         "block_efficiency": 3.0,
         "rejection_sample_method": "block",
         "is_lossy": False,
@@ -238,7 +239,7 @@ def test_plain_run_comes_after_with_the_same_seed_and_is_compared(
         stream(chunk(0, token(plain, "plain")), last(duration_ms=250.0)),
     ]
     watched = gateway.open()
-    watched.run(**fields)
+    watched.run(**{"num_speculative_tokens": 4} | fields)
     first, second = gateway.bodies
     assert (first["num_speculative_tokens"], second["num_speculative_tokens"]) == (4, 0)
     assert first["cache_salt"] != second["cache_salt"], "both read the prompt themselves"
@@ -249,6 +250,21 @@ def test_plain_run_comes_after_with_the_same_seed_and_is_compared(
     assert first["model"] == "large"
     assert watched.text_of("#ratio")[:-1] == "2.50"
     assert watched.text_of("#equality").startswith(expected)
+
+
+def test_lengths_are_the_gateways_to_choose_without_a_number_and_shown(gateway: ScriptedGateway) -> None:
+    gateway.answers = [
+        stream(chunk(4, token("x")), chunk(0, token("y", "plain")), last(draft_length_histogram=[7, 0, 0, 0, 12]))
+    ]
+    watched = gateway.open()
+    watched.run(compare=False)
+    (body,) = gateway.bodies
+    assert "num_speculative_tokens" not in body
+    assert body["has_random_seed"] is True
+    assert watched.text_of("#lengths") == "0: 7, 4: 12"
+    gateway.answers.append(stream(chunk(4, token("x")), last()))
+    watched.run(compare=False, seed=5)
+    assert gateway.bodies[1]["has_random_seed"] is False, "a seed that was given may be used again"
 
 
 @pytest.mark.parametrize("fields", [{"compare": False}, {"num_speculative_tokens": 0}])

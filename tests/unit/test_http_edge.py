@@ -51,7 +51,7 @@ OTHERS = {"model", "best_of", "suffix", "stream", "stream_options", "user", "too
 def test_every_parameter_of_grpc_can_be_said_over_http_but_for_resuming() -> None:
     requested = {field.name for field in gateway_pb2.GenerateRequest.DESCRIPTOR.fields} - {"sampling"}
     requested |= {field.name for field in session_pb2.SamplingParameters.DESCRIPTOR.fields}
-    wanted = {here for name in requested - {"generated_choices", "has_random_seed"} for here in HERE.get(name, {name})}
+    wanted = {here for name in requested - {"generated_choices"} for here in HERE.get(name, {name})}
     assert wanted | OTHERS == set(CompletionBody.model_fields) | set(ChatBody.model_fields)
     of_one_route = {"prompt", "echo", "best_of", "suffix"}
     assert set(CompletionBody.model_fields) - set(ChatBody.model_fields) == of_one_route

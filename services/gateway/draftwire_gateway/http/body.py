@@ -200,6 +200,7 @@ class GenerateBody(SamplingNumbers, Strict):
     user: str | None = None
     """Has no effect here."""
     # Not in OpenAI's API; named as in gRPC.
+    has_random_seed: bool = False
     num_speculative_tokens: int | None = None
     rejection_sample_method: str | None = None
     allowed_token_ids: TokenIds | None = None

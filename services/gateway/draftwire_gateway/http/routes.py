@@ -145,6 +145,7 @@ def _common(body: GenerateBody) -> dict[str, Any]:
         "stop_token_ids": tuple(body.stop_token_ids),
         "ignore_eos": body.ignore_eos,
         "seed": body.seed,
+        "has_random_seed": body.has_random_seed,
         "num_speculative_tokens": body.num_speculative_tokens,
         "rule": body.rejection_sample_method,
         "cache_salt": body.cache_salt,

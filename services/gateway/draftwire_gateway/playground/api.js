@@ -19,6 +19,7 @@ import { readEvents } from "./sse.js";
  * @property {number} num_draft_tokens
  * @property {number} num_accepted_draft_tokens
  * @property {number[]} num_accepted_tokens_per_pos
+ * @property {number[]} draft_length_histogram
  * @property {number} block_efficiency
  * @property {string} rejection_sample_method
  * @property {boolean} is_lossy

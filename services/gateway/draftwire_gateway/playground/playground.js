@@ -31,6 +31,7 @@ function drawFigures() {
   element("first_token").textContent = format(tally.firstTokenMs, 0);
   element("tokens").textContent = String(tally.numTokens);
   element("rounds").textContent = String(tally.numRounds);
+  element("lengths").textContent = tally.lengths;
   for (const count of document.querySelectorAll("[data-count]")) {
     count.textContent = String(tally.bySource[count.getAttribute("data-count") ?? ""]);
   }
@@ -42,6 +43,8 @@ const showFigures = oncePerFrame(drawFigures);
 /** @returns {CompletionRequest} */
 function readForm() {
   // The seed is drawn here so that the plain run can use the same. Larger integers are not exact in JavaScript.
+  const hasRandomSeed = input("seed").value === "";
+  const length = input("num_speculative_tokens").value;
   if (input("seed").value === "") input("seed").placeholder = String(crypto.getRandomValues(new Uint32Array(1))[0]);
   return {
     ...(target === undefined ? {} : { model: target }),
@@ -50,7 +53,8 @@ function readForm() {
     temperature: Number(input("temperature").value),
     top_p: Number(input("top_p").value),
     seed: Number(input("seed").value || input("seed").placeholder),
-    num_speculative_tokens: Number(input("num_speculative_tokens").value),
+    has_random_seed: hasRandomSeed,
+    ...(length === "" ? {} : { num_speculative_tokens: Number(length) }),
     rejection_sample_method: input("rejection_sample_method").value,
     logprobs: 0,
     logprobs_mode: "processed",

@@ -20,6 +20,8 @@ export class Tally {
     this.accepted = [];
     /** Shown tokens by source. @type {Record<string, number>} */
     this.bySource = Object.fromEntries(SOURCES.map((source) => [source, 0]));
+    /** Rounds by how many draft tokens they judged. @type {number[]} */
+    this.byLength = [];
     this.firstTokenMs = NaN;
     this.durationMs = NaN;
     /** @type {Metrics | null} */
@@ -34,6 +36,7 @@ export class Tally {
     this.numRounds += 1;
     this.numTokens += round.tokens.length;
     this.numDraftTokens += round.numDraftTokens;
+    this.byLength[round.numDraftTokens] = (this.byLength[round.numDraftTokens] ?? 0) + 1;
     for (const token of round.tokens) this.bySource[token.source] += 1;
     const numAccepted = round.tokens.filter((token) => token.source === "accepted").length;
     this.numAccepted += numAccepted;
@@ -41,6 +44,12 @@ export class Tally {
       this.judged[place] = (this.judged[place] ?? 0) + 1;
       this.accepted[place] = (this.accepted[place] ?? 0) + (place < numAccepted ? 1 : 0);
     }
+  }
+
+  /** Rounds by draft length, as text: `0: 3, 4: 10`. @returns {string} */
+  get lengths() {
+    const shown = [...this.byLength.entries()].filter(([, count]) => (count ?? 0) > 0);
+    return shown.map(([length, count]) => `${length}: ${count}`).join(", ");
   }
 
   /**
@@ -51,6 +60,7 @@ export class Tally {
   settle(metrics) {
     this.metrics = metrics;
     this.numRounds = metrics.num_rounds;
+    this.byLength = metrics.draft_length_histogram;
     this.numDraftTokens = metrics.num_draft_tokens;
     this.numAccepted = metrics.num_accepted_draft_tokens;
     this.accepted = this.judged.map((_, place) => metrics.num_accepted_tokens_per_pos[place] ?? 0);
