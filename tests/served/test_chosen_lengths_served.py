@@ -1,0 +1,122 @@
+"""Chosen lengths through the three services: the law of the text, equal texts under `coupled`, repeatable seeds."""
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.law import LENGTH, LOSSLESS, PROMPT, compare, exact_law, stack_options
+from draftwire.cli.__main__ import app
+from draftwire.client import Client, Completion
+from draftwire.requests.parameters import SamplingParams
+from draftwire_gateway.speculation.pair_chooser import PairChooser, Window
+from tests.in_process import InProcessStack
+
+ALPHA = 1e-6
+"""Probability of a false alarm of each comparison."""
+SAMPLES = 150
+CONCURRENCY = 8
+
+
+@pytest.fixture(scope="module")
+def adaptive_stack(pair: tuple[Path, Path]) -> Iterator[InProcessStack]:
+    """The tiny pair, on a gateway that chooses lengths. So small models are faster without drafts, and choose none."""
+    options = stack_options(*pair)
+    options["gateway"]["speculation"] = "adaptive"
+    with InProcessStack(options) as running:
+        yield running
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the chooser change its mind with every round, by all that has been accepted so far."""
+    turns = count()
+
+    def window(chooser: PairChooser, now: float) -> Window:
+        accepted = sum(chooser.acceptance.survival(4))
+        length = random.Random(f"{next(turns)} {accepted}").choice((0, 1, 2, 3, 4, 8))
+        return Window(length, 0, now, is_probe=True, counts_from=now)
+
+    monkeypatch.setattr(PairChooser, "window", window)
+    monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: 1)
+    monkeypatch.setattr(PairChooser, "observe", lambda *_, **__: None)
+
+
+def draw(client: Client, number: int, **options: Any) -> list[Completion]:
+    """Draws so many completions side by side."""
+    options = {"max_tokens": LENGTH, "ignore_eos": True} | options
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        return list(pool.map(lambda _: client.generate(PROMPT, **options), range(number)))
+
+
+@pytest.mark.usefixtures("restless")
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_law_of_the_target_holds_whatever_lengths_past_rounds_choose(
+    adaptive_stack: InProcessStack, pair: tuple[Path, Path], rule: str
+) -> None:
+    with Client(adaptive_stack.address) as client:
+        drawn = draw(client, SAMPLES, rejection_sample_method=rule)
+    lengths = [sum(counts) for counts in zip(*(padded(one.draft_length_histogram) for one in drawn), strict=True)]
+    assert min(lengths[length] for length in (0, 1, 2, 3)) > 0, f"all were chosen: {lengths}"
+    assert compare(rule, drawn, exact_law(pair[0], SamplingParams())).p_value > ALPHA
+
+
+def padded(histogram: list[int]) -> list[int]:
+    return histogram + [0] * (9 - len(histogram))
+
+
+@pytest.mark.usefixtures("restless")
+@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_text_of_a_seed_is_the_same_under_coupled_with_lengths_chosen_and_given(
+    adaptive_stack: InProcessStack, number: int
+) -> None:
+    with Client(adaptive_stack.address) as client:
+        chosen = draw(client, number, rejection_sample_method="coupled", max_tokens=40)
+        for one in chosen:
+            options = {"seed": one.seed, "rejection_sample_method": "coupled", "num_speculative_tokens": 4}
+            given = client.generate(PROMPT, max_tokens=40, ignore_eos=True, **options)
+            assert given.token_ids == one.token_ids
+    assert any(one.draft_length_histogram[0] for one in chosen)
+    assert any(len(one.draft_length_histogram) == 9 for one in chosen)
+
+
+@pytest.mark.usefixtures("restless")
+def test_requests_with_a_seed_are_repeatable_at_rest_whatever_others_did_between() -> None:
+    """On a pair whose drafter is ready before the first token: when it is decides on the first rounds."""
+    script = Path("scripted:acceptance=0.8/0.5,verify_ms=10")
+    options = stack_options(script, script)
+    options["gateway"]["speculation"] = "adaptive"
+    with InProcessStack(options) as stack, Client(stack.address) as client:
+        texts = []
+        for _ in range(2):
+            texts.append([client.generate("a", seed=seed, max_tokens=12).token_ids for seed in range(20)])
+            for _ in range(3):
+                client.generate("a", max_tokens=20)
+    assert texts[0] == texts[1]
+    assert len({tuple(text) for text in texts[0]}) > 10
+
+
+def test_command_explains_what_is_chosen(adaptive_stack: InProcessStack) -> None:
+    arguments = ["bench", "--address", adaptive_stack.address, "--requests", "8", "--concurrency", "2", "--runs", "1"]
+    arguments += ["--max-tokens", "50", "--ignore-eos", "--explain"]
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert "prices: a plain round" in shown.output
+    assert "drafting does not pay" in shown.output or "drafting pays" in shown.output
+    printed = CliRunner().invoke(app, [*arguments, "--json"])
+    explanation = json.loads(printed.output)["explanation"]
+    (choice,) = explanation["choices"]
+    assert explanation["is_adaptive"]
+    assert len(choice["survival"]) == 8
+    assert {load["min_sessions"] for load in choice["loads"]} >= {2}
+
+
+def test_gateway_with_fixed_lengths_says_so(client: Client) -> None:
+    assert not client.explain_speculation().is_adaptive
+    assert client.generate([1, 2], max_tokens=20).draft_length_histogram[-1] > 0
