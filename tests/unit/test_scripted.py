@@ -44,10 +44,13 @@ def rounds_of(
 
 def test_script_is_read_from_a_models_name() -> None:
     text = "verify_ms=5,draft_ms=1.5,calibration_ms=2,read_us=3e1,acceptance=0.8/1/0,vocab_size=512,context_length=99"
-    expected = Script(5.0, 1.5, 2.0, 30.0, (0.8, 1.0, 0.0), 512, 99)
+    expected = Script(5.0, 1.5, 2.0, 30.0, (0.8, 1.0, 0.0), vocab_size=512, context_length=99)
     assert Script.parse(PREFIX + text) == Script.parse(text) == expected
     assert Script.parse(PREFIX) == Script()
     assert Script.parse(PREFIX + "acceptance=0.5") == Script(acceptance=(0.5,))
+    late = Script.parse(PREFIX + "late_acceptance=0.1/0.2,late_from=30")
+    assert [late.acceptance_at(place, 29) for place in (0, 5)] == [0.8, 0.8]
+    assert [late.acceptance_at(place, 30) for place in (0, 5)] == [0.1, 0.2]
 
 
 @every(
