@@ -143,20 +143,33 @@ def test_rounds_of_a_window_count_and_no_others() -> None:
         session.observe(round_times(number, now, now + 0.001, 4, 2, **changes))
 
     end(0)
-    assert window.num_rounds == 0, "the drafter had the prompt to read"
+    now = 0.01
+    assert window.all.num_rounds == 0, "the drafter had the prompt to read"
     for left_out in ({"is_first": True}, {"lost_s": 0.1}, {"gateway_s": 0.1}):
         session.next_length(1, 100, now)
         end(1, **left_out)
-    assert window.num_rounds == 0
+    assert window.all.num_rounds == 0
     session.next_length(2, 2, now)
     end(2)
-    assert window.num_rounds == 0, "there was no room for the whole length"
+    assert window.all.num_rounds == 0, "there was no room for the whole length"
     session.next_length(3, 100, now)
     end(3)
-    assert window.num_rounds == 1
+    assert window.all.num_rounds == 1
     session.next_length(4, 100, now)
     session.observe(round_times(4, now, now + 0.001, 0, 0, why_plain=WhyPlain.LATE))
-    assert window.num_rounds == 2, "a late block is what drafting costs"
+    assert window.all.num_rounds == 2, "a late block is what drafting costs"
+    assert window.quiet.num_rounds == 2
+    session.next_length(5, 100, now)
+    end(5)
+    assert window.all.num_rounds == 2, "the drafter had a plain round's token to read"
+    other = SessionLength(chooser)
+    session.next_length(6, 100, now)
+    end(6)
+    assert (window.all.num_rounds, window.quiet.num_rounds) == (3, 2), "a prompt is read beside it"
+    other.observe(round_times(0, now, now + 1.0, 0, 0, is_first=True))
+    session.next_length(7, 100, now)
+    end(7)
+    assert window.quiet.num_rounds == 2, "as was beside a part of this one"
 
 
 def test_a_session_drafts_less_by_its_own_acceptance() -> None:

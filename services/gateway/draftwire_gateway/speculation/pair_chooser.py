@@ -39,6 +39,8 @@ LEAST_GAIN = 0.01
 """Another length is chosen if it is better by so much."""
 MAX_SLOW_READER = 0.5
 """Rounds that waited for their reader for longer than this share of their time are left out."""
+SETTLING_ROUNDS = 2.0
+"""Where other sessions run, rounds count from so many rounds after a change of the length on."""
 FIRST_PLAIN_ROUNDS = 4
 """Plain rounds that are requested at once before the time of one is known."""
 
@@ -56,33 +58,15 @@ class Window:
     """Rounds that began earlier do not count: other sessions still had another length."""
     next_due: float = math.inf
     """When it is another length's turn to be probed."""
-    num_rounds: int = 0
-    round_s: float = 0.0
-    verify_s: float = 0.0
-    draft_s: float = 0.0
-    num_tokens: int = 0
-    expected_tokens: float = 0.0
-
-    def add(self, times: RoundTimes, expected_tokens: float) -> None:
-        """Counts a round that was requested in the window and drafted to its length."""
-        self.num_rounds += 1
-        self.round_s += times.duration_s
-        self.verify_s += times.verify_s
-        self.draft_s += times.draft_s
-        self.num_tokens += times.num_tokens
-        self.expected_tokens += expected_tokens
-
-    @property
-    def mean_round_s(self) -> float:
-        """Mean time of the rounds that were counted, seconds; 0 if none was."""
-        return self.round_s / self.num_rounds if self.num_rounds else 0.0
+    quiet: WindowSums = field(default_factory=WindowSums)
+    """Over rounds beside which nobody read a prompt."""
+    all: WindowSums = field(default_factory=WindowSums)
+    """Over all rounds."""
 
     @property
     def sums(self) -> WindowSums:
-        """What was counted."""
-        return WindowSums(
-            self.num_rounds, self.round_s, self.verify_s, self.draft_s, self.num_tokens, self.expected_tokens
-        )
+        """Over quiet rounds, or all if too few are quiet, as where prompts arrive all the time."""
+        return self.quiet if 2 * self.quiet.num_rounds >= LEAST_ROUNDS else self.all
 
 
 @dataclass(slots=True)
@@ -169,13 +153,21 @@ class PairChooser:
         self._first_length = min(self.lengths, key=lambda length: abs(length - first_length))
         self._loads: dict[int, LoadState] = {}
         self._window: Window | None = None
+        self._num_reading = 0
+        self._quiet_since = -math.inf
         self._used_s = 0.0
         """Time in which there were rounds: pauses between probes are counted in it."""
         self._used_until = -math.inf
 
     def join(self) -> None:
-        """Counts one more session."""
+        """Counts one more session, which has its prompt read."""
         self.num_sessions += 1
+        self._num_reading += 1
+
+    def end_reading(self, now: float) -> None:
+        """Records that a session's prompt was read."""
+        self._num_reading -= 1
+        self._quiet_since = now
 
     def leave(self) -> None:
         """Counts one session less."""
@@ -205,10 +197,13 @@ class PairChooser:
         is_of_window = window is current or window.length == current.length == 0  # plain runs outlast windows
         is_of_window = is_of_window and times.started_at >= current.counts_from
         if is_of_window and is_whole and times.gateway_s <= MAX_SLOW_READER * service_s:
-            current.add(times, self.acceptance.mean_tokens(current.length))
+            expected_tokens = self.acceptance.mean_tokens(current.length)
+            current.all.add(times, expected_tokens)
+            if self._num_reading == 0 and times.started_at >= self._quiet_since:
+                current.quiet.add(times, expected_tokens)
         passed_s = times.ended_at - current.counts_from
         least_rounds = max(LEAST_ROUNDS, LEAST_ROUNDS_OF_EACH * self.num_sessions)
-        is_full = passed_s >= LEAST_WINDOW_S and current.num_rounds >= least_rounds
+        is_full = passed_s >= LEAST_WINDOW_S and current.quiet.num_rounds >= least_rounds
         is_due = times.ended_at >= current.next_due
         if is_full or is_due or passed_s >= MOST_WINDOW_S:
             self._end_window(current, times.ended_at)
@@ -269,10 +264,10 @@ class PairChooser:
 
     def _plain_round_s(self, window: Window) -> float | None:
         """Returns the time of a plain round; None if none is known."""
-        if window.length == 0 and window.num_rounds:
-            return window.round_s / window.num_rounds
-        costs = self._loads[window.load].costs.measured(0)
-        return None if costs is None else costs.round_s
+        if window.length == 0 and window.sums.num_rounds:
+            return window.sums.mean_round_s
+        costs = self._loads[window.load].costs
+        return None if costs.is_empty else costs.round_s(0)
 
     def _turn_at(self, window: Window, round_s: float) -> float:
         """Returns when a window of plain rounds is over, or its length is not the chosen one any more."""
@@ -287,8 +282,9 @@ class PairChooser:
 
     def _end_window(self, window: Window, now: float) -> None:
         state = self._loads[window.load]
-        if window.num_rounds:
-            state.costs.add(window.length, window.sums, min(1.0, window.num_rounds / LEAST_ROUNDS))
+        sums = window.sums
+        if sums.num_rounds:
+            state.costs.add(window.length, sums, min(1.0, sums.num_rounds / LEAST_ROUNDS))
         if window.is_probe:
             probes = state.probes[window.length]
             changes = state.costs.measured(window.length) is not None and self._best(state, window.load) != state.length
@@ -314,7 +310,8 @@ class PairChooser:
         counts_from = now
         before = self._window
         if before is not None and before.length != length and self.num_sessions > 1:
-            counts_from += before.mean_round_s  # until then others are in rounds of the length before
+            # Until then others are in rounds of the length before, and sessions share fewer steps than they will.
+            counts_from += SETTLING_ROUNDS * before.sums.mean_round_s
         return Window(length, load, now, probe is not None, counts_from, next_due)
 
     def _length_at_other_load(self, load: int) -> int:

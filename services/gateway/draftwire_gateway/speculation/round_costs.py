@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from draftwire_gateway.session.round_times import RoundTimes
+
 NEW_WEIGHT = 0.25
 """Weight of a window in the running means of its length, once there are several."""
 TRUSTED_TOKENS = 300.0
@@ -41,16 +43,30 @@ class LengthCost:
         return (self.num_tokens + TRUSTED_TOKENS) / (self.expected_tokens + TRUSTED_TOKENS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WindowSums:
     """Sums over the rounds of one length in a window."""
 
-    num_rounds: int
-    round_s: float
-    verify_s: float
-    draft_s: float
-    num_tokens: int
-    expected_tokens: float
+    num_rounds: int = 0
+    round_s: float = 0.0
+    verify_s: float = 0.0
+    draft_s: float = 0.0
+    num_tokens: int = 0
+    expected_tokens: float = 0.0
+
+    def add(self, times: RoundTimes, expected_tokens: float) -> None:
+        """Adds a round."""
+        self.num_rounds += 1
+        self.round_s += times.duration_s
+        self.verify_s += times.verify_s
+        self.draft_s += times.draft_s
+        self.num_tokens += times.num_tokens
+        self.expected_tokens += expected_tokens
+
+    @property
+    def mean_round_s(self) -> float:
+        """Mean time of the rounds, seconds; 0 if there are none."""
+        return self.round_s / self.num_rounds if self.num_rounds else 0.0
 
 
 class RoundCosts:

@@ -1,5 +1,6 @@
 """The chosen lengths of one session's drafts."""
 
+import time
 from collections import deque
 
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
@@ -23,6 +24,8 @@ class SessionLength:
         """Round, window, and whether the round was to have the window's length, of the latest requests."""
         self._is_fresh = True
         """Whether no draft was verified since the last plain round: the drafter has much to read first."""
+        self._is_reading = True
+        """Whether the prompt is still being read."""
         pair.join()
 
     def pays(self, now: float) -> bool:
@@ -31,6 +34,7 @@ class SessionLength:
 
     def close(self) -> None:
         """Counts the session out."""
+        self._end_reading(time.perf_counter())
         self._pair.leave()
 
     def next_length(self, round_number: int, most: int, now: float) -> int:
@@ -56,6 +60,7 @@ class SessionLength:
 
     def observe(self, times: RoundTimes) -> None:
         """Takes note of a round; a `RoundObserver`."""
+        self._end_reading(times.ended_at)
         if times.num_draft_tokens:
             self._acceptance.add(times.num_draft_tokens, times.num_accepted_tokens)
             self._pair.acceptance.add(times.num_draft_tokens, times.num_accepted_tokens)
@@ -68,6 +73,11 @@ class SessionLength:
             is_whole = is_whole and not was_fresh and times.why_plain not in _NOT_OF_THE_LENGTH
         is_whole = is_whole and not times.is_first and not times.lost_s
         self._pair.observe(times, window, is_whole=is_whole)
+
+    def _end_reading(self, now: float) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self._pair.end_reading(now)
 
     def _shortened(self, window: Window) -> int:
         """Returns the best length up to the window's, by this session's own acceptance."""
