@@ -163,6 +163,7 @@ def test_rounds_of_a_window_count_and_no_others() -> None:
     end(5)
     assert window.all.num_rounds == 2, "the drafter had a plain round's token to read"
     other = SessionLength(chooser)
+    chooser.num_sessions = 1
     session.next_length(6, 100, now)
     end(6)
     assert (window.all.num_rounds, window.quiet.num_rounds) == (3, 2), "a prompt is read beside it"
