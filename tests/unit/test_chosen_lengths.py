@@ -173,6 +173,20 @@ def test_rounds_of_a_window_count_and_no_others() -> None:
     assert window.quiet.num_rounds == 2, "as was beside a part of this one"
 
 
+def test_new_load_begins_with_the_length_of_the_nearest_one_and_plain_runs_are_bounded() -> None:
+    chooser = PairChooser(8, 4)
+    Simulation(pair_of(5, 200, 2, 0.1, 1), None, chooser=chooser).tokens_per_s(20.0)
+    assert chooser.explain().loads[0].length == 0
+    others, now = [SessionLength(chooser) for _ in range(4)], 20.0
+    for number in range(12):
+        for session in others:
+            assert session.next_length(number, 100, now) == 0, "as alone, before anything is known"
+            assert 1 <= session.num_plain_rounds(32, now) <= 32
+            session.observe(round_times(number, now, now + 0.005, 0, 0, 0.0, 0.005, is_first=number == 0))
+        now += 0.005
+    assert chooser.window(now).load == 2
+
+
 def test_a_session_drafts_less_by_its_own_acceptance() -> None:
     pair = pair_of(5, 1000, 1, 0.9, 1)
     chooser = PairChooser(8, 8)

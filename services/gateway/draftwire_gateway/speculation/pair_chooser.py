@@ -214,7 +214,7 @@ class PairChooser:
         round_s = self._plain_round_s(window)
         if round_s is None:
             return min(most, FIRST_PLAIN_ROUNDS)
-        return max(1, min(most, int((self._turn_at(window, round_s) - now) / round_s)))
+        return max(1, int(min(most, (self._turn_at(window, round_s) - now) / round_s)))
 
     def estimate(self, length: int, load: int) -> LengthEstimate:
         """Returns what is expected of a length. Something must have been measured at that load."""
