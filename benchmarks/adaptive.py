@@ -26,7 +26,7 @@ from benchmarks.prompts import load_prompts
 from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options, threads_for
-from draftwire.client import AsyncClient
+from draftwire.client import AsyncClient, Options
 
 ARMS = (0, 1, 2, 4, 8, None)
 """Draft tokens of a round; None is chosen."""
@@ -121,13 +121,13 @@ async def run_turn(client: AsyncClient, cell: Cell, length: int | None, settle_s
 
     async def session(index: int) -> None:
         for prompt in islice(cycle(prompts), index, None):
-            options = {
+            options: Options = {
                 "max_tokens": cell.max_tokens,
                 "temperature": cell.temperature,
                 "ignore_eos": True,
                 "num_speculative_tokens": length,
             }
-            async with client.stream(prompt, **options) as stream:  # type: ignore[arg-type]
+            async with client.stream(prompt, **options) as stream:
                 async for piece in stream:
                     meter.count(len(piece.token_ids))
 

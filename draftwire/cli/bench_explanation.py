@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 AFTER = ", each after the one before"
+LEAST_SHOWN = 0.005
+"""Smaller shares would be shown as 0 %."""
 STEPS = 40
 """Halvings in the search for a break-even point."""
 
@@ -42,8 +44,8 @@ def _print_choice(console: "Console", choice: Any, load: Any) -> None:
     from rich.table import Table
 
     pair = visible(f"{choice.drafter} for {choice.verifier}")
-    sessions = f"{load.min_sessions}" if load.max_sessions == 1 else f"{load.min_sessions} to {load.max_sessions}"
-    console.print(f"lengths of drafts by {pair}, {sessions} sessions at a time", soft_wrap=True, markup=False)
+    sessions = "one session" if load.max_sessions == 1 else f"{load.min_sessions} to {load.max_sessions} sessions"
+    console.print(f"lengths of drafts by {pair}, {sessions} at a time", soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("length", "tokens/round", "ms/round", "tokens/s of a session", "accepted", "known from"):
         table.add_column(heading, justify="right")
@@ -79,7 +81,7 @@ def reasons(choice: Any, load: Any) -> Iterator[str]:
     if best:
         yield f"drafting pays: {best} tokens make {rates[best] / rates[0]:.2f} times the tokens/s of plain decoding"
         edge = break_even_acceptance(load)
-        if edge is not None:
+        if edge is not None and edge >= LEAST_SHOWN:
             yield f"it would not if less than {edge:.0%} of the tokens were accepted{AFTER}; now {acceptance:.0%}"
         return
     ratio = f"{rates[drafting] / rates[0]:.2f}"

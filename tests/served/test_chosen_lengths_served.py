@@ -20,7 +20,7 @@ from tests.in_process import InProcessStack
 
 ALPHA = 1e-6
 """Probability of a false alarm of each comparison."""
-SAMPLES = 150
+SAMPLES = 100
 CONCURRENCY = 8
 
 

@@ -621,7 +621,9 @@ def make_loop(
     text = TextStream(tokenizer or LetterTokenizer(), generation.prompt_ids, generation.stop, generation.token_details)
     text.skip(list(generation.generated_ids), generation.stop_token_ids)
     peers = FakePeers(_listed(targets), _listed(drafters))
-    return GenerationLoop(generation, peers, text, loop_settings or LoopSettings(), observer, spans, pairs)
+    return GenerationLoop(
+        generation, peers, text, loop_settings or LoopSettings(), pairs or Pairs(16, 4), observer, spans
+    )
 
 
 def whole_story(

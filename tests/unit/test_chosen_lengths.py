@@ -4,8 +4,8 @@ from statistics import median
 from typing import Any
 
 import pytest
-from simulated_pair import SimulatedPair, Simulation, round_times
 
+from benchmarks.simulated_pair import SimulatedPair, Simulation, round_times
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.acceptance import NUM_RECENT, AcceptanceEstimate
 from draftwire_gateway.speculation.pair_chooser import LENGTHS, LONGEST_PAUSE_S, PairChooser

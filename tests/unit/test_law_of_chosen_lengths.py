@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from enumeration import Law, largest_deviation, outcome_law
-from simulated_pair import round_times
 from torch import Tensor
 
+from benchmarks.simulated_pair import round_times
 from draftwire.checking.cube import integrate
 from draftwire.checking.emissions import Emissions, completed_law, num_codes
 from draftwire.checking.emissions import largest_deviation as deviation_of

@@ -230,7 +230,7 @@ class GatewayCore:
             await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
         spans = trace.choice(generation) if trace is not None else None
         observer = combined(self.metrics.observe_round, spans.add_round if spans is not None else None)
-        return GenerationLoop(generation, self._peers, text, self.config.loop, observer, spans, self.pairs)
+        return GenerationLoop(generation, self._peers, text, self.config.loop, self.pairs, observer, spans)
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))

@@ -60,7 +60,6 @@ class DrafterSeat:
         self._verifier_address = ""
         self._has_permit = False
         self._wait = BlockWait()
-        self._has_next = False
         self._pairs = pairs
         self._pair: PairName | None = None
         self._length: SessionLength | None = None
@@ -71,11 +70,6 @@ class DrafterSeat:
         """Whether there is a drafter that has finished its prefill."""
         self.error = ""
         """Error of the drafter that was lost last; empty if none was lost."""
-
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether a drafter is still in its prefill."""
-        return self._drafter is not None and not self.is_ready
 
     @property
     def is_awaited(self) -> bool:
@@ -123,10 +117,11 @@ class DrafterSeat:
             return (WhyPlain.NO_ROOM, most) if self.is_ready else (WhyPlain.WARMING_UP, bridge)
         return WhyPlain.NO_DRAFTER, most
 
-    def first_plain_run(self, most: int) -> tuple[WhyPlain, int]:
-        """Returns the same for a session that is being opened, after `restart`: one round if there is a drafter."""
+    def first_plain_run(self, target: TargetPort, most: int) -> tuple[WhyPlain, int]:
+        """Returns the same for a session that is being opened on a verifier: one round if there is a drafter for it."""
+        has_drafter = self.restart(target)
         why, num_rounds = self.plain_run(most, 1)
-        return (WhyPlain.WARMING_UP, 1) if why is WhyPlain.NO_DRAFTER and self._has_next else (why, num_rounds)
+        return (WhyPlain.WARMING_UP, 1) if why is WhyPlain.NO_DRAFTER and has_drafter else (why, num_rounds)
 
     def observe(self, times: RoundTimes) -> None:
         """Takes note of a committed round; a `RoundObserver`."""
@@ -141,10 +136,9 @@ class DrafterSeat:
         """
         self._tried = set()
         drafter = self._next(target)
-        self._has_next = drafter is not None
         if drafter is not None:
             self._join(target, drafter)
-        return self._has_next
+        return drafter is not None
 
     def seek(self, target: TargetPort, longest_sleep_s: float = math.inf) -> None:
         """Opens the session on the next drafter, unless there is one already. The queue receives the outcome.

@@ -50,9 +50,9 @@ class GenerationLoop:
         peers: Peers,
         text: TextStream,
         settings: LoopSettings,
+        pairs: Pairs,
         observer: RoundObserver | None = None,
         spans: ChoiceSpans | None = None,
-        pairs: Pairs | None = None,
     ) -> None:
         """Opens no session before `run`.
 
@@ -61,9 +61,9 @@ class GenerationLoop:
             peers: the available verifiers and drafters.
             text: the text so far of a resumed completion, else empty.
             settings: timeouts and lengths of plain runs.
+            pairs: choose the lengths of drafts, if the generation adapts them.
             observer: called for each committed round.
             spans: traces the session; None traces nothing.
-            pairs: choose the lengths of drafts; needed if the generation adapts them.
         """
         self._settings = settings
         # Peers never block: a peer that sends more than was requested, the verdicts of a block and a plain run and the
@@ -72,7 +72,6 @@ class GenerationLoop:
         self._session = SessionState(generation, spans)
         self._text = CommittedText(self._session, text)
         self._verifier = VerifierSeat(self._session, peers, self._queue, settings)
-        pairs = pairs or Pairs(generation.num_speculative_tokens, generation.num_speculative_tokens)
         self._drafter = DrafterSeat(self._session, peers, self._queue, pairs)
         self._watch = RoundWatch(combined(observer, self._drafter.observe if generation.adapts_length else None))
         self._deadline = 0.0
@@ -230,8 +229,7 @@ class GenerationLoop:
 
     def _prepare(self, target: TargetPort) -> int:
         """Prepares an attempt to open the session on a verifier, and returns its plain rounds; a `Prepare`."""
-        self._drafter.restart(target)
-        why, num_rounds = self._drafter.first_plain_run(self._settings.plain_run_rounds)
+        why, num_rounds = self._drafter.first_plain_run(target, self._settings.plain_run_rounds)
         self._watch.ask(why, opens=True)
         return num_rounds
 

@@ -27,32 +27,41 @@ class AcceptanceEstimate:
         self._prior = prior
         self._reached: list[float] = []
         self._accepted: list[float] = []
-        self._recent: deque[tuple[int, int]] = deque(maxlen=NUM_RECENT)
+        self._recent: deque[tuple[int, int]] = deque(maxlen=NUM_KEPT)
+        self._errors: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)
+        """Of the latest drafts, how many more tokens were accepted than expected, and the variance of that."""
+        self._survival: list[float] = []
+        """As computed last, until the next draft."""
         self.num_drafts = 0
         """Drafts that were added, forgotten ones included."""
 
     def add(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Adds a draft of which the first `num_accepted` tokens were accepted."""
+        survival = self.survival(num_draft_tokens)
+        mean = sum(survival)
+        square = sum((2 * k + 1) * probability for k, probability in enumerate(survival))
+        self._errors.append((num_accepted - mean, max(0.0, square - mean * mean)))
         self._recent.append((num_draft_tokens, num_accepted))
         self.num_drafts += 1
-        if len(self._recent) == NUM_RECENT and self._is_surprised():
+        if self._is_surprised():
             self._reached, self._accepted = [], []
-            for draft in list(self._recent)[-NUM_KEPT:]:
+            self._errors.clear()
+            for draft in self._recent:
                 self._count(*draft)
         else:
             self._count(num_draft_tokens, num_accepted)
-
-    def rate(self, position: int) -> float:
-        """Returns the share of tokens accepted at a position, counted from 0, of those whose predecessors were."""
-        return self._rates(position + 1)[position]
+        self._survival = []
 
     def survival(self, num_tokens: int) -> list[float]:
         """Returns P(at least k tokens are accepted) for k = 1 to `num_tokens`, of drafts of at least k tokens."""
+        if self._prior is None and len(self._survival) >= num_tokens:
+            return self._survival[:num_tokens]
         survival, probability = [], 1.0
         for rate in self._rates(num_tokens):
             probability *= rate
             survival.append(probability)
-        return survival
+        self._survival = survival
+        return list(survival)
 
     def mean_tokens(self, num_draft_tokens: int) -> float:
         """Returns the mean number of tokens that a round commits, that of the verifier included."""
@@ -63,8 +72,8 @@ class AcceptanceEstimate:
         missing = num_reached - len(self._reached)
         self._reached += [0.0] * missing
         self._accepted += [0.0] * missing
+        keep = 1.0 - 1.0 / MEMORY
         for position in range(num_reached):
-            keep = 1.0 - 1.0 / MEMORY
             self._reached[position] = keep * self._reached[position] + 1.0
             self._accepted[position] = keep * self._accepted[position] + (position < num_accepted)
 
@@ -83,12 +92,9 @@ class AcceptanceEstimate:
         return rates
 
     def _is_surprised(self) -> bool:
-        """Whether the number of tokens accepted of the latest drafts is far from what is expected of them."""
-        difference = variance = 0.0
-        survival = self.survival(max(num_draft_tokens for num_draft_tokens, _ in self._recent))
-        for num_draft_tokens, num_accepted in self._recent:
-            mean = sum(survival[:num_draft_tokens])
-            square = sum((2 * k + 1) * probability for k, probability in enumerate(survival[:num_draft_tokens]))
-            difference += num_accepted - mean
-            variance += max(0.0, square - mean * mean)
+        """Whether the number of tokens accepted of the latest drafts is far from what was expected of them."""
+        if len(self._errors) < NUM_KEPT:
+            return False
+        difference = sum(error for error, _ in self._errors)
+        variance = sum(variance for _, variance in self._errors)
         return difference**2 > SURPRISE**2 * (variance + 1.0)

@@ -153,17 +153,14 @@ class RoundCosts:
 
     def _on_line_s(self, length: int, drafting: list[int]) -> float:
         """Returns the time of a round on the line of least squares through the measured lengths, seconds."""
-        weights = [min(MOST_WINDOWS, self._lengths[known].num_windows) for known in drafting]
-        total = sum(weights)
-        mean = sum(weight * known for weight, known in zip(weights, drafting, strict=True)) / total
-        mean_s = sum(w * self._lengths[known].round_s for w, known in zip(weights, drafting, strict=True)) / total
-        spread = sum(w * (known - mean) ** 2 for w, known in zip(weights, drafting, strict=True))
+        points = [(min(MOST_WINDOWS, self._lengths[known].num_windows), known) for known in drafting]
+        total = sum(weight for weight, _ in points)
+        mean = sum(weight * known for weight, known in points) / total
+        mean_s = sum(weight * self._lengths[known].round_s for weight, known in points) / total
+        spread = sum(weight * (known - mean) ** 2 for weight, known in points)
         if spread > 0.0:
-            product = sum(
-                w * (known - mean) * (self._lengths[known].round_s - mean_s)
-                for w, known in zip(weights, drafting, strict=True)
-            )
-            slope = max(0.0, product / spread)
+            rise_s = sum(weight * (known - mean) * self._lengths[known].round_s for weight, known in points)
+            slope = max(0.0, rise_s / spread)
         else:
             slope = self.draft_token_s + self.row_s
         return mean_s + (length - mean) * slope

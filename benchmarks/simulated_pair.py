@@ -1,12 +1,24 @@
-"""A verifier and a drafter in simulated time, to test which lengths are chosen. Both batch what is ready into steps."""
+"""Chosen lengths of drafts against fixed ones, in simulated time: the gateway's chooser, and no models.
 
+    python -m benchmarks.simulated_pair --output benchmarks/results/simulated_pair.json
+
+A verifier and a drafter batch what is ready into steps. Each pair of a grid of speeds, acceptance and sessions is run
+with fixed lengths, with two seeds: the best length by one is measured by the other. A drop is a pair whose acceptance
+falls from 0.9 to 0.1.
+"""
+
+import argparse
 import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
+from functools import partial
+from itertools import count, product
+from pathlib import Path
+from statistics import mean, median, quantiles
 from typing import Any
 
+from benchmarks.report import progress, write_report
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -33,6 +45,8 @@ class SimulatedPair:
 
 @dataclass(eq=False)
 class SimulatedSession:
+    """Progress of one session."""
+
     chooser: SessionLength | None
     """None with a fixed length."""
     round: int = 0
@@ -62,7 +76,7 @@ class Simulation:
         self._since, self._num_tokens = since, 0
         for _ in range(self.pair.num_sessions):
             session = SimulatedSession(SessionLength(self.chooser) if self.fixed is None else None)
-            self._at(0.01 * self._random.random(), lambda now, session=session: self._ask(session, now))  # type: ignore[misc]
+            self._at(0.01 * self._random.random(), partial(self._ask, session))
         while self._events and self._events[0][0] <= seconds:
             now, _, event = heapq.heappop(self._events)
             event(now)
@@ -78,11 +92,11 @@ class Simulation:
         else:
             session.length = self.fixed or 0
         if session.length:
-            self._at(now + self.pair.hop_s, lambda now: self._queue_draft(session, now))
+            self._at(now + self.pair.hop_s, partial(self._queue_draft, session))
             return
         chooser = session.chooser
         session.plain_left = PLAIN_RUN if chooser is None else chooser.num_plain_rounds(PLAIN_RUN, now)
-        self._at(now + self.pair.hop_s, lambda now: self._queue_round(session, now))
+        self._at(now + self.pair.hop_s, partial(self._queue_round, session))
 
     def _queue_draft(self, session: SimulatedSession, now: float) -> None:
         self._drafting.append(session)
@@ -102,12 +116,12 @@ class Simulation:
         took = self._took(self.pair.draft_s * max(session.length for session in batch))
         for session in batch:
             session.draft_s = took
-        self._at(now + took, lambda now: self._end_drafting(batch, now))
+        self._at(now + took, partial(self._end_drafting, batch))
 
     def _end_drafting(self, batch: list[SimulatedSession], now: float) -> None:
         self._drafter_is_busy = False
         for session in batch:
-            self._at(now + self.pair.hop_s, lambda now, session=session: self._queue_round(session, now))  # type: ignore[misc]
+            self._at(now + self.pair.hop_s, partial(self._queue_round, session))
         self._start_drafting(now)
 
     def _start_verifying(self, now: float) -> None:
@@ -116,7 +130,7 @@ class Simulation:
         batch, self._verifying, self._verifier_is_busy = self._verifying, [], True
         num_rows = sum(session.length + 1 for session in batch)
         took = self._took(self.pair.verify_s + self.pair.row_s * num_rows)
-        self._at(now + took, lambda now: self._end_verifying(batch, took, now))
+        self._at(now + took, partial(self._end_verifying, batch, took))
 
     def _end_verifying(self, batch: list[SimulatedSession], took: float, now: float) -> None:
         self._verifier_is_busy = False
@@ -142,7 +156,7 @@ class Simulation:
             session.asked_at = arrived_at
             self._verifying.append(session)
         else:
-            self._at(arrived_at, lambda now: self._ask(session, now))
+            self._at(arrived_at, partial(self._ask, session))
 
 
 def round_times(
@@ -171,3 +185,59 @@ def round_times(
         **dict.fromkeys(("lost_s", "prefill_s", "calibration_s", "queue_s", "wire_s", "gateway_s"), 0.0),
     }
     return RoundTimes(**(fields | changes))
+
+
+FIXED = (0, 1, 2, 4, 8)
+VERIFY_MS, ROW_US, DRAFT_MS = (5, 20), (0, 200, 1000), (0.5, 2)
+ACCEPTANCE, SESSIONS = (0.1, 0.5, 0.8, 0.95), (1, 4, 16)
+EARLY_S, LATE_S = 30.0, 60.0
+"""Chosen lengths are measured from nothing to the first, and from there to the second."""
+DROP_AT_S, DROP_SECONDS = 8.0, 5.0
+
+
+def constant(acceptance: float) -> Callable[[float], float]:
+    """Returns an acceptance that does not change."""
+    return lambda _: acceptance
+
+
+def measure_pair(verify_ms: float, row_us: float, draft_ms: float, acceptance: float, sessions: int) -> dict[str, Any]:
+    """Returns the best fixed length of a pair, and what chosen ones make of its tokens/s, early and late."""
+    pair = SimulatedPair(verify_ms / 1e3, row_us / 1e6, draft_ms / 1e3, constant(acceptance), sessions)
+    seconds = 60.0 if sessions == 1 else 20.0
+    known, measured = (
+        {length: Simulation(pair, length, seed).tokens_per_s(seconds, 1.0) for length in FIXED} for seed in (1, 2)
+    )
+    best = max(FIXED, key=lambda length: known[length])
+    early = Simulation(pair, None, 3).tokens_per_s(EARLY_S)
+    late = Simulation(pair, None, 3).tokens_per_s(LATE_S, EARLY_S)
+    named = f"verify {verify_ms} ms, row {row_us} us, draft {draft_ms} ms, acceptance {acceptance}, {sessions} sessions"
+    return {"pair": named, "best": best, "early": early / measured[best], "late": late / measured[best]}
+
+
+def measure_drop(seed: int) -> float:
+    """Returns tokens/s from the second second after a drop, over plain decoding."""
+    pair = SimulatedPair(0.010, 0.0, 0.0005, lambda now: 0.9 if now < DROP_AT_S else 0.1, 1, hop_s=0.0005)
+    plain = Simulation(pair, 0, seed).tokens_per_s(DROP_AT_S)
+    since = DROP_AT_S + 1.0
+    return Simulation(pair, None, seed).tokens_per_s(since + DROP_SECONDS, since) / plain
+
+
+def main() -> None:
+    """Runs the grid and the drops, prints the figures over all pairs, and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--every", type=int, default=1, help="takes each so many'th pair of the grid")
+    parser.add_argument("--drops", type=int, default=20)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    grid = list(product(VERIFY_MS, ROW_US, DRAFT_MS, ACCEPTANCE, SESSIONS))[:: arguments.every]
+    results = [measure_pair(*pair) for pair in progress(grid, "pairs")]
+    figures: dict[str, Any] = {"pairs": len(results)}
+    for part in ("early", "late"):
+        ratios = [result[part] for result in results]
+        figures[part] = {"median": median(ratios), "tenth": quantiles(ratios, n=10)[0], "least": min(ratios)}
+    drops = [measure_drop(seed) for seed in range(arguments.drops)]
+    write_report(arguments, {**figures, "drops": {"mean": mean(drops), "least": min(drops)}, "results": results})
+
+
+if __name__ == "__main__":
+    main()

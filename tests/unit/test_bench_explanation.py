@@ -1,0 +1,109 @@
+"""`draftwire bench --explain`: its sentences and break-even points, on loads whose answer is known."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from draftwire.cli.bench_explanation import (
+    break_even_acceptance,
+    break_even_token_s,
+    explanation_fields,
+    print_explanation,
+    reasons,
+)
+from draftwire.v1.gateway_pb2 import (
+    DraftLengthEstimate,
+    ExplainSpeculationResponse,
+    LoadChoice,
+    SpeculationChoice,
+)
+
+PLAIN_S, FIXED_S, TOKEN_S = 0.010, 0.012, 0.002
+
+
+def load_of(acceptance: float, chosen: int, token_s: float = TOKEN_S, sessions: int = 1) -> LoadChoice:
+    """A plain round of 10 ms; a draft of k tokens takes 12 ms and 2 ms for each."""
+    lengths = [
+        DraftLengthEstimate(
+            num_draft_tokens=length,
+            tokens_per_round=sum(acceptance**place for place in range(length + 1)),
+            round_s=FIXED_S + length * token_s if length else PLAIN_S,
+            num_windows=length % 2,
+        )
+        for length in range(3)
+    ]
+    return LoadChoice(
+        min_sessions=sessions,
+        max_sessions=2 * sessions - 1,
+        num_draft_tokens=chosen,
+        estimates=lengths,
+        draft_token_s=token_s,
+        row_s=0.0005,
+    )
+
+
+def choice_of(*loads: LoadChoice, acceptance: float = 0.5) -> SpeculationChoice:
+    survival = [acceptance, acceptance**2]
+    return SpeculationChoice(verifier="v:1", drafter="small", survival=survival, num_drafts=70, loads=loads)
+
+
+def test_drafting_breaks_even_where_the_best_length_is_as_fast_as_plain_decoding() -> None:
+    """One token: 1 + a = 1.4. Two: 1 + a + a^2 = 1.6, which needs more."""
+    acceptance = break_even_acceptance(load_of(0.1, 0))
+    assert acceptance == pytest.approx(0.4, abs=1e-6)
+    two = break_even_acceptance(load_of(0.1, 0, token_s=0.0005))
+    assert two is not None
+    assert 1.0 + two + two**2 == pytest.approx(1.3), "one token alone would need 1 + a = 1.25"
+
+
+def test_nothing_breaks_even_where_no_acceptance_or_time_is_enough() -> None:
+    assert break_even_acceptance(load_of(0.1, 0, token_s=1.0)) is None
+    assert break_even_token_s(load_of(0.1, 0), 1) is None, "12 ms without the draft, for 1.1 tokens of 10 ms"
+    assert break_even_token_s(load_of(0.5, 0), 1) == pytest.approx(0.015 - 0.012)
+
+
+def test_what_would_change_the_choice_is_said() -> None:
+    lossy = list(reasons(choice_of(), load_of(0.3, 0)))
+    assert lossy[0].startswith("prices: a plain round 10.00 ms, a draft token 2.00 ms, a row of the verifier 0.50 ms")
+    assert lossy[1].startswith("drafting does not pay: 1 tokens make 0.93 times")
+    assert lossy[2] == "it would if 40% of the tokens were accepted, each after the one before; now 50%"
+    assert lossy[3] == "or if a draft token took 1.00 ms; now 2.00 ms"
+    gaining = list(reasons(choice_of(), load_of(0.75, 2)))
+    assert gaining[1].startswith("drafting pays: 2 tokens make 1.45 times")
+    assert gaining[2].startswith("it would not if less than 40%")
+    free = load_of(0.8, 2)
+    for estimate in free.estimates:
+        estimate.round_s = PLAIN_S
+    assert len(list(reasons(choice_of(), free))) == 2, "it pays whatever is accepted"
+
+
+def shown(explanation: ExplainSpeculationResponse, concurrency: int) -> str:
+    console = Console(file=StringIO(), width=200)
+    print_explanation(console, explanation, concurrency)
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def test_load_that_is_nearest_to_the_benchmarks_is_shown_and_the_chosen_length_is_marked() -> None:
+    loads = [load_of(0.3, 0), load_of(0.8, 2, sessions=8), LoadChoice(min_sessions=16, max_sessions=31)]
+    explanation = ExplainSpeculationResponse(is_adaptive=True, choices=[choice_of(*loads)])
+    many = shown(explanation, 16)
+    assert "small for v:1, 8 to 15 sessions at a time" in many, "of the load beyond nothing was measured"
+    assert [line.split()[:2] for line in many.splitlines() if "*" in line] == [["*", "2"]]
+    one = shown(explanation, 1)
+    assert "one session at a time" in one
+    assert "1 windows" in one
+    assert "the others" in one
+
+
+def test_server_that_chooses_nothing_says_so() -> None:
+    assert "speculation=fixed" in shown(ExplainSpeculationResponse(), 4)
+    assert "nothing was chosen yet" in shown(ExplainSpeculationResponse(is_adaptive=True), 4)
+
+
+def test_explanation_is_json_with_the_names_of_the_protos() -> None:
+    explanation = ExplainSpeculationResponse(is_adaptive=True, choices=[choice_of(load_of(0.5, 0))])
+    (choice,) = explanation_fields(explanation)["choices"]
+    assert choice["loads"][0]["num_draft_tokens"] == 0, "zeros are there"
+    assert choice["survival"] == [0.5, 0.25]
