@@ -3,7 +3,7 @@
     python -m benchmarks.simulated_pair --output benchmarks/results/simulated_pair.json
 
 A verifier and a drafter batch what is ready into steps. Each pair of a grid of speeds, acceptance and sessions is run
-with fixed lengths, with two seeds: the best length by one is measured by the other. A drop is a pair whose acceptance
+with fixed lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance
 falls from 0.9 to 0.1.
 """
 
@@ -190,6 +190,8 @@ def round_times(
 FIXED = (0, 1, 2, 4, 8)
 VERIFY_MS, ROW_US, DRAFT_MS = (5, 20), (0, 200, 1000), (0.5, 2)
 ACCEPTANCE, SESSIONS = (0.1, 0.5, 0.8, 0.95), (1, 4, 16)
+FIXED_S = 20.0
+"""How long fixed lengths are run."""
 EARLY_S, LATE_S = 30.0, 60.0
 """Chosen lengths are measured from nothing to the first, and from there to the second."""
 DROP_AT_S, DROP_SECONDS = 8.0, 5.0
@@ -203,15 +205,16 @@ def constant(acceptance: float) -> Callable[[float], float]:
 def measure_pair(verify_ms: float, row_us: float, draft_ms: float, acceptance: float, sessions: int) -> dict[str, Any]:
     """Returns the best fixed length of a pair, and what chosen ones make of its tokens/s, early and late."""
     pair = SimulatedPair(verify_ms / 1e3, row_us / 1e6, draft_ms / 1e3, constant(acceptance), sessions)
-    seconds = 60.0 if sessions == 1 else 20.0
-    known, measured = (
-        {length: Simulation(pair, length, seed).tokens_per_s(seconds, 1.0) for length in FIXED} for seed in (1, 2)
-    )
-    best = max(FIXED, key=lambda length: known[length])
-    early = Simulation(pair, None, 3).tokens_per_s(EARLY_S)
-    late = Simulation(pair, None, 3).tokens_per_s(LATE_S, EARLY_S)
+    seeds = range(SESSIONS[-1] // sessions)  # one session alone is noisy
+
+    def rate(length: int | None, seed: int, seconds: float, since: float) -> float:
+        return mean(Simulation(pair, length, seed + each).tokens_per_s(seconds, since) for each in seeds)
+
+    best = max(FIXED, key=lambda length: rate(length, 0, FIXED_S, 1.0))
+    measured = rate(best, 100, FIXED_S, 1.0)
+    early, late = rate(None, 200, EARLY_S, 0.0), rate(None, 200, LATE_S, EARLY_S)
     named = f"verify {verify_ms} ms, row {row_us} us, draft {draft_ms} ms, acceptance {acceptance}, {sessions} sessions"
-    return {"pair": named, "best": best, "early": early / measured[best], "late": late / measured[best]}
+    return {"pair": named, "best": best, "early": early / measured, "late": late / measured}
 
 
 def measure_drop(seed: int) -> float:

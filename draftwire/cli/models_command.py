@@ -55,6 +55,7 @@ class Server:
     max_speculative_tokens: int
     rejection_sample_methods: list[str]
     lossy_rejection_sample_methods: list[str]
+    chooses_draft_lengths: bool
 
     @classmethod
     def of(cls, response: Any) -> "Server":
@@ -66,6 +67,7 @@ class Server:
             response.max_speculative_tokens,
             list(response.rejection_sample_methods),
             list(response.lossy_rejection_sample_methods),
+            response.chooses_draft_lengths,
         )
 
 
@@ -88,7 +90,9 @@ def models(
         _print_aligned(rows)
     lossy = server.lossy_rejection_sample_methods
     rules = [name + (" (lossy)" if name in lossy else "") for name in server.rejection_sample_methods]
-    typer.echo(f"draft tokens per round: {server.num_speculative_tokens}, at most {server.max_speculative_tokens}")
+    fixed = str(server.num_speculative_tokens)
+    default = f"chosen by measurement, with a seed {fixed}" if server.chooses_draft_lengths else fixed
+    typer.echo(f"draft tokens per round: {default}, at most {server.max_speculative_tokens}")
     typer.echo(f"rules, the default first: {visible(', '.join(rules))}")
 
 

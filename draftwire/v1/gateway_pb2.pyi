@@ -909,10 +909,13 @@ class GetServerResponse(_message.Message):
     REJECTION_SAMPLE_METHODS_FIELD_NUMBER: _builtins.int
     LOSSY_REJECTION_SAMPLE_METHODS_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
+    CHOOSES_DRAFT_LENGTHS_FIELD_NUMBER: _builtins.int
     num_speculative_tokens: _builtins.int
     """Default of GenerateRequest.num_speculative_tokens."""
     max_speculative_tokens: _builtins.int
     """Upper limit of GenerateRequest.num_speculative_tokens."""
+    chooses_draft_lengths: _builtins.bool
+    """Whether the length of each draft is chosen where a request names neither a number nor a seed."""
     @_builtins.property
     def target(self) -> _model_pb2.ModelDescription:
         """The verifier's model."""
@@ -938,10 +941,11 @@ class GetServerResponse(_message.Message):
         rejection_sample_methods: _abc.Iterable[_builtins.str] | None = ...,
         lossy_rejection_sample_methods: _abc.Iterable[_builtins.str] | None = ...,
         drafters: _abc.Iterable[_model_pb2.ModelDescription] | None = ...,
+        chooses_draft_lengths: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafters", b"drafters", "lossy_rejection_sample_methods", b"lossy_rejection_sample_methods", "max_speculative_tokens", b"max_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens", "rejection_sample_methods", b"rejection_sample_methods", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chooses_draft_lengths", b"chooses_draft_lengths", "drafters", b"drafters", "lossy_rejection_sample_methods", b"lossy_rejection_sample_methods", "max_speculative_tokens", b"max_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens", "rejection_sample_methods", b"rejection_sample_methods", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,16 @@ def test_pipe_gets_aligned_columns_and_the_defaults() -> None:
     ]
 
 
+def test_gateway_that_chooses_lengths_says_so(client: FakeClient) -> None:
+    client.answer = gateway_pb2.GetServerResponse.FromString(SERVER.SerializeToString())
+    client.answer.chooses_draft_lengths = True
+    assert (
+        "draft tokens per round: chosen by measurement, with a seed 4, at most 16"
+        in CliRunner().invoke(app, ["models"]).stdout
+    )
+    assert json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)["chooses_draft_lengths"] is True
+
+
 def test_nothing_that_a_gateway_says_is_obeyed_by_a_terminal(client: FakeClient) -> None:
     answer = client.answer = gateway_pb2.GetServerResponse.FromString(SERVER.SerializeToString())
     answer.target.name = answer.target.revision = answer.target.dtype = "\x1b[2J\x9b"

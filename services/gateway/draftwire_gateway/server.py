@@ -136,6 +136,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             max_speculative_tokens=core.defaults.max_speculative_tokens,
             rejection_sample_methods=[default, *(rule.name for rule in rules if rule.name != default)],
             lossy_rejection_sample_methods=[rule.name for rule in rules if not rule.is_lossless],
+            chooses_draft_lengths=core.defaults.adapts_length,
         )
 
     @override
