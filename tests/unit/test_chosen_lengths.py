@@ -49,6 +49,13 @@ def test_drop_of_acceptance_is_noticed_within_a_second_and_its_rise_after_some()
     assert Simulation(rises, None).tokens_per_s(40.0, 30.0) > 0.9 * best
 
 
+def test_length_that_is_expected_to_gain_is_tried_at_once() -> None:
+    slow = pair_of(40, 200, 2, 0.95, 1)  # windows of a second: shares of the time allow a probe every half a minute
+    best = Simulation(slow, 8).tokens_per_s(12.0, 1.0)
+    assert Simulation(slow, 4).tokens_per_s(12.0, 1.0) < 0.8 * best, "where it begins is much worse"
+    assert Simulation(slow, None).tokens_per_s(12.0, 6.0) > 0.95 * best
+
+
 def test_probes_become_rare() -> None:
     chooser = PairChooser(8, 4)
     Simulation(pair_of(5, 200, 2, 0.1, 1), None, chooser=chooser).tokens_per_s(60.0)

@@ -345,8 +345,10 @@ class PairChooser:
             if estimate.num_windows:
                 share = PROBE_SHARE if estimate.num_windows >= FIRST_PROBES else FIRST_PROBE_SHARE
                 pause_s = max(probes.least_pause_s, lost_s / share)
-            else:  # plain decoding at once: all else is inferred from it
-                pause_s = 0.0 if length == 0 else lost_s / PROBE_SHARE
+            elif length == 0 or estimate.tokens_per_second >= (1.0 + LEAST_GAIN) * chosen_rate:
+                pause_s = 0.0  # all else is inferred from plain decoding; an expected gain is no cost
+            else:
+                pause_s = lost_s / PROBE_SHARE
             due_at = probes.last_at + pause_s
             if estimate.num_windows and estimate.tokens_per_second < chosen_rate:  # else it may gain
                 due_at = max(due_at, state.no_probe_before)
