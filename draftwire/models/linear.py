@@ -14,20 +14,21 @@ from torch.nn.functional import linear
 TYPICAL_ROWS = 8
 """Number of rows that the packed layout is chosen for. A layout chosen for one row is slow for more."""
 
-LEAST_ROWS = 6
-"""Products of fewer rows with streamed weights are computed as of so many, which is faster: the library's kernels for
-one and two rows do not keep up with the memory."""
+LEAST_ROWS = 6 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
+"""Products of fewer rows with streamed weights are computed as of so many, which is faster where the library's kernels
+for one and two rows do not keep up with the memory; those for AVX2 do."""
 
-CACHE_BYTES = 2**25
-"""The weights of a larger model are streamed: they do not stay in the caches of a CPU from step to step."""
+STREAMED_BYTES = 2**27
+"""The weights of a larger model are streamed: its products take as long as reading them. Those of smaller models are
+short, whether they stay in the caches from step to step or not, and more rows make them longer."""
 
 LEAST_PACKED_BYTES = 2**19
 """Smaller weights are packed only if they are streamed: else a call of the library takes longer than the product."""
 
 
 def is_streamed(model: torch.nn.Module) -> bool:
-    """Whether a model's weights are read from memory in every step."""
-    return sum(weight.nbytes for weight in model.parameters()) > CACHE_BYTES
+    """Whether the time of a step is that of reading the model's weights from memory."""
+    return sum(weight.nbytes for weight in model.parameters()) > STREAMED_BYTES
 
 
 class Linear:
