@@ -1,4 +1,4 @@
-"""Time of a matrix product of a few rows, with weights as models store them and with packed weights.
+"""Time of a matrix product of a few rows, with weights as models store them, packed, and packed with repeated rows.
 
 python -m benchmarks.linear --output benchmarks/results/linear.json
 """
@@ -7,6 +7,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from draftwire.models.linear import Linear
 
 NUM_LAYERS = 24
 """Layers used in turn, together far larger than the CPU caches."""
+NUM_REPEATED = 6
+"""Rows that fewer ones are repeated to, in the third arrangement; `draftwire.models.linear` does it on some CPUs."""
 
 
 @torch.inference_mode()
@@ -42,15 +45,23 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     stored = [torch.nn.Linear(arguments.inputs, arguments.outputs, bias=False) for _ in range(NUM_LAYERS)]
     arranged = [Linear.of(layer, streamed=True) for layer in stored]
+    as_of_six = [copy(layer) for layer in arranged]
+    for alone, repeating in zip(arranged, as_of_six, strict=True):
+        alone.least_rows, repeating.least_rows = 1, NUM_REPEATED
     results = {}
     for count in arguments.rows:
         rows = torch.randn(count, arguments.inputs)
-        turns = [(milliseconds(stored, rows), milliseconds(arranged, rows)) for _ in range(arguments.repetitions)]
-        of_stored, of_arranged = map(list, zip(*turns, strict=True))
+        turns = [
+            tuple(milliseconds(layers, rows) for layers in (stored, arranged, as_of_six))
+            for _ in range(arguments.repetitions)
+        ]
+        of_stored, of_arranged, of_repeating = map(list, zip(*turns, strict=True))
         results[f"{count} rows"] = {
             "stored_ms": statistics.median(of_stored),
             "arranged_ms": statistics.median(of_arranged),
             "ratio": ratio_of(of_stored, of_arranged),
+            "as_of_six_ms": statistics.median(of_repeating),
+            "ratio_as_of_six": ratio_of(of_arranged, of_repeating),
         }
     write_report(arguments, {"products": results})
 
