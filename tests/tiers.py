@@ -1,9 +1,9 @@
 """Runs tiers of tests and says what they took: `python -m tests.tiers fast | test | slow | summary`.
 
-A tier is one or two runs of pytest, one after the other: what starts no services in two workers, then what does. Of
-the fast tests that do, half of the time is waiting, so that two workers take files in turn; slow ones use all cores by
-themselves and run alone. Each tier leaves a report in `build/tests`; `summary` adds up those of `test` and `slow`, as
-CI does, and fails where a tier took half as long again as it may.
+A tier is some runs of pytest, one after the other: what starts no services in two workers, then what does. Of the
+tests in `tests/served`, half of the time is waiting, so that two workers take files in turn; those in `tests/slow` use
+all cores by themselves and run alone. Each tier leaves a report in `build/tests`; `summary` adds up those of `test` and
+`slow`, as CI does, and fails where a tier took half as long again as it may.
 """
 
 import argparse
@@ -50,7 +50,8 @@ TIERS = {
         1800.0,
         (
             (*WITHOUT_SERVICES, *IN_TWO_WORKERS, "-m", "slow"),
-            ("tests/served", "tests/slow", "-m", "slow"),
+            ("tests/served", *IN_TWO_WORKERS, "--dist", "loadfile", "-m", "slow"),
+            ("tests/slow", "-m", "slow"),
         ),
     ),
 }

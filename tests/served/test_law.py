@@ -107,6 +107,7 @@ def test_the_law_is_the_same_however_approximately_is_drafted(
     options["drafter"] |= layers
     has_ranks = "layer_parallel_ranks" in layers
     monkeypatch.setenv("PYTHONPATH", str(SLOW_STEPS))
+    monkeypatch.setenv("SLOW_STEP_SECONDS", "0.1")  # five processes on two cores: blocks would be late at 30 ms
     with slow_verifiers(), LocalStack(options) if has_ranks else InProcessStack(options) as running:
         completions = list(draw_completions(running.address, rule, SamplingParams(), range(400), 32))
         result = compare(rule, completions, law, 32)

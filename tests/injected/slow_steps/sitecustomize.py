@@ -1,9 +1,10 @@
 """Makes verifiers slow. Python loads this file in processes whose path has its folder."""
 
+import os
 import time
 from pathlib import Path
 
-STEP_SECONDS = 0.03
+STEP_SECONDS = float(os.environ.get("SLOW_STEP_SECONDS", "0.03"))
 
 if "serve\0verifier" in Path("/proc/self/cmdline").read_text():
     from draftwire_verifier.engine import TargetEngine
