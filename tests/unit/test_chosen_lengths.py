@@ -49,6 +49,14 @@ def test_drop_of_acceptance_is_noticed_within_a_second_and_its_rise_after_some()
     assert Simulation(rises, None).tokens_per_s(40.0, 30.0) > 0.9 * best
 
 
+def test_drop_of_acceptance_ends_the_window_in_which_it_is_noticed() -> None:
+    """The session's own drafts are short by then, so that no round of the window's length fills it."""
+    falls = SimulatedPair(0.010, 0.0, 5e-4, lambda now: 0.9 if now < 8 else 0.1, 1)
+    chooser = PairChooser(8, 4)
+    Simulation(falls, None, chooser=chooser).tokens_per_s(9.0)
+    assert chooser.window(9.0).length == 0
+
+
 def test_length_that_is_expected_to_gain_is_tried_at_once() -> None:
     slow = pair_of(40, 200, 2, 0.95, 1)  # windows of a second: shares of the time allow a probe every half a minute
     best = Simulation(slow, 8).tokens_per_s(12.0, 1.0)

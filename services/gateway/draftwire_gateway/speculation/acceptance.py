@@ -34,6 +34,8 @@ class AcceptanceEstimate:
         """As computed last, until the next draft."""
         self.num_drafts = 0
         """Drafts that were added, forgotten ones included."""
+        self.num_surprises = 0
+        """How often the latest drafts fared differently, so that all others were forgotten."""
 
     def add(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Adds a draft of which the first `num_accepted` tokens were accepted."""
@@ -44,6 +46,7 @@ class AcceptanceEstimate:
         self._recent.append((num_draft_tokens, num_accepted))
         self.num_drafts += 1
         if self._is_surprised():
+            self.num_surprises += 1
             self._reached, self._accepted = [], []
             self._errors.clear()
             for draft in self._recent:

@@ -22,9 +22,9 @@ LEAST_WINDOW_S, MOST_WINDOW_S = 0.3, 3.0
 LEAST_ROUNDS = 20
 LEAST_ROUNDS_OF_EACH = 6
 """A window ends with so many rounds, of each session, after `LEAST_WINDOW_S`, or at `MOST_WINDOW_S`."""
-PROBE_SHARE = 0.003
+PROBE_SHARE = 0.0015
 """What the probes of one length may cost: so much of the tokens that could be generated meanwhile."""
-ALL_PROBES_SHARE = 0.02
+ALL_PROBES_SHARE = 0.01
 """What the probes of all lengths together may cost."""
 LEAST_LOSS = 0.05
 """Share of a probe's tokens that it costs at least, for all that changes with the length."""
@@ -56,6 +56,8 @@ class Window:
     is_probe: bool
     counts_from: float
     """Rounds that began earlier do not count: other sessions still had another length."""
+    num_surprises: int = 0
+    """Of the acceptance, when it began: the next one ends it."""
     next_due: float = math.inf
     """When it is another length's turn to be probed."""
     quiet: WindowSums = field(default_factory=WindowSums)
@@ -205,7 +207,8 @@ class PairChooser:
         least_rounds = max(LEAST_ROUNDS, LEAST_ROUNDS_OF_EACH * self.num_sessions)
         is_full = passed_s >= LEAST_WINDOW_S and current.quiet.num_rounds >= least_rounds
         is_due = times.ended_at >= current.next_due
-        if is_full or is_due or passed_s >= MOST_WINDOW_S:
+        is_outdated = self.acceptance.num_surprises > current.num_surprises
+        if is_full or is_due or is_outdated or passed_s >= MOST_WINDOW_S:
             self._end_window(current, times.ended_at)
 
     def num_plain_rounds(self, most: int, now: float) -> int:
@@ -312,7 +315,7 @@ class PairChooser:
         if before is not None and before.length != length and self.num_sessions > 1:
             # Until then others are in rounds of the length before, and sessions share fewer steps than they will.
             counts_from += SETTLING_ROUNDS * before.sums.mean_round_s
-        return Window(length, load, now, probe is not None, counts_from, next_due)
+        return Window(length, load, now, probe is not None, counts_from, self.acceptance.num_surprises, next_due)
 
     def _length_at_other_load(self, load: int) -> int:
         if not self._loads:
