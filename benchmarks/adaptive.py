@@ -3,10 +3,12 @@
     draftwire synth --shape 370m --draft-layers 2 --agreement 0.8 --temperature 1.0 --out /tmp/370m
     python -m benchmarks.adaptive --large /tmp/370m --output benchmarks/results/adaptive.json
 
-Each cell is a pair at a number of sessions, served by three processes. Its arms, plain decoding, drafts of 1, 2, 4 and
-8 tokens, and chosen lengths, have turns one after the other. The best fixed arm is the one with the most tokens in the
-odd turns; the ratio is of the even ones, so that no arm is best by luck. Beside it, A/A: the best arm's odd turns over
-its even ones. Sessions of a turn start together and end with it; the first part of a turn is not counted.
+Each cell is a pair at a number of sessions, served by three processes. Plain decoding and drafts of 1, 2, 4 and 8
+tokens have turns one after the other, and the one with the most tokens is the best. In later turns, so that none is
+best by luck, chosen lengths are compared with it: chosen, best, plain and best again, forwards and backwards. The ratio
+is of the chosen lengths over both turns of the best; A/A is one of these over the other. Sessions of a turn start
+together and end with it; the first part of a turn is not counted. In the end the server says what it expects of each
+fixed length.
 
 A drop is a text whose acceptance falls from 0.9 to 0.1: tokens/s from the second second after it, over plain decoding
 by the same services.
@@ -27,9 +29,10 @@ from benchmarks.report import progress, write_report
 from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import stack_options, threads_for
 from draftwire.client import AsyncClient, Options
+from draftwire.v1.gateway_pb2 import ExplainSpeculationResponse
 
-ARMS = (0, 1, 2, 4, 8, None)
-"""Draft tokens of a round; None is chosen."""
+FIXED = (0, 1, 2, 4, 8)
+"""Draft tokens of a round. None stands for chosen ones."""
 GAINFUL = 1.2
 """Drafts are worth having where the best fixed length makes so many times the tokens/s of plain decoding."""
 DROP = "scripted:verify_ms=10,draft_ms=0.5,acceptance=0.9,late_acceptance=0.1,late_from=2500"
@@ -100,18 +103,25 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """What a cell showed. Tokens/s are medians over all turns."""
+    """What a cell showed, tokens/s of all sessions."""
 
     name: str
     best: int
-    """The best fixed length, by the odd turns."""
+    """The best fixed length."""
     tokens_per_second: dict[str, float]
+    """Of fixed lengths while the best one was sought, median."""
     ratio: dict[str, float]
-    """Chosen lengths over the best one, in even turns."""
-    a_over_a: float
-    """The best arm's odd turns over its even ones."""
+    """Chosen lengths over the best one."""
+    a_over_a: dict[str, float]
+    """The best one over itself."""
     over_plain: dict[str, float]
+    """Chosen lengths over plain decoding."""
+    gain: float
+    """The best one over plain decoding."""
+    expected: dict[str, float]
+    """By the server in the end, tokens/s of fixed lengths."""
     turns: dict[str, list[float]] = field(default_factory=dict)
+    """Of the comparison."""
 
 
 async def run_turn(client: AsyncClient, cell: Cell, length: int | None, settle_s: float, seconds: float) -> float:
@@ -161,33 +171,51 @@ def options_of(cell: Cell, large: Path | None) -> dict[str, dict[str, object]]:
 
 def measure_cell(cell: Cell, arguments: argparse.Namespace) -> CellResult:
     """Runs the turns of a cell, after the server has served chosen lengths for a while."""
-    turns: dict[int | None, list[float]] = {arm: [] for arm in ARMS}
+    picking: dict[int, list[float]] = {length: [] for length in FIXED}
+    turns: dict[str, list[float]] = {name: [] for name in ("chosen", "best", "plain", "best again")}
 
-    async def run(address: str) -> None:
+    async def run(address: str) -> tuple[int, ExplainSpeculationResponse]:
         async with AsyncClient(address) as client:
+
+            async def turn(length: int | None) -> float:
+                return await run_turn(client, cell, length, arguments.settle_s, arguments.seconds)
+
             await run_turn(client, cell, None, 0.0, arguments.warm_up_s)
-            for turn in range(arguments.turns):
-                for arm in ARMS if turn % 2 == 0 else ARMS[::-1]:
-                    turns[arm].append(await run_turn(client, cell, arm, arguments.settle_s, arguments.seconds))
+            for number in range(arguments.picking_turns):
+                for length in FIXED if number % 2 == 0 else FIXED[::-1]:
+                    picking[length].append(await turn(length))
+            best = max(FIXED, key=lambda length: sum(picking[length]))
+            lengths = {"chosen": None, "best": best, "plain": 0, "best again": best}
+            for number in range(arguments.turns):
+                for name in turns if number % 2 == 0 else reversed(turns):
+                    turns[name].append(await turn(lengths[name]))
+            return best, await client.explain_speculation()
 
     with LocalStack(options_of(cell, arguments.large)) as stack:
-        asyncio.run(run(stack.address))
-    fixed = [arm for arm in ARMS if arm is not None]
-    best = max(fixed, key=lambda arm: sum(turns[arm][0::2]))
+        best, explanation = asyncio.run(run(stack.address))
+    both = [(first + second) / 2 for first, second in zip(turns["best"], turns["best again"], strict=True)]
     return CellResult(
         name=cell.name,
         best=best,
-        tokens_per_second={named(arm): median(rates) for arm, rates in turns.items()},
-        ratio=asdict(ratio_of(turns[None][1::2], turns[best][1::2])),
-        a_over_a=ratio_of(turns[best][0::2], turns[best][1::2]).median,
-        over_plain=asdict(ratio_of(turns[None], turns[0])),
-        turns={named(arm): rates for arm, rates in turns.items()},
+        tokens_per_second={str(length): median(rates) for length, rates in picking.items()},
+        ratio=asdict(ratio_of(turns["chosen"], both)),
+        a_over_a=asdict(ratio_of(turns["best again"], turns["best"])),
+        over_plain=asdict(ratio_of(turns["chosen"], turns["plain"])),
+        gain=ratio_of(both, turns["plain"]).median,
+        expected=expected_of(explanation, cell.sessions),
+        turns=turns,
     )
 
 
-def named(arm: int | None) -> str:
-    """Returns the name of an arm."""
-    return "chosen" if arm is None else str(arm)
+def expected_of(explanation: ExplainSpeculationResponse, sessions: int) -> dict[str, float]:
+    """Returns the tokens/s that a server expects of so many sessions with each fixed length."""
+    (choice,) = explanation.choices
+    load = next(load for load in choice.loads if load.min_sessions <= sessions <= load.max_sessions)
+    return {
+        str(each.num_draft_tokens): sessions * each.tokens_per_round / each.round_s
+        for each in load.estimates
+        if each.num_draft_tokens in FIXED
+    }
 
 
 async def tokens_after_drop(client: AsyncClient, seconds: float) -> float:
@@ -235,11 +263,9 @@ def chosen_cells(arguments: argparse.Namespace) -> Iterator[Cell]:
 def summary(results: Sequence[CellResult]) -> dict[str, object]:
     """Returns the figures over all cells."""
     ratios = [result.ratio["median"] for result in results]
-    gainful = [
-        result.ratio["median"]
-        for result in results
-        if result.tokens_per_second[str(result.best)] >= GAINFUL * result.tokens_per_second["0"]
-    ]
+    gainful = [result.ratio["median"] for result in results if result.gain >= GAINFUL]
+    spread = [result.a_over_a["median"] for result in results]
+    errors = [result.expected[length] / rate for result in results for length, rate in result.tokens_per_second.items()]
     return {
         "cells": len(results),
         "median_ratio": median(ratios),
@@ -248,7 +274,8 @@ def summary(results: Sequence[CellResult]) -> dict[str, object]:
         "gainful_cells": len(gainful),
         "least_ratio_of_gainful": min(gainful, default=None),
         "least_over_plain": min(result.over_plain["median"] for result in results),
-        "a_over_a": [min(result.a_over_a for result in results), max(result.a_over_a for result in results)],
+        "a_over_a": [min(spread), median(spread), max(spread)],
+        "expected_over_measured": [min(errors), median(errors), max(errors)],
     }
 
 
@@ -257,7 +284,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--large", type=Path, help="folder of the 374 M pair; without it, its cells are left out")
     parser.add_argument("--only", help="cells whose name has this in it")
-    parser.add_argument("--turns", type=int, default=6, help="of each arm, half of them to find the best one")
+    parser.add_argument("--picking-turns", type=int, default=2, help="of each fixed length, to find the best one")
+    parser.add_argument("--turns", type=int, default=6, help="of chosen lengths and of the best one, to compare them")
     parser.add_argument("--seconds", type=float, default=2.5, help="of a turn, that are counted")
     parser.add_argument("--settle-s", type=float, default=0.5, help="of a turn, before")
     parser.add_argument("--warm-up-s", type=float, default=8.0, help="chosen lengths before the first turn of a cell")
@@ -270,8 +298,15 @@ def main() -> None:
         result = measure_cell(cell, arguments)
         results.append(result)
         rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result.tokens_per_second.items())
-        ratio, spread = result.ratio["median"], result.a_over_a
-        print(f"{cell.name}: {rates}; chosen / {result.best}: {ratio:.3f}, A/A {spread:.3f}", flush=True)
+        compared = ", ".join(
+            f"{name} {ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+            for name, ratio in (
+                (f"chosen / {result.best}", result.ratio),
+                ("A/A", result.a_over_a),
+                ("chosen / plain", result.over_plain),
+            )
+        )
+        print(f"{cell.name}: {rates}; {compared}", flush=True)
     drops = measure_drops(arguments) if arguments.drops else None
     write_report(arguments, {**summary(results), "drops": drops, "results": [asdict(result) for result in results]})
 
