@@ -124,10 +124,17 @@ class CellResult:
     """Of the comparison."""
 
 
-async def run_turn(client: AsyncClient, cell: Cell, length: int | None, settle_s: float, seconds: float) -> float:
-    """Returns the tokens/s of all sessions."""
+async def run_turn(
+    client: AsyncClient,
+    cell: Cell,
+    length: int | None,
+    settle_s: float,
+    seconds: float,
+    prompts: Sequence[str] | None = None,
+) -> float:
+    """Returns the tokens/s of all sessions. By default they complete the committed prompts."""
     meter = Meter(time.perf_counter() + settle_s)
-    prompts = load_prompts()
+    prompts = prompts or load_prompts()
 
     async def session(index: int) -> None:
         for prompt in islice(cycle(prompts), index, None):

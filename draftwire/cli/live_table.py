@@ -85,10 +85,10 @@ class LiveTable:
     """Draws on its console while entered, and restores the terminal at the end."""
 
     def __init__(self, console: Console, colors: Mapping[str, str]) -> None:
-        """Draws nothing yet. `colors` maps the names of services to their colours."""
+        """Draws nothing yet. `colors` maps the names of the services, one for each row, to their colours."""
         self._console = console
         self._colors = colors
-        self._rows = {name: Row(name) for name in ("drafter", "verifier", "gateway")}
+        self._rows = {name: Row(name) for name in colors}
         self._lines: deque[Text] = deque(maxlen=NUM_LOG_LINES)
         self._notice = Text()
         self._stack: LocalStack | None = None

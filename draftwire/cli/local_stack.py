@@ -71,6 +71,11 @@ class LocalStack:
         """Services that began to serve or have ended, and the exception that `on_log` raised."""
 
     @property
+    def names(self) -> frozenset[str]:
+        """The services that it starts."""
+        return frozenset(self._options)
+
+    @property
     def address(self) -> str:
         """host:port of the gateway."""
         return f"127.0.0.1:{self.services['gateway'].port}"

@@ -31,6 +31,10 @@ PAGE = f"http://127.0.0.1:{HTTP_PORT}"
 """Default URL of the playground of `up`."""
 SMALL_MODEL_BYTES = 64 * 2**20
 """Models with fewer bytes of weights run as fast on one thread as on several."""
+NO_DRAFTER = "none"
+"""In place of a draft model."""
+LOCAL_DRAFTS = "suffix"
+"""How the verifier drafts then."""
 COLORS = {"drafter": "cyan", "verifier": "magenta", "gateway": "green"}
 
 
@@ -61,7 +65,15 @@ def _model(service: str, what: str) -> Any:
 
 
 TargetOption = Annotated[str | None, _model("verifier", "Target")]
-DrafterOption = Annotated[str | None, _model("drafter", "Draft")]
+DrafterOption = Annotated[
+    str | None,
+    _option(
+        "drafter",
+        "model",
+        'Draft model: folder or hub name; "none" for none: then the verifier drafts from earlier places of each text.',
+        show_default="the embedded one",
+    ),
+]
 SpeculativeOption = Annotated[
     int | None,
     _option(
@@ -102,7 +114,9 @@ def up(
     verifier --help`.
     """
     options = stack_options(target, drafter, num_speculative_tokens)
-    for name, own_port in (("gateway", port), ("verifier", verifier_port), ("drafter", drafter_port)):
+    ports = {"gateway": port, "verifier": verifier_port, "drafter": drafter_port}
+    for name in options:
+        own_port = ports[name]
         options[name].update(port=own_port, metrics_port=_metrics_port(name, own_port))
     options["gateway"]["http_port"] = http_port
     interrupt_on_signals()
@@ -154,7 +168,8 @@ class Screen:
         """Switches to a table, until `cleanup` ends."""
         from draftwire.cli.live_table import LiveTable
 
-        self._table = cleanup.enter_context(LiveTable(self._console, COLORS))
+        colors = {name: color for name, color in COLORS.items() if name in stack.names}
+        self._table = cleanup.enter_context(LiveTable(self._console, colors))
         self._table.watch(stack)
 
     def say(self, markup: str) -> None:
@@ -175,21 +190,30 @@ class Screen:
 def stack_options(
     target: str | None, drafter: str | None, num_speculative_tokens: int | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns the options of a `LocalStack`. Without a number of draft tokens, it is chosen by measurement.
+    """Returns the options of a `LocalStack`.
+
+    Args:
+        target: model of the verifier; None is the embedded one.
+        drafter: model of the drafter; None is the embedded one, and `NO_DRAFTER` none: the verifier drafts by itself.
+        num_speculative_tokens: draft tokens per round where a request does not say; None chooses by measurement.
 
     Raises:
         InvalidRequestError: no model is named and the embedded pair is not installed.
     """
-    models = {"verifier": target or embedded_model("target"), "drafter": drafter or embedded_model("drafter")}
+    models = {"verifier": target or embedded_model("target")}
+    if drafter != NO_DRAFTER:
+        models["drafter"] = drafter or embedded_model("drafter")
     # On one machine bytes are nearly free, and the mass that a sparse distribution leaves out costs acceptance.
     drafts = {"draft_mass": 0.99, "draft_max_support": 512}
     options: dict[str, dict[str, Any]] = {"gateway": {}}
     if num_speculative_tokens is not None:
         options["gateway"] |= {"speculation": "fixed", "num_speculative_tokens": num_speculative_tokens}
-    for service, more in (("verifier", {}), ("drafter", drafts)):
-        defaults = {"threads": threads_for(models[service]), **more}
+    if drafter == NO_DRAFTER:
+        options["gateway"]["local_drafts"] = _or_variable("gateway", "local_drafts", LOCAL_DRAFTS)
+    for service, model in models.items():
+        defaults = {"threads": threads_for(model), **(drafts if service == "drafter" else {})}
         settings = {name: _or_variable(service, name, default) for name, default in defaults.items()}
-        options[service] = {"model": models[service], **settings}
+        options[service] = {"model": model, **settings}
     return options
 
 

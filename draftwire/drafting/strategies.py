@@ -1,10 +1,13 @@
 """Drafting strategies by name. Each builds itself from the drafter's configuration, and loads weights if needed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.model_free.registry import TEXT_DRAFTERS
+from draftwire.drafting.model_free_drafter import ModelFreeDrafter
 from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.errors import InvalidRequestError
@@ -43,6 +46,13 @@ class StrategyContext(Protocol):
 
     def limited(self, card: ModelCard) -> ModelCard:
         """Returns the card with its context length limited to one session's room in the KV cache."""
+
+    def load_card(self) -> ModelCard:
+        """Loads the tokenizer and the configuration of a model, or the card of a script.
+
+        Raises:
+            InvalidRequestError: there is no such model.
+        """
 
     def load_language_model(self) -> tuple[ModelCard, DraftModel]:
         """Loads the weights on all ranks.
@@ -90,7 +100,18 @@ def _load_script(context: StrategyContext) -> LoadedStrategy:
     return LoadedStrategy(context.limited(script.card()), ScriptedDrafter(script))
 
 
+def _load_model_free(name: str, context: StrategyContext) -> LoadedStrategy:
+    context.require_no_weights(f"strategy {name}")
+    card = context.limited(context.load_card())
+    described = replace(card.description, name=name)
+    return LoadedStrategy(
+        replace(card, description=described),
+        ModelFreeDrafter(TEXT_DRAFTERS[name], described.vocab_size, described.context_length),
+    )
+
+
 STRATEGIES = {
+    **{name: StrategyKind(partial(_load_model_free, name), lambda _model: False) for name in TEXT_DRAFTERS},
     "scripted": StrategyKind(_load_script, is_scripted),
     "model": StrategyKind(_load_language_model, lambda model: not is_scripted(model)),
 }

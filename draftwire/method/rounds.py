@@ -143,6 +143,8 @@ class ReceivedBlock:
     permit: Permit | None = None
     is_used: bool = True
     """Whether its tokens may enter the text. If not, they are audited, and the round is decided without them."""
+    local_strategy: str = ""
+    """Strategy of the verifier that drafted it; empty if a drafter did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ class Verdict:
     extra: TokenSource
     """Source of the last token; never ACCEPTED."""
     plain_rounds_left: int
-    """Plain rounds that the verifier will still decode without a draft."""
+    """Rounds of the run that the verifier will still decode without a further request."""
     verify_us: int = 0
     queue_us: int = 0
     timings: DraftTimings = field(default_factory=DraftTimings)
@@ -171,6 +173,8 @@ class Verdict:
     draft_logprobs: list[float] = field(default_factory=list)
     """The drafter's log-probability of each token, nats, if the session requests it: -inf for tokens that it could not
     have drawn, NaN at positions without a draft token or without a distribution."""
+    local_strategy: str = ""
+    """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
 
     @property
     def sources(self) -> list[TokenSource]:
@@ -188,11 +192,23 @@ class PromptRead:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalDraft:
+    """What a verifier drafts by itself."""
+
+    strategy: str
+    """One of the verifier's `local_strategies`."""
+    num_draft_tokens: int
+    """Most draft tokens in a round."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlainRun:
-    """Requests `num_rounds` tokens of plain decoding from the verifier, from the fence's round on."""
+    """Requests `num_rounds` rounds without a drafter from the verifier, from the fence's round on."""
 
     fence: Fence
     num_rounds: int
+    draft: LocalDraft | None = None
+    """What the verifier drafts in them; None is plain decoding, one token a round."""
 
 
 @dataclass(frozen=True, slots=True)

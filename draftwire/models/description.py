@@ -49,6 +49,8 @@ class ModelDescription:
     """Names of optional features that not every peer of these protocol versions supports."""
     rules: tuple[RuleFacts, ...] = ()
     """The rules that a verifier offers; empty for a drafter."""
+    local_strategies: tuple[str, ...] = ()
+    """Strategies by which a verifier drafts by itself; empty for a drafter."""
 
     def rule_named(self, name: str) -> RuleFacts:
         """Returns a rule that a verifier offers.

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.errors import InvalidRequestError
@@ -88,11 +96,40 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
         revision=getattr(model.config, "_commit_hash", None) or "",
         dtype=str(model.dtype).removeprefix("torch."),
         vocab_size=loaded.get_output_embeddings().weight.shape[0],
-        context_length=context_length_of(model),
-        stop_token_ids=stop_token_ids_of(model, tokenizer),
+        context_length=context_length_of(model.config, name),
+        stop_token_ids=stop_token_ids_of(getattr(model.generation_config, "eos_token_id", None), tokenizer),
         weights_fingerprint=weights_fingerprint(model),
     )
     return LoadedModel(model, card)
+
+
+def load_card(name: str, revision: str | None = None) -> ModelCard:
+    """Loads what is known of a model without its weights: tokenizer and configuration.
+
+    Args:
+        name: folder, or name on the model hub.
+        revision: commit or branch on the hub.
+
+    Raises:
+        InvalidRequestError: the folder is missing, or the configuration states no context length.
+        OSError: the files cannot be read.
+    """
+    path = path_of(name, "auto")
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    config = AutoConfig.from_pretrained(path, revision=revision)
+    try:
+        named = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
+    except OSError:  # there is none
+        named = config.eos_token_id
+    return ModelCard.of(
+        tokenizer,
+        name=Path(path).name if Path(path).is_dir() else name,
+        revision=getattr(config, "_commit_hash", None) or "",
+        dtype="none",
+        vocab_size=config.get_text_config().vocab_size,
+        context_length=context_length_of(config, name),
+        stop_token_ids=stop_token_ids_of(named, tokenizer),
+    )
 
 
 def path_of(name: str, dtype: str) -> str:
@@ -173,16 +210,20 @@ def check_layers(name: str, model: PreTrainedModel) -> None:
         raise InvalidRequestError(f"{name} computes attention in its own way, which is not supported")
 
 
-def context_length_of(model: PreTrainedModel) -> int:
+def context_length_of(whole: PretrainedConfig, name: str) -> int:
     """Returns the number of positions that a model can attend to.
+
+    Args:
+        whole: its configuration.
+        name: of the model, for the message.
 
     Raises:
         InvalidRequestError: the model's configuration does not have it.
     """
-    config = model.config.get_text_config()
+    config = whole.get_text_config()
     length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if not length:
-        raise InvalidRequestError(f"the configuration of {model.name_or_path} states no context length")
+        raise InvalidRequestError(f"the configuration of {name} states no context length")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         # Beyond this the rotation of all positions changes, including cached ones and those of other sessions.
@@ -190,9 +231,8 @@ def context_length_of(model: PreTrainedModel) -> int:
     return int(length)
 
 
-def stop_token_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the stop tokens of the model's generation config, else the tokenizer's end of text."""
-    named = getattr(model.generation_config, "eos_token_id", None)
+def stop_token_ids_of(named: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Returns the stop tokens that a generation config names, else the tokenizer's end of text."""
     if named is None:
         named = tokenizer.eos_token_id
     if named is None:

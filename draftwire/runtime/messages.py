@@ -16,6 +16,7 @@ from draftwire.method.rounds import (
     DraftSessionSpec,
     DraftTimings,
     Fence,
+    LocalDraft,
     Permit,
     PlainRun,
     PromptRead,
@@ -241,6 +242,7 @@ def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
         logprobs=[token.logprob for token in verdict.logprobs],
         top_logprobs=top_to_proto(verdict.logprobs),
         draft_logprobs=verdict.draft_logprobs,
+        local_strategy=verdict.local_strategy,
     )
 
 
@@ -266,6 +268,7 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
         num_near_ties=message.num_near_ties,
         logprobs=tokens_from_proto(message),
         draft_logprobs=_checked_draft_logprobs(message),
+        local_strategy=message.local_strategy,
     )
 
 
@@ -323,12 +326,18 @@ def prompt_read_from_proto(message: verifier_pb2.PromptRead) -> PromptRead:
 
 def plain_run_to_proto(run: PlainRun) -> verifier_pb2.PlainRun:
     """Encodes a plain run."""
-    return verifier_pb2.PlainRun(fence=fence_to_proto(run.fence), num_rounds=run.num_rounds)
+    draft = None
+    if run.draft is not None:
+        draft = verifier_pb2.LocalDraft(strategy=run.draft.strategy, num_draft_tokens=run.draft.num_draft_tokens)
+    return verifier_pb2.PlainRun(fence=fence_to_proto(run.fence), num_rounds=run.num_rounds, draft=draft)
 
 
 def plain_run_from_proto(message: verifier_pb2.PlainRun) -> PlainRun:
     """Decodes a plain run."""
-    return PlainRun(fence_from_proto(message.fence), message.num_rounds)
+    draft = None
+    if message.HasField("draft"):
+        draft = LocalDraft(message.draft.strategy, message.draft.num_draft_tokens)
+    return PlainRun(fence_from_proto(message.fence), message.num_rounds, draft)
 
 
 def calibration_to_proto(calibration: Calibration) -> drafter_pb2.Calibration:
@@ -522,6 +531,7 @@ def model_to_proto(model: ModelDescription) -> model_pb2.ModelDescription:
         oldest_protocol_version=model.oldest_protocol_version,
         capabilities=sorted(model.capabilities),
         rules=[rule_to_proto(rule) for rule in model.rules],
+        local_strategies=model.local_strategies,
     )
 
 
@@ -533,11 +543,13 @@ def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
         InvalidRequestError: a list or a name is too long, or the name of a rule is not valid.
     """
     check_protocol(message.name, message.oldest_protocol_version or message.protocol_version, message.protocol_version)
-    for name in ("rules", "capabilities"):
+    for name in ("rules", "capabilities", "local_strategies"):
         if len(getattr(message, name)) > MAX_SAID:  # checked before anything is allocated
             raise InvalidRequestError(f"{name}: a model has at most {MAX_SAID}")
-    if any(len(name) > MAX_NAME_LENGTH for name in (message.name, *message.capabilities)):
-        raise InvalidRequestError(f"names of models and capabilities have at most {MAX_NAME_LENGTH} characters")
+    if any(len(name) > MAX_NAME_LENGTH for name in (message.name, *message.capabilities, *message.local_strategies)):
+        raise InvalidRequestError(
+            f"names of models, capabilities and strategies have at most {MAX_NAME_LENGTH} characters"
+        )
     return ModelDescription(
         name=message.name,
         revision=message.revision,
@@ -551,6 +563,7 @@ def model_from_proto(message: model_pb2.ModelDescription) -> ModelDescription:
         oldest_protocol_version=message.oldest_protocol_version or message.protocol_version,
         capabilities=frozenset(message.capabilities),
         rules=tuple(rule_from_proto(rule) for rule in message.rules),
+        local_strategies=tuple(message.local_strategies),
     )
 
 

@@ -37,6 +37,7 @@ class ModelDescription(_message.Message):
     OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
+    LOCAL_STRATEGIES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Latest version of the protocol that the peer supports. Without a version that both support, peers refuse each other
     with FAILED_PRECONDITION.
@@ -74,6 +75,10 @@ class ModelDescription(_message.Message):
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[_session_pb2.VerificationRule]:
         """Verification rules that a verifier offers, at most 64. Empty for drafters."""
 
+    @_builtins.property
+    def local_strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Strategies by which a verifier drafts by itself (LocalDraft), at most 64. Empty for drafters."""
+
     def __init__(
         self,
         *,
@@ -89,10 +94,11 @@ class ModelDescription(_message.Message):
         oldest_protocol_version: _builtins.int = ...,
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
         rules: _abc.Iterable[_session_pb2.VerificationRule] | None = ...,
+        local_strategies: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "dtype", b"dtype", "name", b"name", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version", "revision", b"revision", "rules", b"rules", "stop_token_ids", b"stop_token_ids", "vocab_size", b"vocab_size", "vocabulary_fingerprint", b"vocabulary_fingerprint", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "dtype", b"dtype", "local_strategies", b"local_strategies", "name", b"name", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version", "revision", b"revision", "rules", b"rules", "stop_token_ids", b"stop_token_ids", "vocab_size", b"vocab_size", "vocabulary_fingerprint", b"vocabulary_fingerprint", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -611,6 +611,7 @@ class Verdict(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOCAL_STRATEGY_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -618,7 +619,7 @@ class Verdict(_message.Message):
     extra_token_kind: Global___ExtraTokenKind.ValueType
     """Kind of the last token."""
     plain_rounds_left: _builtins.int
-    """Plain rounds that the verifier will still decode without a further command."""
+    """Rounds of the run that the verifier will still decode without a further command. 0 after a drafter's block."""
     verify_duration_us: _builtins.int
     """Time of the target's forward pass and the rule, microseconds."""
     queue_duration_us: _builtins.int
@@ -635,6 +636,8 @@ class Verdict(_message.Message):
     """Under "coupled": tokens of this round whose lead over the second-best was within rounding; see
     GenerationStatistics.num_near_ties. 0 under other rules.
     """
+    local_strategy: _builtins.str
+    """Strategy of the verifier that drafted the tokens (LocalDraft). Empty: a drafter did, or nothing was drafted."""
     @_builtins.property
     def fence(self) -> Global___Fence:
         """The round that was decided and the prefix that its tokens continue."""
@@ -678,10 +681,11 @@ class Verdict(_message.Message):
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         top_logprobs: Global___TopLogprobs | None = ...,
         draft_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        local_strategy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -133,6 +133,32 @@ class OpenTargetSessionResponse(_message.Message):
 Global___OpenTargetSessionResponse: _TypeAlias = OpenTargetSessionResponse  # noqa: Y015
 
 @_typing.final
+class LocalDraft(_message.Message):
+    """Drafts that the verifier makes by itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    strategy: _builtins.str
+    """One of the verifier's local_strategies."""
+    num_draft_tokens: _builtins.int
+    """Most draft tokens in a round, 1 to the session's max_draft_tokens."""
+    def __init__(
+        self,
+        *,
+        strategy: _builtins.str = ...,
+        num_draft_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_draft_tokens", b"num_draft_tokens", "strategy", b"strategy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalDraft: _TypeAlias = LocalDraft  # noqa: Y015
+
+@_typing.final
 class PlainRun(_message.Message):
     """Command to decode without a drafter."""
 
@@ -140,21 +166,27 @@ class PlainRun(_message.Message):
 
     FENCE_FIELD_NUMBER: _builtins.int
     NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
     num_rounds: _builtins.int
-    """Rounds to decode, one token each; 1 or more."""
+    """Rounds to decode, 1 or more: of one token each, or more with `draft`."""
     @_builtins.property
     def fence(self) -> _session_pb2.Fence:
         """The first round of the run and the prefix that it continues."""
+
+    @_builtins.property
+    def draft(self) -> Global___LocalDraft:
+        """What the verifier drafts in these rounds. Absent: nothing. Only for verifiers that name local_strategies."""
 
     def __init__(
         self,
         *,
         fence: _session_pb2.Fence | None = ...,
         num_rounds: _builtins.int = ...,
+        draft: Global___LocalDraft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "num_rounds", b"num_rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "fence", b"fence", "num_rounds", b"num_rounds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,7 @@ from draftwire.method.rounds import (
     DraftSessionSpec,
     DraftTimings,
     Fence,
+    LocalDraft,
     Permit,
     PlainRun,
     PromptRead,
@@ -83,6 +84,7 @@ OF_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     bytes: KEYS,
     list[int]: IDS,
     tuple[int, ...]: IDS.map(tuple),
+    tuple[str, ...]: st.lists(st.text(max_size=8), max_size=3).map(tuple),
     frozenset[int]: st.frozensets(UINT32, max_size=6),
     frozenset[str]: st.frozensets(st.text(max_size=8), max_size=3),
     frozenset[int] | None: st.none() | st.frozensets(UINT32, min_size=1, max_size=4),
@@ -121,6 +123,7 @@ def verdicts(tokens: list[TokenLogprob]) -> st.SearchStrategy[Verdict]:
 made(Fence, session_id=UINT64, prefix_hash=UINT64)
 made(DraftTimings)
 OF_TYPE[Permit | None] = st.none() | made(Permit)
+OF_TYPE[LocalDraft | None] = st.none() | made(LocalDraft)
 made(LogprobsRequest)
 made(PromptPart)
 OF_TYPE[SamplingParams] = made(
@@ -517,6 +520,7 @@ SPECS = {
     "opening of a draft session": (DRAFT_SPEC, GOLDEN_DRAFT_SPEC.hex() + PARAMETERS_OF_DRAFT),
     "its span, too": (with_changes(DRAFT_SPEC, traceparent=TRACEPARENT), GOLDEN_DRAFT_SPEC.hex() + TRACED_OF_DRAFT),
 }
+GOLDEN_RUN = f"0a {len(GOLDEN_FENCE):02x}{GOLDEN_FENCE.hex()} 10 ac02"  # 1: fence, 2: num_rounds
 SENT: dict[str, tuple[Any, str]] = {
     "fence": (FENCE, GOLDEN_FENCE.hex()),
     "verdict": (VERDICT, GOLDEN_VERDICT.hex()),
@@ -530,7 +534,15 @@ SENT: dict[str, tuple[Any, str]] = {
     ),
     "block under way": (SendDrafted(FENCE.session_id, 1, 300, attempt=2), GOLDEN_SEND_DRAFTED.hex()),
     "block that was sent": (BlockSent(FENCE.session_id, 1, 300, attempt=2), GOLDEN_SEND_DRAFTED.hex()),
+    "verdict of a draft of the verifier's own": (  # 16: local_strategy
+        replace(VERDICT, local_strategy="suffix"),
+        GOLDEN_VERDICT.hex() + "820106" + b"suffix".hex(),
+    ),
     "model": (MODEL, GOLDEN_MODEL.hex()),
+    "model that drafts by itself": (  # 13: local_strategies
+        replace(MODEL, local_strategies=("suffix", "b")),
+        GOLDEN_MODEL.hex() + "6a06" + b"suffix".hex() + "6a0162",
+    ),
     **SPECS,
 }
 """Messages that are read back too."""
@@ -539,6 +551,14 @@ WRITTEN: dict[str, tuple[Message, str]] = {
     "dense distributions": (messages.block_to_proto(DENSE_BLOCK).distributions, GOLDEN_DENSE.hex()),
     "permit": (messages.permit_to_proto(Permit.make(bytes(range(16)), 300)), GOLDEN_PERMIT.hex()),
     "permit with a name": (messages.permit_to_proto(Permit.make(bytes(range(16)), 300, 7)), GOLDEN_NAMED_PERMIT.hex()),
+    "plain run": (
+        messages.plain_run_to_proto(PlainRun(FENCE, 300)),
+        GOLDEN_RUN,
+    ),
+    "run with drafts": (  # 3: draft
+        messages.plain_run_to_proto(PlainRun(FENCE, 300, LocalDraft("b", 4))),
+        GOLDEN_RUN + "1a 05 0a 01 62 10 04",
+    ),
     "identity": (messages.identity_to_proto(DrafterIdentity(7, bytes(range(16)))), GOLDEN_IDENTITY.hex()),
     "wrapped block under way": (  # 3: send_drafted, 16 bytes
         drafter_pb2.DraftCommand(send_drafted=drafter_pb2.SendDrafted.FromString(GOLDEN_SEND_DRAFTED)),

@@ -13,7 +13,7 @@ from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted
 from draftwire.method.token_source import TokenSource
 from draftwire.models.description import ISSUED_IDENTITIES, PARTIAL_BLOCKS
 from draftwire_gateway.session.block_wait import MAX_STRETCH
-from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, NO_BLOCK, DrafterSeat
+from draftwire_gateway.session.drafter_seat import MAX_MISSING_BLOCKS, NO_BLOCK, DrafterSeat, RunRequest
 from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent, SessionEvent
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.round_trip_estimate import FIRST_TIMEOUT_S, LEAST_FLUSH_S, LEAST_TIMEOUT_S
@@ -30,6 +30,7 @@ class Seating:
     queue: asyncio.Queue[PeerEvent]
     target: FakeTarget
     drafters: list[FakeDrafter]
+    pairs: Pairs
 
     def restart(self) -> bool:
         self.session.epoch += 1
@@ -78,13 +79,14 @@ def seating(num_drafters: int = 1, context_lengths: tuple[int, ...] = (), **chan
     for drafter in drafters:
         drafter.on_calibration = lambda calibration: None  # no verifier takes blocks here
     session, queue = SessionState(make_generation(**changes)), asyncio.Queue[PeerEvent]()
-    seat = DrafterSeat(session, FakePeers([target], drafters), queue, Pairs(8, 4))
+    pairs = Pairs(8, 4)
+    seat = DrafterSeat(session, FakePeers([target], drafters), queue, pairs)
     session.epoch = 0
-    return Seating(seat, session, queue, target, drafters)
+    return Seating(seat, session, queue, target, drafters, pairs)
 
 
 def warming_up(seat: DrafterSeat) -> bool:
-    return seat.plain_run(32, 2) == (WhyPlain.WARMING_UP, 2)
+    return seat.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2)
 
 
 @in_virtual_time

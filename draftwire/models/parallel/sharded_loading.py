@@ -346,8 +346,8 @@ def _card(source: ModelSource, whole: Any, checkpoint: Checkpoint, rank: int) ->
         revision=getattr(whole.config, "_commit_hash", None) or "",
         dtype=str(whole.dtype).removeprefix("torch."),
         vocab_size=whole.get_output_embeddings().weight.shape[0],
-        context_length=context_length_of(whole),
-        stop_token_ids=stop_token_ids_of(whole, tokenizer),
+        context_length=context_length_of(whole.config, source.name),
+        stop_token_ids=stop_token_ids_of(getattr(whole.generation_config, "eos_token_id", None), tokenizer),
         weights_fingerprint=_fingerprint(whole, checkpoint) if rank == 0 else b"",
     )
 

@@ -21,8 +21,9 @@ class DraftSettings:
     """How tokens are drafted, and what is made of distributions before tokens are drawn from them and both are sent."""
 
     strategy: str = "auto"
-    """How tokens are drafted: "model", by a language model; "scripted", by a script, for tests; or auto: what fits the
-    option model."""
+    """How tokens are drafted: "model", by a language model; "suffix" or "lookup", from earlier places of each text, for
+    which the option model names the tokenizer alone; "scripted", by a script, for tests; or auto: what fits the
+    model."""
     draft_encoding: Encoding = Encoding.SPARSE_UINT16
     """How distributions travel: sparse_uint16 takes a few dozen bytes a token, dense_float32 and dense_float16 take 4
     and 2 bytes x vocabulary."""

@@ -5,7 +5,8 @@ from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.method.quantization import Quantization
 from draftwire.models.cached_model import DraftModel
-from draftwire.models.loading import ModelCard
+from draftwire.models.loading import ModelCard, load_card
+from draftwire.models.scripted import Script, is_scripted
 from draftwire.runtime.settings import require
 from draftwire_drafter.config import DrafterConfig
 
@@ -36,6 +37,12 @@ class ConfiguredContext:
     def limited(self, card: ModelCard) -> ModelCard:
         """Returns the card with the context length limited to the capacity of the KV cache."""
         return limited(card, self._config.engine)
+
+    def load_card(self) -> ModelCard:
+        """Loads tokenizer and configuration, without weights."""
+        if is_scripted(self.model):
+            return Script.parse(self.model).card()
+        return load_card(self.model, self._config.loading.revision)
 
     def load_language_model(self) -> tuple[ModelCard, DraftModel]:
         """Loads the weights: all of them, or this rank's share, together with the other ranks."""

@@ -12,7 +12,7 @@ from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
 from draftwire.requests.automaton import FormVocabulary
 from draftwire.runtime.form_sandbox import FormSandbox
-from draftwire_gateway.config import GatewayConfig
+from draftwire_gateway.config import NO_LOCAL_DRAFTS, GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.request_record import RequestRecord
 from draftwire_gateway.session.choices import ChoiceEvent, ChoiceRunner, PromptEcho
@@ -77,6 +77,7 @@ class GatewayCore:
             config.max_speculative_tokens,
             config.rejection_sample_method,
             adapts_length=config.speculation == "adaptive",
+            local_strategy="" if config.local_drafts == NO_LOCAL_DRAFTS else config.local_drafts,
         )
 
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:

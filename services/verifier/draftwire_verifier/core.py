@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from draftwire.audit import AuditSums, FirstUses
+from draftwire.drafting.model_free.registry import TEXT_DRAFTERS
 from draftwire.engine.admission import Room
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionFailed
@@ -85,6 +86,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             target.card.description,
             capabilities=frozenset({ISSUED_IDENTITIES}),
             rules=tuple(map(facts_of, self._rules.values())),
+            local_strategies=tuple(TEXT_DRAFTERS),
         )
         card = replace(target.card, description=description)
         return card, TargetEngine(target.model, description.context_length)

@@ -16,6 +16,7 @@ from draftwire.method.encoding import log_probs
 from draftwire.method.rounds import (
     Fence,
     FenceVerdict,
+    LocalDraft,
     PlainRun,
     PromptRead,
     ReceivedBlock,
@@ -30,6 +31,7 @@ from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.target import Judgement, JudgingOutcome, StillReading
 from draftwire_verifier.idle import IdleWatch
+from draftwire_verifier.local_drafts import LocalText, check_local
 
 MAX_UINT32 = 2**32 - 1
 """Largest value of a uint32 field."""
@@ -57,6 +59,8 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     """Whether its draft tokens count in the audit: not if an earlier session drew with the same random numbers."""
     block: ReceivedBlock | None = None
     """The block to verify in the current round."""
+    local: LocalText | None = None
+    """What drafts the rounds of its runs; None if nothing ever did."""
     waits_since: float | None = None
     """Since when it waits for its drafter's next block, by the scheduler's clock; None if it does not."""
     queued_at: float = 0.0
@@ -257,7 +261,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
         """Starts plain decoding, if the current round has no work yet.
 
         Raises:
-            InvalidRequestError: `num_rounds` is 0, or the session has reached its `max_len`.
+            InvalidRequestError: `num_rounds` is 0, the session has reached its `max_len`, or the verifier cannot draft
+                like that.
         """
         session, verdict = self._judge(run.fence)
         if session is not None:
@@ -265,7 +270,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
                 raise InvalidRequestError("a plain run has at least one round")
             if len(session.committed) >= session.spec.max_len:
                 raise InvalidRequestError("plain run beyond the session's max_len")
+            if run.draft is not None:
+                check_local(run.draft, session.spec)
             session.plain_rounds_left = run.num_rounds
+            self._draft_by(session, run.draft)
             self._end_wait(session)
             self._enqueue(session)
         return verdict
@@ -310,8 +318,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
         session.round += 1
         session.block, session.queued = None, False
         queue_us = min(int(max(0.0, started_at - session.queued_at) * 1e6), MAX_UINT32)
-        if block is None:
-            stopped = judgement.token_ids[-1] in session.spec.parameters.stop_token_ids
+        if session.plain_rounds_left:  # the round was one of a run
+            stopped = not session.spec.parameters.stop_token_ids.isdisjoint(judgement.token_ids)
             full = len(session.committed) >= session.spec.max_len
             session.plain_rounds_left = 0 if stopped or full else session.plain_rounds_left - 1
         if session.plain_rounds_left:
@@ -335,6 +343,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             num_cached_tokens=session.num_reused or 0,
             logprobs=judgement.logprobs,
             draft_logprobs=_draft_logprobs(block, judgement.token_ids) if session.spec.reports_draft_logprobs else [],
+            local_strategy=block.local_strategy if block else "",
             **({"timings": block.timings} if block else {}),
         )
 
@@ -343,7 +352,17 @@ class Scheduler(SessionBook[TargetSession, Step]):
             session.waits_since = None
             self.idle.wait(-1, self.clock())
 
+    def _draft_by(self, session: TargetSession, draft: LocalDraft | None) -> None:
+        """Sets what drafts the rounds of a session's run. What was read of the text is kept through plain runs."""
+        if draft is not None and (session.local is None or session.local.strategy != draft.strategy):
+            session.local = LocalText(draft.strategy)
+        if session.local is not None:
+            session.local.num_draft_tokens = 0 if draft is None else draft.num_draft_tokens
+
     def _enqueue(self, session: TargetSession) -> None:
+        if session.plain_rounds_left and session.local is not None:
+            ids = session.committed.ids
+            session.block = session.local.block(session.fence, ids, session.spec, session.automaton, self.vocab_size)
         session.queued = True
         session.queued_at = self.clock()
         self._ready.append(session)

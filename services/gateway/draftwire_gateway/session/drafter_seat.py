@@ -8,12 +8,22 @@ it replies. A drafter that has replied is never blamed for the verifier's silenc
 import asyncio
 import math
 import time
+from collections import deque
+from dataclasses import dataclass
 
 import structlog
 
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.keys import Role
-from draftwire.method.rounds import BlockSent, Calibration, DraftSessionSpec, Permit, SendDrafted, Verdict
+from draftwire.method.rounds import (
+    BlockSent,
+    Calibration,
+    DraftSessionSpec,
+    LocalDraft,
+    Permit,
+    SendDrafted,
+    Verdict,
+)
 from draftwire.models.description import FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS, ModelDescription
 from draftwire_gateway.session.block_wait import BlockFate, BlockWait
 from draftwire_gateway.session.ports import (
@@ -27,8 +37,7 @@ from draftwire_gateway.session.ports import (
 )
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.session.session_state import SessionState
-from draftwire_gateway.speculation.pairs import PairName, Pairs
-from draftwire_gateway.speculation.session_length import SessionLength
+from draftwire_gateway.speculation.pairs import PairName, Pairs, PairSeat
 
 log = structlog.get_logger()
 
@@ -36,6 +45,17 @@ NO_BLOCK = "no block in time, not even a part of one"
 
 MAX_MISSING_BLOCKS = 2
 """A drafter is given up when so many blocks in a row, which it says that it sent, did not reach the verifier."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """Rounds without a drafter, to be requested at once."""
+
+    why: WhyPlain
+    """Why they have no drafter, or why a round in which the verifier drafts by itself has no draft."""
+    num_rounds: int
+    draft: LocalDraft | None = None
+    """What the verifier drafts by itself."""
 
 
 class DrafterSeat:
@@ -60,10 +80,14 @@ class DrafterSeat:
         self._verifier_address = ""
         self._has_permit = False
         self._wait = BlockWait()
-        self._pairs = pairs
-        self._pair: PairName | None = None
-        self._length: SessionLength | None = None
-        """Chooses lengths for the pair; None without a drafter, and if lengths are given."""
+        self._pair = PairSeat(pairs)
+        """Of drafter and verifier; none where lengths are given."""
+        self._local_pair = PairSeat(pairs)
+        """Of a verifier that drafts by itself; none where lengths are given."""
+        self._local_strategy = ""
+        """By which the session's verifier drafts by itself; empty if it does not."""
+        self._asked: deque[tuple[int, bool]] = deque(maxlen=3)
+        """The rounds of the latest requests, and whether the verifier was to draft by itself from there on."""
         self.permit_number = -1
         """Permit number of the latest drafter; each drafter has a higher one."""
         self.is_ready = False
@@ -97,36 +121,62 @@ class DrafterSeat:
         most = min(self._session.num_left - 1, self.room)
         if not self._session.generation.adapts_length:
             return min(self._session.generation.num_speculative_tokens, most)
-        return 0 if self._length is None else self._length.next_length(self._session.round, most, time.perf_counter())
+        length = self._pair.length
+        return 0 if length is None else length.next_length(self._session.round, most, time.perf_counter())
 
-    def plain_run(self, most: int, bridge: int) -> tuple[WhyPlain, int]:
-        """Returns why the round that is requested now is plain, and how many plain rounds to request at once.
+    def run(self, most: int, bridge: int) -> RunRequest:
+        """Returns the rounds to request now, where `next_length` is less than 1.
 
         Args:
             most: rounds where no drafter is expected.
             bridge: rounds while one is.
         """
         if not self._session.generation.num_speculative_tokens:
-            return WhyPlain.NOT_ASKED_FOR, most
-        now = time.perf_counter()
-        if self._length is not None and not self._length.pays(now):
-            return WhyPlain.DOES_NOT_PAY, self._length.num_plain_rounds(most, now)
+            return RunRequest(WhyPlain.NOT_ASKED_FOR, most)
+        length, now = self._pair.length, time.perf_counter()
+        if length is not None and not length.pays(now):
+            return self._local_run(WhyPlain.DOES_NOT_PAY, length.num_plain_rounds(most, now))
         if self.is_asleep:
-            return WhyPlain.LATE, bridge
-        if self._drafter is not None:
-            return (WhyPlain.NO_ROOM, most) if self.is_ready else (WhyPlain.WARMING_UP, bridge)
-        return WhyPlain.NO_DRAFTER, most
+            return RunRequest(WhyPlain.LATE, bridge)
+        if self._drafter is None:
+            return self._local_run(WhyPlain.NO_DRAFTER, most)
+        if self.is_ready:
+            return self._local_run(WhyPlain.NO_ROOM, most)
+        return self._local_run(WhyPlain.WARMING_UP, bridge)
 
-    def first_plain_run(self, target: TargetPort, most: int) -> tuple[WhyPlain, int]:
-        """Returns the same for a session that is being opened on a verifier: one round if there is a drafter for it."""
+    def first_run(self, target: TargetPort, most: int) -> RunRequest:
+        """Returns the same for a session that is being opened on a verifier: one round if it may be drafted for."""
         has_drafter = self.restart(target)
-        why, num_rounds = self.plain_run(most, 1)
-        return (WhyPlain.WARMING_UP, 1) if why is WhyPlain.NO_DRAFTER and has_drafter else (why, num_rounds)
+        request = self.run(most, 1)
+        if request.why is WhyPlain.NO_DRAFTER and has_drafter:
+            return RunRequest(WhyPlain.WARMING_UP, 1)
+        return request if request.draft is None else RunRequest(WhyPlain.NO_DRAFTER, 1)
+
+    def _local_run(self, why: WhyPlain, most: int) -> RunRequest:
+        """Returns rounds in which the verifier drafts by itself, if it does and that pays; else plain ones."""
+        num_draft_tokens = min(self._session.generation.num_speculative_tokens, self._session.num_left - 1)
+        if not self._local_strategy or num_draft_tokens < 1:
+            return RunRequest(why, most)
+        self._asked.append((self._session.round, True))
+        length = self._local_pair.length
+        if length is not None:
+            now = time.perf_counter()
+            num_draft_tokens = length.next_length(self._session.round, num_draft_tokens, now)
+            most = length.num_plain_rounds(most, now)
+            if num_draft_tokens < 1:
+                return RunRequest(WhyPlain.DOES_NOT_PAY if why is WhyPlain.NO_DRAFTER else why, most)
+        return RunRequest(WhyPlain.NO_GUESS, most, LocalDraft(self._local_strategy, num_draft_tokens))
 
     def observe(self, times: RoundTimes) -> None:
         """Takes note of a committed round; a `RoundObserver`."""
-        if self._length is not None:
-            self._length.observe(times)
+        if self._pair.length is not None:
+            self._pair.length.observe(times)
+        if self._local_pair.length is not None:
+            is_local = next((local for number, local in reversed(self._asked) if number <= times.round), False)
+            if is_local:
+                self._local_pair.length.observe(times)
+            else:
+                self._local_pair.length.end_reading(times.ended_at)
 
     def restart(self, target: TargetPort) -> bool:
         """Makes all drafters eligible again, before the session is opened on a verifier.
@@ -136,8 +186,7 @@ class DrafterSeat:
         """
         self._tried = set()
         drafter = self._next(target)
-        if drafter is not None:
-            self._join(target, drafter)
+        self._join(target, drafter)
         return drafter is not None
 
     def seek(self, target: TargetPort, longest_sleep_s: float = math.inf) -> None:
@@ -149,11 +198,13 @@ class DrafterSeat:
         """
         if self._wait.sleeping_s(self._now()) > longest_sleep_s and self._next(target) is not None:
             self.give_up(UnavailableError(NO_BLOCK))
-        drafter = None if self._drafter is not None else self._next(target)
+        if self._drafter is not None:
+            return
+        drafter = self._next(target)
+        self._join(target, drafter)
         if drafter is None:
             return
-        self._join(target, drafter)
-        if self._length is not None and not self._length.pays(time.perf_counter()):
+        if self._pair.length is not None and not self._pair.length.pays(time.perf_counter()):
             return  # its prefill alone would cost time
         self._tried.add(drafter.instance_id)
         self._drafter, self.is_ready = drafter, False
@@ -199,6 +250,7 @@ class DrafterSeat:
         Raises:
             DraftwireError: the drafter cannot be asked.
         """
+        self._asked.append((self._session.round, False))
         base_len = self._known_len
         self._known_len = len(self._session.committed)
         timeout_s = self.timeout_s(num_draft_tokens, most_s)
@@ -260,7 +312,7 @@ class DrafterSeat:
             verdict: of the open round.
             arrived_at: when it arrived, by the event loop's clock: who reads the text may have been away since.
         """
-        match self._wait.end(verdict.fence.round, verdict.num_draft_tokens > 0):
+        match self._wait.end(verdict.fence.round, verdict.num_draft_tokens > 0 and not verdict.local_strategy):
             case BlockFate.VERIFIED:
                 self._learn(arrived_at, verdict)
                 self._wake()
@@ -288,9 +340,10 @@ class DrafterSeat:
         return was_awaited
 
     def end(self) -> None:
-        """Ends the session: drops its drafter, and counts it out of its pair."""
+        """Ends the session: drops its drafter, and counts it out of its pairs."""
         self.drop()
-        self._leave()
+        self._pair.join(None)
+        self._local_pair.join(None)
 
     def drop(self) -> None:
         """Closes the session on the drafter, or cancels its opening. To be called before the epoch ends."""
@@ -301,17 +354,14 @@ class DrafterSeat:
             self._session.close_at(self._drafter)
         self._drafter, self.is_ready, self._wait = None, False, BlockWait()
 
-    def _join(self, target: TargetPort, drafter: DrafterPort) -> None:
-        """Counts the session in to its pair, if it adapts lengths."""
-        pair = PairName(target.address, drafter.description.name)
-        if self._session.generation.adapts_length and pair != self._pair:
-            self._leave()
-            self._pair, self._length = pair, self._pairs.session_length(pair)
-
-    def _leave(self) -> None:
-        if self._length is not None:
-            self._length.close()
-        self._pair, self._length = None, None
+    def _join(self, target: TargetPort, drafter: DrafterPort | None) -> None:
+        """Counts the session in to its pairs, if it adapts lengths: with a drafter, and with what the verifier does."""
+        generation = self._session.generation
+        offered = generation.local_strategy in target.description.local_strategies
+        self._local_strategy = strategy = generation.local_strategy if offered else ""
+        if generation.adapts_length:
+            self._pair.join(None if drafter is None else PairName(target.address, drafter.description.name))
+            self._local_pair.join(PairName(target.address, strategy, is_local=True) if strategy else None)
 
     def _wake(self) -> None:
         if self._wait.wake():

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from draftwire.errors import ProtocolViolationError
-from draftwire.method.rounds import Verdict
+from draftwire.method.rounds import LocalDraft, Verdict
 from draftwire.requests.logprobs import TokenLogprob
 from draftwire_gateway.session.generation import Generation
 
@@ -20,22 +20,25 @@ class ExpectedVerdict:
         self._generation = generation
         self._num_draft_tokens = 0
         self._num_plain_rounds = 0
+        self._local: LocalDraft | None = None
 
     def open(self, num_plain_rounds: int) -> None:
         """Records that the session is opened on a verifier, which starts with plain rounds."""
-        self._num_draft_tokens, self._num_plain_rounds = 0, num_plain_rounds
+        self._num_draft_tokens, self._num_plain_rounds, self._local = 0, num_plain_rounds, None
 
     def request_block(self, num_draft_tokens: int) -> None:
         """Records the request of a block; it may be judged even after its drafter was given up."""
         self._num_draft_tokens = num_draft_tokens
 
-    def request_plain(self, num_rounds: int) -> None:
-        """Records the request of plain rounds."""
-        self._num_plain_rounds = num_rounds
+    def request_plain(self, num_rounds: int, draft: LocalDraft | None = None) -> None:
+        """Records the request of rounds without a drafter, in which the verifier may draft by itself."""
+        self._num_plain_rounds, self._local = num_rounds, draft
 
     def end_round(self, verdict: Verdict) -> None:
         """Ends the open round: what is left is the rest of a plain run."""
         self._num_draft_tokens, self._num_plain_rounds = 0, verdict.plain_rounds_left
+        if not verdict.plain_rounds_left:
+            self._local = None
 
     def check(self, verdict: Verdict, vocab_size: int) -> None:
         """Checks a verdict of the open round before anything is computed from it.
@@ -48,12 +51,16 @@ class ExpectedVerdict:
             ProtocolViolationError: it is not a verdict of what was requested.
         """
         num_tokens, prefix_len = len(verdict.token_ids), verdict.fence.prefix_len
-        _require(verdict.num_draft_tokens <= self._num_draft_tokens, "judges more draft tokens than were requested")
+        local = self._local if verdict.local_strategy else None
+        names_local = not verdict.local_strategy or (local is not None and local.strategy == verdict.local_strategy)
+        _require(names_local, "has drafts of the verifier that were not requested")
+        most_drafted = self._num_draft_tokens if local is None else local.num_draft_tokens
+        _require(verdict.num_draft_tokens <= most_drafted, "judges more draft tokens than were requested")
         _require(verdict.num_accepted_tokens <= verdict.num_draft_tokens, "accepts more draft tokens than it judged")
         _require(num_tokens == verdict.num_accepted_tokens + 1, "has another number of tokens than were accepted")
         _require(max(verdict.token_ids) < vocab_size, "has a token beyond the vocabulary")
         _require(prefix_len + num_tokens <= self._generation.max_len, "reaches beyond the end of the completion")
-        most_left = 0 if verdict.num_draft_tokens else max(0, self._num_plain_rounds - 1)
+        most_left = 0 if verdict.num_draft_tokens and local is None else max(0, self._num_plain_rounds - 1)
         _require(verdict.plain_rounds_left <= most_left, "leaves more plain rounds than were requested")
         _require(verdict.num_near_ties <= num_tokens, "counts more near-ties than tokens")
         _require(verdict.num_cached_tokens <= prefix_len, "counts more cached tokens than there are")

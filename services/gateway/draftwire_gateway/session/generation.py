@@ -30,6 +30,8 @@ class SpeculationDefaults:
     rule: str
     adapts_length: bool = False
     """Whether lengths are chosen where neither a length nor a seed is requested."""
+    local_strategy: str = ""
+    """By which a verifier drafts by itself where there is no drafter; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Generation:
     """Memory that compiling the structured output took; 0 without one."""
     adapts_length: bool = False
     """Whether the length of each draft is chosen from what is measured."""
+    local_strategy: str = ""
+    """By which the verifier drafts by itself where there is no drafter, if it can; empty for none."""
 
     @property
     def is_lossy(self) -> bool:
@@ -171,6 +175,7 @@ def complete_request(
         if adapts_length
         else num_speculative_tokens,
         adapts_length=adapts_length,
+        local_strategy=defaults.local_strategy,
         rule=target.rule_named(request.rule if request.rule is not None else defaults.rule),
         cache_salt=_salt_of(request),
         logprobs=_wanted_logprobs(request),

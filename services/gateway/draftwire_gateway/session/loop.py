@@ -22,7 +22,7 @@ from draftwire.method.rounds import BlockSent, PromptRead, Verdict
 from draftwire.requests.logprobs import PromptPart
 from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.committed_text import CommittedText, Delta, Finish
-from draftwire_gateway.session.drafter_seat import DrafterSeat
+from draftwire_gateway.session.drafter_seat import DrafterSeat, RunRequest
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.ports import (
     BlocksRefused,
@@ -193,7 +193,7 @@ class GenerationLoop:
             await self._move(UnavailableError("the verifier was silent for too long"))
         elif not self._drafter.can_flush:
             self._drafter.fall_asleep()
-            self._run_plain(WhyPlain.LATE, self._settings.bridge_rounds)
+            self._run(RunRequest(WhyPlain.LATE, self._settings.bridge_rounds))
         else:
             self._set_timeout(self._drafter.flush_timeout_s(self._settings.block_timeout_s))
             try:
@@ -216,22 +216,21 @@ class GenerationLoop:
             except DraftwireError as error:
                 self._give_up_drafter(error)
             return
-        self._run_plain(*self._plain_run())
+        self._run(self._drafter.run(self._settings.plain_run_rounds, self._settings.bridge_rounds))
 
-    def _plain_run(self) -> tuple[WhyPlain, int]:
-        return self._drafter.plain_run(self._settings.plain_run_rounds, self._settings.bridge_rounds)
-
-    def _run_plain(self, why: WhyPlain, num_rounds: int) -> None:
-        """Requests plain rounds, as many as are left. A block of the open round that is judged first counts as well."""
-        self._watch.ask(why)
+    def _run(self, request: RunRequest) -> None:
+        """Requests rounds without a drafter, as many as may be left. A block of the open round that is judged first
+        counts as well.
+        """
+        self._watch.ask(request.why)
         self._set_timeout(self._settings.verdict_timeout_s)
-        self._verifier.run_plain(min(num_rounds, self._session.num_left))
+        self._verifier.run_plain(min(request.num_rounds, self._session.num_left), request.draft)
 
     def _prepare(self, target: TargetPort) -> int:
         """Prepares an attempt to open the session on a verifier, and returns its plain rounds; a `Prepare`."""
-        why, num_rounds = self._drafter.first_plain_run(target, self._settings.plain_run_rounds)
-        self._watch.ask(why, opens=True)
-        return num_rounds
+        request = self._drafter.first_run(target, self._settings.plain_run_rounds)
+        self._watch.ask(request.why, opens=True)
+        return request.num_rounds
 
     def _begin(self) -> None:
         """Continues the open round on a verifier that accepted the session."""

@@ -31,6 +31,8 @@ class WhyPlain(Enum):
     """The drafter's block did not come in time; it is asked again when it answers."""
     EMPTY_BLOCK = "empty_block"
     """The drafter drew nothing."""
+    NO_GUESS = "no_guess"
+    """The verifier drafts by itself, and the text has no earlier place like its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class RoundTimes:
     gateway_s: float
     """From the verdict's arrival to the request of the next round, or to the end; 0 within a plain run. Includes
     backpressure of a slow client."""
+    local_strategy: str = ""
+    """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
 
     @property
     def duration_s(self) -> float:
@@ -178,6 +182,7 @@ class RoundWatch:
             verify_s=verify_s,
             wire_s=0.0 if is_first else left_s,
             gateway_s=max(0.0, left_at - arrived_at),
+            local_strategy=verdict.local_strategy,
         )
         self._verdict, self._is_first = None, False
         self._started_at = self._asked_at = max(left_at, arrived_at)

@@ -16,7 +16,7 @@ from draftwire.errors import (
     UnavailableError,
 )
 from draftwire.method.keys import Role
-from draftwire.method.rounds import PlainRun, TargetSessionSpec
+from draftwire.method.rounds import LocalDraft, PlainRun, TargetSessionSpec
 from draftwire_gateway.config import LoopSettings
 from draftwire_gateway.session.ports import PeerEvent, Peers, TaggedInbox, TargetPort
 from draftwire_gateway.session.session_state import SessionState
@@ -143,11 +143,11 @@ class VerifierSeat:
         """Ends the open round: the session makes progress on this verifier."""
         self._futile_moves = 0
 
-    def run_plain(self, num_rounds: int) -> None:
-        """Requests plain rounds, starting with the open one."""
-        self._session.expected.request_plain(num_rounds)
+    def run_plain(self, num_rounds: int, draft: LocalDraft | None = None) -> None:
+        """Requests rounds without a drafter, starting with the open one; with `draft`, the verifier drafts in them."""
+        self._session.expected.request_plain(num_rounds, draft)
         with suppress(DraftwireError):  # a loss arrives as an event
-            self.target.run_plain(PlainRun(self._session.fence, num_rounds))
+            self.target.run_plain(PlainRun(self._session.fence, num_rounds, draft))
 
     def drop(self) -> None:
         """Closes the session, if it is open."""

@@ -14,6 +14,8 @@ NUM_KEPT = 8
 """Of the latest drafts, those that are kept where the others are forgotten: the first may be of the time before."""
 SURPRISE = 4.0
 """Standard errors by which the latest drafts may differ, before others are forgotten."""
+NEW_DISPERSION = 0.125
+"""Weight of the latest drafts in the estimate of how much more they vary than independent ones would."""
 
 
 class AcceptanceEstimate:
@@ -30,6 +32,11 @@ class AcceptanceEstimate:
         self._recent: deque[tuple[int, int]] = deque(maxlen=NUM_KEPT)
         self._errors: deque[tuple[float, float]] = deque(maxlen=NUM_RECENT)
         """Of the latest drafts, how many more tokens were accepted than expected, and the variance of that."""
+        self._dispersion = 1.0
+        """Square of the standard errors by which the latest drafts differ, mean, at least 1: where texts have easy and
+        difficult parts, more than independent drafts would."""
+        self._last_difference = 1.0
+        """Of the latest drafts, when that was estimated last."""
         self._survival: list[float] = []
         """As computed last, until the next draft."""
         self.num_drafts = 0
@@ -45,7 +52,13 @@ class AcceptanceEstimate:
         self._errors.append((num_accepted - mean, max(0.0, square - mean * mean)))
         self._recent.append((num_draft_tokens, num_accepted))
         self.num_drafts += 1
-        if self._is_surprised():
+        difference = self._difference()
+        is_surprised = len(self._errors) >= NUM_KEPT and difference > SURPRISE**2 * self._dispersion
+        if is_surprised or self.num_drafts % NUM_RECENT == 0:
+            # One group late, so that what is about to be a surprise does not raise the threshold.
+            self._dispersion = max(1.0, self._dispersion + NEW_DISPERSION * (self._last_difference - self._dispersion))
+            self._last_difference = difference
+        if is_surprised:
             self.num_surprises += 1
             self._reached, self._accepted = [], []
             self._errors.clear()
@@ -94,10 +107,8 @@ class AcceptanceEstimate:
             rates.append(accepted / (self._reached[position] + PRIOR_WEIGHT))
         return rates
 
-    def _is_surprised(self) -> bool:
-        """Whether the number of tokens accepted of the latest drafts is far from what was expected of them."""
-        if len(self._errors) < NUM_KEPT:
-            return False
+    def _difference(self) -> float:
+        """Returns the square of the standard errors by which the latest drafts differ from what was expected."""
         difference = sum(error for error, _ in self._errors)
         variance = sum(variance for _, variance in self._errors)
-        return difference**2 > SURPRISE**2 * (variance + 1.0)
+        return difference**2 / (variance + 1.0)

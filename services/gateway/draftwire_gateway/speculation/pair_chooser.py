@@ -196,7 +196,7 @@ class PairChooser:
         self._used_s += min(LONGEST_ROUND_S, max(0.0, times.ended_at - self._used_until))
         self._used_until = max(self._used_until, times.ended_at)
         service_s = times.ended_at - times.started_at
-        is_of_window = window is current or window.length == current.length == 0  # plain runs outlast windows
+        is_of_window = window is current or window.length == current.length  # runs outlast windows
         is_of_window = is_of_window and times.started_at >= current.counts_from
         if is_of_window and is_whole and times.gateway_s <= MAX_SLOW_READER * service_s:
             expected_tokens = self.acceptance.mean_tokens(current.length)
@@ -212,9 +212,11 @@ class PairChooser:
             self._end_window(current, times.ended_at)
 
     def num_plain_rounds(self, most: int, now: float) -> int:
-        """Returns how many plain rounds to request at once, at most `most`: up to when another length has its turn."""
+        """Returns how many rounds without a drafter to request at once, at most `most`: up to when another length has
+        its turn.
+        """
         window = self.window(now)
-        round_s = self._plain_round_s(window)
+        round_s = self._run_round_s(window)
         if round_s is None:
             return min(most, FIRST_PLAIN_ROUNDS)
         return max(1, int(min(most, (self._turn_at(window, round_s) - now) / round_s)))
@@ -265,12 +267,12 @@ class PairChooser:
             self.num_sessions, self.acceptance.survival(largest), self.acceptance.num_drafts, tuple(loads)
         )
 
-    def _plain_round_s(self, window: Window) -> float | None:
-        """Returns the time of a plain round; None if none is known."""
-        if window.length == 0 and window.sums.num_rounds:
+    def _run_round_s(self, window: Window) -> float | None:
+        """Returns the time of a round of a run; None if none is known."""
+        if window.sums.num_rounds:
             return window.sums.mean_round_s
         costs = self._loads[window.load].costs
-        return None if costs.is_empty else costs.round_s(0)
+        return None if costs.is_empty else costs.round_s(window.length)
 
     def _turn_at(self, window: Window, round_s: float) -> float:
         """Returns when a window of plain rounds is over, or its length is not the chosen one any more."""

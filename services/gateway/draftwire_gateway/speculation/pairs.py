@@ -15,6 +15,29 @@ class PairName:
 
     verifier_address: str
     drafter_model: str
+    """Name of the draft model, or of the strategy of the verifier."""
+    is_local: bool = False
+    """Whether the verifier drafts by itself."""
+
+
+class PairSeat:
+    """A session's place in one pair at a time."""
+
+    def __init__(self, pairs: "Pairs") -> None:
+        """Is in no pair."""
+        self._pairs = pairs
+        self._name: PairName | None = None
+        self.length: SessionLength | None = None
+        """Chooses the session's lengths; None in no pair."""
+
+    def join(self, name: PairName | None) -> None:
+        """Counts the session in to a pair, and out of the one before; None is no pair."""
+        if name == self._name:
+            return
+        if self.length is not None:
+            self.length.close()
+        self._name = name
+        self.length = None if name is None else self._pairs.session_length(name)
 
 
 class Pairs:
@@ -37,7 +60,7 @@ class Pairs:
         if chooser is None:
             self._forget_idle()
             chooser = self._choosers[pair] = PairChooser(self._max_length, self._first_length)
-        return SessionLength(chooser)
+        return SessionLength(chooser, pair.is_local)
 
     def _forget_idle(self) -> None:
         if len(self._choosers) >= MAX_PAIRS:

@@ -166,8 +166,12 @@ class RoundCosts:
         return mean_s + (length - mean) * slope
 
     def bias(self, length: int) -> float:
-        """Returns `LengthCost.bias` of a length, or of the nearest one that was measured; 1 for plain rounds."""
+        """Returns `LengthCost.bias` of a length, or of the nearest one that was measured. Without drafts, one token
+        is expected of a round; more come where the verifier drafts by itself, and what was measured is all that is
+        known of that.
+        """
         drafting = [known for known in self._lengths if known]
         if length == 0 or not drafting:
-            return 1.0
+            plain = self._lengths.get(0)
+            return 1.0 if plain is None or length else plain.num_tokens / plain.expected_tokens
         return self._lengths[min(drafting, key=lambda known: abs(known - length))].bias

@@ -16,12 +16,19 @@ OWN_GAIN = 0.10
 class SessionLength:
     """The chosen lengths of one session with one pair."""
 
-    def __init__(self, pair: PairChooser) -> None:
-        """Counts the session in; `close` counts it out."""
+    def __init__(self, pair: PairChooser, is_local: bool = False) -> None:
+        """Counts the session in; `close` counts it out.
+
+        Args:
+            pair: chooses for all its sessions.
+            is_local: whether the verifier drafts by itself. Then a round of some length may have a shorter draft, or
+                none, at no cost but its rows: what was not guessed counts as not accepted.
+        """
         self._pair = pair
+        self._is_local = is_local
         self._acceptance = AcceptanceEstimate(prior=pair.acceptance)
-        self._asked: deque[tuple[int, Window, bool]] = deque(maxlen=2)
-        """Round, window, and whether the round was to have the window's length, of the latest requests."""
+        self._asked: deque[tuple[int, Window, int]] = deque(maxlen=2)
+        """Round, window and length of the latest requests."""
         self._is_fresh = True
         """Whether no draft was verified since the last plain round: the drafter has much to read first."""
         self._is_reading = True
@@ -34,7 +41,7 @@ class SessionLength:
 
     def close(self) -> None:
         """Counts the session out."""
-        self._end_reading(time.perf_counter())
+        self.end_reading(time.perf_counter())
         self._pair.leave()
 
     def next_length(self, round_number: int, most: int, now: float) -> int:
@@ -50,8 +57,7 @@ class SessionLength:
         is_whole = length == window.length
         if is_whole and length > 1 and not window.is_probe and self._acceptance.num_drafts >= OWN_DRAFTS:
             length = self._shortened(window)
-            is_whole = length == window.length
-        self._asked.append((round_number, window, is_whole))
+        self._asked.append((round_number, window, length))
         return length
 
     def num_plain_rounds(self, most: int, now: float) -> int:
@@ -60,21 +66,32 @@ class SessionLength:
 
     def observe(self, times: RoundTimes) -> None:
         """Takes note of a round; a `RoundObserver`."""
-        self._end_reading(times.ended_at)
-        if times.num_draft_tokens:
-            self._acceptance.add(times.num_draft_tokens, times.num_accepted_tokens)
-            self._pair.acceptance.add(times.num_draft_tokens, times.num_accepted_tokens)
+        self.end_reading(times.ended_at)
         asked = next((asked for asked in reversed(self._asked) if asked[0] <= times.round), None)
         if asked is None:
             return
-        _, window, is_whole = asked
-        was_fresh, self._is_fresh = self._is_fresh, not times.num_draft_tokens
+        _, window, length = asked
+        num_draft_tokens = self._num_judged(times, length)
+        if num_draft_tokens:
+            self._acceptance.add(num_draft_tokens, times.num_accepted_tokens)
+            self._pair.acceptance.add(num_draft_tokens, times.num_accepted_tokens)
+        is_whole = length == window.length
+        was_fresh, self._is_fresh = self._is_fresh, not times.num_draft_tokens and not self._is_local
         if window.length:
             is_whole = is_whole and not was_fresh and times.why_plain not in _NOT_OF_THE_LENGTH
+            is_other = bool(times.local_strategy) or times.why_plain is WhyPlain.NO_GUESS  # while a drafter warms up
+            is_whole = is_whole and (self._is_local or not is_other)
         is_whole = is_whole and not times.is_first and not times.lost_s
         self._pair.observe(times, window, is_whole=is_whole)
 
-    def _end_reading(self, now: float) -> None:
+    def _num_judged(self, times: RoundTimes, length: int) -> int:
+        """Returns of how many draft tokens a round shows whether they are accepted, asked for so many."""
+        if self._is_local:
+            return 0 if times.is_first else length
+        return 0 if times.local_strategy else times.num_draft_tokens
+
+    def end_reading(self, now: float) -> None:
+        """Records that the prompt was read, unless it was recorded before."""
         if self._is_reading:
             self._is_reading = False
             self._pair.end_reading(now)

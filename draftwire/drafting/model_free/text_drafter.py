@@ -1,0 +1,55 @@
+"""Interface of what guesses tokens from tokens alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Tokens that may follow a text."""
+
+    token_ids: list[int]
+    match_len: int
+    """How many of the text's last tokens are the same at the place that the guess was read from; 0 without one."""
+
+
+class FollowedText(Protocol):
+    """One text. A guess is a function of its committed tokens, and of texts that were there before."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+
+    def commit(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens that will not be taken back."""
+
+    def guess(self, num_tokens: int) -> Guess:
+        """Returns at most so many tokens that may follow; none if the text has no place like its end."""
+
+
+class TextDrafter(Protocol):
+    """Opens texts, and guesses how they go on."""
+
+    def open(self, token_ids: Sequence[int], salt: str = "") -> FollowedText:
+        """Starts a text with some committed tokens.
+
+        Args:
+            token_ids: the prompt.
+            salt: guesses are only read from texts of the same salt.
+        """
+
+
+def continued(text: Sequence[int], start: int, num_tokens: int) -> list[int]:
+    """Returns the tokens of a text from a place on. Where the text ends, what was returned is repeated: a text that has
+    begun to repeat itself goes on so.
+
+    Args:
+        text: some tokens.
+        start: place of the first token to return, less than the length of the text.
+        num_tokens: how many to return.
+    """
+    tokens = list(text[start : start + num_tokens])
+    for index in range(num_tokens - len(tokens)):
+        tokens.append(tokens[index])
+    return tokens

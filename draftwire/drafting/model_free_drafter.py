@@ -1,0 +1,96 @@
+"""Drafts with what guesses tokens from tokens alone, as a strategy of a drafter."""
+
+import time
+from collections.abc import Sequence
+from typing import cast
+
+from draftwire.drafting.model_free.possible import possible
+from draftwire.drafting.model_free.text_drafter import FollowedText, TextDrafter
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
+from draftwire.errors import DraftwireError
+from draftwire.method.encoding import DraftDistributions
+from draftwire.method.quantization import Encoding
+
+
+class ModelFreeSequence:
+    """The text of one session."""
+
+    num_reused = 0
+
+    def __init__(self, drafter: TextDrafter, token_ids: list[int], cache_salt: str) -> None:
+        """Starts with all tokens unread."""
+        self._drafter, self._salt = drafter, cache_salt
+        self.token_ids = list(token_ids)
+        """The committed tokens."""
+        self.text: FollowedText = drafter.open((), cache_salt)
+        """Those of them that were read."""
+
+    @property
+    def num_unread(self) -> int:
+        """Committed tokens that have to be read before the next draft."""
+        return len(self.token_ids) - self.text.length
+
+    def calibrate(self, base_len: int, token_ids: list[int]) -> None:
+        """Commits tokens after the first `base_len`. Only committed tokens are ever read."""
+        known = self.token_ids[base_len:]
+        if known != token_ids[: len(known)] and base_len < self.text.length:  # never by a gateway's calibrations
+            self.text = self._drafter.open((), self._salt)
+        self.token_ids[base_len:] = token_ids
+
+    def read(self, limit: int | None) -> int:
+        """Reads committed tokens, at most `limit`; returns how many."""
+        start = self.text.length
+        unread = self.token_ids[start:] if limit is None else self.token_ids[start : start + limit]
+        self.text.commit(unread)
+        return len(unread)
+
+    def close(self) -> None:
+        """Does nothing: a text holds memory only."""
+
+
+class ModelFreeDrafter:
+    """A drafting strategy without a model. A draft is one-hot: it depends on committed tokens only, and is no draw."""
+
+    def __init__(self, drafter: TextDrafter, vocab_size: int, context_length: int) -> None:
+        """Wraps what guesses.
+
+        Args:
+            drafter: guesses tokens.
+            vocab_size: of the tokenizer; guesses are of ids below it.
+            context_length: tokens that a text can have.
+        """
+        self.context_length = context_length
+        self._drafter, self._vocab_size = drafter, vocab_size
+
+    def open(self, token_ids: list[int], cache_salt: str = "") -> ModelFreeSequence:
+        """Opens a sequence whose committed tokens are `token_ids`."""
+        return ModelFreeSequence(self._drafter, token_ids, cache_salt)
+
+    def step(self, draftings: Sequence[Drafting]) -> DraftStep:
+        """Reads, and guesses for each sequence that has read its tokens."""
+        started = time.perf_counter()
+        num_read = 0
+        for drafting in draftings:
+            num_read += cast(ModelFreeSequence, drafting.sequence).read(drafting.max_read)
+        read = time.perf_counter()
+        drafts: list[Draft | DraftwireError | None] = []
+        for drafting in draftings:
+            sequence = cast(ModelFreeSequence, drafting.sequence)
+            is_ready = drafting.request is not None and not sequence.num_unread
+            drafts.append(self._draft(sequence, drafting.request) if is_ready and drafting.request else None)
+        return DraftStep(drafts, num_read, read - started, time.perf_counter() - read)
+
+    def _draft(self, sequence: ModelFreeSequence, request: DraftRequest) -> Draft:
+        vocab_size = min(request.vocab_size, self._vocab_size)
+        guessed = possible(
+            sequence.text.guess(request.num_tokens).token_ids,
+            sequence.token_ids[request.prompt_len :],
+            request.sampling,
+            request.stop_token_ids,
+            request.automaton,
+            vocab_size,
+        )
+        # A block has at least one token. Nothing is known of the next one: the last one again is as good as any.
+        token_ids = guessed or [min(sequence.token_ids[-1], vocab_size - 1)]
+        encoding = Encoding.ONE_HOT if request.needs_probs else Encoding.NONE
+        return Draft(token_ids, DraftDistributions(encoding, vocab_size))

@@ -1,0 +1,94 @@
+"""Drafts that the verifier makes by itself, from the committed tokens of a session. Pure: no tensors, no transport."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from draftwire.drafting.model_free.possible import possible
+from draftwire.drafting.model_free.registry import TEXT_DRAFTERS
+from draftwire.drafting.model_free.text_drafter import FollowedText
+from draftwire.errors import InvalidRequestError
+from draftwire.method.encoding import Claim, DraftDistributions, decode_one
+from draftwire.method.quantization import Encoding
+from draftwire.method.rounds import Fence, LocalDraft, ReceivedBlock, TargetSessionSpec
+from draftwire.requests.automaton import Automaton
+
+NO_DRAFTER = -1
+"""Identity of the sender of a local block: no drafter has it."""
+READ_AT_ONCE = 2048
+"""Most tokens that one round adds to the index of a text: a longer prompt delays the first guess, and no other
+session."""
+
+
+@dataclass(slots=True, eq=False)
+class LocalText:
+    """What drafts for one session: a strategy, with its view of the text."""
+
+    strategy: str
+    """A key of `TEXT_DRAFTERS`."""
+    num_draft_tokens: int = 0
+    """Most tokens of a block; 0 while the rounds are plain."""
+    text: FollowedText = field(init=False)
+    """The committed tokens that were read."""
+
+    def __post_init__(self) -> None:
+        self.text = TEXT_DRAFTERS[self.strategy].open(())
+
+    def block(
+        self,
+        fence: Fence,
+        committed: Sequence[int],
+        spec: TargetSessionSpec,
+        automaton: Automaton | None,
+        vocab_size: int,
+    ) -> ReceivedBlock | None:
+        """Returns the block of the open round; None if nothing is guessed.
+
+        Args:
+            fence: of the round.
+            committed: all committed tokens.
+            spec: of the session.
+            automaton: of its structured output.
+            vocab_size: of the target.
+        """
+        if not self.num_draft_tokens:
+            return None
+        start = self.text.length
+        self.text.commit(committed[start : start + READ_AT_ONCE])
+        room = spec.max_len - len(committed) - 1
+        if self.text.length < len(committed) or room < 1:
+            return None
+        parameters = spec.parameters
+        token_ids = possible(
+            self.text.guess(min(self.num_draft_tokens, room)).token_ids,
+            committed[parameters.prompt_len :],
+            parameters.sampling,
+            parameters.stop_token_ids,
+            automaton,
+            vocab_size,
+        )
+        if not token_ids:
+            return None
+        has_distributions = parameters.rule.needs_draft_probs
+        encoding = Encoding.ONE_HOT if has_distributions else Encoding.NONE
+        claim = Claim(token_ids, DraftDistributions(encoding, vocab_size))
+        return ReceivedBlock(
+            fence,
+            token_ids,
+            decode_one(claim, vocab_size),
+            has_distributions,
+            NO_DRAFTER,
+            local_strategy=self.strategy,
+        )
+
+
+def check_local(draft: LocalDraft, spec: TargetSessionSpec) -> None:
+    """Checks a requested draft.
+
+    Raises:
+        InvalidRequestError: the strategy is unknown, or the number is out of range.
+    """
+    if draft.strategy not in TEXT_DRAFTERS:
+        raise InvalidRequestError(f"no local strategy {draft.strategy!r}; known: {', '.join(TEXT_DRAFTERS)}")
+    most = spec.parameters.max_draft_tokens
+    if not 1 <= draft.num_draft_tokens <= most:
+        raise InvalidRequestError(f"a local draft has 1 to {most} tokens here, not {draft.num_draft_tokens}")

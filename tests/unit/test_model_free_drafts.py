@@ -1,0 +1,91 @@
+"""Guesses from a text's own earlier places, against a search through the whole text."""
+
+import random
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftwire.drafting.model_free.prompt_lookup import PromptLookup
+from draftwire.drafting.model_free.suffix import SuffixDrafter, SuffixIndex
+from draftwire.drafting.model_free.text_drafter import TextDrafter, continued
+
+TEXTS = st.lists(st.integers(0, 2), max_size=60)
+DRAFTERS = {"suffix": SuffixDrafter(least_match=1), "lookup": PromptLookup(least_match=1, most_match=3)}
+
+
+def longest_match(text: list[int], most: int) -> int:
+    """Returns the length of the longest suffix, up to a length, that ends at an earlier place too."""
+    lengths = (
+        length
+        for length in range(min(most, len(text) - 1), 0, -1)
+        if any(text[end - length : end] == text[-length:] for end in range(length, len(text)))
+    )
+    return next(lengths, 0)
+
+
+@given(TEXTS)
+def test_suffix_index_finds_the_longest_repeated_suffix_at_every_place(text: list[int]) -> None:
+    index = SuffixIndex()
+    for place, token in enumerate(text, 1):
+        index.append(token)
+        assert index.match_len == longest_match(text[:place], place)
+        if index.match_len:
+            assert index.match_end < place
+            assert text[index.match_end - index.match_len : index.match_end] == text[place - index.match_len : place]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@given(text=TEXTS, num_tokens=st.integers(1, 8))
+def test_guess_is_what_followed_an_earlier_place_like_the_end(name: str, text: list[int], num_tokens: int) -> None:
+    followed = DRAFTERS[name].open(text)
+    guess = followed.guess(num_tokens)
+    expected = longest_match(text, len(text) if name == "suffix" else 3)
+    assert guess.match_len == expected
+    assert followed.length == len(text)
+    if not expected:
+        assert guess.token_ids == []
+        return
+    places = [end for end in range(expected, len(text)) if text[end - expected : end] == text[-expected:]]
+    assert guess.token_ids in [continued(text, place, num_tokens) for place in places]
+    assert len(guess.token_ids) == num_tokens
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 60), max_size=5))
+def test_guess_does_not_depend_on_how_the_text_arrived(name: str, text: list[int], cuts: list[int]) -> None:
+    followed = DRAFTERS[name].open(())
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    for start, end in pairwise(borders):
+        followed.commit(text[start:end])
+        followed.guess(3)
+    assert followed.guess(5) == DRAFTERS[name].open(text).guess(5)
+
+
+def test_repetition_that_has_just_begun_goes_on() -> None:
+    assert continued([1, 2, 3, 4], 2, 5) == [3, 4, 3, 4, 3]
+    assert SuffixDrafter().open([9, 1, 2, 3, 1, 2, 3]).guess(7).token_ids == [1, 2, 3, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize("drafter", [SuffixDrafter(least_match=3), PromptLookup(least_match=3, most_match=4)])
+def test_matches_that_are_too_short_are_no_ground_for_a_guess(drafter: TextDrafter) -> None:
+    assert drafter.open([1, 2, 7, 1, 2]).guess(4).token_ids == []
+    assert drafter.open([1, 2, 3, 7, 1, 2, 3]).guess(4).token_ids == [7, 1, 2, 3]
+
+
+def test_latest_place_is_read() -> None:
+    assert SuffixDrafter().open([1, 2, 3, 0, 1, 2, 4, 0, 1, 2]).guess(1).token_ids == [4]
+    assert PromptLookup().open([1, 2, 3, 0, 1, 2, 4, 0, 1, 2]).guess(1).token_ids == [4]
+
+
+def test_token_of_a_long_text_takes_microseconds() -> None:
+    """A bound that only a search through the text would miss: 8,192 tokens, 200 guesses and commits."""
+    generator = random.Random(0)
+    followed = SuffixDrafter().open([generator.randrange(200) for _ in range(8192)])
+    started = time.perf_counter()
+    for _ in range(200):
+        followed.guess(8)
+        followed.commit([generator.randrange(200)])
+    assert (time.perf_counter() - started) / 200 < 1e-3
