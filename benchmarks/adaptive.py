@@ -35,6 +35,8 @@ FIXED = (0, 1, 2, 4, 8)
 """Draft tokens of a round. None stands for chosen ones."""
 GAINFUL = 1.2
 """Drafts are worth having where the best fixed length makes so many times the tokens/s of plain decoding."""
+SLOWER = 4
+"""Turns of a slow pair take so many times as long."""
 DROP = "scripted:verify_ms=10,draft_ms=0.5,acceptance=0.9,late_acceptance=0.1,late_from=2500"
 SCRIPTED_CACHE = 1_000_000
 """Tokens of the KV cache of a scripted verifier, which has no data."""
@@ -53,6 +55,8 @@ class Cell:
     temperature: float = 1.0
     max_tokens: int = 8192
     """Of a completion; when it ends, the session starts another one."""
+    is_slow: bool = False
+    """Whether to read the prompts of all sessions takes seconds: then turns take longer, and there are half as many."""
 
 
 def scripted(sessions: int, **script: float) -> Cell:
@@ -81,7 +85,14 @@ CELLS = (
         for sessions in (1, 4, 16)
     ),
     *(
-        Cell(f"374 M, temperature {temperature:g}; {sessions} sessions", "large", sessions, temperature, 192)
+        Cell(
+            f"374 M, temperature {temperature:g}; {sessions} sessions",
+            "large",
+            sessions,
+            temperature,
+            192,
+            sessions > 1,
+        )
         for temperature in (0.0, 1.0)
         for sessions in (1, 4, 8)
     ),
@@ -183,17 +194,18 @@ def measure_cell(cell: Cell, arguments: argparse.Namespace) -> CellResult:
 
     async def run(address: str) -> tuple[int, ExplainSpeculationResponse]:
         async with AsyncClient(address) as client:
+            times, turns_each = (SLOWER, 2) if cell.is_slow else (1, 1)
 
             async def turn(length: int | None) -> float:
-                return await run_turn(client, cell, length, arguments.settle_s, arguments.seconds)
+                return await run_turn(client, cell, length, times * arguments.settle_s, times * arguments.seconds)
 
-            await run_turn(client, cell, None, 0.0, arguments.warm_up_s)
-            for number in range(arguments.picking_turns):
+            await run_turn(client, cell, None, 0.0, times * arguments.warm_up_s)
+            for number in range(-(-arguments.picking_turns // turns_each)):
                 for length in FIXED if number % 2 == 0 else FIXED[::-1]:
                     picking[length].append(await turn(length))
             best = max(FIXED, key=lambda length: sum(picking[length]))
             lengths = {"chosen": None, "best": best, "plain": 0, "best again": best}
-            for number in range(arguments.turns):
+            for number in range(-(-arguments.turns // turns_each)):
                 for name in turns if number % 2 == 0 else reversed(turns):
                     turns[name].append(await turn(lengths[name]))
             return best, await client.explain_speculation()
