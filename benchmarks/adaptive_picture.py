@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-LEFT, WIDTH, ROW, TOP = 420, 880, 22, 56
+LEFT, WIDTH, ROW, TOP = 470, 940, 22, 56
 FIRST, LAST = 0.7, 1.3
 """Ratios at the ends of the axis. What is beyond is drawn at its end."""
 MARKS = (0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3)
