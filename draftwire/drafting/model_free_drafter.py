@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from draftwire.drafting.model_free.possible import possible
+from draftwire.drafting.model_free.possible import following, possible
 from draftwire.drafting.model_free.text_drafter import FollowedText, TextDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
@@ -84,12 +84,13 @@ class ModelFreeDrafter:
         vocab_size = min(request.vocab_size, self._vocab_size)
         guessed = possible(
             sequence.text.guess(request.num_tokens).token_ids,
-            sequence.token_ids[request.prompt_len :],
+            len(sequence.token_ids) - request.prompt_len,
             request.sampling,
             request.stop_token_ids,
-            request.automaton,
             vocab_size,
         )
+        if request.automaton is not None:
+            guessed = following(guessed, sequence.token_ids[request.prompt_len :], request.automaton)
         # A block has at least one token. Nothing is known of the next one: the last one again is as good as any.
         token_ids = guessed or [min(sequence.token_ids[-1], vocab_size - 1)]
         encoding = Encoding.ONE_HOT if request.needs_probs else Encoding.NONE

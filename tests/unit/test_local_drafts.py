@@ -147,6 +147,13 @@ def test_long_prompt_is_read_over_several_rounds() -> None:
     run(scheduler, session)
     assert session.local is not None
     assert session.local.text.length == READ_AT_ONCE
+    step, block = local(scheduler)
+    assert block is None, "what is not read yet may be what comes next"
+    decide(scheduler, step, [1])
+    assert session.local.text.length == READ_AT_ONCE + 9
+    _, block = local(scheduler)
+    assert block is not None
+    assert block.token_ids == [2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,13 @@ async def test_verifier_bridges_the_time_until_a_drafter_is_ready() -> None:
     assert one.seat.run(32, 2) == RunRequest(WhyPlain.NO_GUESS, 2, LocalDraft("suffix", 4))
 
 
+@in_virtual_time
+async def test_session_that_is_opened_waits_for_its_drafter_for_one_round_whatever_the_verifier_could_draft() -> None:
+    for adapts in (False, True):
+        one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=adapts)
+        assert one.seat.first_run(one.target, 32) == RunRequest(WhyPlain.WARMING_UP, 1)
+
+
 @pytest.mark.parametrize(
     "changes", [{"strategies": ()}, {"strategies": ("lookup",)}, {"local_strategy": ""}, {"num_speculative_tokens": 0}]
 )

@@ -1,6 +1,7 @@
 """Guesses as a drafter's strategy: what it loads, reads and proposes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from strategy_loading import load_drafter
@@ -30,8 +31,13 @@ def suffix(target: Path) -> DraftingStrategy:
 
 
 def draft(strategy: DraftingStrategy, sequence: DraftSequence, num_tokens: int = 3, **changes: object) -> Draft:
-    fields = {"sampling": SamplingParams(), "key": DrawKey(bytes(KEY_BYTES), 0, 0), "vocab_size": VOCAB_SIZE, **changes}
-    (made,) = strategy.step([Drafting(sequence, DraftRequest(num_tokens, **fields))]).drafts  # type: ignore[arg-type]
+    fields: dict[str, Any] = {
+        "sampling": SamplingParams(),
+        "key": DrawKey(bytes(KEY_BYTES), 0, 0),
+        "vocab_size": VOCAB_SIZE,
+        **changes,
+    }
+    (made,) = strategy.step([Drafting(sequence, DraftRequest(num_tokens, **fields))]).drafts
     assert isinstance(made, Draft)
     return made
 

@@ -7,10 +7,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_automaton import tiny_compiler
 
+from draftwire.drafting.model_free.possible import following
 from draftwire.drafting.model_free.prompt_lookup import PromptLookup
 from draftwire.drafting.model_free.suffix import SuffixDrafter, SuffixIndex
 from draftwire.drafting.model_free.text_drafter import TextDrafter, continued
+from draftwire.requests.structured_output import StructuredOutput
 
 TEXTS = st.lists(st.integers(0, 2), max_size=60)
 DRAFTERS = {"suffix": SuffixDrafter(least_match=1), "lookup": PromptLookup(least_match=1, most_match=3)}
@@ -90,3 +93,21 @@ def test_token_of_a_long_text_takes_microseconds() -> None:
         followed.guess(8)
         followed.commit([generator.randrange(200)])
     assert (time.perf_counter() - started) / 200 < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("generated", "guessed", "allowed"),
+    [
+        ([], [0, 1, 2, 0], [0, 1, 2, 0]),
+        ([0], [1, 0, 2], [1]),
+        ([0, 1], [1, 2, 2], [1, 2]),
+        ([0], [2, 1], []),
+        ([], [4, 0], [4, 0]),  # what follows the end is never read
+        ([], [0, 900], [0]),
+    ],
+)
+def test_guess_ends_before_a_token_that_a_form_does_not_allow(
+    generated: list[int], guessed: list[int], allowed: list[int]
+) -> None:
+    automaton = tiny_compiler(["a", "b", "c", "d", "<e>"], 5, [4]).compile(StructuredOutput.regex("(ab+c)*"))
+    assert following(guessed, generated, automaton) == allowed

@@ -9,10 +9,9 @@ from draftwire.requests.parameters import SamplingParams
 
 def possible(
     guessed: list[int],
-    generated: Sequence[int],
+    num_generated: int,
     sampling: SamplingParams,
     stop_token_ids: frozenset[int],
-    automaton: Automaton | None,
     vocab_size: int,
 ) -> list[int]:
     """Returns the guessed tokens before the first that the target cannot draw, as far as is known.
@@ -21,26 +20,30 @@ def possible(
 
     Args:
         guessed: the tokens, of which any may be beyond the vocabulary.
-        generated: the generated tokens before them.
+        num_generated: how many tokens were generated before them.
         sampling: of the request.
         stop_token_ids: those that `min_tokens` masks.
-        automaton: of the request's structured output; None if it has none.
         vocab_size: of the target.
     """
-    num_barred = sampling.min_tokens - len(generated)  # stop tokens are masked in so many places
+    num_barred = sampling.min_tokens - num_generated  # stop tokens are masked in so many places
     for index, token in enumerate(guessed):
         if token >= vocab_size or (index < num_barred and token in stop_token_ids):
             return guessed[:index]
         if sampling.allowed_token_ids is not None and token not in sampling.allowed_token_ids:
             return guessed[:index]
-        if automaton is not None and not _follows(automaton, generated, guessed[:index], token):
-            return guessed[:index]
     return guessed
 
 
-def _follows(automaton: Automaton, generated: Sequence[int], guessed: list[int], token: int) -> bool:
+def following(guessed: list[int], generated: Sequence[int], automaton: Automaton) -> list[int]:
+    """Returns the guessed tokens before the first that a form does not allow after the generated ones.
+
+    Takes as long as the form's masks do. On the thread that owns the automaton.
+    """
     try:
-        mask = automaton.last_mask(generated, guessed)[0]
+        masks = automaton.masks(generated, guessed)
     except InvalidRequestError:  # the form may need tokens that are not in this vocabulary
-        return False
-    return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
+        return []
+    for index, (token, mask) in enumerate(zip(guessed, masks, strict=False)):
+        if token >> 3 >= len(mask) or not mask[token >> 3] >> (token & 7) & 1:
+            return guessed[:index]
+    return guessed

@@ -10,11 +10,10 @@ from draftwire.errors import InvalidRequestError
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import Fence, LocalDraft, ReceivedBlock, TargetSessionSpec
-from draftwire.requests.automaton import Automaton
 
 NO_DRAFTER = -1
 """Identity of the sender of a local block: no drafter has it."""
-READ_AT_ONCE = 2048
+READ_AT_ONCE = 512
 """Most tokens that one round adds to the index of a text: a longer prompt delays the first guess, and no other
 session."""
 
@@ -38,16 +37,17 @@ class LocalText:
         fence: Fence,
         committed: Sequence[int],
         spec: TargetSessionSpec,
-        automaton: Automaton | None,
         vocab_size: int,
     ) -> ReceivedBlock | None:
         """Returns the block of the open round; None if nothing is guessed.
+
+        Forms are not followed here, on the event loop, where their masks would delay all sessions: rules refuse what
+        they do not allow.
 
         Args:
             fence: of the round.
             committed: all committed tokens.
             spec: of the session.
-            automaton: of its structured output.
             vocab_size: of the target.
         """
         if not self.num_draft_tokens:
@@ -60,10 +60,9 @@ class LocalText:
         parameters = spec.parameters
         token_ids = possible(
             self.text.guess(min(self.num_draft_tokens, room)).token_ids,
-            committed[parameters.prompt_len :],
+            len(committed) - parameters.prompt_len,
             parameters.sampling,
             parameters.stop_token_ids,
-            automaton,
             vocab_size,
         )
         if not token_ids:

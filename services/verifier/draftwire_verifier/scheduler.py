@@ -362,7 +362,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
     def _enqueue(self, session: TargetSession) -> None:
         if session.plain_rounds_left and session.local is not None:
             ids = session.committed.ids
-            session.block = session.local.block(session.fence, ids, session.spec, session.automaton, self.vocab_size)
+            session.block = session.local.block(session.fence, ids, session.spec, self.vocab_size)
         session.queued = True
         session.queued_at = self.clock()
         self._ready.append(session)

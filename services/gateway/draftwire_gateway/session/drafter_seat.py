@@ -124,12 +124,13 @@ class DrafterSeat:
         length = self._pair.length
         return 0 if length is None else length.next_length(self._session.round, most, time.perf_counter())
 
-    def run(self, most: int, bridge: int) -> RunRequest:
+    def run(self, most: int, bridge: int, *, is_coming: bool = False) -> RunRequest:
         """Returns the rounds to request now, where `next_length` is less than 1.
 
         Args:
             most: rounds where no drafter is expected.
             bridge: rounds while one is.
+            is_coming: whether there is a drafter, on which the session is about to be opened.
         """
         if not self._session.generation.num_speculative_tokens:
             return RunRequest(WhyPlain.NOT_ASKED_FOR, most)
@@ -138,6 +139,8 @@ class DrafterSeat:
             return self._local_run(WhyPlain.DOES_NOT_PAY, length.num_plain_rounds(most, now))
         if self.is_asleep:
             return RunRequest(WhyPlain.LATE, bridge)
+        if is_coming:
+            return RunRequest(WhyPlain.WARMING_UP, bridge)
         if self._drafter is None:
             return self._local_run(WhyPlain.NO_DRAFTER, most)
         if self.is_ready:
@@ -147,10 +150,10 @@ class DrafterSeat:
     def first_run(self, target: TargetPort, most: int) -> RunRequest:
         """Returns the same for a session that is being opened on a verifier: one round if it may be drafted for."""
         has_drafter = self.restart(target)
-        request = self.run(most, 1)
-        if request.why is WhyPlain.NO_DRAFTER and has_drafter:
-            return RunRequest(WhyPlain.WARMING_UP, 1)
-        return request if request.draft is None else RunRequest(WhyPlain.NO_DRAFTER, 1)
+        request = self.run(most, 1, is_coming=has_drafter)
+        if request.draft is None:
+            return request
+        return RunRequest(WhyPlain.DOES_NOT_PAY if has_drafter else WhyPlain.NO_DRAFTER, 1)
 
     def _local_run(self, why: WhyPlain, most: int) -> RunRequest:
         """Returns rounds in which the verifier drafts by itself, if it does and that pays; else plain ones."""
