@@ -199,6 +199,8 @@ def measure_cell(cell: Cell, arguments: argparse.Namespace) -> CellResult:
             async def turn(length: int | None) -> float:
                 return await run_turn(client, cell, length, times * arguments.settle_s, times * arguments.seconds)
 
+            if cell.is_slow:  # it takes half a minute to read all prompts
+                await run_turn(client, cell, FIXED[-1], 0.0, times * arguments.warm_up_s)
             await run_turn(client, cell, None, 0.0, times * arguments.warm_up_s)
             for number in range(-(-arguments.picking_turns // turns_each)):
                 for length in FIXED if number % 2 == 0 else FIXED[::-1]:
@@ -228,7 +230,7 @@ def measure_cell(cell: Cell, arguments: argparse.Namespace) -> CellResult:
 
 def expected_of(explanation: ExplainSpeculationResponse, sessions: int) -> dict[str, float]:
     """Returns the tokens/s that a server expects of so many sessions with each fixed length."""
-    (choice,) = explanation.choices
+    (choice,) = (choice for choice in explanation.choices if not choice.is_local)
     load = next(load for load in choice.loads if load.min_sessions <= sessions <= load.max_sessions)
     return {
         str(each.num_draft_tokens): sessions * each.tokens_per_round / each.round_s

@@ -214,13 +214,13 @@ def compare(
 
 
 def stack_options(target: Path, drafter: Path) -> dict[str, dict[str, object]]:
-    """Returns the options of a stack of one-threaded services on free ports. Drafts have a fixed length: such small
-    models are faster without.
+    """Returns the options of a stack of one-threaded services on free ports. Drafts have a fixed length, since such
+    small models are faster without, and are the drafter's alone.
     """
     return {
         "verifier": {"model": target, "metrics_port": 0, "threads": 1},
         "drafter": {"model": drafter, "metrics_port": 0, "threads": 1},
-        "gateway": {"speculation": "fixed"},
+        "gateway": {"speculation": "fixed", "local_drafts": "none"},
     }
 
 

@@ -11,6 +11,7 @@ from draftwire.runtime.metrics import ServiceMetrics
 from draftwire_drafter.metrics import DrafterMetrics
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.peers.discovery import SourceStatus
+from draftwire_verifier.gathering import Gathering
 from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.metrics import VerifierMetrics
 
@@ -39,7 +40,14 @@ UNITS = {
 }
 """What names that a pattern is found in count. The first that is found says it."""
 IDLE = SimpleNamespace(
-    sessions={}, dropped={}, prefix_tokens={}, room=Room(1, 16), draft_wait_s=0.0, idle=IdleWatch(), clock=float
+    sessions={},
+    dropped={},
+    prefix_tokens={},
+    room=Room(1, 16),
+    draft_wait_s=0.0,
+    idle=IdleWatch(),
+    gathering=Gathering(),
+    clock=float,
 )
 """A scheduler without work."""
 

@@ -13,6 +13,7 @@ from draftwire.cli.demo_command import demo
 from draftwire.cli.exits import FAILED, complain, end_in_silence
 from draftwire.cli.generate_command import generate
 from draftwire.cli.health_command import health
+from draftwire.cli.index_command import index_app
 from draftwire.cli.models_command import models
 from draftwire.cli.options import SERVICES, refuse_unknown_variables, serve_command
 from draftwire.cli.synth_command import synth
@@ -40,6 +41,7 @@ app.command()(health)
 app.command()(check_rule)
 app.command()(token)
 app.command()(synth)
+app.add_typer(index_app, name="index")
 
 
 @app.callback(invoke_without_command=True)

@@ -43,7 +43,7 @@ def print_explanation(console: "Console", explanation: Any, concurrency: int) ->
 def _print_choice(console: "Console", choice: Any, load: Any) -> None:
     from rich.table import Table
 
-    pair = visible(f"{choice.drafter} for {choice.verifier}")
+    pair = visible(f"{choice.drafter} {'at' if choice.is_local else 'for'} {choice.verifier}")
     sessions = "one session" if load.max_sessions == 1 else f"{load.min_sessions} to {load.max_sessions} sessions"
     console.print(f"lengths of drafts by {pair}, {sessions} at a time", soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -58,6 +58,9 @@ class RequestOptions(SamplingNumbers):
     num_speculative_tokens: Annotated[
         int | None, typer.Option(help="Draft tokens per round; 0 is plain. By default the server chooses.")
     ] = None
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="What may draft, by name; may be given several times. By default all.")
+    ] = None
     rejection_sample_method: Annotated[
         str | None, typer.Option(help="block, token, coupled, or typical (lossy).", autocompletion=rule_names)
     ] = None

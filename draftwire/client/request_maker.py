@@ -62,6 +62,8 @@ class TextOptions(TypedDict, total=False):
     """Makes the run repeatable, 0 to 2**64 - 1; by default it is drawn, and reported in the completion."""
     num_speculative_tokens: int | None
     """Draft tokens per round; 0 is plain decoding."""
+    drafter: str | Sequence[str] | None
+    """What may draft, by name: draft models, or strategies of the verifier such as "suffix"; by default all."""
     rejection_sample_method: str | None
     """Verification rule: "block", "token", "coupled" or "typical", which is lossy."""
     logprobs: int | None
@@ -121,8 +123,9 @@ def make_request(prompt: Prompt | Prompts, options: Options) -> gateway_pb2.Gene
     text = _given(options, TextOptions)
     has_random_seed = "seed" not in text
     text.setdefault("seed", new_seed())  # drawn here, so that a resumed request has the same
-    if isinstance(stop := text.get("stop"), str):
-        text["stop"] = [stop]
+    for name in ("stop", "drafter"):
+        if isinstance(text.get(name), str):
+            text[name] = [text[name]]
     with naming("prompt"):
         request = gateway_pb2.GenerateRequest(**prompt_fields(prompt, **_given(options, ChatOptions)))
     _set_fields(request, text)

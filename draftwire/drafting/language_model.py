@@ -132,7 +132,7 @@ class LanguageModelDrafter:
         self._quantization = quantization or Quantization()
         self._substitute_id = substitute_id
 
-    def open(self, token_ids: list[int], cache_salt: str = "") -> LanguageModelSequence:
+    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> LanguageModelSequence:
         """Opens a sequence whose committed tokens are `token_ids`, at least one."""
         return LanguageModelSequence(self.model, token_ids, cache_salt, self._substitute_id, self._calibrates)
 

@@ -17,13 +17,15 @@ class ModelFreeSequence:
 
     num_reused = 0
 
-    def __init__(self, drafter: TextDrafter, token_ids: list[int], cache_salt: str) -> None:
+    def __init__(self, drafter: TextDrafter, token_ids: list[int], salt: str | None) -> None:
         """Starts with all tokens unread."""
-        self._drafter, self._salt = drafter, cache_salt
+        self._drafter, self._salt = drafter, salt
         self.token_ids = list(token_ids)
         """The committed tokens."""
-        self.text: FollowedText = drafter.open((), cache_salt)
+        self.text: FollowedText = drafter.open((), salt)
         """Those of them that were read."""
+        self.prompt_len: int | None = None
+        """Of the first of them, which are the prompt; None before the first draft."""
 
     @property
     def num_unread(self) -> int:
@@ -45,7 +47,9 @@ class ModelFreeSequence:
         return len(unread)
 
     def close(self) -> None:
-        """Does nothing: a text holds memory only."""
+        """Ends the text."""
+        if self.prompt_len is not None:
+            self.text.close(self.prompt_len)
 
 
 class ModelFreeDrafter:
@@ -62,9 +66,9 @@ class ModelFreeDrafter:
         self.context_length = context_length
         self._drafter, self._vocab_size = drafter, vocab_size
 
-    def open(self, token_ids: list[int], cache_salt: str = "") -> ModelFreeSequence:
+    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> ModelFreeSequence:
         """Opens a sequence whose committed tokens are `token_ids`."""
-        return ModelFreeSequence(self._drafter, token_ids, cache_salt)
+        return ModelFreeSequence(self._drafter, token_ids, cache_salt if shares_text else None)
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """Reads, and guesses for each sequence that has read its tokens."""
@@ -81,6 +85,7 @@ class ModelFreeDrafter:
         return DraftStep(drafts, num_read, read - started, time.perf_counter() - read)
 
     def _draft(self, sequence: ModelFreeSequence, request: DraftRequest) -> Draft:
+        sequence.prompt_len = request.prompt_len
         vocab_size = min(request.vocab_size, self._vocab_size)
         guessed = possible(
             sequence.text.guess(request.num_tokens).token_ids,

@@ -43,7 +43,7 @@ class ScriptedDrafter:
         self.context_length = script.context_length
         self._script = script
 
-    def open(self, token_ids: list[int], cache_salt: str = "") -> ScriptedSequence:
+    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> ScriptedSequence:
         """Opens a sequence whose committed tokens are `token_ids`."""
         return ScriptedSequence(len(token_ids))
 

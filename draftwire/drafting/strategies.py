@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.model_free.registry import TEXT_DRAFTERS
+from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
+from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.drafting.model_free_drafter import ModelFreeDrafter
 from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
@@ -71,6 +71,23 @@ class StrategyContext(Protocol):
             InvalidRequestError: such a setting is present.
         """
 
+    def load_text_drafters(self, card: ModelCard) -> TextDrafters:
+        """Returns what drafts without a model, for texts of a vocabulary.
+
+        Raises:
+            InvalidRequestError: the store to retrieve from cannot be used.
+        """
+
+    def require_no_texts(self, what: str) -> None:
+        """Refuses settings of drafts without a model, which would have no effect.
+
+        Args:
+            what: the strategy, for the message.
+
+        Raises:
+            InvalidRequestError: such a setting is present.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class StrategyKind:
@@ -106,23 +123,22 @@ def _load_model_free(name: str, context: StrategyContext) -> LoadedStrategy:
     described = replace(card.description, name=name)
     return LoadedStrategy(
         replace(card, description=described),
-        ModelFreeDrafter(TEXT_DRAFTERS[name], described.vocab_size, described.context_length),
+        ModelFreeDrafter(context.load_text_drafters(card).named(name), described.vocab_size, described.context_length),
     )
 
 
 STRATEGIES = {
-    **{name: StrategyKind(partial(_load_model_free, name), lambda _model: False) for name in TEXT_DRAFTERS},
     "scripted": StrategyKind(_load_script, is_scripted),
     "model": StrategyKind(_load_language_model, lambda model: not is_scripted(model)),
 }
-"""All strategies that a drafter offers, by name."""
+"""The strategies that propose a model's or a script's tokens, by name; others are named by `TEXT_DRAFTER_NAMES`."""
 
 
 def load_strategy(name: str, context: StrategyContext) -> LoadedStrategy:
     """Builds a strategy. Runs on the torch thread.
 
     Args:
-        name: a key of `STRATEGIES`, or `AUTO`.
+        name: a key of `STRATEGIES`, one of `TEXT_DRAFTER_NAMES` or several joined, or `AUTO`.
         context: the drafter's configuration.
 
     Raises:
@@ -130,6 +146,10 @@ def load_strategy(name: str, context: StrategyContext) -> LoadedStrategy:
     """
     if name == AUTO:
         name = next(name for name, kind in STRATEGIES.items() if kind.takes(context.model))
+    if are_text_drafters(name):
+        return _load_model_free(name, context)
+    context.require_no_texts(f"strategy {name}")
     if name not in STRATEGIES:
-        raise InvalidRequestError(f"unknown strategy {name!r}; known: {', '.join((AUTO, *STRATEGIES))}")
+        known = (AUTO, *TEXT_DRAFTER_NAMES, *STRATEGIES)
+        raise InvalidRequestError(f"unknown strategy {name!r}; known: {', '.join(known)}")
     return STRATEGIES[name].load(context)

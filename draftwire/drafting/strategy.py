@@ -109,12 +109,13 @@ class DraftingStrategy(Protocol):
     def context_length(self) -> int:
         """Tokens that a sequence can hold, drafted ones included."""
 
-    def open(self, token_ids: list[int], cache_salt: str = "") -> DraftSequence:
+    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> DraftSequence:
         """Starts a sequence whose committed tokens are `token_ids`, at least one.
 
         Args:
             token_ids: the prompt.
             cache_salt: cached prefixes are shared only between sequences of the same salt.
+            shares_text: see `SessionParameters.shares_text`.
         """
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:

@@ -176,7 +176,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
             step = self._scheduler.next_step()
             if step is None:
                 self._work.clear()
-                await self.group.wait(self._work)
+                await self.group.wait(self._work, self._scheduler.holds_for_s)
                 continue
             await self._run_step(step)
 

@@ -108,7 +108,12 @@ class SessionBook(ABC, Generic[Session, Step]):
 
     @abstractmethod
     def next_step(self) -> Step | None:
-        """Returns the next step, or None if there is nothing to do. Pass it to the scheduler's `complete` after."""
+        """Returns the next step, or None if there is nothing to do now. Pass it to the scheduler's `complete` after."""
+
+    @property
+    def holds_for_s(self) -> float | None:
+        """After how many seconds to ask for a step again, where there was none and no work comes; None for never."""
+        return None
 
     def is_open(self, session: Session) -> bool:
         """Whether this very session is open: false if it was closed and another one was opened under its key."""

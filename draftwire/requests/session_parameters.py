@@ -35,6 +35,9 @@ class SessionParameters:
     """The request's span as W3C Trace Context; empty if the request is not traced."""
     form_memory_bytes: int = 0
     """Memory that compiling the structured output took where it was measured, bytes; 0 if it was not."""
+    shares_text: bool = False
+    """Whether guesses may be read from texts of other sessions with the same salt, and theirs from this one: not if its
+    random numbers may be drawn again, since a guess made of what they drew would bias what they draw."""
 
     def __post_init__(self) -> None:
         check_salt(self.cache_salt)

@@ -230,6 +230,20 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TextDraftSettings:
+    """What drafts without a model read beside the text itself; see docs/model-free.md."""
+
+    retrieval_store: Path | None = None
+    """Folder that draftwire index build made: texts go on as its files do."""
+    shared_tokens: int = 0
+    """Tokens of generated texts that are kept, so that later texts with the same cache_salt go on as they did; each
+    takes 500 bytes. 0 keeps none."""
+
+    def __post_init__(self) -> None:
+        require(self.shared_tokens == 0 or self.shared_tokens >= 2, "shared_tokens must be 0, or at least 2")
+
+
+@dataclass(frozen=True, slots=True)
 class TracingSettings:
     """Where spans go; see docs/tracing.md."""
 

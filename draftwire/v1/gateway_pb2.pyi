@@ -368,6 +368,7 @@ class GenerateRequest(_message.Message):
     GENERATED_CHOICES_FIELD_NUMBER: _builtins.int
     TOKEN_DETAILS_FIELD_NUMBER: _builtins.int
     HAS_RANDOM_SEED_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
     max_tokens: _builtins.int
@@ -451,6 +452,12 @@ class GenerateRequest(_message.Message):
         tokens too. Deltas continue after them.
         """
 
+    @_builtins.property
+    def drafter(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What may draft, by name: draft models, and strategies by which the verifier drafts by itself. At most 16. Empty: all,
+        of which the server chooses.
+        """
+
     def __init__(
         self,
         *,
@@ -475,10 +482,11 @@ class GenerateRequest(_message.Message):
         generated_choices: _abc.Iterable[Global___GeneratedChoice] | None = ...,
         token_details: _builtins.bool = ...,
         has_random_seed: _builtins.bool = ...,
+        drafter: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "chat", b"chat", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "echo", b"echo", "generated_choices", b"generated_choices", "has_random_seed", b"has_random_seed", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_details", b"token_details", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_logprobs_mode", b"_logprobs_mode", "_max_tokens", b"_max_tokens", "_num_choices", b"_num_choices", "_num_speculative_tokens", b"_num_speculative_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_rejection_sample_method", b"_rejection_sample_method", "_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "drafter", b"drafter", "echo", b"echo", "generated_choices", b"generated_choices", "has_random_seed", b"has_random_seed", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompts", b"prompts", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "text", b"text", "token_details", b"token_details", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -1058,14 +1066,17 @@ class SpeculationChoice(_message.Message):
     SURVIVAL_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
+    IS_LOCAL_FIELD_NUMBER: _builtins.int
     verifier: _builtins.str
     """Address of the verifier."""
     drafter: _builtins.str
-    """Draft model."""
+    """Draft model, or strategy of the verifier."""
     num_sessions: _builtins.int
     """Sessions of the pair whose lengths are chosen now."""
     num_drafts: _builtins.int
     """Drafts that this is known from."""
+    is_local: _builtins.bool
+    """Whether the verifier drafts by itself."""
     @_builtins.property
     def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Probability that at least 1, 2, ... tokens of a draft are accepted."""
@@ -1083,10 +1094,11 @@ class SpeculationChoice(_message.Message):
         survival: _abc.Iterable[_builtins.float] | None = ...,
         num_drafts: _builtins.int = ...,
         loads: _abc.Iterable[Global___LoadChoice] | None = ...,
+        is_local: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "loads", b"loads", "num_drafts", b"num_drafts", "num_sessions", b"num_sessions", "survival", b"survival", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "is_local", b"is_local", "loads", b"loads", "num_drafts", b"num_drafts", "num_sessions", b"num_sessions", "survival", b"survival", "verifier", b"verifier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

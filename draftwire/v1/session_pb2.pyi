@@ -415,6 +415,7 @@ class SessionParameters(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     FORM_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    SHARES_TEXT_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """Index of the choice that the session generates, part of the key of its random numbers."""
     prompt_len: _builtins.int
@@ -428,6 +429,10 @@ class SessionParameters(_message.Message):
     form_memory_bytes: _builtins.int
     """Memory that compiling the structured output took, bytes: the gateway has compiled it in a process with limits, and it
     is within the bounds. The receiver believes it. 0: not measured; the receiver measures the form itself.
+    """
+    shares_text: _builtins.bool
+    """Whether drafts without a model may go on as generated texts of other sessions with the same salt did, and theirs as
+    this text, where the receiver shares texts. Not set if the session's random numbers may be drawn again.
     """
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters:
@@ -455,10 +460,11 @@ class SessionParameters(_message.Message):
         cache_salt: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         form_memory_bytes: _builtins.int = ...,
+        shares_text: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rule", b"rule", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "form_memory_bytes", b"form_memory_bytes", "max_draft_tokens", b"max_draft_tokens", "prompt_len", b"prompt_len", "rule", b"rule", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "choice", b"choice", "form_memory_bytes", b"form_memory_bytes", "max_draft_tokens", b"max_draft_tokens", "prompt_len", b"prompt_len", "rule", b"rule", "sampling", b"sampling", "shares_text", b"shares_text", "stop_token_ids", b"stop_token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

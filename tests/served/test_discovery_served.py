@@ -35,7 +35,13 @@ class Cluster:
         self.pods = {name: exits.enter_context(self._pod(name)) for name in ADDRESSES}
         self.show(["verifier-1"], [])
         options = {"discovery": "kubernetes", "verifier_service": "verifier", "drafter_service": "drafter"}
-        settings = {**options, "namespace": "default", "max_requests": 64, "allow_plaintext": True}
+        settings = {
+            **options,
+            "namespace": "default",
+            "max_requests": 64,
+            "allow_plaintext": True,
+            "local_drafts": "none",
+        }
         self.gateway = exits.enter_context(InProcessStack({"gateway": settings}, on_log=self._note))
         self.client = exits.enter_context(Client(self.gateway.address))
 

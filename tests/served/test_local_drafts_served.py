@@ -1,17 +1,23 @@
 """Drafts without a model through the services: made by the verifier, or by a drafter service without weights."""
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.law import LENGTH, PROMPT, LawResult, compare, draw_completions, exact_law, stack_options
 from draftwire.client import Client, Completion
+from draftwire.drafting.model_free.retrieval_store import build_store
+from draftwire.errors import InvalidRequestError
+from draftwire.models.loading import load_card
 from draftwire.requests.parameters import SamplingParams
 from tests.in_process import InProcessStack
 
+Options = dict[str, dict[str, object]]
 ALPHA = 1e-6
 """Probability of a false alarm of each comparison."""
 SAMPLES = 300
@@ -22,17 +28,38 @@ def law(pair: tuple[Path, Path]) -> dict[tuple[int, ...], float]:
     return exact_law(pair[0], SamplingParams())
 
 
-def local_options(target: Path, strategy: str, **gateway: object) -> dict[str, dict[str, object]]:
+@pytest.fixture(scope="module")
+def store(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A retrieval store of texts that tell little of what the target writes."""
+    folder = tmp_path_factory.mktemp("retrieval") / "store"
+    description = load_card(str(pair[0])).description
+    tokens = np.random.default_rng(1).integers(0, description.vocab_size, 2000)
+    build_store(folder, [tokens], description.vocabulary_fingerprint, description.vocab_size)
+    return folder
+
+
+def local_options(target: Path, strategy: str, store: Path | None = None, **gateway: object) -> Options:
     """Returns the options of a stack without a drafter, whose verifier drafts by itself."""
     options = stack_options(target, target)
     del options["drafter"]
     options["gateway"] |= {"local_drafts": strategy, **gateway}
+    options["verifier"]["shared_tokens"] = 5000
+    if store is not None:
+        options["verifier"]["retrieval_store"] = store
     return options
 
 
-@pytest.fixture(scope="module", params=["suffix", pytest.param("lookup", marks=pytest.mark.slow)])
-def local_stack(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[InProcessStack]:
-    with InProcessStack(local_options(pair[0], request.param)) as running:
+STRATEGIES = [
+    "suffix",
+    pytest.param("lookup", marks=pytest.mark.slow),
+    pytest.param("retrieval", marks=pytest.mark.slow),
+    pytest.param("suffix+retrieval", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def local_stack(pair: tuple[Path, Path], store: Path, request: pytest.FixtureRequest) -> Iterator[InProcessStack]:
+    with InProcessStack(local_options(pair[0], request.param, store)) as running:
         yield running
 
 
@@ -55,15 +82,83 @@ def test_text_that_the_verifier_drafts_for_follows_the_law_of_the_target(
     assert all(not completion.drafter_error for completion in completions)
 
 
-@pytest.mark.parametrize("strategy", ["suffix", pytest.param("lookup", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_text_that_a_drafter_without_weights_drafts_for_follows_the_law_of_the_target(
-    pair: tuple[Path, Path], law: dict[tuple[int, ...], float], strategy: str
+    pair: tuple[Path, Path], store: Path, law: dict[tuple[int, ...], float], strategy: str
 ) -> None:
     options = stack_options(*pair)
     options["drafter"] = {"model": pair[0], "strategy": strategy, "metrics_port": 0}
+    options["drafter"] |= {"retrieval_store": store, "shared_tokens": 5000}
+    options["gateway"]["local_drafts"] = "none"
     with InProcessStack(options) as running:
         result, _ = drawn_law(running.address, "block", law)
     assert result.p_value > ALPHA, result
+
+
+def test_text_of_a_seed_that_is_used_again_follows_the_law_though_texts_are_shared(
+    pair: tuple[Path, Path], law: dict[tuple[int, ...], float]
+) -> None:
+    """A guess made of what the same random numbers drew before would bias the text. False alarm: 1e-6."""
+    with InProcessStack(local_options(pair[0], "suffix")) as running, Client(running.address) as client:
+        options: dict[str, Any] = {"max_tokens": LENGTH, "ignore_eos": True, "num_speculative_tokens": 4}
+        with ThreadPoolExecutor(8) as pool:
+
+            def second(seed: int) -> Completion:
+                client.generate(PROMPT, seed=seed, **options)
+                return client.generate(PROMPT, seed=seed, **options)
+
+            drawn = list(pool.map(second, range(SAMPLES)))
+    assert compare("block", drawn, law).p_value > ALPHA
+
+
+def test_text_under_one_salt_shows_nowhere_under_another() -> None:
+    """Neither in acceptance nor in what is reported of each token; under its own it does."""
+    script = "scripted:verify_ms=1,acceptance=1"
+    options: Options = {
+        "verifier": {"model": script, "threads": 1, "shared_tokens": 5000},
+        "gateway": {"drafter": "none", "speculation": "fixed", "local_drafts": "suffix"},
+    }
+    with InProcessStack(options) as running, Client(running.address) as client:
+
+        def told(salt: str) -> tuple[int, int, list[float | None]]:
+            completion = client.generate(
+                "a", max_tokens=60, ignore_eos=True, temperature=0.0, cache_salt=salt, token_details=True
+            )
+            return (
+                completion.statistics.num_draft_tokens,
+                completion.statistics.num_accepted_tokens,
+                [None if math.isnan(each) else each for each in completion.draft_logprobs],
+            )
+
+        before = told("mine")
+        for _ in range(10):  # what was shared is indexed little by little, with the guesses of later requests
+            told("mine")
+        assert told("mine") != before, "its own texts are continued"
+        assert told("theirs") == before
+
+
+def test_requests_name_what_may_draft(pair: tuple[Path, Path]) -> None:
+    options = stack_options(*pair)
+    with InProcessStack(options) as running, Client(running.address) as client:
+        (model,) = client.server().drafters
+        given: dict[str, Any] = {
+            "max_tokens": 40,
+            "ignore_eos": True,
+            "token_details": True,
+            "num_speculative_tokens": 4,
+        }
+
+        def told(drafter: str | list[str] | None) -> set[bool]:
+            """Whether drafts were certain of their tokens, of all those that there were."""
+            drawn = client.generate(PROMPT, drafter=drafter, **given).draft_logprobs
+            return {each in (0.0, -math.inf) for each in drawn if not math.isnan(each)}
+
+        assert told("lookup") == {True}, "no model has a say"
+        assert told(["suffix", "lookup"]) == {True}
+        assert False in told(model.name)
+        assert False in told(None)
+        with pytest.raises(InvalidRequestError, match=f"nothing drafts by the name 'nobody'; there are {model.name}"):
+            client.generate(PROMPT, drafter="nobody", **given)
 
 
 def test_text_of_a_seed_is_the_same_under_coupled_with_local_drafts_and_without(local_stack: InProcessStack) -> None:
@@ -96,7 +191,7 @@ def test_chosen_lengths_of_local_drafts_are_explained_and_leave_the_law(
 def test_verifier_drafts_on_where_the_only_drafter_is_lost_within_the_stream() -> None:
     """And the rounds of the run commit several tokens each."""
     script = "scripted:verify_ms=5,draft_ms=1,acceptance=0.9"
-    options: dict[str, dict[str, object]] = {
+    options: Options = {
         "verifier": {"model": script, "threads": 1},
         "drafter": {"model": script, "threads": 1},
         "gateway": {"speculation": "fixed", "local_drafts": "suffix"},

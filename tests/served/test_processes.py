@@ -19,7 +19,7 @@ from tests.in_process import InProcessStack
 def own_stack(pair: tuple[Path, Path]) -> Iterator[LocalStack]:
     """Processes that go on after what is done to them here."""
     options = stack_options(*pair)
-    options["gateway"] = {"block_timeout_s": 0.3}
+    options["gateway"] = {"block_timeout_s": 0.3, "local_drafts": "none"}
     with LocalStack(options) as running:
         yield running
 

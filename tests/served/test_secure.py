@@ -288,7 +288,7 @@ def odd_stack(tmp_path: Path) -> Iterator[tuple[InProcessStack, Path, trustme.CA
     options: dict[str, dict[str, object]] = {
         "verifier": {"model": SCRIPT, **files["verifier"]},
         "drafter": {"model": SCRIPT, "connect_timeout_s": 1.0, **files["drafter"], **named},
-        "gateway": {**files["gateway"], **named, "tls_require_client_cert": True},
+        "gateway": {**files["gateway"], **named, "tls_require_client_cert": True, "local_drafts": "none"},
     }
     with InProcessStack(options) as stack:
         yield stack, tmp_path, ca

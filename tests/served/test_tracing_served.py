@@ -55,7 +55,7 @@ ATTRIBUTES = {
 """All that is ever said, by name of the span. `tokens` are numbers of tokens, never ids."""
 WORDS = re.compile(
     r"(?:\d{1,20}|block|token|coupled|stop|length|finished|invalid|failed|cancelled"
-    r"|plain|recovered|bonus|not_asked_for|no_drafter|warming_up|no_room|late|empty_block)?"
+    r"|plain|recovered|bonus|not_asked_for|no_drafter|warming_up|no_room|late|empty_block|no_guess)?"
 )
 """All texts that they are said in."""
 

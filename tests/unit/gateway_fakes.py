@@ -531,6 +531,9 @@ class FakePeers:
     def targets(self) -> Sequence[TargetPort]:
         return [target for target in self.all_targets if target.connected]
 
+    def draft_models(self) -> Collection[str]:
+        return {drafter.description.name for drafter in self.all_drafters}
+
     def drafter_for(self, target: TargetPort, but: Collection[int]) -> DrafterPort | None:
         usable = (drafter for drafter in self.all_drafters if drafter.connected and drafter.instance_id not in but)
         return next((drafter for drafter in usable if target.takes_blocks_of(drafter.instance_id)), None)

@@ -154,6 +154,13 @@ def test_lengths_that_were_not_measured_are_on_the_line_of_the_others() -> None:
     assert alone.round_s(0) == pytest.approx(0.002), "at best, a step of the verifier"
 
 
+def test_shorter_rounds_are_never_expected_to_take_next_to_nothing() -> None:
+    costs = RoundCosts()
+    for length, seconds in ((4, 0.4), (8, 1.5)):  # a line through them says that 3 tokens take 0.12 s, and 2 none
+        costs.add(length, WindowSums(10, 10 * seconds, 10 * seconds, 0.0, 20, 20.0), 1.0)
+    assert [costs.round_s(length) for length in (0, 1, 2)] == [pytest.approx(0.08)] * 3
+
+
 def test_machine_that_becomes_slower_does_so_for_all_lengths() -> None:
     costs = costs_of(of0=0.004, of4=0.012)
     for _ in range(60):
@@ -201,6 +208,49 @@ def test_rounds_of_a_window_count_and_no_others() -> None:
     session.next_length(7, 100, now)
     end(7)
     assert window.quiet.num_rounds == 2, "as was beside a part of this one"
+
+
+def run_rounds(
+    chooser: PairChooser, session: SessionLength, first: int, now: float, seconds: float, round_s: float
+) -> float:
+    """Runs rounds that take so long each, and returns the time after them."""
+    for number in range(first, first + round(seconds / round_s)):
+        length = session.next_length(number, 100, now)
+        session.observe(round_times(number, now, now + round_s, length, 0, 0.0, round_s))
+        now += round_s
+    return now
+
+
+def beside(chooser: PairChooser) -> SessionLength:
+    """Returns a session that has its prompt read, and counts as no load otherwise."""
+    reader = SessionLength(chooser)
+    chooser.num_sessions = 1
+    return reader
+
+
+def measured_plain_s(chooser: PairChooser) -> float:
+    (load,) = chooser.explain().loads
+    return load.estimates[0].round_s
+
+
+def test_windows_beside_which_prompts_are_read_count_only_where_there_are_no_others() -> None:
+    chooser = PairChooser(8, 0)
+    session = SessionLength(chooser)
+    now = run_rounds(chooser, session, 0, 0.0, 0.05, 0.01)
+    reader = beside(chooser)
+    now = run_rounds(chooser, session, 100, now, 5.0, 0.05)
+    assert measured_plain_s(chooser) > 0.04, "nothing else is known"
+    reader.end_reading(now)
+    now = run_rounds(chooser, session, 300, now, 3.0, 0.01)
+    assert measured_plain_s(chooser) == pytest.approx(0.01), "forgets what was measured beside the reader"
+    reader = beside(chooser)
+    now = run_rounds(chooser, session, 900, now, 10.0, 0.05)
+    assert measured_plain_s(chooser) == pytest.approx(0.01)
+    now = run_rounds(chooser, session, 1200, now, 120.0, 0.05)
+    assert measured_plain_s(chooser) > 0.03, "prompts are read all the time by now"
+    reader.end_reading(now)
+    now = run_rounds(chooser, session, 9000, now, 30.0, 0.01)
+    assert measured_plain_s(chooser) < 0.015
 
 
 def test_new_load_begins_with_the_length_of_the_nearest_one_and_plain_runs_are_bounded() -> None:

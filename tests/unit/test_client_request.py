@@ -37,6 +37,7 @@ VALUES: dict[str, Any] = {
     "ignore_eos": True,
     "seed": 11,
     "num_speculative_tokens": 6,
+    "drafter": ["suffix", "lookup"],
     "rejection_sample_method": "token",
     "logprobs": 1,
     "prompt_logprobs": 2,
@@ -62,7 +63,8 @@ def test_every_option_is_in_the_request_under_its_name() -> None:
         message = request.sampling if name in SamplingOptions.__annotations__ else request
         assert value_of(message, name) == value, name
     assert request.text == "a"
-    assert list(make_request("a", Options(stop="end")).stop) == ["end"], "a single text is one, and not its letters"
+    single = make_request("a", Options(stop="end", drafter="suffix"))
+    assert (list(single.stop), list(single.drafter)) == (["end"], ["suffix"]), "a text is one, and not its letters"
 
 
 def test_every_field_of_a_request_has_an_option() -> None:

@@ -64,7 +64,7 @@ class StandIn:
 
     context_length = CONTEXT_LENGTH
 
-    def open(self, token_ids: list[int], cache_salt: str = "") -> StandInSequence:
+    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> StandInSequence:
         return StandInSequence(list(token_ids))
 
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:

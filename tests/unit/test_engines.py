@@ -1,5 +1,6 @@
 """The engines on scripted models: what they read, reuse and free, step by step, under the real schedulers."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -95,7 +96,8 @@ class Verifier:
 
     def steps(self, limit: int = 99) -> Iterator[tuple[verifying.StepResult, list[verifying.Completed]]]:
         for _ in range(limit):
-            step = self.scheduler.next_step()
+            while (step := self.scheduler.next_step()) is None and self.scheduler.holds_for_s is not None:
+                time.sleep(self.scheduler.holds_for_s)
             if step is None:
                 return
             result = self.engine.step(step)

@@ -451,7 +451,12 @@ def test_session_goes_on_elsewhere_with_all_that_was_committed(fate: Fate) -> No
         used = num_before + (fate is Fate.TOLD_AND_LOST)
         ids = [*PROMPT, *STORY[: sum(len(verdict.token_ids) for verdict in first.verdicts[:used])]]
         assert second.spec == replace(
-            first.spec, epoch=1, first_round=used, token_ids=ids, plain_rounds=second.spec.plain_rounds
+            first.spec,
+            epoch=1,
+            first_round=used,
+            token_ids=ids,
+            plain_rounds=second.spec.plain_rounds,
+            parameters=replace(first.spec.parameters, shares_text=False),
         ), num_before
         names = [(session.spec.epoch, session.spec.permit.number) for session in drafter.sessions]
         assert names == [(0, 0), (1, 1)], num_before

@@ -181,7 +181,7 @@ def test_specs_say_what_the_request_asks_for(salt: str) -> None:
         assert spec.token_ids[: len(PROMPT)] == PROMPT
         assert (spec.session_id, spec.epoch) == (verifying.session_id, verifying.epoch)
         assert spec.parameters == SessionParameters(
-            len(PROMPT), sampling, RuleFacts("token"), 2, frozenset({STOP_TOKEN}), cache_salt=salt
+            len(PROMPT), sampling, RuleFacts("token"), 2, frozenset({STOP_TOKEN}), cache_salt=salt, shares_text=True
         )
     assert verifying.verifying_key == derive_key(11, Role.VERIFYING)
     assert drafting.drafting_key == derive_key(11, Role.DRAFTING)

@@ -159,7 +159,7 @@ def test_long_prompt_is_read_over_several_rounds() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"strategy": "clairvoyance"}, "no local strategy"),
+        ({"strategy": "clairvoyance"}, "nothing drafts by the name"),
         ({"num_draft_tokens": 0}, "1 to 3 tokens"),
         ({"num_draft_tokens": 4}, "1 to 3 tokens"),
     ],

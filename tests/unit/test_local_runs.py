@@ -21,7 +21,7 @@ from draftwire_gateway.speculation.session_length import SessionLength
 
 
 def seated(num_drafters: int = 0, strategies: tuple[str, ...] = ("suffix",), **changes: Any) -> Seating:
-    one = seating(num_drafters, **{"local_strategy": "suffix", **changes})
+    one = seating(num_drafters, **{"local_strategies": ("suffix",), **changes})
     one.target.description = replace(one.target.description, local_strategies=strategies)
     return one
 
@@ -50,7 +50,8 @@ async def test_session_that_is_opened_waits_for_its_drafter_for_one_round_whatev
 
 
 @pytest.mark.parametrize(
-    "changes", [{"strategies": ()}, {"strategies": ("lookup",)}, {"local_strategy": ""}, {"num_speculative_tokens": 0}]
+    "changes",
+    [{"strategies": ()}, {"strategies": ("lookup",)}, {"local_strategies": ()}, {"num_speculative_tokens": 0}],
 )
 @in_virtual_time
 async def test_nothing_is_asked_for_that_the_verifier_does_not_offer_or_the_request_forbids(

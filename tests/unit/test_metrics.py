@@ -28,6 +28,7 @@ from draftwire_gateway.metrics import PARTS, GatewayMetrics
 from draftwire_gateway.session.latencies import Latencies
 from draftwire_gateway.session.round_times import RoundTimes, RoundWatch, WhyPlain
 from draftwire_verifier.drafters import Drafters, Greeting
+from draftwire_verifier.gathering import Gathering
 from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.metrics import VerifierMetrics
 from tests.metric_families import IDLE
@@ -234,7 +235,7 @@ def test_waiting_is_exported_while_it_goes_on_and_never_falls() -> None:
     now = [0.0]
     watch = IdleWatch()
     metrics = VerifierMetrics()
-    metrics.watch_waits(SimpleNamespace(draft_wait_s=0.0, idle=watch, clock=lambda: now[0]))
+    metrics.watch_waits(SimpleNamespace(draft_wait_s=0.0, idle=watch, clock=lambda: now[0], gathering=Gathering()))
     watch.set_idle(True, 0.0)
     watch.wait(1, 1.0)
     name = "engine_waiting_for_drafts_seconds_total"

@@ -11,7 +11,8 @@ from test_automaton import tiny_compiler
 
 from draftwire.drafting.model_free.possible import following
 from draftwire.drafting.model_free.prompt_lookup import PromptLookup
-from draftwire.drafting.model_free.suffix import SuffixDrafter, SuffixIndex
+from draftwire.drafting.model_free.suffix import SuffixDrafter
+from draftwire.drafting.model_free.suffix_index import SuffixIndex, SuffixMatch
 from draftwire.drafting.model_free.text_drafter import TextDrafter, continued
 from draftwire.requests.structured_output import StructuredOutput
 
@@ -38,6 +39,26 @@ def test_suffix_index_finds_the_longest_repeated_suffix_at_every_place(text: lis
         if index.match_len:
             assert index.match_end < place
             assert text[index.match_end - index.match_len : index.match_end] == text[place - index.match_len : place]
+
+
+@given(TEXTS, TEXTS, TEXTS)
+def test_match_is_the_longest_suffix_of_another_text_while_the_index_grows(
+    indexed: list[int], text: list[int], later: list[int]
+) -> None:
+    index, known, places = SuffixIndex(), list(indexed), iter(later)
+    for token in indexed:
+        index.append(token)
+    match = SuffixMatch(index)
+    for place, token in enumerate(text, 1):
+        match.append(token)
+        suffixes = (text[start:place] for start in range(place))
+        ends = {tuple(known[start:end]): end for end in range(len(known) + 1) for start in range(end)}
+        longest = next((suffix for suffix in suffixes if tuple(suffix) in ends), [])
+        assert match.length == len(longest)
+        assert known[match.end - match.length : match.end] == longest
+        if (new := next(places, None)) is not None:  # the index grows between two tokens of the text
+            index.append(new)
+            known.append(new)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -290,7 +290,11 @@ def test_strategy_is_found_by_its_name_or_by_what_the_model_is() -> None:
     for strategy, model, said in (
         ("scripted", "models/drafter", "takes a script as its model, not 'models/drafter'"),
         ("model", "scripted:", "scripted:"),
-        ("clairvoyance", "scripted:", "unknown strategy 'clairvoyance'; known: auto, suffix, lookup, scripted, model"),
+        (
+            "clairvoyance",
+            "scripted:",
+            "known: auto, suffix, lookup, retrieval, scripted, model",
+        ),
     ):
         with pytest.raises((InvalidRequestError, OSError), match=said):
             load_drafter(ModelSettings(model), strategy=strategy)

@@ -6,7 +6,7 @@ Source: Saxena 2023, "Prompt lookup decoding" (github.com/apoorvumang/prompt-loo
 from array import array
 from collections.abc import Sequence
 
-from draftwire.drafting.model_free.text_drafter import Guess, continued
+from draftwire.drafting.model_free.text_drafter import NOTHING, Guess, continued
 
 
 class LookupText:
@@ -42,8 +42,11 @@ class LookupText:
     def guess(self, num_tokens: int) -> Guess:
         """Returns what followed the longest run that the text had before."""
         if not self._match_len:
-            return Guess([], 0)
+            return NOTHING
         return Guess(continued(self._text, self._match_end, num_tokens), self._match_len)
+
+    def close(self, num_prompt_tokens: int) -> None:
+        """Does nothing: nobody else reads the text."""
 
 
 class PromptLookup:
@@ -53,6 +56,6 @@ class PromptLookup:
         """Takes how many tokens have to match at least, from 1, and how many are compared at most."""
         self._least_match, self._most_match = least_match, most_match
 
-    def open(self, token_ids: Sequence[int], salt: str = "") -> LookupText:
+    def open(self, token_ids: Sequence[int], salt: str | None = None) -> LookupText:
         """Starts a text."""
         return LookupText(token_ids, self._least_match, self._most_match)

@@ -14,6 +14,10 @@ class Guess:
     """How many of the text's last tokens are the same at the place that the guess was read from; 0 without one."""
 
 
+NOTHING = Guess([], 0)
+"""No guess."""
+
+
 class FollowedText(Protocol):
     """One text. A guess is a function of its committed tokens, and of texts that were there before."""
 
@@ -27,16 +31,20 @@ class FollowedText(Protocol):
     def guess(self, num_tokens: int) -> Guess:
         """Returns at most so many tokens that may follow; none if the text has no place like its end."""
 
+    def close(self, num_prompt_tokens: int) -> None:
+        """Ends the text, of which so many tokens were the prompt. Called at most once."""
+
 
 class TextDrafter(Protocol):
     """Opens texts, and guesses how they go on."""
 
-    def open(self, token_ids: Sequence[int], salt: str = "") -> FollowedText:
+    def open(self, token_ids: Sequence[int], salt: str | None = None) -> FollowedText:
         """Starts a text with some committed tokens.
 
         Args:
             token_ids: the prompt.
-            salt: guesses are only read from texts of the same salt.
+            salt: guesses may be read from other texts of the same salt, and others' from this one; None shares nothing.
+                Texts whose random numbers may be drawn again share nothing, see docs/exactness.md.
         """
 
 

@@ -102,17 +102,14 @@ class GroupGuard:
             await self._stop()
             raise
 
-    async def wait(self, work: asyncio.Event) -> None:
-        """Waits for work, or until a heartbeat is due, which it sends."""
+    async def wait(self, work: asyncio.Event, most_s: float | None = None) -> None:
+        """Waits for work, for so many seconds at most, or until a heartbeat is due, which it sends."""
         if self._model is None:
-            await work.wait()
+            await _wait(work, most_s)
             return
         heartbeat_at = self._model.spoke_at + min(MOST_HEARTBEAT_SECONDS, self._timeout_s / HEARTBEATS_PER_TIMEOUT)
-        try:  # messages that cause no step must not delay the heartbeat
-            async with asyncio.timeout(max(0.0, heartbeat_at - time.monotonic())):
-                await work.wait()
-        except TimeoutError:
-            pass
+        left_s = max(0.0, heartbeat_at - time.monotonic())  # messages that cause no step must not delay it
+        await _wait(work, left_s if most_s is None else min(most_s, left_s))
         if time.monotonic() >= heartbeat_at:
             await self._torch.run(self._model.heartbeat)
 
@@ -174,3 +171,11 @@ async def end_if_lost(run: Awaitable[None]) -> None:
     except GroupLostError:
         faulthandler.dump_traceback_later(END_SECONDS, exit=True)
         raise
+
+
+async def _wait(work: asyncio.Event, most_s: float | None) -> None:
+    try:
+        async with asyncio.timeout(most_s):
+            await work.wait()
+    except TimeoutError:
+        pass

@@ -10,6 +10,7 @@ from draftwire.runtime.settings import (
     LayerParallelSettings,
     ModelSettings,
     ServerSettings,
+    TextDraftSettings,
     TlsSettings,
     TracingSettings,
     require,
@@ -21,9 +22,9 @@ class DraftSettings:
     """How tokens are drafted, and what is made of distributions before tokens are drawn from them and both are sent."""
 
     strategy: str = "auto"
-    """How tokens are drafted: "model", by a language model; "suffix" or "lookup", from earlier places of each text, for
-    which the option model names the tokenizer alone; "scripted", by a script, for tests; or auto: what fits the
-    model."""
+    """How tokens are drafted: "model", by a language model; "suffix" or "lookup", from earlier places of each text, or
+    "retrieval", from files, for all of which the option model names the tokenizer alone, and of which several are
+    joined by "+"; "scripted", by a script, for tests; or auto: what fits the model."""
     draft_encoding: Encoding = Encoding.SPARSE_UINT16
     """How distributions travel: sparse_uint16 takes a few dozen bytes a token, dense_float32 and dense_float16 take 4
     and 2 bytes x vocabulary."""
@@ -54,6 +55,7 @@ class DrafterConfig:
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50053, metrics_port=9053))
     engine: EngineSettings = field(default_factory=EngineSettings)
     drafts: DraftSettings = field(default_factory=DraftSettings)
+    texts: TextDraftSettings = field(default_factory=TextDraftSettings)
     layers: LayerParallelSettings = field(default_factory=LayerParallelSettings)
     connect_timeout_s: float = 10.0
     """How long a session's opening may wait for the verifier to answer."""

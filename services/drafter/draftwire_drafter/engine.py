@@ -58,7 +58,9 @@ class DraftEngine(StepEngine[Step, StepResult]):
         session, calibration, parameters = item.session, item.calibration, item.session.spec.parameters
         sequence = self._sequences.get(session.key)
         if sequence is None:
-            sequence = self.strategy.open(session.spec.token_ids, parameters.cache_salt)
+            sequence = self.strategy.open(
+                session.spec.token_ids, parameters.cache_salt, shares_text=parameters.shares_text
+            )
             self._sequences[session.key] = sequence
             self._edits[session.key] = TokenEdits(parameters.sampling, parameters.stop_token_ids)
         if item.token_ids or calibration is not None:

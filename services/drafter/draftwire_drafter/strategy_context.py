@@ -1,5 +1,6 @@
 """Settings and model loading for a drafting strategy."""
 
+from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.model_loading import limited, load_draft_model, refuse_settings_of_weights
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.rank_config import RankConfig
@@ -7,7 +8,7 @@ from draftwire.method.quantization import Quantization
 from draftwire.models.cached_model import DraftModel
 from draftwire.models.loading import ModelCard, load_card
 from draftwire.models.scripted import Script, is_scripted
-from draftwire.runtime.settings import require
+from draftwire.runtime.settings import TextDraftSettings, require
 from draftwire_drafter.config import DrafterConfig
 
 
@@ -60,3 +61,12 @@ class ConfiguredContext:
         """Refuses settings that have no effect without weights; `what` names the kind of model."""
         require(not self._config.layers.is_parallel, f"{what} has no layers that could run at the same time")
         refuse_settings_of_weights(self._config.loading, what)
+
+    def load_text_drafters(self, card: ModelCard) -> TextDrafters:
+        """Returns what drafts without a model, for texts of a vocabulary."""
+        texts = self._config.texts
+        return TextDrafters.load(texts.retrieval_store, texts.shared_tokens, card.description.vocabulary_fingerprint)
+
+    def require_no_texts(self, what: str) -> None:
+        """Refuses settings of drafts without a model; `what` names the strategy."""
+        require(self._config.texts == TextDraftSettings(), f"{what} takes no retrieval_store and no shared_tokens")

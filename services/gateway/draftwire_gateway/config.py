@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftwire.drafting.model_free.registry import TEXT_DRAFTERS
+from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
 from draftwire.runtime.settings import (
     LEAST_MESSAGE_BYTES,
     ConnectionSettings,
@@ -15,7 +15,9 @@ from draftwire.runtime.settings import (
 )
 
 NO_DRAFTER = NO_LOCAL_DRAFTS = "none"
-"""Value of the option `drafter` for plain decoding only."""
+"""Value of the option `drafter` for no drafter, and of `local_drafts` for verifiers that draft nothing."""
+AUTO_LOCAL_DRAFTS = "auto"
+"""Value of `local_drafts`: what each verifier can."""
 
 DEFAULT_VERIFIER, DEFAULT_DRAFTER = "127.0.0.1:50052", "127.0.0.1:50053"
 
@@ -111,9 +113,9 @@ class GatewayConfig:
     speculation: str = "adaptive"
     """How many tokens to draft where a request names neither a number nor a seed: "adaptive", from 0 to 8 as measured
     rounds say, or "fixed", num_speculative_tokens."""
-    local_drafts: str = NO_LOCAL_DRAFTS
-    """How a verifier drafts by itself where there is no drafter: "suffix" or "lookup", from earlier places of each
-    text, if it can; or "none"."""
+    local_drafts: str = AUTO_LOCAL_DRAFTS
+    """How a verifier drafts by itself where no drafter does: "suffix" or "lookup", from earlier places of each text,
+    "retrieval", from files, or several joined by "+"; "auto", suffix and retrieval as far as it can; or "none"."""
     num_speculative_tokens: int = 4
     """Draft tokens per round where a request names a seed but no number, and the first length that is tried; 0 is
     plain decoding."""
@@ -160,10 +162,9 @@ class GatewayConfig:
         )
         known = ("adaptive", "fixed")
         require(self.speculation in known, f"speculation must be adaptive or fixed, not {self.speculation!r}")
-        require(
-            self.local_drafts in (NO_LOCAL_DRAFTS, *TEXT_DRAFTERS),
-            f"local_drafts must be {', '.join(TEXT_DRAFTERS)} or {NO_LOCAL_DRAFTS}, not {self.local_drafts!r}",
-        )
+        is_known = self.local_drafts in (AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS) or are_text_drafters(self.local_drafts)
+        known_drafts = ", ".join((AUTO_LOCAL_DRAFTS, *TEXT_DRAFTER_NAMES))
+        require(is_known, f"local_drafts must be {known_drafts} or {NO_LOCAL_DRAFTS}, not {self.local_drafts!r}")
         require(self.startup_timeout_s > 0.0, "startup_timeout_s must be positive")
         require(self.max_requests >= 1, "max_requests must be at least 1")
         is_valid = LEAST_MESSAGE_BYTES <= self.max_request_bytes < 2**31

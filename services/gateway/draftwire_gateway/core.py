@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX, parts_of
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
 from draftwire.requests.automaton import FormVocabulary
 from draftwire.runtime.form_sandbox import FormSandbox
-from draftwire_gateway.config import NO_LOCAL_DRAFTS, GatewayConfig
+from draftwire_gateway.config import AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS, GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.request_record import RequestRecord
 from draftwire_gateway.session.choices import ChoiceEvent, ChoiceRunner, PromptEcho
@@ -77,8 +78,16 @@ class GatewayCore:
             config.max_speculative_tokens,
             config.rejection_sample_method,
             adapts_length=config.speculation == "adaptive",
-            local_strategy="" if config.local_drafts == NO_LOCAL_DRAFTS else config.local_drafts,
+            local_strategies=local_strategies(config.local_drafts),
+            drafter_names=self._drafter_names,
         )
+
+    def _drafter_names(self) -> tuple[str, ...]:
+        """Returns by what names requests may ask for drafters: draft models, and strategies of verifiers."""
+        names = dict.fromkeys(self._peers.draft_models())
+        for verifier in self._peers.targets():
+            names |= dict.fromkeys(verifier.description.local_strategies)
+        return tuple(names)
 
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
         """Sets the target model and loads its tokenizer and chat template."""
@@ -235,3 +244,10 @@ class GatewayCore:
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))
+
+
+def local_strategies(local_drafts: str) -> tuple[str, ...]:
+    """Returns the strategies that an option `local_drafts` stands for."""
+    if local_drafts == NO_LOCAL_DRAFTS:
+        return ()
+    return (SUFFIX, RETRIEVAL) if local_drafts == AUTO_LOCAL_DRAFTS else parts_of(local_drafts)

@@ -40,6 +40,7 @@ from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish, FinishReason
 from draftwire_gateway.session.generation import (
     MAX_CHOICES,
+    MAX_DRAFTERS,
     MAX_STOP_STRINGS,
     GeneratedChoice,
     Generation,
@@ -165,6 +166,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         for name, size, most in (
             ("stop", len(request.stop), MAX_STOP_STRINGS),
             ("stop_token_ids", len(request.stop_token_ids), description.vocab_size),
+            ("drafter", len(request.drafter), MAX_DRAFTERS),
             ("token_ids", max(len(prompt.token_ids.ids) for prompt in prompts), description.context_length),
             ("generated_choices", num_generated, description.context_length),
         ):
@@ -185,6 +187,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             num_speculative_tokens=(
                 request.num_speculative_tokens if request.HasField("num_speculative_tokens") else None
             ),
+            drafter=tuple(request.drafter),
             rule=request.rejection_sample_method if request.HasField("rejection_sample_method") else None,
             cache_salt=request.cache_salt,
             generated_choices=tuple(
@@ -351,6 +354,7 @@ def _choice_to_proto(pair: PairName, explanation: Explanation) -> gateway_pb2.Sp
     return gateway_pb2.SpeculationChoice(
         verifier=pair.verifier_address,
         drafter=pair.drafter_model,
+        is_local=pair.is_local,
         num_sessions=explanation.num_sessions,
         survival=explanation.survival,
         num_drafts=explanation.num_drafts,

@@ -8,6 +8,7 @@ from draftwire.runtime.settings import (
     EngineSettings,
     ModelSettings,
     ServerSettings,
+    TextDraftSettings,
     TlsSettings,
     TracingSettings,
     require,
@@ -38,6 +39,7 @@ class VerifierConfig:
     server: ServerSettings = field(default_factory=lambda: ServerSettings(port=50052, metrics_port=9052))
     engine: EngineSettings = field(default_factory=EngineSettings)
     parallel: TensorParallelSettings = field(default_factory=TensorParallelSettings)
+    texts: TextDraftSettings = field(default_factory=TextDraftSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     tls: TlsSettings = field(default_factory=TlsSettings)
     tracing: TracingSettings = field(default_factory=TracingSettings)

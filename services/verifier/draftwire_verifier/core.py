@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from draftwire.audit import AuditSums, FirstUses
-from draftwire.drafting.model_free.registry import TEXT_DRAFTERS
+from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionFailed
@@ -62,6 +62,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     metrics: VerifierMetrics
     _scheduler: Scheduler
     _rules: dict[str, VerificationRule]
+    _text_drafters: TextDrafters
 
     def __init__(self, config: VerifierConfig, place: Place | None = None, followers: Followers | None = None) -> None:
         """Prepares; `start` loads the model.
@@ -82,11 +83,14 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _load_engine(self) -> tuple[ModelCard, TargetEngine]:
         self._rules = served_rules(self.config.own_rules)
         target = self._load_target()
+        texts = self.config.texts
+        fingerprint = target.card.description.vocabulary_fingerprint
+        self._text_drafters = TextDrafters.load(texts.retrieval_store, texts.shared_tokens, fingerprint)
         description = replace(
             target.card.description,
             capabilities=frozenset({ISSUED_IDENTITIES}),
             rules=tuple(map(facts_of, self._rules.values())),
-            local_strategies=tuple(TEXT_DRAFTERS),
+            local_strategies=self._text_drafters.names,
         )
         card = replace(target.card, description=description)
         return card, TargetEngine(target.model, description.context_length)
@@ -110,6 +114,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             context_length=self.description.context_length,
             vocab_size=self.description.vocab_size,
             rules=self._rules,
+            text_drafters=self._text_drafters,
             max_draft_tokens=self.config.engine.max_draft_tokens,
             room=room,
             pacer=pacer,

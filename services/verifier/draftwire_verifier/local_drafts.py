@@ -1,15 +1,16 @@
 """Drafts that the verifier makes by itself, from the committed tokens of a session. Pure: no tensors, no transport."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from draftwire.drafting.model_free.possible import possible
-from draftwire.drafting.model_free.registry import TEXT_DRAFTERS
+from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.drafting.model_free.text_drafter import FollowedText
 from draftwire.errors import InvalidRequestError
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import Fence, LocalDraft, ReceivedBlock, TargetSessionSpec
+from draftwire.requests.session_parameters import SessionParameters
 
 NO_DRAFTER = -1
 """Identity of the sender of a local block: no drafter has it."""
@@ -23,14 +24,23 @@ class LocalText:
     """What drafts for one session: a strategy, with its view of the text."""
 
     strategy: str
-    """A key of `TEXT_DRAFTERS`."""
+    """Name of a text drafter."""
+    text: FollowedText
+    """The committed tokens that were read."""
     num_draft_tokens: int = 0
     """Most tokens of a block; 0 while the rounds are plain."""
-    text: FollowedText = field(init=False)
-    """The committed tokens that were read."""
 
-    def __post_init__(self) -> None:
-        self.text = TEXT_DRAFTERS[self.strategy].open(())
+    @classmethod
+    def open(cls, strategy: str, drafters: TextDrafters, parameters: SessionParameters) -> "LocalText":
+        """Starts with no token read.
+
+        Args:
+            strategy: name of a text drafter.
+            drafters: there are.
+            parameters: of the session.
+        """
+        salt = parameters.cache_salt if parameters.shares_text else None
+        return cls(strategy, drafters.named(strategy).open((), salt))
 
     def block(
         self,
@@ -80,14 +90,18 @@ class LocalText:
         )
 
 
-def check_local(draft: LocalDraft, spec: TargetSessionSpec) -> None:
+def check_local(draft: LocalDraft, spec: TargetSessionSpec, drafters: TextDrafters) -> None:
     """Checks a requested draft.
+
+    Args:
+        draft: what is requested.
+        spec: of the session.
+        drafters: there are.
 
     Raises:
         InvalidRequestError: the strategy is unknown, or the number is out of range.
     """
-    if draft.strategy not in TEXT_DRAFTERS:
-        raise InvalidRequestError(f"no local strategy {draft.strategy!r}; known: {', '.join(TEXT_DRAFTERS)}")
+    drafters.named(draft.strategy)
     most = spec.parameters.max_draft_tokens
     if not 1 <= draft.num_draft_tokens <= most:
         raise InvalidRequestError(f"a local draft has 1 to {most} tokens here, not {draft.num_draft_tokens}")

@@ -122,6 +122,11 @@ class _WaitCollector(Collector):
             "Time without a step in which a session waited for its drafter, or for the gateway after a verdict.",
             exported_s,
         )
+        yield CounterMetricFamily(
+            PREFIX + "engine_gathering_seconds",
+            "Part of that in which a step could have begun, and waited for other sessions to share it.",
+            scheduler.gathering.held_s,
+        )
 
 
 class _AuditCollector(Collector):

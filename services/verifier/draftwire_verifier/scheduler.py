@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from draftwire.audit import AuditSums
+from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.session_book import EngineSession, SessionBook
 from draftwire.errors import BlockViolationError, DraftwireError, InvalidRequestError, Violation
 from draftwire.method.encoding import log_probs
@@ -30,6 +31,7 @@ from draftwire.requests.logprobs import MAX_PROMPT_PART
 from draftwire.requests.rules import unknown_rule
 from draftwire.verification import RULES, VerificationRule
 from draftwire.verification.target import Judgement, JudgingOutcome, StillReading
+from draftwire_verifier.gathering import Gathering, Ready, UsualWait
 from draftwire_verifier.idle import IdleWatch
 from draftwire_verifier.local_drafts import LocalText, check_local
 
@@ -62,7 +64,9 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     local: LocalText | None = None
     """What drafts the rounds of its runs; None if nothing ever did."""
     waits_since: float | None = None
-    """Since when it waits for its drafter's next block, by the scheduler's clock; None if it does not."""
+    """Since when it waits for its next block or run, by the scheduler's clock; None if it does not."""
+    usual_wait: UsualWait = field(default_factory=UsualWait)
+    """How long it waits for them."""
     queued_at: float = 0.0
     """When it was queued for a step, by the scheduler's clock."""
 
@@ -141,11 +145,15 @@ class Scheduler(SessionBook[TargetSession, Step]):
     vocab_size: int
     rules: Mapping[str, VerificationRule] = field(default_factory=lambda: RULES)
     """Rules that sessions may ask for, by name."""
+    text_drafters: TextDrafters = field(default_factory=TextDrafters)
+    """What drafts runs without a drafter."""
     clock: Callable[[], float] = time.perf_counter
     draft_wait_s: float = 0.0
     """Time from verdicts to the next blocks, summed over all sessions. Rounds without a drafter are left out."""
     idle: IdleWatch = field(default_factory=IdleWatch)
     """Sums the time in which no step runs while a session waits for a draft."""
+    gathering: Gathering = field(default_factory=Gathering)
+    """Decides whether steps wait for sessions that are not ready yet."""
 
     def open(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> TargetSession:
         """Admits a session.
@@ -271,7 +279,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             if len(session.committed) >= session.spec.max_len:
                 raise InvalidRequestError("plain run beyond the session's max_len")
             if run.draft is not None:
-                check_local(run.draft, session.spec)
+                check_local(run.draft, session.spec, self.text_drafters)
             session.plain_rounds_left = run.num_rounds
             self._draft_by(session, run.draft)
             self._end_wait(session)
@@ -282,18 +290,32 @@ class Scheduler(SessionBook[TargetSession, Step]):
         """Removes a session and its queued work; returns the session, or None if it was not open."""
         session = super().close(session_id, epoch)
         if session is not None:
-            self._end_wait(session)
+            self._stop_waiting(session)
+            if session.local is not None:
+                session.local.text.close(session.spec.parameters.prompt_len)
         return session
 
     def next_step(self) -> Step | None:
-        """Returns the next step, or None if there is nothing to do. Pass it to `complete` after."""
-        items = [StepItem(session, session.block, max_read or 1) for session, max_read in self._take_ready()]
+        """Returns the next step, or None if there is nothing to do, or a step waits: see `holds_for_s`. Pass it to
+        `complete` after.
+        """
         now = self.clock()
+        if self._holds(now):
+            return None
+        items = [StepItem(session, session.block, max_read or 1) for session, max_read in self._take_ready()]
         self.idle.set_idle(not items, now)
         return Step(items, now) if items else None
 
+    @property
+    def holds_for_s(self) -> float | None:
+        """After how long a step that waits is to be asked for again; None if none waits."""
+        until = self.gathering.until
+        return None if until is None else max(0.0, until - self.clock())
+
     def complete(self, step: Step, result: StepResult) -> list[Completed]:
         """Commits decided rounds and returns the events to send. Sessions that were closed meanwhile are left out."""
+        if not any(item.session.is_reading for item in step.items):
+            self.gathering.times.learn(result.num_tokens, result.verify_us / 1e6)
         self._record_costs(step.items, result.num_reused, result.num_tokens, result.verify_us / 1e6)
         deliveries: list[Completed] = []
         for item, outcome, num_unread in zip(step.items, result.outcomes, result.num_unread, strict=True):
@@ -347,7 +369,28 @@ class Scheduler(SessionBook[TargetSession, Step]):
             **({"timings": block.timings} if block else {}),
         )
 
+    def _holds(self, now: float) -> bool:
+        """Whether the next step waits for sessions that are not ready yet."""
+        deciding = [session for session in self._ready if not session.is_reading]
+        if not deciding or not self.idle.num_waiting:
+            return self.gathering.begin(now)
+        num_rows = sum(1 + (len(session.block.token_ids) if session.block else 0) for session in deciding)
+        waiting = [
+            session.usual_wait.left_s(session.waits_since, now)
+            for session in self.sessions.values()
+            if session.waits_since is not None
+        ]
+        expected = [left_s for left_s in waiting if left_s is not None]
+        usual_s = sum(session.usual_wait.seconds or 0.0 for session in deciding) / len(deciding)
+        return self.gathering.holds(Ready(len(deciding), num_rows, usual_s), expected, now)
+
     def _end_wait(self, session: TargetSession) -> None:
+        """Ends the wait of a session whose next round can be decided."""
+        if session.waits_since is not None:
+            session.usual_wait.learn(self.clock() - session.waits_since)
+            self._stop_waiting(session)
+
+    def _stop_waiting(self, session: TargetSession) -> None:
         if session.waits_since is not None:
             session.waits_since = None
             self.idle.wait(-1, self.clock())
@@ -355,7 +398,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
     def _draft_by(self, session: TargetSession, draft: LocalDraft | None) -> None:
         """Sets what drafts the rounds of a session's run. What was read of the text is kept through plain runs."""
         if draft is not None and (session.local is None or session.local.strategy != draft.strategy):
-            session.local = LocalText(draft.strategy)
+            session.local = LocalText.open(draft.strategy, self.text_drafters, session.spec.parameters)
         if session.local is not None:
             session.local.num_draft_tokens = 0 if draft is None else draft.num_draft_tokens
 

@@ -66,4 +66,4 @@ elif "serve verifier" in command:
 elif "serve drafter" in command:
     from draftwire.drafting.scripted_drafter import ScriptedDrafter
 
-    fail_on(ScriptedDrafter, "open", "fault:draft", lambda _self, token_ids, *_args: [token_ids])
+    fail_on(ScriptedDrafter, "open", "fault:draft", lambda _self, token_ids, *_args, **_named: [token_ids])

@@ -24,7 +24,7 @@ from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS,
 from draftwire.requests.structured_output import MAX_CHOICES as MAX_FORM_CHOICES
 from draftwire_gateway.http.json_parsing import NAME, parse
 from draftwire_gateway.http.refusal import RefusedError
-from draftwire_gateway.session.generation import MAX_CHOICES, MAX_STOP_STRINGS
+from draftwire_gateway.session.generation import MAX_CHOICES, MAX_DRAFTERS, MAX_STOP_STRINGS
 from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
 
 UNSUPPORTED = {
@@ -202,6 +202,7 @@ class GenerateBody(SamplingNumbers, Strict):
     # Not in OpenAI's API; named as in gRPC.
     has_random_seed: bool = False
     num_speculative_tokens: int | None = None
+    drafter: Annotated[list[str], FirstFault(), _at_most(MAX_DRAFTERS), BeforeValidator(_as_list, str | list[str])] = []
     rejection_sample_method: str | None = None
     allowed_token_ids: TokenIds | None = None
     stop_token_ids: TokenIds = []

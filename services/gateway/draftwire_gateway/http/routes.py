@@ -147,6 +147,7 @@ def _common(body: GenerateBody) -> dict[str, Any]:
         "seed": body.seed,
         "has_random_seed": body.has_random_seed,
         "num_speculative_tokens": body.num_speculative_tokens,
+        "drafter": tuple(body.drafter),
         "rule": body.rejection_sample_method,
         "cache_salt": body.cache_salt,
         "logprobs_mode": body.logprobs_mode,

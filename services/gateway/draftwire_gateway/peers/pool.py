@@ -49,6 +49,7 @@ class Pool:
         """The target model; set when `meet` has returned."""
         self._reference: SessionLink[Any, Any] | None = None
         self._met = asyncio.Event()
+        self._draft_models: dict[str, None] = {}
 
     @property
     def connected_drafters(self) -> Sequence[DrafterLink]:
@@ -58,6 +59,10 @@ class Pool:
     def targets(self) -> Sequence[TargetPort]:
         """Returns the connected verifiers, by number of sessions; those that cool down come last."""
         return sorted(self.verifiers.connected, key=lambda verifier: (verifier.is_cooling_down, verifier.num_sessions))
+
+    def draft_models(self) -> Collection[str]:
+        """Returns the names of the draft models, of drafters that were ever connected."""
+        return self._draft_models.keys()
 
     def drafter_for(self, target: TargetPort, but: Collection[int]) -> DrafterLink | None:
         """Returns the drafter with the fewest sessions; those that cool down come last.
@@ -137,6 +142,7 @@ class Pool:
 
     async def _check_drafter(self, link: DrafterLink, model: ModelDescription) -> None:
         if model.vocabulary_fingerprint == self.description.vocabulary_fingerprint:
+            self._draft_models[model.name] = None
             return
         links = self.verifiers.links
         for verifier in [*self.verifiers.connected, *(known for known in links if known is self._reference)][:1]:

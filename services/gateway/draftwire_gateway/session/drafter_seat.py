@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from draftwire.drafting.model_free.names import JOINT
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.keys import Role
 from draftwire.method.rounds import (
@@ -145,6 +146,8 @@ class DrafterSeat:
             return self._local_run(WhyPlain.NO_DRAFTER, most)
         if self.is_ready:
             return self._local_run(WhyPlain.NO_ROOM, most)
+        if self._session.generation.has_repeatable_seed:  # how long it takes to warm up must not show in the text
+            return RunRequest(WhyPlain.WARMING_UP, bridge)
         return self._local_run(WhyPlain.WARMING_UP, bridge)
 
     def first_run(self, target: TargetPort, most: int) -> RunRequest:
@@ -359,9 +362,9 @@ class DrafterSeat:
 
     def _join(self, target: TargetPort, drafter: DrafterPort | None) -> None:
         """Counts the session in to its pairs, if it adapts lengths: with a drafter, and with what the verifier does."""
-        generation = self._session.generation
-        offered = generation.local_strategy in target.description.local_strategies
-        self._local_strategy = strategy = generation.local_strategy if offered else ""
+        generation, offered = self._session.generation, target.description.local_strategies
+        strategies = [strategy for strategy in generation.local_strategies if strategy in offered]
+        self._local_strategy = strategy = JOINT.join(strategies)
         if generation.adapts_length:
             self._pair.join(None if drafter is None else PairName(target.address, drafter.description.name))
             self._local_pair.join(PairName(target.address, strategy, is_local=True) if strategy else None)
@@ -397,19 +400,36 @@ class DrafterSeat:
 
     def _next(self, target: TargetPort) -> DrafterPort | None:
         """Returns the next drafter that was not tried yet and whose context is long enough; None if there is none."""
+        generation = self._session.generation
         unwanted = set(self._tried)
         longest = 0
-        while self._session.generation.num_speculative_tokens:
+        found: dict[str, DrafterPort] = {}
+        while generation.num_speculative_tokens:
             drafter = self._peers.drafter_for(target, unwanted)
             if drafter is None:
                 break
-            if len(self._session.committed) < drafter.description.context_length:
-                return drafter
-            longest = max(longest, drafter.description.context_length)
             unwanted.add(drafter.instance_id)
+            if not self._is_wanted(drafter.description.name, target):
+                continue
+            if len(self._session.committed) < drafter.description.context_length:
+                found.setdefault(drafter.description.name, drafter)
+            else:
+                longest = max(longest, drafter.description.context_length)
+        if found:
+            names = list(found)
+            chosen = names[0]
+            if generation.adapts_length and len(names) > 1:
+                chosen = self._pair.preferred(target.address, names, self._session.session_id)
+            return found[chosen]
         if longest and self.permit_number < 0:  # otherwise a drafter was used until its context was full
             self.error = f"the text is longer than the drafter's context of {longest}"
         return None
+
+    def _is_wanted(self, model: str, target: TargetPort) -> bool:
+        """Whether the drafters of a model may draft. None does what the verifier can do by itself."""
+        wanted = self._session.generation.draft_models
+        is_local = model in self._session.generation.local_strategies and model in target.description.local_strategies
+        return not is_local and (wanted is None or model in wanted)
 
     def _spec(self, drafter: ModelDescription, target: TargetPort) -> DraftSessionSpec:
         session = self._session

@@ -1,9 +1,10 @@
 """Validation of requests, and completion with the server's defaults."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, parts_of
 from draftwire.errors import InvalidRequestError
 from draftwire.method.keys import MAX_SEED, new_seed
 from draftwire.models.description import ModelDescription
@@ -15,6 +16,7 @@ from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
+MAX_DRAFTERS = 16
 MAX_CHOICES = 128
 """Completions of one request, over all its prompts."""
 SALT_BYTES = 16
@@ -30,8 +32,10 @@ class SpeculationDefaults:
     rule: str
     adapts_length: bool = False
     """Whether lengths are chosen where neither a length nor a seed is requested."""
-    local_strategy: str = ""
-    """By which a verifier drafts by itself where there is no drafter; empty for none."""
+    local_strategies: tuple[str, ...] = ()
+    """By which a verifier drafts by itself where no drafter does, if it can."""
+    drafter_names: Callable[[], tuple[str, ...]] = tuple
+    """Returns what requests may ask for as `drafter`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class RequestedGeneration:
     has_random_seed: bool = False
     """Whether the seed was drawn for this request alone."""
     num_speculative_tokens: int | None = None
+    drafter: tuple[str, ...] = ()
+    """Names of draft models or of strategies of the verifier, that may draft; empty for all."""
     rule: str | None = None
     cache_salt: str = ""
     generated_choices: tuple[GeneratedChoice, ...] = ()
@@ -110,19 +116,24 @@ class Generation:
     """Memory that compiling the structured output took; 0 without one."""
     adapts_length: bool = False
     """Whether the length of each draft is chosen from what is measured."""
-    local_strategy: str = ""
-    """By which the verifier drafts by itself where there is no drafter, if it can; empty for none."""
+    draft_models: frozenset[str] | None = None
+    """Names of the models whose drafters may draft; None for all."""
+    local_strategies: tuple[str, ...] = ()
+    """By which the verifier drafts by itself where no drafter does, if it can."""
+    has_repeatable_seed: bool = False
+    """Whether equal requests draw equal numbers, and the text depends on what is drafted."""
 
     @property
     def is_lossy(self) -> bool:
         """Whether the rule changes the distribution of the text."""
         return not self.rule.is_lossless
 
-    def session_parameters(self, traceparent: str = "") -> SessionParameters:
+    def session_parameters(self, traceparent: str = "", *, is_first: bool = True) -> SessionParameters:
         """Returns the parameters that both services need.
 
         Args:
             traceparent: parent of the services' spans; empty if nothing is traced.
+            is_first: whether no other session may have drawn some of the generation's random numbers.
         """
         return SessionParameters(
             prompt_len=len(self.prompt_ids),
@@ -134,6 +145,7 @@ class Generation:
             cache_salt=self.cache_salt,
             traceparent=traceparent,
             form_memory_bytes=self.form_memory_bytes,
+            shares_text=is_first and not (self.has_repeatable_seed or self.generated_ids),
         )
 
     @property
@@ -164,6 +176,9 @@ def complete_request(
     # Equal seeds draw equal numbers: what a request with a seed of its own produced must not choose for another one.
     is_free = request.num_speculative_tokens is None and (request.seed is None or request.has_random_seed)
     adapts_length = defaults.adapts_length and is_free and num_speculative_tokens > 0
+    rule = target.rule_named(request.rule if request.rule is not None else defaults.rule)
+    is_sampled = not (request.sampling.greedy or rule.is_coupled)
+    draft_models, strategies = _drafters(request, defaults)
     template = Generation(
         prompt_ids=[],
         sampling=request.sampling,
@@ -175,8 +190,10 @@ def complete_request(
         if adapts_length
         else num_speculative_tokens,
         adapts_length=adapts_length,
-        local_strategy=defaults.local_strategy,
-        rule=target.rule_named(request.rule if request.rule is not None else defaults.rule),
+        draft_models=draft_models,
+        local_strategies=strategies,
+        has_repeatable_seed=is_sampled and not (request.seed is None or request.has_random_seed),
+        rule=rule,
         cache_salt=_salt_of(request),
         logprobs=_wanted_logprobs(request),
         token_details=request.token_details,
@@ -296,6 +313,20 @@ def _num_speculative_tokens(request: RequestedGeneration, defaults: SpeculationD
             f"num_speculative_tokens must be in 0..{defaults.max_speculative_tokens}, not {speculative}"
         )
     return 0 if request.max_tokens == 0 else speculative
+
+
+def _drafters(
+    request: RequestedGeneration, defaults: SpeculationDefaults
+) -> tuple[frozenset[str] | None, tuple[str, ...]]:
+    """Returns the draft models, and the strategies of the verifier, that may draft."""
+    if not request.drafter:
+        return None, defaults.local_strategies
+    known = defaults.drafter_names()
+    parts = [part for name in request.drafter for part in ([name] if name in known else parts_of(name))]
+    unknown = next((part for part in parts if part not in known), None)
+    if unknown is not None:
+        raise InvalidRequestError(f"drafter: nothing drafts by the name {unknown!r}; there are {', '.join(known)}")
+    return frozenset(parts), tuple(dict.fromkeys(part for part in parts if part in TEXT_DRAFTER_NAMES))
 
 
 def _generated_by_choice(request: RequestedGeneration, num_choices: int) -> dict[int, GeneratedChoice]:

@@ -127,6 +127,9 @@ class Peers(Protocol):
     def targets(self) -> Sequence[TargetPort]:
         """Returns the verifiers that sessions can be opened on, the best first."""
 
+    def draft_models(self) -> Collection[str]:
+        """Returns the names of the draft models, of drafters that were ever connected."""
+
     def drafter_for(self, target: TargetPort, but: Collection[int]) -> DrafterPort | None:
         """Returns the best drafter whose blocks a verifier takes, if there is one.
 

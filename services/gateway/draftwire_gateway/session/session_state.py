@@ -101,7 +101,8 @@ class SessionState:
     @property
     def parameters(self) -> SessionParameters:
         """Parameters of the request that both services need."""
-        return self.generation.session_parameters("" if self._spans is None else self._spans.traceparent)
+        traceparent = "" if self._spans is None else self._spans.traceparent
+        return self.generation.session_parameters(traceparent, is_first=self.epoch == 0)
 
     def add_event(self, event: str, **attributes: int | str) -> None:
         """Adds an event to the choice's span, if the request is traced."""

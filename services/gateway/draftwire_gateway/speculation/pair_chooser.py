@@ -26,6 +26,9 @@ PROBE_SHARE = 0.0015
 """What the probes of one length may cost: so much of the tokens that could be generated meanwhile."""
 ALL_PROBES_SHARE = 0.01
 """What the probes of all lengths together may cost."""
+QUIET_FOR_S = 30.0
+"""Windows in which prompts are read say little of those in which none are: for so long after one of these they do not
+count. Where prompts arrive all the time, there are no others."""
 LEAST_LOSS = 0.05
 """Share of a probe's tokens that it costs at least, for all that changes with the length."""
 FIRST_PROBES = 2
@@ -66,9 +69,14 @@ class Window:
     """Over all rounds."""
 
     @property
+    def is_quiet(self) -> bool:
+        """Whether enough rounds are quiet."""
+        return 2 * self.quiet.num_rounds >= LEAST_ROUNDS
+
+    @property
     def sums(self) -> WindowSums:
         """Over quiet rounds, or all if too few are quiet, as where prompts arrive all the time."""
-        return self.quiet if 2 * self.quiet.num_rounds >= LEAST_ROUNDS else self.all
+        return self.quiet if self.is_quiet else self.all
 
 
 @dataclass(slots=True)
@@ -90,6 +98,8 @@ class LoadState:
     probes: dict[int, Probes] = field(default_factory=dict)
     no_probe_before: float = 0.0
     """In seconds of use."""
+    quiet_at: float | None = None
+    """When a quiet window ended last, in seconds of use; None if none did yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +187,7 @@ class PairChooser:
 
     def window(self, now: float) -> Window:
         """Returns the window that a round belongs to which is requested now."""
-        load = max(1, self.num_sessions).bit_length() - 1
+        load = _load_of(self.num_sessions)
         if self._window is None or self._window.load != load:
             self._window = self._next_window(load, now)
         return self._window
@@ -231,6 +241,13 @@ class PairChooser:
             costs.round_s(length),
             0 if measured is None else measured.num_windows,
         )
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """What is expected of each session now, with the best length; None if nothing was measured at the load."""
+        load = _load_of(self.num_sessions)
+        state = self._loads.get(load)
+        return None if state is None or state.costs.is_empty else self.estimate(state.length, load).tokens_per_second
 
     def round_s_on_line(self, window: Window) -> list[float]:
         """Returns the time of rounds with 1 to the window's length of draft tokens, seconds, on a line through the
@@ -288,10 +305,15 @@ class PairChooser:
     def _end_window(self, window: Window, now: float) -> None:
         state = self._loads[window.load]
         sums = window.sums
-        if sums.num_rounds:
+        if window.is_quiet:
+            if state.quiet_at is None:
+                state.costs, state.probes = RoundCosts(), {}
+            state.quiet_at = self._used_s
+        counts = window.is_quiet or not self._waits_for_quiet(state)
+        if sums.num_rounds and counts:
             state.costs.add(window.length, sums, min(1.0, sums.num_rounds / LEAST_ROUNDS))
-        if window.is_probe:
-            probes = state.probes[window.length]
+        if window.is_probe and counts:
+            probes = state.probes.setdefault(window.length, Probes(self._used_s))
             changes = state.costs.measured(window.length) is not None and self._best(state, window.load) != state.length
             probes.last_at = self._used_s
             state.no_probe_before = self._used_s + self._lost_s(state, window.length, window.load) / ALL_PROBES_SHARE
@@ -306,6 +328,7 @@ class PairChooser:
         length, probe, next_due = state.length, None, math.inf
         if not state.costs.is_empty:
             state.length = length = self._best(state, load)
+        if not state.costs.is_empty and not (self._num_reading and self._waits_for_quiet(state)):
             left_s = self._probes_due_in_s(state, load)
             next_due = now + min(left_s.values(), default=math.inf)
             ready = [other for other, seconds in left_s.items() if seconds <= 0.0]
@@ -318,6 +341,10 @@ class PairChooser:
             # Until then others are in rounds of the length before, and sessions share fewer steps than they will.
             counts_from += SETTLING_ROUNDS * before.sums.mean_round_s
         return Window(length, load, now, probe is not None, counts_from, self.acceptance.num_surprises, next_due)
+
+    def _waits_for_quiet(self, state: LoadState) -> bool:
+        """Whether windows do not count in which prompts are read."""
+        return state.quiet_at is not None and self._used_s - state.quiet_at < QUIET_FOR_S
 
     def _length_at_other_load(self, load: int) -> int:
         if not self._loads:
@@ -365,3 +392,8 @@ class PairChooser:
         chosen, other = self.estimate(state.length, load), self.estimate(length, load)
         share = 1.0 - other.tokens_per_second / chosen.tokens_per_second
         return self._window_s(other.round_s) * max(LEAST_LOSS, share)
+
+
+def _load_of(num_sessions: int) -> int:
+    """Returns the power of two of a number of sessions."""
+    return max(1, num_sessions).bit_length() - 1

@@ -1,5 +1,7 @@
 """The choosers of a gateway: one for each verifier and draft model."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, Explanation, PairChooser
@@ -7,6 +9,8 @@ from draftwire_gateway.speculation.session_length import SessionLength
 
 MAX_PAIRS = 1024
 """That are remembered: verifiers come and go under new addresses. Then those without sessions are forgotten."""
+SESSIONS_PER_TRIAL = 64
+"""Of so many sessions, one tries any draft model: one that was slow may have become faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,10 @@ class PairSeat:
         self._name: PairName | None = None
         self.length: SessionLength | None = None
         """Chooses the session's lengths; None in no pair."""
+
+    def preferred(self, address: str, models: Sequence[str], session_id: int) -> str:
+        """Returns the draft model with which a verifier's sessions were fastest; see `Pairs.preferred`."""
+        return self._pairs.preferred(address, models, session_id)
 
     def join(self, name: PairName | None) -> None:
         """Counts the session in to a pair, and out of the one before; None is no pair."""
@@ -61,6 +69,21 @@ class Pairs:
             self._forget_idle()
             chooser = self._choosers[pair] = PairChooser(self._max_length, self._first_length)
         return SessionLength(chooser, pair.is_local)
+
+    def preferred(self, address: str, models: Sequence[str], session_id: int) -> str:
+        """Returns the draft model with which a verifier's sessions were fastest, or one that was not measured yet.
+
+        Args:
+            address: of the verifier.
+            models: names of those that could draft, at least one.
+            session_id: random; one session of `SESSIONS_PER_TRIAL` tries another model.
+        """
+        trial, turn = session_id % SESSIONS_PER_TRIAL, session_id // SESSIONS_PER_TRIAL
+        if trial == 0:
+            return models[turn % len(models)]
+        choosers = [self._choosers.get(PairName(address, model)) for model in models]
+        rates = [None if chooser is None else chooser.tokens_per_second for chooser in choosers]
+        return max(zip(models, rates, strict=True), key=lambda rated: math.inf if rated[1] is None else rated[1])[0]
 
     def _forget_idle(self) -> None:
         if len(self._choosers) >= MAX_PAIRS:

@@ -140,16 +140,20 @@ class RoundCosts:
         if length == 0 or not drafting:
             # At best, a step without drafts, and a draft that costs nothing.
             return cost.round_s if cost is not None else self._plain_at_best_s(drafting)
-        line_s = max(1e-9, self._on_line_s(length, drafting))
+        line_s = max(self._plain_at_best_s(drafting), self._on_line_s(length, drafting))
         if cost is None:
             return line_s
         return (cost.num_windows * cost.round_s + LINE_WINDOWS * line_s) / (cost.num_windows + LINE_WINDOWS)
 
     def _plain_at_best_s(self, drafting: list[int]) -> float:
+        """Returns the shortest that a step without drafts can take: with rows that are all of a step's time, at least
+        one row's.
+        """
         if not drafting:
             return self._lengths[0].round_s
         shortest = min(drafting)
-        return max(1e-9, self._lengths[shortest].verify_s - shortest * self.row_s)
+        verify_s = self._lengths[shortest].verify_s
+        return max(verify_s / (1 + shortest), verify_s - shortest * self.row_s, 1e-9)
 
     def _on_line_s(self, length: int, drafting: list[int]) -> float:
         """Returns the time of a round on the line of least squares through the measured lengths, seconds."""

@@ -1,0 +1,157 @@
+"""Whether a step waits for the next blocks of other sessions, or begins without them.
+
+While reading the weights is most of a step, it takes about as long for a few sessions as for many. Sessions that have
+fallen out of step with each other, each half in steps of its own, are then nearly half as fast as together, and nothing
+would bring them together again. So a step that could begin waits for blocks that are expected soon, if that takes less
+time than the second step which it saves.
+
+Which rounds share a step changes no token. Pure: no tensors, no transport, no clock but the given one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+MEMORY = 0.8
+"""Weight of the previous estimate in the moving averages of times of steps."""
+WAIT_MEMORY = 0.5
+"""The same of a session's waits, which change with the length of its drafts."""
+PATIENCE = 1.5
+"""A block that takes longer than so many times its session's usual wait is not expected any more."""
+LEAST_LEFT = 0.25
+"""A block that is due is expected after this share of its session's usual wait."""
+TRIAL_EVERY = 64
+"""One in so many steps waits for nobody, so that the times of smaller steps are known."""
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Time of a step by the number of rows that it computes, without prompts."""
+
+    _by_magnitude: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Rows and seconds, averages, by bit length of the rows."""
+
+    def learn(self, num_rows: int, seconds: float) -> None:
+        """Adds a step to the moving averages."""
+        magnitude = num_rows.bit_length()
+        rows, total = self._by_magnitude.get(magnitude, (float(num_rows), seconds))
+        weight = 1.0 - MEMORY
+        self._by_magnitude[magnitude] = rows + weight * (num_rows - rows), total + weight * (seconds - total)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step was measured."""
+        return not self._by_magnitude
+
+    def seconds(self, num_rows: float) -> float:
+        """Returns the time of a step, on lines between those that were measured, and the nearest one's beyond them. At
+        least one was.
+        """
+        known = [self._by_magnitude[magnitude] for magnitude in sorted(self._by_magnitude)]
+        below = [point for point in known if point[0] <= num_rows]
+        above = [point for point in known if point[0] > num_rows]
+        if not below or not above:
+            return (above[0] if above else below[-1])[1]
+        (low_rows, low_s), (high_rows, high_s) = below[-1], above[0]
+        return low_s + (high_s - low_s) * (num_rows - low_rows) / (high_rows - low_rows)
+
+
+@dataclass(slots=True)
+class UsualWait:
+    """How long a session's next block usually takes to come after a verdict, seconds."""
+
+    seconds: float | None = None
+    """None before the first."""
+
+    def learn(self, seconds: float) -> None:
+        """Adds a wait to the moving average."""
+        self.seconds = seconds if self.seconds is None else self.seconds + WAIT_MEMORY * (seconds - self.seconds)
+
+    def left_s(self, since: float, now: float) -> float | None:
+        """Returns how much longer it is to be expected; None if it is not, because nothing is known or it is late.
+
+        Args:
+            since: when the wait began.
+            now: by the same clock.
+        """
+        if self.seconds is None or now - since > PATIENCE * self.seconds:
+            return None
+        return max(LEAST_LEFT * self.seconds, since + self.seconds - now)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The sessions that a step could begin with."""
+
+    num_sessions: int
+    """At least one."""
+    num_rows: int
+    """That the step would compute."""
+    usual_wait_s: float
+    """How long their next blocks usually take to come after their verdicts, mean."""
+
+
+def worthwhile_wait_s(ready: Ready, left_s: Iterable[float], times: StepTimes) -> float:
+    """Returns for how long a step that could begin should wait for others; 0 is to begin now.
+
+    It waits if that takes less time than the second step that is saved, unless those that come late, of which there are
+    fewer, could rather wait for the next blocks of those that are ready.
+
+    Args:
+        ready: who is.
+        left_s: after how long each of the others is expected; they are taken to have as many rows each.
+        times: of steps.
+    """
+    if times.is_empty:
+        return 0.0
+    alone_s = times.seconds(ready.num_rows)
+    rows_of_each = ready.num_rows / ready.num_sessions
+    best_s, most_saved_s, sum_s = 0.0, 0.0, 0.0
+    for num_others, wait_s in enumerate(sorted(left_s), 1):
+        sum_s += wait_s
+        others_s = times.seconds(num_others * rows_of_each)
+        together_s = times.seconds(ready.num_rows + num_others * rows_of_each)
+        saved_s = alone_s + others_s - together_s - wait_s
+        waited_s = (ready.num_sessions + num_others) * wait_s - sum_s  # by all of them
+        waited_instead_s = num_others * (alone_s + ready.usual_wait_s) - sum_s
+        if saved_s > most_saved_s and waited_s < waited_instead_s:
+            best_s, most_saved_s = wait_s, saved_s
+    return best_s
+
+
+@dataclass(slots=True)
+class Gathering:
+    """Decides for one step after the other. Times by the scheduler's clock, seconds."""
+
+    times: StepTimes = field(default_factory=StepTimes)
+    until: float | None = None
+    """Until when the next step waits, unless more comes before; None if it waits for nobody."""
+    held_s: float = 0.0
+    """For how long steps have waited in all."""
+    _held_since: float | None = None
+    _num_asked: int = 0
+
+    def holds(self, ready: Ready, left_s: Iterable[float], now: float) -> bool:
+        """Returns whether the next step is to wait, until `until` at most. If not, it begins now.
+
+        Args:
+            ready: who is.
+            left_s: after how long each of the others is expected.
+            now: the time.
+        """
+        if self._held_since is None:
+            self._num_asked += 1
+        is_trial = self._num_asked % TRIAL_EVERY == 0
+        wait_s = 0.0 if is_trial else worthwhile_wait_s(ready, left_s, self.times)
+        if wait_s <= 0.0:
+            return self.begin(now)
+        self._held_since = now if self._held_since is None else self._held_since
+        self.until = now + wait_s
+        return True
+
+    def begin(self, now: float) -> Literal[False]:
+        """Ends the wait, if there was one: the next step begins now if there is anything to do."""
+        if self._held_since is not None:
+            self.held_s += now - self._held_since
+        self.until = self._held_since = None
+        return False

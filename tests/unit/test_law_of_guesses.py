@@ -1,0 +1,169 @@
+"""Texts that are guessed from other tokens follow the target's law, whatever function of committed ones guesses.
+
+Enumerated in float64 over all verdicts and histories: with the product's own ways to guess, alone, joined and beside
+texts of others, and with functions that no text drafter is. What must not be read is planted: what equal random numbers
+have drawn before.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from enumeration import Law, largest_deviation, outcome_law
+from torch import Tensor
+
+from draftwire.checking.cube import integrate
+from draftwire.checking.emissions import Emissions, completed_law, num_codes
+from draftwire.checking.emissions import largest_deviation as deviation_of
+from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
+from draftwire.checking.whole_round import Round
+from draftwire.drafting.model_free.longest_match import LongestMatch
+from draftwire.drafting.model_free.prompt_lookup import PromptLookup
+from draftwire.drafting.model_free.retrieval import RetrievalDrafter
+from draftwire.drafting.model_free.retrieval_store import RetrievalStore, build_store
+from draftwire.drafting.model_free.shared_texts import SharedTexts
+from draftwire.drafting.model_free.suffix import SuffixDrafter
+from draftwire.drafting.model_free.text_drafter import TextDrafter
+from draftwire.verification import RULES
+
+LENGTH = 5
+"""Tokens of each text."""
+MOST = 3
+"""Tokens of a guess."""
+BOUND = 1e-9
+OTHERS = ([0, 1, 1, 0, 1, 0, 0], [2, 1, 0, 2, 2, 1], [1, 1, 1, 0])
+"""Texts of others, which are continued if they are shared."""
+
+Guess = Callable[[tuple[int, ...]], list[int]]
+PAIRS = (*random_pairs(2), *adversarial_pairs(3)[:4], random_pairs(3)[2])
+
+
+def shared() -> SuffixDrafter:
+    drafter = SuffixDrafter(least_match=1, shared=SharedTexts(1000))
+    for text in OTHERS:
+        drafter.open(text, "").close(0)
+    reader = drafter.open([0], "")
+    for _ in range(10):
+        reader.guess(1)
+    return drafter
+
+
+@cache
+def retrieval(folder: Path) -> RetrievalDrafter:
+    build_store(folder, [np.array([*text, 3]) for text in OTHERS], b"", 3)
+    return RetrievalDrafter(RetrievalStore.open(folder, b""), least_match=1)
+
+
+def text_drafter(name: str, folder: Path) -> TextDrafter:
+    one_of = {
+        "suffix": lambda: SuffixDrafter(least_match=1),
+        "lookup": lambda: PromptLookup(least_match=1, most_match=2),
+        "retrieval": lambda: retrieval(folder / "store"),
+        "shared": shared,
+        "joined": lambda: LongestMatch([shared(), retrieval(folder / "store")]),
+    }
+    return one_of[name]()
+
+
+def hashed(text: tuple[int, ...]) -> list[int]:
+    """Guesses anything: no function of committed tokens can do harm."""
+    return [hash((text, place)) % 2 for place in range(hash(text) % (MOST + 1))]
+
+
+def stubborn(text: tuple[int, ...]) -> list[int]:
+    return [1] * MOST
+
+
+def law_of_texts(pair: Pair, rule: str, guess: Guess) -> Law:
+    """Returns the law of texts of `LENGTH` tokens, each round of which has a guess, or is plain without one."""
+    certain = torch.eye(pair.vocab_size, dtype=torch.float64)
+    finished: Law = defaultdict(float)
+    growing: Law = {(): 1.0}
+    while growing:
+        following: Law = defaultdict(float)
+        for text, probability in growing.items():
+            tokens = tuple(guess(text)[: LENGTH - len(text) - 1])
+            target = pair.target[[text[-1] if text else pair.vocab_size, *tokens]]
+            law = outcome_law(RULES[rule], target, certain[list(tokens)], tokens)
+            for accepted, extra in torch.nonzero(law).tolist():
+                longer = (*text, *tokens[:accepted], extra)
+                (finished if len(longer) == LENGTH else following)[longer] += probability * float(law[accepted, extra])
+        growing = following
+    return finished
+
+
+def law_of_target(pair: Pair) -> Law:
+    law: Law = {(): 1.0}
+    for _ in range(LENGTH):
+        law = {
+            (*text, token): mass * float(pair.target[text[-1] if text else pair.vocab_size, token])
+            for text, mass in law.items()
+            for token in range(pair.vocab_size)
+        }
+    return law
+
+
+def guess_of(drafter: TextDrafter, vocab_size: int) -> Guess:
+    def guess(text: tuple[int, ...]) -> list[int]:
+        token_ids = drafter.open([0, 1, *text], "").guess(MOST).token_ids
+        return token_ids[: next((place for place, token in enumerate(token_ids) if token >= vocab_size), MOST)]
+
+    return guess
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("name", ["suffix", "lookup", "retrieval", "shared", "joined"])
+def test_guesses_leave_the_law_as_it_is(rule: str, name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    drafter = text_drafter(name, tmp_path_factory.getbasetemp())
+    for pair in PAIRS:
+        guess = guess_of(drafter, pair.vocab_size)
+        assert any(guess(text) for text in law_of_target(pair)), "something is guessed"
+        assert largest_deviation(law_of_texts(pair, rule, guess), law_of_target(pair)) < BOUND, pair.name
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("guess", [hashed, stubborn], ids=lambda guess: guess.__name__)
+def test_any_function_of_committed_tokens_leaves_the_law_as_it_is(rule: str, guess: Guess) -> None:
+    for pair in PAIRS:
+        assert largest_deviation(law_of_texts(pair, rule, guess), law_of_target(pair)) < BOUND, pair.name
+
+
+def certain_of(pair: Pair, token: int) -> Pair:
+    rows = torch.zeros_like(pair.drafter)
+    rows[:, token] = 1.0
+    return Pair(f"{pair.name}, {token}", pair.target, rows)
+
+
+def deviation_after_another_text(pair: Pair, *, is_equal: bool) -> float:
+    """Returns by how much the first token of a text is off whose guess is the first token of another one, which was
+    drawn without a draft: with the same random numbers if `is_equal`, else with others.
+    """
+    plain = Round(RULES["block"], pair, 0)
+    rounds = [Round(RULES["block"], certain_of(pair, token), 1) for token in range(pair.vocab_size)]
+    codes, num_verifying = num_codes(pair.vocab_size, 2), Round.num_verifying
+    num_uniforms = num_verifying if is_equal else 2 * num_verifying
+
+    def decision(cases: Tensor, uniforms: Tensor) -> Tensor:
+        first = plain.run(cases, uniforms[:, :num_verifying]).codes
+        own = torch.cat([uniforms[:, :1] * 0 + 0.5, uniforms[:, -num_verifying:]], dim=1)  # a guess draws nothing
+        outcomes = torch.stack([each.run(cases, own).codes for each in rounds], dim=1)
+        return outcomes.gather(1, first.unsqueeze(1)).squeeze(1) + codes * (
+            first + pair.vocab_size * (outcomes * codes ** torch.arange(pair.vocab_size)).sum(dim=1)
+        )
+
+    most = codes * pair.vocab_size * codes**pair.vocab_size
+    measure = integrate(decision, pair.vocab_size + 1, num_uniforms, most)
+    probs = measure.probs.reshape(pair.vocab_size + 1, -1, codes).sum(dim=1)
+    reference = rounds[0].reference()
+    return float(deviation_of(completed_law(Emissions.from_codes(probs, pair.vocab_size), reference), reference))
+
+
+def test_guess_made_of_what_equal_random_numbers_drew_is_seen() -> None:
+    """Which is why texts with a seed of their own are shared with nobody."""
+    pair = random_pairs(2)[1]
+    assert deviation_after_another_text(pair, is_equal=False) < BOUND
+    assert deviation_after_another_text(pair, is_equal=True) > 1e-2
