@@ -142,8 +142,9 @@ async def run_turn(
     settle_s: float,
     seconds: float,
     prompts: Sequence[str] | None = None,
+    drafter: str | None = None,
 ) -> float:
-    """Returns the tokens/s of all sessions. By default they complete the committed prompts."""
+    """Returns the tokens/s of all sessions. By default they complete the committed prompts, and all drafters draft."""
     meter = Meter(time.perf_counter() + settle_s)
     prompts = prompts or load_prompts()
 
@@ -154,6 +155,7 @@ async def run_turn(
                 "temperature": cell.temperature,
                 "ignore_eos": True,
                 "num_speculative_tokens": length,
+                "drafter": drafter,
             }
             async with client.stream(prompt, **options) as stream:
                 async for piece in stream:
@@ -170,20 +172,24 @@ async def run_turn(
 
 
 def options_of(cell: Cell, large: Path | None) -> dict[str, dict[str, object]]:
-    """Returns the options of the cell's services."""
+    """Returns the options of the cell's services. Verifiers draft nothing by themselves: fixed lengths, 0 above all,
+    would be at a disadvantage.
+    """
+    gateway = {"local_drafts": "none"}
     if cell.model == "embedded":
-        return stack_options(None, None, None)
+        options = stack_options(None, None, None)
+        return {**options, "gateway": options["gateway"] | gateway}
     if cell.model == "large":
         assert large is not None, "cells without their pair were left out"
         return {
             "verifier": {"model": large / "target", "threads": threads_for(str(large / "target"))},
             "drafter": {"model": large / "drafter", "threads": threads_for(str(large / "drafter"))},
-            "gateway": {},
+            "gateway": gateway,
         }
     return {
         "verifier": {"model": cell.model, "threads": 1, "kv_cache_tokens": SCRIPTED_CACHE},
         "drafter": {"model": cell.model, "threads": 1},
-        "gateway": {},
+        "gateway": gateway,
     }
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from protocol import Task, answer_tasks, parse_options
 
 GIGABYTES_OF_CACHE = 2
+NGRAM = "ngram"
+"""In the place of a draft model: drafts from earlier places of the text."""
 
 
 def load() -> Callable[[Task], list[list[int]]]:
@@ -18,13 +20,10 @@ def load() -> Callable[[Task], list[list[int]]]:
 
     drafts = {}
     if options.drafter is not None:
-        drafts = {
-            "speculative_config": {
-                "method": "draft_model",
-                "model": options.drafter,
-                "num_speculative_tokens": options.num_draft_tokens,
-            }
-        }
+        method = {"method": "draft_model", "model": options.drafter}
+        if options.drafter == NGRAM:
+            method = {"method": NGRAM, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        drafts = {"speculative_config": {**method, "num_speculative_tokens": options.num_draft_tokens}}
     engine = LLM(
         options.target,
         dtype="float32",

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from draftwire.drafting.model_free.possible import following, possible
-from draftwire.drafting.model_free.text_drafter import FollowedText, TextDrafter
+from draftwire.drafting.model_free.text_drafter import FollowedText, Guess, TextDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.encoding import DraftDistributions
@@ -46,6 +46,28 @@ class ModelFreeSequence:
         self.text.commit(unread)
         return len(unread)
 
+    def guess(self, request: DraftRequest, vocab_size: int, drafted: Sequence[int] = ()) -> Guess:
+        """Returns what a request allows of a guess, once all committed tokens were read.
+
+        Args:
+            request: for a block.
+            vocab_size: above every id.
+            drafted: tokens of the block before the guess.
+        """
+        self.prompt_len = request.prompt_len
+        guess = self.text.guess(request.num_tokens - len(drafted), drafted)
+        token_ids = possible(
+            guess.token_ids,
+            len(self.token_ids) - request.prompt_len + len(drafted),
+            request.sampling,
+            request.stop_token_ids,
+            vocab_size,
+        )
+        if request.automaton is not None and token_ids:
+            generated = [*self.token_ids[request.prompt_len :], *drafted]
+            token_ids = following(token_ids, generated, request.automaton)
+        return Guess(token_ids, guess.match_len)
+
     def close(self) -> None:
         """Ends the text."""
         if self.prompt_len is not None:
@@ -85,17 +107,8 @@ class ModelFreeDrafter:
         return DraftStep(drafts, num_read, read - started, time.perf_counter() - read)
 
     def _draft(self, sequence: ModelFreeSequence, request: DraftRequest) -> Draft:
-        sequence.prompt_len = request.prompt_len
         vocab_size = min(request.vocab_size, self._vocab_size)
-        guessed = possible(
-            sequence.text.guess(request.num_tokens).token_ids,
-            len(sequence.token_ids) - request.prompt_len,
-            request.sampling,
-            request.stop_token_ids,
-            vocab_size,
-        )
-        if request.automaton is not None:
-            guessed = following(guessed, sequence.token_ids[request.prompt_len :], request.automaton)
+        guessed = sequence.guess(request, vocab_size).token_ids
         # A block has at least one token. Nothing is known of the next one: the last one again is as good as any.
         token_ids = guessed or [min(sequence.token_ids[-1], vocab_size - 1)]
         encoding = Encoding.ONE_HOT if request.needs_probs else Encoding.NONE

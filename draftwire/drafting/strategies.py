@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from draftwire.drafting.cascade_drafter import CascadeDrafter
 from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
+from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, are_text_drafters
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.drafting.model_free_drafter import ModelFreeDrafter
 from draftwire.drafting.scripted_drafter import ScriptedDrafter
@@ -16,6 +17,7 @@ from draftwire.models.cached_model import DraftModel
 from draftwire.models.loading import ModelCard
 from draftwire.models.scripted import Script, is_scripted
 
+MODEL = "model"
 AUTO = "auto"
 """Selects the strategy that accepts the value of the option `model`."""
 
@@ -129,16 +131,24 @@ def _load_model_free(name: str, context: StrategyContext) -> LoadedStrategy:
 
 STRATEGIES = {
     "scripted": StrategyKind(_load_script, is_scripted),
-    "model": StrategyKind(_load_language_model, lambda model: not is_scripted(model)),
+    MODEL: StrategyKind(_load_language_model, lambda model: not is_scripted(model)),
 }
 """The strategies that propose a model's or a script's tokens, by name; others are named by `TEXT_DRAFTER_NAMES`."""
+
+
+def _load_cascade(name: str, context: StrategyContext) -> LoadedStrategy:
+    loaded = _load_language_model(context)
+    assert isinstance(loaded.strategy, LanguageModelDrafter), "it was loaded so"
+    texts = context.load_text_drafters(loaded.card).named(name)
+    described = replace(loaded.card.description, name=f"{loaded.card.description.name}{JOINT}{name}")
+    return LoadedStrategy(replace(loaded.card, description=described), CascadeDrafter(loaded.strategy, texts))
 
 
 def load_strategy(name: str, context: StrategyContext) -> LoadedStrategy:
     """Builds a strategy. Runs on the torch thread.
 
     Args:
-        name: a key of `STRATEGIES`, one of `TEXT_DRAFTER_NAMES` or several joined, or `AUTO`.
+        name: a key of `STRATEGIES`, one of `TEXT_DRAFTER_NAMES` or several joined, the same behind "model+", or `AUTO`.
         context: the drafter's configuration.
 
     Raises:
@@ -148,6 +158,8 @@ def load_strategy(name: str, context: StrategyContext) -> LoadedStrategy:
         name = next(name for name, kind in STRATEGIES.items() if kind.takes(context.model))
     if are_text_drafters(name):
         return _load_model_free(name, context)
+    if name.startswith(MODEL + JOINT) and are_text_drafters(name.removeprefix(MODEL + JOINT)):
+        return _load_cascade(name.removeprefix(MODEL + JOINT), context)
     context.require_no_texts(f"strategy {name}")
     if name not in STRATEGIES:
         known = (AUTO, *TEXT_DRAFTER_NAMES, *STRATEGIES)

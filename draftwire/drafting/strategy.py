@@ -41,6 +41,9 @@ class DraftRequest:
     """Masks tokens that break the form in `sampling`. Without it, drafts that break the form are rejected."""
     edits: TokenEdits | None = None
     """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for every token."""
+    ends_after: Callable[[list[int]], bool] | None = None
+    """Whether the block ends after some drawn tokens; asked with all of them before the next one is drawn. It may look
+    at them, since they are all kept."""
     is_cut: Callable[[], bool] = never
     """Whether to end the block early. Called on the torch thread after each token. A block that is cut ends before its
     next token is drawn and keeps all drawn tokens: dropping a token because of its value would bias the output."""

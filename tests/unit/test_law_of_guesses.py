@@ -132,6 +132,70 @@ def test_any_function_of_committed_tokens_leaves_the_law_as_it_is(rule: str, gue
         assert largest_deviation(law_of_texts(pair, rule, guess), law_of_target(pair)) < BOUND, pair.name
 
 
+State = Callable[[int, int, Tensor], Tensor]
+"""What a drafter states of a place, from the token that was guessed there, the drawn one, and what that was drawn from.
+"""
+
+
+def as_drawn(guessed: int, drawn: int, row: Tensor) -> Tensor:
+    return row
+
+
+def certain_if_equal(guessed: int, drawn: int, row: Tensor) -> Tensor:
+    """Takes the model's token for the guess if they agree, and states it as the guess is stated."""
+    return torch.eye(len(row), dtype=torch.float64)[drawn] if drawn == guessed else row
+
+
+def law_of_cascades(pair: Pair, rule: str, state: State) -> Law:
+    """Returns the law of texts whose blocks are the model's up to where the guess takes over: as soon as two tokens,
+    committed or drawn, match an earlier place.
+    """
+    drafter = SuffixDrafter(least_match=1)
+    certain = torch.eye(pair.vocab_size, dtype=torch.float64)
+    finished: Law = defaultdict(float)
+    growing: Law = {(): 1.0}
+    while growing:
+        following: Law = defaultdict(float)
+        for text, probability in growing.items():
+            most = min(MOST, LENGTH - len(text) - 1)
+            blocks: list[tuple[tuple[int, ...], list[Tensor], float]] = [((), [], 1.0)]
+            whole = []
+            while blocks:
+                tokens, rows, share = blocks.pop()
+                guess = drafter.open(text).guess(max(1, most - len(tokens)), tokens)
+                if len(tokens) == most or guess.match_len >= 2:
+                    rest = guess.token_ids[: most - len(tokens)]
+                    whole.append(((*tokens, *rest), [*rows, *certain[rest]], share))
+                    continue
+                context = (*text, *tokens)[-1] if text or tokens else pair.vocab_size
+                row = pair.drafter[context]
+                for token in range(pair.vocab_size):
+                    guessed = guess.token_ids[0] if guess.token_ids else -1
+                    if (chance := float(row[token])) > 0.0:
+                        blocks.append(((*tokens, token), [*rows, state(guessed, token, row)], share * chance))
+            for tokens, rows, share in whole:
+                target = pair.target[[text[-1] if text else pair.vocab_size, *tokens]]
+                stated = torch.stack(rows) if rows else certain[:0]
+                law = outcome_law(RULES[rule], target, stated, tokens)
+                for accepted, extra in torch.nonzero(law).tolist():
+                    longer = (*text, *tokens[:accepted], extra)
+                    mass = probability * share * float(law[accepted, extra])
+                    (finished if len(longer) == LENGTH else following)[longer] += mass
+        growing = following
+    return finished
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_guess_that_takes_over_from_a_model_is_exact_and_one_that_is_compared_with_its_tokens_is_seen(
+    rule: str,
+) -> None:
+    def worst(state: State) -> float:
+        return max(largest_deviation(law_of_cascades(pair, rule, state), law_of_target(pair)) for pair in PAIRS[:4])
+
+    assert worst(as_drawn) < BOUND
+    assert worst(certain_if_equal) > 1e-3
+
+
 def certain_of(pair: Pair, token: int) -> Pair:
     rows = torch.zeros_like(pair.drafter)
     rows[:, token] = 1.0

@@ -55,7 +55,8 @@ def test_match_is_the_longest_suffix_of_another_text_while_the_index_grows(
         ends = {tuple(known[start:end]): end for end in range(len(known) + 1) for start in range(end)}
         longest = next((suffix for suffix in suffixes if tuple(suffix) in ends), [])
         assert match.length == len(longest)
-        assert known[match.end - match.length : match.end] == longest
+        length, end = match.after(())
+        assert (length, known[end - length : end]) == (match.length, longest)
         if (new := next(places, None)) is not None:  # the index grows between two tokens of the text
             index.append(new)
             known.append(new)
@@ -75,6 +76,24 @@ def test_guess_is_what_followed_an_earlier_place_like_the_end(name: str, text: l
     places = [end for end in range(expected, len(text)) if text[end - expected : end] == text[-expected:]]
     assert guess.token_ids in [continued(text, place, num_tokens) for place in places]
     assert len(guess.token_ids) == num_tokens
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@given(text=TEXTS, drafted=st.lists(st.integers(0, 2), min_size=1, max_size=4))
+def test_guess_behind_drafted_tokens_continues_a_place_like_their_end_and_commits_nothing(
+    name: str, text: list[int], drafted: list[int]
+) -> None:
+    followed = DRAFTERS[name].open(text)
+    before, guess = followed.guess(5), followed.guess(5, drafted)
+    assert followed.guess(5) == before
+    whole = [*text, *drafted]
+    assert (len(guess.token_ids) == 5) is (guess.match_len > 0)
+    if guess.match_len:
+        end = whole[len(whole) - guess.match_len :]
+        places = [at for at in range(guess.match_len, len(whole)) if whole[at - guess.match_len : at] == end]
+        assert guess.token_ids in [continued(whole, at, 5) for at in places]
+    else:
+        assert drafted[-1] not in text
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

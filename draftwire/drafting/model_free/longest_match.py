@@ -25,13 +25,13 @@ class LongestMatchText:
         for text in self._texts:
             text.commit(token_ids)
 
-    def guess(self, num_tokens: int) -> Guess:
+    def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
         """Returns the guess of the longest match, of equal ones the first."""
         longest = NOTHING
         for text in self._texts:
             if longest.match_len >= CERTAIN_MATCH:
                 break
-            guess = text.guess(num_tokens)
+            guess = text.guess(num_tokens, drafted)
             if guess.match_len > longest.match_len:
                 longest = guess
         return longest

@@ -39,11 +39,21 @@ class LookupText:
                     self._match_len, self._match_end = length, end
                 self._ends[run] = len(self._text)
 
-    def guess(self, num_tokens: int) -> Guess:
+    def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
         """Returns what followed the longest run that the text had before."""
-        if not self._match_len:
+        match_len, match_end = self._match_after(drafted) if drafted else (self._match_len, self._match_end)
+        if not match_len:
             return NOTHING
-        return Guess(continued(self._text, self._match_end, num_tokens), self._match_len)
+        return Guess(continued(self._text, match_end, num_tokens, drafted), match_len)
+
+    def _match_after(self, drafted: Sequence[int]) -> tuple[int, int]:
+        most = self._lengths[-1]
+        last = (*self._text[-most:], *drafted)
+        for length in reversed(self._lengths):
+            end = self._ends.get(last[-length:]) if length <= len(last) else None
+            if end is not None:
+                return length, end
+        return 0, 0
 
     def close(self, num_prompt_tokens: int) -> None:
         """Does nothing: nobody else reads the text."""

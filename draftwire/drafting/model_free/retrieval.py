@@ -36,9 +36,9 @@ class RetrievalText:
         self._length += len(token_ids)
         self._last_tokens.extend(token_ids[-MAX_MATCH:])
 
-    def guess(self, num_tokens: int) -> Guess:
+    def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
         """Returns how most of the places go on that the text's end is at."""
-        match = self._store.find(list(self._last_tokens))
+        match = self._store.find([*self._last_tokens, *drafted])
         if match.match_len < self._least_match:
             return NOTHING
         token_ids = self._store.continuation(match, num_tokens)

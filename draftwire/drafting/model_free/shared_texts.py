@@ -107,7 +107,7 @@ class TextFollower:
             for match in self._matches:
                 match.append(token)
 
-    def guess(self, num_tokens: int) -> Guess:
+    def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
         """Returns what followed the longest suffix of the text in another one; none if it was never seen."""
         texts = self._shared.of(self._salt)
         if texts is None:
@@ -118,11 +118,12 @@ class TextFollower:
             for token in self._end:
                 for match in self._matches:
                     match.append(token)
-        longest = max(range(len(self._matches)), key=lambda index: self._matches[index].length)
-        match = self._matches[longest]
-        following = self._indexes[longest].text[match.end : match.end + num_tokens]
+        matches = [match.after(drafted) for match in self._matches]
+        longest = max(range(len(matches)), key=lambda index: matches[index][0])
+        match_len, end = matches[longest]
+        following = self._indexes[longest].text[end : end + num_tokens]
         token_ids = list(takewhile(lambda token: token != SEPARATOR, following))
-        return Guess(token_ids, match.length) if match.length and token_ids else NOTHING
+        return Guess(token_ids, match_len) if match_len and token_ids else NOTHING
 
     def close(self, generated_ids: Sequence[int]) -> None:
         """Ends the text, whose generated tokens others may now read."""

@@ -44,15 +44,16 @@ class SuffixText:
         if self._others is not None:
             self._others.commit(token_ids)
 
-    def guess(self, num_tokens: int) -> Guess:
+    def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
         """Returns what followed the longest suffix that this text had before, or another one if that matches more."""
         index = self._index
-        other = self._others.guess(num_tokens) if self._others is not None else NOTHING
-        if max(index.match_len, other.match_len) < self._least_match:
+        match_len, end = index.match_after(drafted) if drafted else (index.match_len, index.match_end)
+        other = self._others.guess(num_tokens, drafted) if self._others is not None else NOTHING
+        if max(match_len, other.match_len) < self._least_match:
             return NOTHING
-        if other.match_len > index.match_len:
+        if other.match_len > match_len:
             return other
-        return Guess(continued(index.text, index.match_end, num_tokens), index.match_len)
+        return Guess(continued(index.text, end, num_tokens, drafted), match_len)
 
     def close(self, num_prompt_tokens: int) -> None:
         """Ends the text: what was generated after so many tokens is shared, if anything is."""

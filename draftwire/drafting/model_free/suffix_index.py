@@ -5,6 +5,7 @@ text: Chang and Lawler 1994, "Sublinear approximate string matching and biologic
 """
 
 from array import array
+from collections.abc import Iterable
 
 NO_STATE = -1
 
@@ -44,6 +45,15 @@ class SuffixIndex:
         self._link[state] = suffix
         self.match_len, self.match_end = self._longest[suffix], self._end[suffix]
         self._end[suffix] = len(self.text)
+
+    def match_after(self, token_ids: Iterable[int]) -> tuple[int, int]:
+        """Returns the length of the longest suffix of the text and further tokens that the text has, and a place after
+        it there. Nothing is added.
+        """
+        state, length = max(0, self._link[self._last]), self.match_len
+        for token in token_ids:
+            state, length = self.longest_match(state, length, token)
+        return length, self._end[state]
 
     def end_of(self, state: int) -> int:
         """Returns a place after the substrings of a state: the latest one that is known."""
@@ -98,10 +108,12 @@ class SuffixMatch:
         self.length = 0
         """Of the suffix, tokens."""
 
-    @property
-    def end(self) -> int:
-        """A place of the index's text after the suffix."""
-        return self._index.end_of(self._state)
+    def after(self, token_ids: Iterable[int]) -> tuple[int, int]:
+        """Returns the length of the suffix with further tokens, and a place after it. Nothing is added."""
+        state, length = self._state, self.length
+        for token in token_ids:
+            state, length = self._index.longest_match(state, length, token)
+        return length, self._index.end_of(state)
 
     def append(self, token: int) -> None:
         """Adds a token to the text, in constant amortized time."""

@@ -28,8 +28,13 @@ class FollowedText(Protocol):
     def commit(self, token_ids: Sequence[int]) -> None:
         """Appends tokens that will not be taken back."""
 
-    def guess(self, num_tokens: int) -> Guess:
-        """Returns at most so many tokens that may follow; none if the text has no place like its end."""
+    def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
+        """Returns at most so many tokens that may follow; none if the text has no place like its end.
+
+        Args:
+            num_tokens: at least 1.
+            drafted: tokens after the committed ones, to guess what follows them. They are not committed.
+        """
 
     def close(self, num_prompt_tokens: int) -> None:
         """Ends the text, of which so many tokens were the prompt. Called at most once."""
@@ -48,16 +53,18 @@ class TextDrafter(Protocol):
         """
 
 
-def continued(text: Sequence[int], start: int, num_tokens: int) -> list[int]:
+def continued(text: Sequence[int], start: int, num_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
     """Returns the tokens of a text from a place on. Where the text ends, what was returned is repeated: a text that has
     begun to repeat itself goes on so.
 
     Args:
         text: some tokens.
-        start: place of the first token to return, less than the length of the text.
+        start: place of the first token to return, less than the length of the text with `drafted`.
         num_tokens: how many to return.
+        drafted: further tokens of the text.
     """
     tokens = list(text[start : start + num_tokens])
+    tokens += drafted[max(0, start - len(text)) :][: num_tokens - len(tokens)]
     for index in range(num_tokens - len(tokens)):
         tokens.append(tokens[index])
     return tokens

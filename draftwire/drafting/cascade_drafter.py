@@ -1,0 +1,115 @@
+"""A model's drafts that a text drafter continues, where the text goes on as it did before: several tokens for nothing.
+
+Before each token of a block is drawn, what was kept so far is looked up: the committed tokens and the drawn ones. If so
+many of them match an earlier place that the text probably goes on like there, the rest of the block is guessed, and the
+model's passes for it are saved. A guess is certain of its tokens; a token that the model has drawn is never compared
+with one, since keeping it for being equal would change what it was drawn from.
+
+Source: the horizontal cascade of Chen et al. 2024, "Cascade Speculative Drafting" (arXiv 2312.11462); phrases after
+tokens of the model: Zhao et al. 2024, "Ouroboros" (arXiv 2402.13720).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+from draftwire.drafting.language_model import LanguageModelDrafter
+from draftwire.drafting.model_free.text_drafter import TextDrafter
+from draftwire.drafting.model_free_drafter import ModelFreeSequence
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftSequence, DraftStep
+from draftwire.errors import DraftwireError
+from draftwire.method.encoding import DraftDistributions, with_certain
+from draftwire.method.quantization import Encoding
+
+LEAST_MATCH = 8
+"""Tokens that have to match before a guess takes over: then half of eight guessed tokens and more are accepted, as
+docs/model-free.md has it."""
+READ_AT_ONCE = 512
+"""Most tokens that a step adds to the index of a text; nothing is guessed of a text that was not read to its end."""
+
+
+class CascadeSequence:
+    """The tokens of one session, as the model and as the text drafter has them."""
+
+    def __init__(self, model: DraftSequence, text: ModelFreeSequence) -> None:
+        """Joins a session's sequences, which have the same committed tokens."""
+        self.model, self.text = model, text
+
+    @property
+    def num_unread(self) -> int:
+        """Committed tokens that the model has to read before the next draft."""
+        return self.model.num_unread
+
+    @property
+    def num_reused(self) -> int:
+        """Prompt tokens that were found in the model's cache."""
+        return self.model.num_reused
+
+    def calibrate(self, base_len: int, token_ids: list[int]) -> None:
+        """Commits tokens after the first `base_len`."""
+        self.model.calibrate(base_len, token_ids)
+        self.text.calibrate(base_len, token_ids)
+
+    def close(self) -> None:
+        """Frees what both hold."""
+        self.model.close()
+        self.text.close()
+
+    def guess(self, request: DraftRequest, vocab_size: int, drafted: Sequence[int] = ()) -> list[int]:
+        """Returns the rest of a block if a guess takes over, or nothing."""
+        if self.text.num_unread or len(drafted) >= request.num_tokens:
+            return []
+        guess = self.text.guess(request, vocab_size, drafted)
+        return guess.token_ids if guess.match_len >= LEAST_MATCH else []
+
+
+class CascadeDrafter:
+    """A language model and a text drafter, as one strategy."""
+
+    def __init__(self, model: LanguageModelDrafter, texts: TextDrafter) -> None:
+        """Wraps both."""
+        self.context_length = model.context_length
+        self._model, self._texts = model, texts
+
+    def open(self, token_ids: list[int], cache_salt: str = "", *, shares_text: bool = False) -> CascadeSequence:
+        """Opens a sequence whose committed tokens are `token_ids`, at least one."""
+        text = ModelFreeSequence(self._texts, token_ids, cache_salt if shares_text else None)
+        return CascadeSequence(self._model.open(token_ids, cache_salt), text)
+
+    def step(self, draftings: Sequence[Drafting]) -> DraftStep:
+        """Drafts for a batch; the model reads the committed tokens of all."""
+        guessed: dict[int, Draft] = {}
+        inner: list[Drafting] = []
+        for index, drafting in enumerate(draftings):
+            sequence, request = cast(CascadeSequence, drafting.sequence), drafting.request
+            sequence.text.read(READ_AT_ONCE)
+            is_ready = drafting.max_read is None or sequence.num_unread <= drafting.max_read
+            if request is not None and is_ready:
+                token_ids = sequence.guess(request, self._vocab_size(request))
+                if token_ids:
+                    encoding = Encoding.ONE_HOT if request.needs_probs else Encoding.NONE
+                    guessed[index] = Draft(token_ids, DraftDistributions(encoding, self._vocab_size(request)))
+                    request = None
+                else:
+                    request = replace(request, ends_after=partial(self._takes_over, sequence, request))
+            inner.append(Drafting(sequence.model, request, drafting.max_read))
+        step = self._model.step(inner)
+        drafts: list[Draft | DraftwireError | None] = []
+        for index, (drafting, draft) in enumerate(zip(draftings, step.drafts, strict=True)):
+            if isinstance(draft, Draft) and drafting.request is not None:
+                draft = self._continued(cast(CascadeSequence, drafting.sequence), drafting.request, draft)
+            drafts.append(guessed.get(index, draft))
+        return replace(step, drafts=drafts)
+
+    def _takes_over(self, sequence: CascadeSequence, request: DraftRequest, drawn: list[int]) -> bool:
+        return bool(sequence.guess(request, self._vocab_size(request), drawn))
+
+    def _continued(self, sequence: CascadeSequence, request: DraftRequest, draft: Draft) -> Draft:
+        token_ids = sequence.guess(request, draft.distributions.vocab_size, draft.token_ids)
+        if not token_ids:
+            return draft
+        return Draft([*draft.token_ids, *token_ids], with_certain(draft.distributions, token_ids))
+
+    def _vocab_size(self, request: DraftRequest) -> int:
+        return min(request.vocab_size, self._model.model.vocab_size)
