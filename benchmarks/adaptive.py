@@ -175,7 +175,7 @@ def options_of(cell: Cell, large: Path | None) -> dict[str, dict[str, object]]:
     """Returns the options of the cell's services. Verifiers draft nothing by themselves: fixed lengths, 0 above all,
     would be at a disadvantage.
     """
-    gateway = {"local_drafts": "none"}
+    gateway: dict[str, object] = {"local_drafts": "none"}
     if cell.model == "embedded":
         options = stack_options(None, None, None)
         return {**options, "gateway": options["gateway"] | gateway}

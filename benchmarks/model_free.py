@@ -173,7 +173,7 @@ def measure(work: Work, store: Path, arguments: argparse.Namespace) -> WorkResul
     )
 
 
-def vllm_rates(python: str, threads: int, runs: int) -> Iterator[dict[str, object]]:
+def vllm_rates(cells: Sequence[Work], python: str, threads: int, runs: int) -> Iterator[dict[str, object]]:
     """Yields what vLLM makes of the cells of the embedded pair, tokens/s, with its drafts and without."""
     target = embedded_model("target")
     tokenizer = load_card(target).tokenizer
@@ -185,7 +185,7 @@ def vllm_rates(python: str, threads: int, runs: int) -> Iterator[dict[str, objec
             )
             for name, num_draft_tokens in (("vllm", 0), ("vllm ngram", NGRAM_TOKENS))
         }
-        for work in all_works():
+        for work in cells:
             if work.model != "embedded":
                 continue
             prompts = [tokenizer.encode(prompt) for prompt in work.prompts]
@@ -216,17 +216,22 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of vllm")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    cells = [work for work in all_works() if (arguments.only or "") in work.name]
     results = []
     with tempfile.TemporaryDirectory() as folder:
         store = build_prompt_store(Path(folder))
-        for work in progress([work for work in all_works() if (arguments.only or "") in work.name], "cells"):
+        for work in progress(cells, "cells"):
             result = measure(work, store, arguments)
             results.append(result)
             ratios = ", ".join(f"{arm} {ratio['median']:.3f}" for arm, ratio in result.over_plain.items())
             plain, chosen = result.tokens_per_second["plain"], result.chosen_over_best["median"]
             line = f"plain {plain:.0f} tokens/s; over plain: {ratios}; chosen / {result.best} {chosen:.3f}"
             print(f"{work.shown}: {line}", flush=True)
-    others = [] if arguments.vllm is None else list(vllm_rates(arguments.vllm, arguments.threads, arguments.vllm_runs))
+    others = (
+        []
+        if arguments.vllm is None
+        else list(vllm_rates(cells, arguments.vllm, arguments.threads, arguments.vllm_runs))
+    )
     write_report(arguments, {"results": [asdict(result) for result in results], "vllm": others})
 
 
