@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.law import LENGTH, PROMPT, LawResult, compare, draw_completions, exact_law, stack_options
 from draftwire.client import Client, Completion
+from draftwire.drafting import cascade_drafter
 from draftwire.drafting.model_free.retrieval_store import build_store
 from draftwire.errors import InvalidRequestError
 from draftwire.models.loading import load_card
@@ -80,6 +81,18 @@ def test_text_that_the_verifier_drafts_for_follows_the_law_of_the_target(
     result, completions = drawn_law(local_stack.address, rule, law)
     assert result.p_value > ALPHA, result
     assert all(not completion.drafter_error for completion in completions)
+
+
+@pytest.mark.slow
+def test_text_of_a_model_that_a_guess_continues_follows_the_law_of_the_target(
+    pair: tuple[Path, Path], store: Path, law: dict[tuple[int, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade_drafter, "LEAST_MATCH", 2)  # texts of three tokens are short
+    options = stack_options(*pair)
+    options["drafter"] |= {"strategy": "model+suffix+retrieval", "retrieval_store": store}
+    with InProcessStack(options) as running:
+        result, _ = drawn_law(running.address, "block", law)
+    assert result.p_value > ALPHA, result
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

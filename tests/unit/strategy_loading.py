@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from draftwire.drafting.strategies import AUTO, LoadedStrategy, load_strategy
 from draftwire.engine.ranks.place import Place
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
+from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings, TextDraftSettings
 from draftwire_drafter.config import DrafterConfig, DraftSettings
 from draftwire_drafter.strategy_context import ConfiguredContext
 
@@ -15,6 +15,7 @@ def load_drafter(
     drafts: DraftSettings | None = None,
     layers: LayerParallelSettings | None = None,
     strategy: str = AUTO,
+    texts: TextDraftSettings | None = None,
 ) -> LoadedStrategy:
     """Returns what a drafter with these settings runs."""
     config = DrafterConfig(
@@ -22,5 +23,6 @@ def load_drafter(
         engine=engine or EngineSettings(),
         drafts=drafts or DraftSettings(),
         layers=layers or LayerParallelSettings(),
+        texts=texts or TextDraftSettings(),
     )
     return load_strategy(strategy, ConfiguredContext(config, SimpleNamespace(place=Place())))  # type: ignore[arg-type]

@@ -1,11 +1,15 @@
 """Guesses as a drafter's strategy: what it loads, reads and proposes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from strategy_loading import load_drafter
 
+from draftwire.drafting.cascade_drafter import CascadeDrafter
+from draftwire.drafting.model_free.retrieval_store import build_store
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
 from draftwire.errors import InvalidRequestError
 from draftwire.method.keys import KEY_BYTES
@@ -13,7 +17,7 @@ from draftwire.method.quantization import Encoding
 from draftwire.method.randomness import DrawKey
 from draftwire.models.loading import load_model
 from draftwire.requests.parameters import SamplingParams
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
+from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings, TextDraftSettings
 from tests.tiny_models import save_tiny_model
 
 VOCAB_SIZE = 20
@@ -58,6 +62,44 @@ def test_no_file_of_weights_is_needed(target: Path, tmp_path: Path) -> None:
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     assert load_drafter(ModelSettings(str(tmp_path), threads=1), strategy="suffix").card.description.vocab_size == 20
+
+
+def stored(target: Path, folder: Path) -> TextDraftSettings:
+    """Returns settings with a store in which 7, 8, 9 go on with 4, 4, 4."""
+    description = load_model(str(target)).description
+    build_store(folder, [np.array([7, 8, 9, 4, 4, 4])], description.vocabulary_fingerprint, description.vocab_size)
+    return TextDraftSettings(retrieval_store=folder)
+
+
+def test_drafter_retrieves_from_its_store_alone_or_beside_the_text(target: Path, tmp_path: Path) -> None:
+    texts, loading = stored(target, tmp_path / "store"), ModelSettings(str(target), threads=1)
+    retrieving = load_drafter(loading, strategy="retrieval", texts=texts).strategy
+    assert draft(retrieving, retrieving.open([1, 7, 8, 9])).token_ids == [4, 4, 4]
+    joined = load_drafter(loading, strategy="suffix+retrieval", texts=texts).strategy
+    assert draft(joined, joined.open([7, 8, 9, 1, 7, 8, 9])).token_ids[0] == 1, "of equal matches the text's own"
+    assert draft(joined, joined.open([8, 9, 1, 7, 8, 9])).token_ids == [4, 4, 4], "the longer one"
+
+
+def test_store_is_needed_and_the_targets(target: Path, tmp_path: Path) -> None:
+    loading = ModelSettings(str(target), threads=1)
+    with pytest.raises(InvalidRequestError, match="retrieval needs a store: set retrieval_store"):
+        load_drafter(loading, strategy="retrieval")
+    with pytest.raises(InvalidRequestError, match=f"no retrieval store at {tmp_path}"):
+        load_drafter(loading, strategy="retrieval", texts=TextDraftSettings(retrieval_store=tmp_path))
+    texts = stored(target, tmp_path / "store")
+    with pytest.raises(InvalidRequestError, match="strategy scripted takes no retrieval_store"):
+        load_drafter(ModelSettings("scripted:"), texts=texts)
+    with pytest.raises(InvalidRequestError, match="strategy model takes no retrieval_store and no shared_tokens"):
+        load_drafter(loading, strategy="model", texts=TextDraftSettings(shared_tokens=5))
+
+
+def test_model_is_joined_with_what_continues_its_tokens(target: Path) -> None:
+    loaded = load_drafter(ModelSettings(str(target), threads=1), strategy="model+suffix")
+    assert isinstance(loaded.strategy, CascadeDrafter)
+    plain = load_drafter(ModelSettings(str(target), threads=1)).card.description
+    assert loaded.card.description == replace(plain, name=f"{plain.name}+suffix")
+    with pytest.raises(InvalidRequestError, match=r"unknown strategy 'model\+x'"):
+        load_drafter(ModelSettings(str(target), threads=1), strategy="model+x")
 
 
 def test_settings_of_weights_are_refused(target: Path) -> None:
