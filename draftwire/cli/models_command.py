@@ -56,6 +56,7 @@ class Server:
     rejection_sample_methods: list[str]
     lossy_rejection_sample_methods: list[str]
     chooses_draft_lengths: bool
+    drafter_names: list[str]
 
     @classmethod
     def of(cls, response: Any) -> "Server":
@@ -68,6 +69,7 @@ class Server:
             list(response.rejection_sample_methods),
             list(response.lossy_rejection_sample_methods),
             response.chooses_draft_lengths,
+            list(response.drafter_names),
         )
 
 
@@ -93,6 +95,8 @@ def models(
     fixed = str(server.num_speculative_tokens)
     default = f"chosen by measurement, with a seed {fixed}" if server.chooses_draft_lengths else fixed
     typer.echo(f"draft tokens per round: {default}, at most {server.max_speculative_tokens}")
+    if server.drafter_names:
+        typer.echo(f"may draft, by name: {visible(', '.join(server.drafter_names))}")
     typer.echo(f"rules, the default first: {visible(', '.join(rules))}")
 
 

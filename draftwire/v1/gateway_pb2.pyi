@@ -918,6 +918,7 @@ class GetServerResponse(_message.Message):
     LOSSY_REJECTION_SAMPLE_METHODS_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     CHOOSES_DRAFT_LENGTHS_FIELD_NUMBER: _builtins.int
+    DRAFTER_NAMES_FIELD_NUMBER: _builtins.int
     num_speculative_tokens: _builtins.int
     """Default of GenerateRequest.num_speculative_tokens."""
     max_speculative_tokens: _builtins.int
@@ -940,6 +941,10 @@ class GetServerResponse(_message.Message):
     def drafters(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelDescription]:
         """Models of the connected drafters, each once."""
 
+    @_builtins.property
+    def drafter_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What GenerateRequest.drafter may name: draft models, and strategies by which verifiers draft by themselves."""
+
     def __init__(
         self,
         *,
@@ -950,10 +955,11 @@ class GetServerResponse(_message.Message):
         lossy_rejection_sample_methods: _abc.Iterable[_builtins.str] | None = ...,
         drafters: _abc.Iterable[_model_pb2.ModelDescription] | None = ...,
         chooses_draft_lengths: _builtins.bool = ...,
+        drafter_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chooses_draft_lengths", b"chooses_draft_lengths", "drafters", b"drafters", "lossy_rejection_sample_methods", b"lossy_rejection_sample_methods", "max_speculative_tokens", b"max_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens", "rejection_sample_methods", b"rejection_sample_methods", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chooses_draft_lengths", b"chooses_draft_lengths", "drafter_names", b"drafter_names", "drafters", b"drafters", "lossy_rejection_sample_methods", b"lossy_rejection_sample_methods", "max_speculative_tokens", b"max_speculative_tokens", "num_speculative_tokens", b"num_speculative_tokens", "rejection_sample_methods", b"rejection_sample_methods", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -154,6 +154,7 @@ def test_requests_name_what_may_draft(pair: tuple[Path, Path]) -> None:
     options = stack_options(*pair)
     with InProcessStack(options) as running, Client(running.address) as client:
         (model,) = client.server().drafters
+        assert list(client.server().drafter_names) == [model.name, "suffix", "lookup"]
         given: dict[str, Any] = {
             "max_tokens": 40,
             "ignore_eos": True,

@@ -31,6 +31,7 @@ SERVER = gateway_pb2.GetServerResponse(
     max_speculative_tokens=16,
     rejection_sample_methods=["block", "typical"],
     lossy_rejection_sample_methods=["typical"],
+    drafter_names=["small", "smaller", "suffix"],
 )
 
 
@@ -50,6 +51,7 @@ def test_pipe_gets_aligned_columns_and_the_defaults() -> None:
         "drafter  small      float32   512      1000        -",
         "drafter  smaller    float32   64       1000        -",
         "draft tokens per round: 4, at most 16",
+        "may draft, by name: small, smaller, suffix",
         "rules, the default first: block, typical (lossy)",
     ]
 
@@ -68,8 +70,10 @@ def test_nothing_that_a_gateway_says_is_obeyed_by_a_terminal(client: FakeClient)
     answer = client.answer = gateway_pb2.GetServerResponse.FromString(SERVER.SerializeToString())
     answer.target.name = answer.target.revision = answer.target.dtype = "\x1b[2J\x9b"
     answer.rejection_sample_methods.append("[/x]\x1b[2J")
+    answer.drafter_names.append("\x1b[2J")
     shown = CliRunner().invoke(app, ["models"]).stdout
     assert shown.splitlines()[1].split() == ["target", "␛[2J�", "␛[2J�", "4096", "1000", "␛[2J�"]
+    assert shown.splitlines()[-2].endswith("suffix, ␛[2J")
     assert shown.splitlines()[-1].endswith("block, typical (lossy), [/x]␛[2J")
     described = json.loads(CliRunner().invoke(app, ["models", "--json"]).stdout)
     assert described["target"]["name"] == "\x1b[2J\x9b"

@@ -138,6 +138,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             rejection_sample_methods=[default, *(rule.name for rule in rules if rule.name != default)],
             lossy_rejection_sample_methods=[rule.name for rule in rules if not rule.is_lossless],
             chooses_draft_lengths=core.defaults.adapts_length,
+            drafter_names=core.defaults.drafter_names(),
         )
 
     @override
