@@ -30,7 +30,7 @@ from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model, stack_options
 from draftwire.client import AsyncClient
 from draftwire.drafting.model_free.retrieval_store import build_store, read_tokens
-from draftwire.models.loading import load_card
+from draftwire.models.card import load_card
 
 MODEL = "model"
 """Stands for the name of the draft model."""

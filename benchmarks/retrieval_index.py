@@ -36,7 +36,7 @@ from draftwire.drafting.model_free.retrieval_store import (
     build_store,
     read_tokens,
 )
-from draftwire.models.loading import load_card
+from draftwire.models.card import load_card
 
 NUM_GUESSED = 8
 NUM_COLD, NUM_WARM = 200, 5_000

@@ -14,9 +14,9 @@ from typing import TypeVar
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest
 from draftwire.errors import DraftwireError
 from draftwire.method.distributions import rows_of
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
 from draftwire.method.keys import Role, derive_key
-from draftwire.method.randomness import DrawKey
 from draftwire.method.sampling import TokenEdits
 from draftwire.models.cached_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
@@ -74,7 +74,6 @@ def speculate(
         judged, drafted = target.cache.open(committed), drafter.open(committed)
         cleanup.callback(target.cache.close, judged)
         cleanup.callback(drafted.close)
-        edits = TokenEdits(run.sampling, run.stop_token_ids)
         judging = Judging(
             sequence=judged,
             committed=committed,
@@ -85,7 +84,7 @@ def speculate(
             key=DrawKey(verifying_key, 0, 0),
             prompt_len=len(prompt_ids),
             stop_token_ids=run.stop_token_ids,
-            edits=edits,
+            edits=TokenEdits(run.sampling, run.stop_token_ids),
         )
         request = DraftRequest(
             num_tokens=run.block_length,
@@ -96,7 +95,6 @@ def speculate(
             needs_probs=rule.needs_draft_probs,
             prompt_len=len(prompt_ids),
             stop_token_ids=run.stop_token_ids,
-            edits=edits,
         )
         end = len(prompt_ids) + run.num_tokens
         for number in count():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftwire.errors import UnavailableError
 from draftwire.method.distributions import DenseRows
-from draftwire.method.randomness import DrawKey
+from draftwire.method.draw_key import DrawKey
 from draftwire.models.cached_model import SequenceModel
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import BlockBatch, LawRule

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from draftwire.drafting.model_free.retrieval_store import StoreIndex
-    from draftwire.models.loading import ModelCard
+    from draftwire.models.card import ModelCard
 
 index_app = typer.Typer(no_args_is_help=True, help="Index files, for drafts that are retrieved from them.")
 
@@ -81,7 +81,7 @@ def _build(files: list[Path], out: Path, model: str | None, force: bool, console
 
 def _card(model: str | None) -> "ModelCard":
     """Loads the tokenizer of a model, and no weights; None is the embedded target."""
-    from draftwire.models.loading import load_card
+    from draftwire.models.card import load_card
 
     try:
         name = model or embedded_model("target")

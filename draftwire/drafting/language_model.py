@@ -14,7 +14,7 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError, InvalidRequestError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
-from draftwire.method.sampling import Span, probabilities_of_spans
+from draftwire.method.sampling import Span, TokenEdits, probabilities_of_spans
 from draftwire.models.cached_model import DraftModel, Reading
 
 PROMPT_TOKENS = 32
@@ -44,6 +44,7 @@ class LanguageModelSequence:
         self._num_opened_with = len(token_ids)
         self.cached = model.cache.open(self.ids, cache_salt)
         self._num_read_exactly = self.cached.length
+        self._edits: TokenEdits | None = None
 
     @property
     def num_unread(self) -> int:
@@ -64,6 +65,12 @@ class LanguageModelSequence:
     def reads_fuzzily(self) -> bool:
         """Whether committed tokens are read approximately; the tokens that the sequence was opened with never are."""
         return not (self._calibrates or self.model.extends_exactly) and self.cached.length >= self._num_opened_with
+
+    def edits(self, request: DraftRequest) -> TokenEdits:
+        """Returns those of the session's requests, which all have the same parameters."""
+        if self._edits is None:
+            self._edits = TokenEdits(request.sampling, request.stop_token_ids)
+        return self._edits
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
         """Commits tokens. Cached tokens that are exact and committed are kept; the rest is read again."""
@@ -237,7 +244,7 @@ def _span(
     """Returns the span of a block's next token. `generated_ids` are those before the block, if there is a form."""
     text = [*sequence.ids, *drawer.token_ids(index)] if request.sampling.penalizes else ()
     position, mask = drawer.position(index), _mask(drawer, index, generated_ids, request)
-    stops, edits = request.stop_token_ids, request.edits
+    stops, edits = request.stop_token_ids, sequence.edits(request)
     return Span(request.sampling, 1, text, request.prompt_len, stops, position, mask, edits)
 
 

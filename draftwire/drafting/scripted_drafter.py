@@ -8,7 +8,7 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.encoding import DraftDistributions
 from draftwire.method.quantization import Encoding
-from draftwire.models.scripted import Script, expected_tokens, wait
+from draftwire.models.script import Script, expected_tokens, wait
 
 
 class ScriptedSequence:

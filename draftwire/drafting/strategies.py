@@ -1,11 +1,12 @@
-"""Drafting strategies by name. Each builds itself from the drafter's configuration, and loads weights if needed."""
+"""Drafting strategies by name. Each builds itself from the drafter's configuration, and loads weights if needed.
+
+Torch is imported by those that have weights, and by no other.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from draftwire.drafting.cascade_drafter import CascadeDrafter
-from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, are_text_drafters
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.drafting.model_free_drafter import ModelFreeDrafter
@@ -13,9 +14,12 @@ from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
 from draftwire.errors import InvalidRequestError
 from draftwire.method.quantization import Quantization
-from draftwire.models.cached_model import DraftModel
-from draftwire.models.loading import ModelCard
-from draftwire.models.scripted import Script, is_scripted
+from draftwire.models.card import ModelCard
+from draftwire.models.script import Script, is_scripted
+
+if TYPE_CHECKING:
+    from draftwire.drafting.language_model import LanguageModelDrafter
+    from draftwire.models.cached_model import DraftModel
 
 MODEL = "model"
 AUTO = "auto"
@@ -56,7 +60,7 @@ class StrategyContext(Protocol):
             InvalidRequestError: there is no such model.
         """
 
-    def load_language_model(self) -> tuple[ModelCard, DraftModel]:
+    def load_language_model(self) -> "tuple[ModelCard, DraftModel]":
         """Loads the weights on all ranks.
 
         Raises:
@@ -101,14 +105,19 @@ class StrategyKind:
 
 
 def _load_language_model(context: StrategyContext) -> LoadedStrategy:
+    card, drafter = _language_model(context)
+    return LoadedStrategy(card, drafter)
+
+
+def _language_model(context: StrategyContext) -> "tuple[ModelCard, LanguageModelDrafter]":
+    from draftwire.drafting.language_model import LanguageModelDrafter
+
     card, model = context.load_language_model()
     card = context.limited(card)
     described = card.description
     substitute = described.stop_token_ids[0] if described.stop_token_ids else 0
     quantization, calibrates = context.quantization, context.calibrates
-    return LoadedStrategy(
-        card, LanguageModelDrafter(model, described.context_length, substitute, quantization, calibrates)
-    )
+    return card, LanguageModelDrafter(model, described.context_length, substitute, quantization, calibrates)
 
 
 def _load_script(context: StrategyContext) -> LoadedStrategy:
@@ -137,11 +146,12 @@ STRATEGIES = {
 
 
 def _load_cascade(name: str, context: StrategyContext) -> LoadedStrategy:
-    loaded = _load_language_model(context)
-    assert isinstance(loaded.strategy, LanguageModelDrafter), "it was loaded so"
-    texts = context.load_text_drafters(loaded.card).named(name)
-    described = replace(loaded.card.description, name=f"{loaded.card.description.name}{JOINT}{name}")
-    return LoadedStrategy(replace(loaded.card, description=described), CascadeDrafter(loaded.strategy, texts))
+    from draftwire.drafting.cascade_drafter import CascadeDrafter
+
+    card, model = _language_model(context)
+    texts = context.load_text_drafters(card).named(name)
+    described = replace(card.description, name=f"{card.description.name}{JOINT}{name}")
+    return LoadedStrategy(replace(card, description=described), CascadeDrafter(model, texts))
 
 
 def load_strategy(name: str, context: StrategyContext) -> LoadedStrategy:

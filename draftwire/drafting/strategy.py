@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from draftwire.errors import DraftwireError
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import DraftDistributions
-from draftwire.method.randomness import DrawKey
-from draftwire.method.sampling import TokenEdits
 from draftwire.requests.automaton import Automaton
 from draftwire.requests.parameters import SamplingParams
 
@@ -39,8 +38,6 @@ class DraftRequest:
     """The tokens that `SamplingParams.min_tokens` masks."""
     automaton: Automaton | None = None
     """Masks tokens that break the form in `sampling`. Without it, drafts that break the form are rejected."""
-    edits: TokenEdits | None = None
-    """Those of `sampling` and `stop_token_ids`, kept with the session; None makes them for every token."""
     ends_after: Callable[[list[int]], bool] | None = None
     """Whether the block ends after some drawn tokens; asked with all of them before the next one is drawn. It may look
     at them, since they are all kept."""

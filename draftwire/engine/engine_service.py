@@ -21,8 +21,8 @@ from draftwire.engine.step_engine import Result, StepEngine
 from draftwire.engine.torch_thread import TorchThread
 from draftwire.engine.traced_sessions import TracedSessions
 from draftwire.errors import DraftwireError, GroupLostError, UnavailableError
+from draftwire.models.card import ModelCard
 from draftwire.models.description import ModelDescription
-from draftwire.models.loading import ModelCard
 from draftwire.requests.automaton import Automaton, FormCompiler
 from draftwire.requests.session_parameters import SessionParameters
 from draftwire.runtime.form_compiler_pool import FormCompilerPool

@@ -1,19 +1,22 @@
 """Loads the models of the services, by name, folder or script. Called on the torch thread."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
 import torch
 
+from draftwire.engine.model_settings import limited, refuse_settings_of_weights
 from draftwire.errors import InvalidRequestError
 from draftwire.models.cached_model import CachedModel, DraftModel, SequenceModel
+from draftwire.models.card import ModelCard
 from draftwire.models.decoder import Decoder, check_decoder, decoder_of
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
-from draftwire.models.loading import LoadedModel, ModelCard, load_model
+from draftwire.models.loading import LoadedModel, load_model
 from draftwire.models.parallel.layer_groups import LayerParallelism, written
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
-from draftwire.models.scripted import Script, ScriptedTarget, is_scripted
-from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings, require
+from draftwire.models.script import Script, is_scripted
+from draftwire.models.scripted import ScriptedTarget
+from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 
 log = structlog.get_logger()
 
@@ -30,6 +33,7 @@ def load_target(settings: ModelSettings, engine: EngineSettings) -> LoadedTarget
     """Loads a verifier's model; see `load_model`."""
     if is_scripted(settings.model):
         refuse_settings_of_weights(settings, "a scripted model")
+        torch.set_num_threads(settings.threads)  # verification rules still run on torch
         script = Script.parse(settings.model)
         return LoadedTarget(limited(script.card(), engine), ScriptedTarget(script, engine.kv_cache_tokens))
     loaded = _load(settings)
@@ -46,21 +50,6 @@ def load_draft_model(
     """
     loaded = _load(settings)
     return loaded.card, _cached(loaded, settings, engine, layers)
-
-
-def refuse_settings_of_weights(settings: ModelSettings, what: str) -> None:
-    """Refuses settings that have no effect without weights; applies `threads`.
-
-    Args:
-        settings: of the model.
-        what: the kind of model without weights, for the message.
-
-    Raises:
-        InvalidRequestError: such a setting is not at its default.
-    """
-    plain = ModelSettings(settings.model, threads=settings.threads)
-    require(settings == plain, f"{what} has no revision, dtype, device or decoder")
-    torch.set_num_threads(settings.threads)  # verification rules still run on torch
 
 
 def _load(settings: ModelSettings) -> LoadedModel:
@@ -90,9 +79,3 @@ def _layer_parallel(decoder: Decoder, layers: LayerParallelism, reason: str) -> 
     groups = layers.of(decoder.num_layers)
     log.info("models.layers_grouped", groups=written(groups))
     return LayerParallelDecoder(decoder, groups)
-
-
-def limited(card: ModelCard, engine: EngineSettings) -> ModelCard:
-    """Returns the card with the context length limited to the capacity of the KV cache."""
-    context_length = min(card.description.context_length, engine.kv_cache_tokens)
-    return replace(card, description=replace(card.description, context_length=context_length))

@@ -8,9 +8,7 @@ round gets fresh numbers. *Exponentials* belong to a position in the text: (key,
 for every draw there; this makes the rule `coupled` reproducible.
 """
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -18,40 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from draftwire.method.draw_key import DrawKey
+
 Words = TypeVar("Words", int, NDArray[np.int64], Tensor)
 """32-bit words. Plain integers for the few numbers of a round, numpy for many rounds, torch for a whole vocabulary.
 Products of 64 bits wrap around the same way or not at all, so the numbers are the same on every device."""
 
 FEW_COUNTERS = 12
 """Up to this many counters, plain integers are faster than arrays."""
-
-
-@dataclass(frozen=True, slots=True)
-class DrawKey:
-    """Identifies all random numbers of one round of one session."""
-
-    key: bytes
-    """16 bytes, of one role."""
-    choice: int
-    """Index of the completion that the session generates."""
-    round: int
-    """Number of the round."""
-    attempt: int = 0
-    """Incremented whenever a draw of this round was discarded after its value had been seen."""
-
-    def uniforms(self, count: int) -> Tensor:
-        """Returns the first `count` numbers of the round; see `uniforms`."""
-        return uniforms([self], count)[0]
-
-    @property
-    def round_words(self) -> tuple[int, int]:
-        """Two 32-bit words derived from key, choice, round and attempt."""
-        return _hashed(self.key, b"round", self.choice, self.round, self.attempt)
-
-    @property
-    def text_words(self) -> tuple[int, int]:
-        """Two 32-bit words derived from key and choice alone."""
-        return _hashed(self.key, b"text", self.choice)
 
 
 def uniforms(keys: Sequence[DrawKey], count: int) -> Tensor:
@@ -120,10 +92,3 @@ _MASK = 0xFFFFFFFF
 def _fraction(high: Words, low: Words) -> Words:
     """Returns 53 random bits of two words."""
     return (high << 21) | (low >> 11)
-
-
-def _hashed(key: bytes, purpose: bytes, *numbers: int) -> tuple[int, int]:
-    """Returns two 32-bit words that reveal neither the key nor the words of other numbers: a keyed hash."""
-    message = b"".join(number.to_bytes(8, "little") for number in numbers)
-    digest = hashlib.blake2b(message, key=key, digest_size=8, person=purpose).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

@@ -11,19 +11,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
-from draftwire.models.description import ModelDescription, fingerprint
-from draftwire.requests.automaton import FormVocabulary
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+from draftwire.models.card import ModelCard, context_length_of, path_of, stop_token_ids_of
+from draftwire.models.description import ModelDescription
 
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 """Capabilities of CPUs that multiply bfloat16."""
@@ -32,27 +27,6 @@ LARGE_PARAMETERS = 2**26
 
 FINGERPRINT_ENTRIES = 64
 """Entries of each weight that the fingerprint hashes."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """A model's description with its vocabulary and tokenizer."""
-
-    description: ModelDescription
-    vocabulary: list[str]
-    """Token strings as the tokenizer stores them, by id."""
-    tokenizer: PreTrainedTokenizerBase
-
-    @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, **facts: Any) -> "ModelCard":
-        """Returns a card; `facts` are the fields of `ModelDescription` except the vocabulary's fingerprint."""
-        tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-        vocabulary = [token or "" for token in tokens]
-        return cls(ModelDescription(vocabulary_fingerprint=fingerprint(vocabulary), **facts), vocabulary, tokenizer)
-
-    def form_vocabulary(self) -> FormVocabulary:
-        """Returns what structured output is compiled for with this model. Takes a tenth of a second for the largest."""
-        return FormVocabulary.of(self.tokenizer, self.description.vocab_size, self.description.stop_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,48 +75,6 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
         weights_fingerprint=weights_fingerprint(model),
     )
     return LoadedModel(model, card)
-
-
-def load_card(name: str, revision: str | None = None) -> ModelCard:
-    """Loads what is known of a model without its weights: tokenizer and configuration.
-
-    Args:
-        name: folder, or name on the model hub.
-        revision: commit or branch on the hub.
-
-    Raises:
-        InvalidRequestError: the folder is missing, or the configuration states no context length.
-        OSError: the files cannot be read.
-    """
-    path = path_of(name, "auto")
-    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-    config = AutoConfig.from_pretrained(path, revision=revision)
-    try:
-        named = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
-    except OSError:  # there is none
-        named = config.eos_token_id
-    return ModelCard.of(
-        tokenizer,
-        name=Path(path).name if Path(path).is_dir() else name,
-        revision=getattr(config, "_commit_hash", None) or "",
-        dtype="none",
-        vocab_size=config.get_text_config().vocab_size,
-        context_length=context_length_of(config, name),
-        stop_token_ids=stop_token_ids_of(named, tokenizer),
-    )
-
-
-def path_of(name: str, dtype: str) -> str:
-    """Returns the folder of a model, or its name on the hub.
-
-    Raises:
-        InvalidRequestError: the dtype is unknown, or the folder is missing.
-    """
-    if dtype not in DTYPES:
-        raise InvalidRequestError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise InvalidRequestError(f"no model folder at {name}")
-    return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
 def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> PreTrainedModel:
@@ -208,33 +140,3 @@ def check_layers(name: str, model: PreTrainedModel) -> None:
         raise InvalidRequestError(f"{name} attends to chunks, which is not supported")
     if not getattr(model, "_supports_attention_backend", False):
         raise InvalidRequestError(f"{name} computes attention in its own way, which is not supported")
-
-
-def context_length_of(whole: PretrainedConfig, name: str) -> int:
-    """Returns the number of positions that a model can attend to.
-
-    Args:
-        whole: its configuration.
-        name: of the model, for the message.
-
-    Raises:
-        InvalidRequestError: the model's configuration does not have it.
-    """
-    config = whole.get_text_config()
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    if not length:
-        raise InvalidRequestError(f"the configuration of {name} states no context length")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Beyond this the rotation of all positions changes, including cached ones and those of other sessions.
-        length = min(length, rope.get("original_max_position_embeddings") or length)
-    return int(length)
-
-
-def stop_token_ids_of(named: int | list[int] | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Returns the stop tokens that a generation config names, else the tokenizer's end of text."""
-    if named is None:
-        named = tokenizer.eos_token_id
-    if named is None:
-        return ()
-    return tuple(named) if isinstance(named, list | tuple) else (int(named),)

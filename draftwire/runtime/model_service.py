@@ -8,7 +8,7 @@ from collections.abc import Callable
 import grpc
 from typing_extensions import override
 
-from draftwire.models.loading import ModelCard
+from draftwire.models.card import ModelCard
 from draftwire.models.tokenizer import tokenizer_files
 from draftwire.runtime import messages
 from draftwire.v1 import model_pb2, model_pb2_grpc

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftwire.errors import DraftwireError, InvalidRequestError, UnavailableError
 from draftwire.method.devices import upload
 from draftwire.method.distributions import DenseRows, DraftRows, no_rows
-from draftwire.method.randomness import DrawKey
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import SMALLEST, Span, TokenEdits, is_distribution, probabilities_of_spans
 from draftwire.models.cached_model import Reading, SequenceModel
 from draftwire.models.kv_cache import CachedSequence

@@ -15,7 +15,7 @@ from draftwire import AsyncClient
 from draftwire.client import AsyncCompletionStream
 from draftwire.client.batch import Job
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnavailableError
-from draftwire.models.scripted import expected_tokens
+from draftwire.models.script import expected_tokens
 from tests.in_process import InProcessStack
 from tests.twins import TWINS
 

@@ -14,7 +14,7 @@ from observing import wait_until
 
 from benchmarks.relay import Relay, free_port
 from draftwire.client import Client
-from draftwire.models.scripted import expected_tokens
+from draftwire.models.script import expected_tokens
 from draftwire.runtime.settings import ConnectionSettings, TlsSettings
 from draftwire.runtime.tls import Dialler, watch_tls
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc

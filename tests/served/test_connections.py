@@ -13,7 +13,7 @@ from draftwire.client import AsyncClient, Client
 from draftwire.client.health_check import check_health
 from draftwire.client.security import Security
 from draftwire.errors import InvalidRequestError, UnavailableError
-from draftwire.models.scripted import expected_tokens
+from draftwire.models.script import expected_tokens
 from tests.in_process import InProcessStack
 
 KEEPALIVE_SECONDS = 2.0

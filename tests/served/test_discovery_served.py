@@ -13,7 +13,7 @@ from observing import read_metric, wait_until
 
 from benchmarks.relay import free_port
 from draftwire.client import Client
-from draftwire.models.scripted import expected_tokens
+from draftwire.models.script import expected_tokens
 from tests.in_process import InProcessStack
 
 SCRIPT = "scripted:acceptance=1,verify_ms=10,context_length=4096"

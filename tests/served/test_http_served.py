@@ -19,7 +19,7 @@ from observing import read_metric, wait_until
 from test_http import fetch
 
 from draftwire.errors import UnavailableError
-from draftwire.models.scripted import expected_tokens
+from draftwire.models.script import expected_tokens
 from draftwire_gateway.auth.tokens import TokenEntry, digest_of
 from tests.in_process import InProcessStack
 

@@ -14,7 +14,7 @@ from draftwire.client import Client, Completion
 from draftwire.drafting import cascade_drafter
 from draftwire.drafting.model_free.retrieval_store import build_store
 from draftwire.errors import InvalidRequestError
-from draftwire.models.loading import load_card
+from draftwire.models.card import load_card
 from draftwire.requests.parameters import SamplingParams
 from tests.in_process import InProcessStack
 

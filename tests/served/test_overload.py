@@ -8,7 +8,7 @@ from observing import read_metric, wait_until
 
 from draftwire.client import Client, CompletionStream
 from draftwire.errors import UnavailableError
-from draftwire.models.scripted import expected_tokens
+from draftwire.models.script import expected_tokens
 from tests.in_process import InProcessStack
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -20,7 +20,7 @@ from observing import wait_until
 from benchmarks.relay import Relay, free_port
 from draftwire.client import AsyncClient, Client
 from draftwire.errors import DraftwireError, InvalidRequestError, NoRoomError, UnauthenticatedError, UnavailableError
-from draftwire.models.scripted import expected_tokens
+from draftwire.models.script import expected_tokens
 from draftwire.runtime.peers import ModelPeer
 from draftwire.runtime.settings import ConnectionSettings, TlsSettings
 from draftwire.runtime.tls import Dialler, watch_tls

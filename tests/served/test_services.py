@@ -16,7 +16,7 @@ from benchmarks.law import LOSSLESS, stack_options
 from draftwire.client import Client
 from draftwire.errors import InvalidRequestError, NoRoomError, UnavailableError
 from draftwire.models.kv_cache import BLOCK_SIZE
-from draftwire.models.scripted import expected_tokens
+from draftwire.models.script import expected_tokens
 from draftwire.verification import RULES
 from tests.in_process import InProcessStack
 from tests.stacks import SCRIPTED_ROOM

@@ -13,6 +13,7 @@ from draftwire.drafting.cascade_drafter import LEAST_MATCH, CascadeDrafter
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.model_free.suffix import SuffixDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import (
     Claim,
     DraftDistributions,
@@ -25,7 +26,6 @@ from draftwire.method.encoding import (
 )
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding, Quantization
-from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.requests.parameters import SamplingParams

@@ -17,7 +17,7 @@ from draftwire.drafting.model_free.retrieval import RetrievalDrafter
 from draftwire.drafting.model_free.retrieval_store import RetrievalStore
 from draftwire.drafting.model_free.text_drafter import Guess
 from draftwire.models import loading
-from draftwire.models.loading import load_card
+from draftwire.models.card import load_card
 
 WORDS = ["the", "cat", "sat", "on", "mat"]
 

@@ -25,7 +25,7 @@ from draftwire.method.rounds import (
     Permit,
     SendDrafted,
 )
-from draftwire.models.loading import ModelCard
+from draftwire.models.card import ModelCard
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import ModelSettings
 from draftwire_drafter.config import DrafterConfig

@@ -12,7 +12,7 @@ from observing import until
 from tiny_models import save_spelling_model
 
 from draftwire.method.rounds import Calibration, CommittedTokens, DraftBlock, Fence
-from draftwire.models.loading import ModelCard
+from draftwire.models.card import ModelCard
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.runtime.settings import ModelSettings

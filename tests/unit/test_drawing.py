@@ -13,6 +13,7 @@ from draftwire.drafting.drawing import BlockStart, Drawer
 from draftwire.drafting.strategy import Draft, DraftRequest
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.distributions import WHOLE_ROW, draw, race
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import (
     DENSE_FORMATS,
     TOTAL_WEIGHT,
@@ -25,7 +26,7 @@ from draftwire.method.encoding import (
 )
 from draftwire.method.keys import Role, derive_key
 from draftwire.method.quantization import Encoding, Quantization
-from draftwire.method.randomness import DrawKey, exponentials
+from draftwire.method.randomness import exponentials, uniforms
 from draftwire.requests.parameters import SamplingParams
 
 torch.set_num_threads(1)
@@ -60,7 +61,7 @@ class Drawn:
         return decode_one(Claim(draft.token_ids, draft.distributions), self.probs[block][0].shape[0])
 
     def uniforms(self, block: int) -> list[float]:
-        return self.starts[block].request.key.uniforms(len(self.draft(block).token_ids)).tolist()
+        return uniforms([self.starts[block].request.key], len(self.draft(block).token_ids))[0].tolist()
 
 
 def start(

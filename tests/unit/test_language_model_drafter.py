@@ -18,9 +18,10 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftRequest
 from draftwire.errors import UnavailableError
 from draftwire.method.distributions import QuantizedRows, draw, quantize, race
 from draftwire.method.distributions import rows_of as decoded_rows
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding, Quantization
-from draftwire.method.randomness import DrawKey, exponentials
+from draftwire.method.randomness import exponentials
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftwire.errors import UnavailableError
 from draftwire.method.distributions import DenseRows
-from draftwire.method.randomness import DrawKey
+from draftwire.method.draw_key import DrawKey
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import KvCache

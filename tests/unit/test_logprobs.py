@@ -20,9 +20,9 @@ from torch import Tensor
 from draftwire.engine.admission import Room
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.errors import InvalidRequestError, UnavailableError
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding
-from draftwire.method.randomness import DrawKey
 from draftwire.method.rounds import (
     CommittedTokens,
     Fence,

@@ -25,10 +25,11 @@ from draftwire.engine.prefill import PrefillPacer
 from draftwire.errors import BlockViolationError, NoRoomError, Violation
 from draftwire.local_loop import LocalRun, speculate
 from draftwire.method.distributions import draw, race, rows_of
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, DraftDistributions, decode, decode_one
 from draftwire.method.keys import Role, derive_key
 from draftwire.method.quantization import Encoding, Quantization
-from draftwire.method.randomness import DrawKey, exponentials
+from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.rounds import (
     Calibration,
     CommittedTokens,
@@ -600,7 +601,7 @@ class Stack:
                     times = exponentials(words, torch.tensor(places[:-1]), drawn_from.shape[1])
                     assert race(drawn_from, times).winners.tolist() == done.draft_tokens
                 else:
-                    assert draw(drawn_from, key.uniforms(length)).tolist() == done.draft_tokens
+                    assert draw(drawn_from, uniforms([key], length)[0]).tolist() == done.draft_tokens
                 draft_probs = pad(drawn_from, (0, VOCAB_SIZE - drawn_from.shape[1]))
                 is_told = done.distributions.encoding is not Encoding.NONE
                 assert is_told == rule.needs_draft_probs

@@ -12,9 +12,9 @@ from draftwire.drafting.cascade_drafter import CascadeDrafter
 from draftwire.drafting.model_free.retrieval_store import build_store
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
 from draftwire.errors import InvalidRequestError
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
 from draftwire.method.quantization import Encoding
-from draftwire.method.randomness import DrawKey
 from draftwire.models.loading import load_model
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings, TextDraftSettings

@@ -31,8 +31,8 @@ from draftwire.drafting.model_free.retrieval_store import (
 )
 from draftwire.drafting.model_free.text_drafter import NOTHING, Guess
 from draftwire.errors import InvalidRequestError
+from draftwire.models.card import load_card
 from draftwire.models.description import fingerprint
-from draftwire.models.loading import load_card
 
 FINGERPRINT = fingerprint(["a", "b", "c"])
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=25), min_size=1, max_size=5).filter(any)

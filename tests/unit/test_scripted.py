@@ -17,10 +17,11 @@ from draftwire.engine.model_loading import load_target
 from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire.local_loop import LocalRun, LoopRound, speculate
 from draftwire.method.distributions import rows_of
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import Claim, decode_one
-from draftwire.method.randomness import DrawKey
 from draftwire.models.cached_model import Reading, SequenceModel
-from draftwire.models.scripted import PREFIX, Script, ScriptedTarget, expected_tokens, is_scripted
+from draftwire.models.script import PREFIX, Script, expected_tokens, is_scripted
+from draftwire.models.scripted import ScriptedTarget
 from draftwire.requests.parameters import SamplingParams
 from draftwire.runtime.settings import EngineSettings, LayerParallelSettings, ModelSettings
 from draftwire.verification import RULES

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows
-from draftwire.method.randomness import DrawKey
+from draftwire.method.draw_key import DrawKey
 from draftwire.models.cached_model import CachedModel
 from draftwire.models.decoder import decoder_of
 from draftwire.requests.automaton import Automaton, BlockMasks

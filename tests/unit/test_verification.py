@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftwire.checking.toy_models import random_table
 from draftwire.errors import InvalidRequestError
 from draftwire.method.distributions import DenseRows, DraftRows, SparseRows
-from draftwire.method.randomness import DrawKey
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.sampling import probabilities
 from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.rules import RuleFacts

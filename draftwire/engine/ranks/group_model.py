@@ -13,16 +13,16 @@ from torch import Tensor
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.errors import DraftwireError, GroupLostError, NoRoomError
 from draftwire.models.cached_model import Reading
+from draftwire.models.card import ModelCard
 from draftwire.models.decoder import check_decoder
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.models.lean_decoder import LeanDecoder
-from draftwire.models.loading import ModelCard
 from draftwire.models.parallel.layer_groups import written
 from draftwire.models.parallel.layer_parallel_loading import load_layer_parallel
 from draftwire.models.parallel.process_group import GroupSettings, ProcessGroup
 from draftwire.models.parallel.sharded_loading import ModelSource, Progress, load_parallel_target
 from draftwire.models.parallel.tensor_parallel import ParallelModel
-from draftwire.models.scripted import is_scripted
+from draftwire.models.script import is_scripted
 from draftwire.runtime.settings import require
 
 log = structlog.get_logger()

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from draftwire.errors import InvalidRequestError
+from draftwire.models.card import ModelCard
 from draftwire.models.decoder import Decoder
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
-from draftwire.models.loading import ModelCard, load_model
+from draftwire.models.loading import load_model
 from draftwire.models.parallel.layer_groups import LayerGroups, LayerParallelism, groups_of_size
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder, Ranks
 from draftwire.models.parallel.process_group import ProcessGroup

@@ -24,17 +24,10 @@ from transformers.utils.hub import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.errors import InvalidRequestError
+from draftwire.models.card import ModelCard, context_length_of, path_of, stop_token_ids_of
 from draftwire.models.decoder import Decoder, check_decoder
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
-from draftwire.models.loading import (
-    FINGERPRINT_ENTRIES,
-    ModelCard,
-    check_layers,
-    context_length_of,
-    dtype_on_cpu,
-    path_of,
-    stop_token_ids_of,
-)
+from draftwire.models.loading import FINGERPRINT_ENTRIES, check_layers, dtype_on_cpu
 from draftwire.models.parallel.process_group import ProcessGroup
 from draftwire.models.parallel.spread_decoder import (
     BY_INNER,

@@ -23,8 +23,8 @@ from draftwire.errors import (
     UnavailableError,
 )
 from draftwire.method.rounds import BlockSent, Calibration, DraftBlock, DraftSessionSpec, SendDrafted
+from draftwire.models.card import ModelCard
 from draftwire.models.description import FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS
-from draftwire.models.loading import ModelCard
 from draftwire.requests.automaton import Automaton
 from draftwire_drafter.config import DrafterConfig
 from draftwire_drafter.engine import DraftEngine

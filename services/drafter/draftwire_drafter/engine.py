@@ -6,10 +6,9 @@ from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, Draft
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import DraftwireError
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
-from draftwire.method.randomness import DrawKey
 from draftwire.method.rounds import DraftBlock, DraftTimings
-from draftwire.method.sampling import TokenEdits
 from draftwire.requests.parameters import SamplingParams
 from draftwire_drafter.scheduler import DraftOutcome, Step, StepItem, StepResult
 
@@ -21,7 +20,6 @@ class DraftEngine(StepEngine[Step, StepResult]):
         """Starts without sessions; `strategy` is loaded."""
         self.strategy = strategy
         self._sequences: dict[SessionKey, DraftSequence] = {}
-        self._edits: dict[SessionKey, TokenEdits] = {}
 
     def _time_prompt(self, num_tokens: int) -> tuple[int, float]:
         request = DraftRequest(2, SamplingParams(), DrawKey(bytes(KEY_BYTES), 0, 0), vocab_size=2**31)
@@ -49,7 +47,6 @@ class DraftEngine(StepEngine[Step, StepResult]):
 
     def forget(self, key: SessionKey) -> None:
         """Frees a session's sequence."""
-        self._edits.pop(key, None)
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             sequence.close()
@@ -62,7 +59,6 @@ class DraftEngine(StepEngine[Step, StepResult]):
                 session.spec.token_ids, parameters.cache_salt, shares_text=parameters.shares_text
             )
             self._sequences[session.key] = sequence
-            self._edits[session.key] = TokenEdits(parameters.sampling, parameters.stop_token_ids)
         if item.token_ids or calibration is not None:
             sequence.calibrate(item.base_len, item.token_ids)
         if calibration is None:
@@ -79,7 +75,6 @@ class DraftEngine(StepEngine[Step, StepResult]):
             prompt_len=parameters.prompt_len,
             stop_token_ids=parameters.stop_token_ids,
             automaton=session.automaton,
-            edits=self._edits[session.key],
             is_cut=lambda: session.cut_at == (calibration.fence.round, calibration.attempt),
         )
         return Drafting(sequence, request, item.max_read)

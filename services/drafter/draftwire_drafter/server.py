@@ -13,7 +13,7 @@ from draftwire.engine.ranks.guard import end_if_lost
 from draftwire.engine.ranks.place import Place
 from draftwire.errors import ProtocolViolationError
 from draftwire.method.rounds import BlockSent, DrafterIdentity
-from draftwire.models.loading import ModelCard
+from draftwire.models.card import ModelCard
 from draftwire.runtime import messages
 from draftwire.runtime.call_limits import SPARE_CALLS, CallLimits
 from draftwire.runtime.caller_identity import CallerRole, require_role

@@ -1,15 +1,19 @@
-"""Settings and model loading for a drafting strategy."""
+"""Settings and model loading for a drafting strategy. Torch is imported where weights are loaded, and not before."""
+
+from typing import TYPE_CHECKING
 
 from draftwire.drafting.model_free.registry import TextDrafters
-from draftwire.engine.model_loading import limited, load_draft_model, refuse_settings_of_weights
+from draftwire.engine.model_settings import limited, refuse_settings_of_weights
 from draftwire.engine.ranks.guard import GroupGuard
 from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.method.quantization import Quantization
-from draftwire.models.cached_model import DraftModel
-from draftwire.models.loading import ModelCard, load_card
-from draftwire.models.scripted import Script, is_scripted
+from draftwire.models.card import ModelCard, load_card
+from draftwire.models.script import Script, is_scripted
 from draftwire.runtime.settings import TextDraftSettings, require
 from draftwire_drafter.config import DrafterConfig
+
+if TYPE_CHECKING:
+    from draftwire.models.cached_model import DraftModel
 
 
 class ConfiguredContext:
@@ -45,10 +49,12 @@ class ConfiguredContext:
             return Script.parse(self.model).card()
         return load_card(self.model, self._config.loading.revision)
 
-    def load_language_model(self) -> tuple[ModelCard, DraftModel]:
+    def load_language_model(self) -> "tuple[ModelCard, DraftModel]":
         """Loads the weights: all of them, or this rank's share, together with the other ranks."""
         config, place = self._config, self._group.place
         if place.size == 1:
+            from draftwire.engine.model_loading import load_draft_model
+
             return load_draft_model(config.loading, config.engine, config.layers)
         from draftwire.engine.ranks.group_model import GroupModel, load_draft_rank
 

@@ -11,8 +11,8 @@ import structlog
 
 from draftwire.errors import DraftwireError, ProtocolViolationError, UnavailableError
 from draftwire.method.rounds import DraftBlock, DrafterIdentity
+from draftwire.models.card import ModelCard
 from draftwire.models.description import vocabulary_mismatch
-from draftwire.models.loading import ModelCard
 from draftwire.runtime import messages
 from draftwire.runtime.channels import FRAME_BYTES, require_room
 from draftwire.runtime.outbox import Outbox

@@ -10,7 +10,8 @@ from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionFailed
-from draftwire.engine.model_loading import LoadedTarget, limited, load_target
+from draftwire.engine.model_loading import LoadedTarget, load_target
+from draftwire.engine.model_settings import limited
 from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place
@@ -22,8 +23,8 @@ from draftwire.errors import (
     Violation,
 )
 from draftwire.method.rounds import FenceVerdict, PlainRun, PromptRead, ReceivedBlock, TargetSessionSpec, Verdict
+from draftwire.models.card import ModelCard
 from draftwire.models.description import ISSUED_IDENTITIES, ModelDescription
-from draftwire.models.loading import ModelCard
 from draftwire.requests.automaton import Automaton
 from draftwire.verification.rule import VerificationRule, facts_of
 from draftwire.verification.rule_loading import served_rules

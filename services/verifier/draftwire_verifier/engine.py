@@ -7,8 +7,8 @@ from draftwire.engine.leases import SessionKey
 from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import BlockViolationError
 from draftwire.method.distributions import rows_of
+from draftwire.method.draw_key import DrawKey
 from draftwire.method.keys import KEY_BYTES
-from draftwire.method.randomness import DrawKey
 from draftwire.method.sampling import TokenEdits
 from draftwire.models.cached_model import SequenceModel
 from draftwire.models.kv_cache import CachedSequence

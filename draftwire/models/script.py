@@ -1,0 +1,137 @@
+"""A target and drafter without weights: tokens, durations and acceptance follow a script, everything else is real.
+
+A scripted pair runs in the real services, with real KV cache management, rules and random numbers; only the forward
+passes are replaced by waiting. So load, faults and the overhead of the services can be measured and tested on any
+machine. No torch here.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from draftwire.errors import InvalidRequestError
+from draftwire.models.card import ModelCard
+
+PREFIX = "scripted:"
+LETTERS = 26
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Behaviour of a scripted pair. Both services use the same script."""
+
+    verify_ms: float = 0.0
+    """How long a step of the target takes, milliseconds."""
+    draft_ms: float = 0.0
+    """How long drawing a draft token takes, for all sessions of a step together, milliseconds."""
+    calibration_ms: float = 0.0
+    """How long reading committed tokens takes before drafting, milliseconds."""
+    read_us: float = 0.0
+    """Additional time of either model for each token that it reads, microseconds."""
+    acceptance: tuple[float, ...] = (0.8,)
+    """Probability that the draft token at each position is accepted if those before it were, at temperature 1; the
+    last number holds for all further positions."""
+    late_acceptance: tuple[float, ...] = ()
+    """The same from place `late_from` of a text on; empty if it does not change."""
+    late_from: int = 0
+    """Place of a text, tokens."""
+    vocab_size: int = 320
+    """Vocabulary size of both models, at least 256."""
+    context_length: int = 32_768
+    """Context length of both models."""
+
+    def __post_init__(self) -> None:
+        for name in ("verify_ms", "draft_ms", "calibration_ms", "read_us"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise InvalidRequestError(f"script: {name} must not be negative")
+        given = (*self.acceptance, *self.late_acceptance)
+        if not self.acceptance or not all(0.0 <= value <= 1.0 for value in given):
+            raise InvalidRequestError("script: acceptance takes probabilities, such as 0.8/0.6/0.5")
+        if self.vocab_size < 256 or self.context_length < 2:
+            raise InvalidRequestError("script: vocab_size must be at least 256 and context_length at least 2")
+
+    @classmethod
+    def parse(cls, text: str) -> "Script":
+        """Parses a model name such as `scripted:verify_ms=5,draft_ms=1,acceptance=0.8/0.6`.
+
+        Raises:
+            InvalidRequestError: an unknown name, or a value out of range.
+        """
+        items = [item for item in text.removeprefix(PREFIX).split(",") if item]
+        given = dict(item.partition("=")[::2] for item in items)
+        if len(given) < len(items):
+            raise InvalidRequestError(f"script: a setting is named twice in {text!r}")
+        unknown = given.keys() - {field.name for field in fields(cls)}
+        if unknown:
+            known = ", ".join(field.name for field in fields(cls))
+            raise InvalidRequestError(f"script: unknown {', '.join(sorted(unknown))}; known: {known}")
+        try:
+            return cls(**_values(given))
+        except ValueError as error:
+            raise InvalidRequestError(f"script: {error}") from error
+
+    def acceptance_at(self, position: int, place: int = 0) -> float:
+        """Returns the acceptance of a position in the block, which begins at a place of the text."""
+        is_late = self.late_acceptance and place >= self.late_from
+        acceptance = self.late_acceptance if is_late else self.acceptance
+        return acceptance[min(position, len(acceptance) - 1)]
+
+    def card(self) -> ModelCard:
+        """Returns the card of either model: one token for each byte."""
+        return ModelCard.of(
+            _byte_tokenizer(),
+            name="scripted",
+            revision="",
+            dtype="float32",
+            vocab_size=self.vocab_size,
+            context_length=self.context_length,
+            stop_token_ids=(),
+        )
+
+
+def is_scripted(model: str) -> bool:
+    """Whether a model's name is a script."""
+    return model.startswith(PREFIX)
+
+
+def expected_tokens(first: int, count: int) -> list[int]:
+    """Returns the drafter's tokens at positions `first` to `first + count - 1`: the alphabet, repeated."""
+    return [ord("a") + position % LETTERS for position in range(first, first + count)]
+
+
+def wait(seconds: float) -> None:
+    """Sleeps instead of a forward pass."""
+    if seconds > 0.0:
+        time.sleep(seconds)
+
+
+def _values(given: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        if name in ("acceptance", "late_acceptance"):
+            values[name] = tuple(float(part) for part in text.split("/"))
+        else:
+            values[name] = int(text) if name in ("vocab_size", "context_length", "late_from") else float(text)
+    return values
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer whose token i is the byte i."""
+    alphabet = _byte_letters()
+    model = models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def _byte_letters() -> list[str]:
+    """Returns the characters that byte-level tokenizers use for the bytes 0 to 255 (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [letters[byte] for byte in range(256)]
