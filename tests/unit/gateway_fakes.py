@@ -534,9 +534,9 @@ class FakePeers:
     def draft_models(self) -> Collection[str]:
         return {drafter.description.name for drafter in self.all_drafters}
 
-    def drafter_for(self, target: TargetPort, but: Collection[int]) -> DrafterPort | None:
+    def drafters_for(self, target: TargetPort, but: Collection[int]) -> Sequence[DrafterPort]:
         usable = (drafter for drafter in self.all_drafters if drafter.connected and drafter.instance_id not in but)
-        return next((drafter for drafter in usable if target.takes_blocks_of(drafter.instance_id)), None)
+        return [drafter for drafter in usable if target.takes_blocks_of(drafter.instance_id)]
 
 
 # Generations

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from gateway_fakes import GONE, PROMPT, STORY, FakeDrafter, FakePeers, FakeTarget, in_virtual_time, make_generation, now
 
+from benchmarks.simulated_pair import round_times
 from draftwire.errors import NoRoomError
 from draftwire.method.rounds import BlockSent, DraftTimings, Permit, SendDrafted, Verdict
 from draftwire.method.token_source import TokenSource
@@ -18,7 +19,7 @@ from draftwire_gateway.session.ports import DrafterLost, DrafterReady, PeerEvent
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.session.round_trip_estimate import FIRST_TIMEOUT_S, LEAST_FLUSH_S, LEAST_TIMEOUT_S
 from draftwire_gateway.session.session_state import SessionState
-from draftwire_gateway.speculation.pairs import Pairs
+from draftwire_gateway.speculation.pairs import SESSIONS_PER_TRIAL, PairName, Pairs
 
 
 @dataclass
@@ -388,3 +389,56 @@ async def test_one_pause_does_not_make_all_sessions_patient_and_a_slow_drafter_d
         await asyncio.sleep(2.0)
         one.end_round(STORY[1:2], num_draft_tokens=4)
     assert one.seat.timeout_s(4, 5.0) > 4.0
+
+
+def named_seating(*models: str, **changes: Any) -> Seating:
+    """Returns a session with a drafter of each model, in the order in which they are preferred by load."""
+    one = seating(len(models), **changes)
+    for drafter, model in zip(one.drafters, models, strict=True):
+        drafter.description = replace(drafter.description, name=model)
+    return one
+
+
+async def opened_on(one: Seating) -> str:
+    drafter = await one.seek_until_ready()
+    return drafter.description.name
+
+
+@in_virtual_time
+async def test_drafters_of_a_requested_model_are_taken_and_no_others() -> None:
+    assert await opened_on(named_seating("large", "small")) == "large"
+    assert await opened_on(named_seating("large", "small", draft_models=frozenset({"small"}))) == "small"
+    one = named_seating("large", "small", draft_models=frozenset({"suffix"}))
+    assert not one.restart()
+
+
+@in_virtual_time
+async def test_drafter_that_does_what_the_verifier_can_is_left_alone() -> None:
+    for offered, taken in (((), "suffix"), (("suffix",), "large")):
+        one = named_seating("suffix", "large", local_strategies=("suffix",))
+        one.target.description = replace(one.target.description, local_strategies=offered)
+        assert await opened_on(one) == taken
+
+
+@in_virtual_time
+async def test_of_several_models_that_is_taken_with_which_sessions_were_fastest() -> None:
+    rates = {"large": 0.010, "small": 0.004}
+
+    def seen(*measured: str, session_id: int = 1, adapts_length: bool = True) -> Seating:
+        one = named_seating("large", "small", adapts_length=adapts_length, num_speculative_tokens=8)
+        one.session.session_id = session_id
+        for model in measured:
+            session = one.pairs.session_length(PairName(one.target.address, model))
+            for number in range(60):
+                started = number * rates[model]
+                session.next_length(number, 100, started)
+                session.observe(round_times(number, started, started + rates[model], 4, 2))
+            session.close()
+        return one
+
+    assert await opened_on(seen("large", "small")) == "small"
+    assert await opened_on(seen("small")) == "large", "nothing is known of it"
+    assert await opened_on(seen("large")) == "small"
+    assert await opened_on(seen("large", "small", adapts_length=False)) == "large", "by load: nothing is chosen for it"
+    tried = {await opened_on(seen("large", "small", session_id=SESSIONS_PER_TRIAL * turn)) for turn in range(2)}
+    assert tried == {"large", "small"}, "one that was slow is tried now and then"

@@ -1,5 +1,7 @@
 """Steps wait for sessions that have fallen out of step, where that makes all of them faster."""
 
+import time
+
 import pytest
 
 from draftwire_verifier.gathering import (
@@ -94,6 +96,13 @@ def test_late_block_is_expected_for_a_while_and_then_not() -> None:
     assert usual.left_s(1.0, 1.0 + 1.01 * PATIENCE * 0.1) is None
     usual.learn(0.3)
     assert usual.seconds == pytest.approx(0.2)
+
+
+def test_decision_for_many_sessions_takes_a_fraction_of_a_millisecond() -> None:
+    started = time.perf_counter()
+    for _ in range(20):
+        worthwhile_wait_s(Ready(64, 64, 0.02), [0.01] * 64, READING)
+    assert (time.perf_counter() - started) / 20 < 0.002, "a tenth of that where nothing else runs"
 
 
 def test_times_of_steps_lie_on_lines_between_those_that_were_measured() -> None:

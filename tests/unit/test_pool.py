@@ -93,7 +93,7 @@ def test_drafter_that_is_free_and_near_drafts(
 ) -> None:
     links: list[Any] = [FakeLink(**{"instance_id": number, **state}) for number, state in enumerate(drafters, 1)]
     pool = make_pool([FakeLink(**verifier)], links, near_drafter_sessions=2)
-    chosen = pool.drafter_for(pool.verifiers.links[0], but)
+    chosen = next(iter(pool.drafters_for(pool.verifiers.links[0], but)), None)
     assert chosen is (None if expected is None else links[expected])
     assert pool.connected_drafters == [link for link in links if link.connected]
 
@@ -104,7 +104,7 @@ def test_service_that_left_serves_nothing_new() -> None:
     leaving.has_left.set()
     pool.drafters.links[0].has_left.set()
     assert list(pool.targets()) == [staying]
-    assert pool.drafter_for(staying, ()) is None  # type: ignore[arg-type]
+    assert not pool.drafters_for(staying, ())  # type: ignore[arg-type]
     assert pool.connected_drafters == []
 
 

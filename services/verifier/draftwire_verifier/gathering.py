@@ -30,6 +30,8 @@ class StepTimes:
 
     _by_magnitude: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Rows and seconds, averages, by bit length of the rows."""
+    _points: list[tuple[float, float]] = field(default_factory=list)
+    """The same by rows."""
 
     def learn(self, num_rows: int, seconds: float) -> None:
         """Adds a step to the moving averages."""
@@ -37,6 +39,7 @@ class StepTimes:
         rows, total = self._by_magnitude.get(magnitude, (float(num_rows), seconds))
         weight = 1.0 - MEMORY
         self._by_magnitude[magnitude] = rows + weight * (num_rows - rows), total + weight * (seconds - total)
+        self._points = sorted(self._by_magnitude.values())
 
     @property
     def is_empty(self) -> bool:
@@ -47,13 +50,13 @@ class StepTimes:
         """Returns the time of a step, on lines between those that were measured, and the nearest one's beyond them. At
         least one was.
         """
-        known = [self._by_magnitude[magnitude] for magnitude in sorted(self._by_magnitude)]
-        below = [point for point in known if point[0] <= num_rows]
-        above = [point for point in known if point[0] > num_rows]
-        if not below or not above:
-            return (above[0] if above else below[-1])[1]
-        (low_rows, low_s), (high_rows, high_s) = below[-1], above[0]
-        return low_s + (high_s - low_s) * (num_rows - low_rows) / (high_rows - low_rows)
+        low_rows, low_s = self._points[0]
+        for rows, seconds in self._points:
+            if rows > num_rows:
+                share = max(0.0, num_rows - low_rows) / (rows - low_rows) if rows > low_rows else 0.0
+                return low_s + share * (seconds - low_s)
+            low_rows, low_s = rows, seconds
+        return low_s
 
 
 @dataclass(slots=True)

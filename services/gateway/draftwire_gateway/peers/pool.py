@@ -64,8 +64,8 @@ class Pool:
         """Returns the names of the draft models, of drafters that were ever connected."""
         return self._draft_models.keys()
 
-    def drafter_for(self, target: TargetPort, but: Collection[int]) -> DrafterLink | None:
-        """Returns the drafter with the fewest sessions; those that cool down come last.
+    def drafters_for(self, target: TargetPort, but: Collection[int]) -> Sequence[DrafterLink]:
+        """Returns the drafters by number of sessions, the fewest first; those that cool down come last.
 
         A drafter in another zone than the verifier counts as if it had `near_drafter_sessions` more.
         """
@@ -79,7 +79,7 @@ class Pool:
             is_far = None not in (drafter.zone, target.zone) and drafter.zone != target.zone
             return drafter.is_cooling_down, drafter.num_sessions + is_far * self._near_drafter_sessions, is_far
 
-        return min(usable, key=load, default=None)
+        return sorted(usable, key=load)
 
     def maintain(self) -> list[Coroutine[Any, Any, None]]:
         """Returns coroutines that discover the peers and keep the links open, to be run for ever."""

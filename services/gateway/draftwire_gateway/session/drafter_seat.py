@@ -401,20 +401,16 @@ class DrafterSeat:
     def _next(self, target: TargetPort) -> DrafterPort | None:
         """Returns the next drafter that was not tried yet and whose context is long enough; None if there is none."""
         generation = self._session.generation
-        unwanted = set(self._tried)
         longest = 0
         found: dict[str, DrafterPort] = {}
-        while generation.num_speculative_tokens:
-            drafter = self._peers.drafter_for(target, unwanted)
-            if drafter is None:
-                break
-            unwanted.add(drafter.instance_id)
-            if not self._is_wanted(drafter.description.name, target):
+        for drafter in self._peers.drafters_for(target, self._tried) if generation.num_speculative_tokens else ():
+            model = drafter.description
+            if model.name in found or not self._is_wanted(model.name, target):
                 continue
-            if len(self._session.committed) < drafter.description.context_length:
-                found.setdefault(drafter.description.name, drafter)
+            if len(self._session.committed) < model.context_length:
+                found[model.name] = drafter
             else:
-                longest = max(longest, drafter.description.context_length)
+                longest = max(longest, model.context_length)
         if found:
             names = list(found)
             chosen = names[0]

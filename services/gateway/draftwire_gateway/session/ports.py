@@ -130,8 +130,8 @@ class Peers(Protocol):
     def draft_models(self) -> Collection[str]:
         """Returns the names of the draft models, of drafters that were ever connected."""
 
-    def drafter_for(self, target: TargetPort, but: Collection[int]) -> DrafterPort | None:
-        """Returns the best drafter whose blocks a verifier takes, if there is one.
+    def drafters_for(self, target: TargetPort, but: Collection[int]) -> Sequence[DrafterPort]:
+        """Returns the drafters whose blocks a verifier takes, the best first.
 
         Args:
             target: the verifier.
