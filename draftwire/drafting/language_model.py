@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from operator import is_
 from typing import cast
 
 import numpy as np
@@ -16,6 +17,7 @@ from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
 from draftwire.method.sampling import Span, TokenEdits, probabilities_of_spans
 from draftwire.models.cached_model import DraftModel, Reading
+from draftwire.requests.parameters import SamplingParams
 
 PROMPT_TOKENS = 32
 """A step that reads more tokens than this for one sequence counts as prefill."""
@@ -44,7 +46,7 @@ class LanguageModelSequence:
         self._num_opened_with = len(token_ids)
         self.cached = model.cache.open(self.ids, cache_salt)
         self._num_read_exactly = self.cached.length
-        self._edits: TokenEdits | None = None
+        self._edits: tuple[tuple[SamplingParams, frozenset[int]], TokenEdits] | None = None
 
     @property
     def num_unread(self) -> int:
@@ -67,10 +69,11 @@ class LanguageModelSequence:
         return not (self._calibrates or self.model.extends_exactly) and self.cached.length >= self._num_opened_with
 
     def edits(self, request: DraftRequest) -> TokenEdits:
-        """Returns those of the session's requests, which all have the same parameters."""
-        if self._edits is None:
-            self._edits = TokenEdits(request.sampling, request.stop_token_ids)
-        return self._edits
+        """Returns those of a request, kept from one block to the next: requests of a session share their parameters."""
+        parameters = request.sampling, request.stop_token_ids
+        if self._edits is None or not all(map(is_, self._edits[0], parameters)):  # which may be long to compare
+            self._edits = parameters, TokenEdits(*parameters)
+        return self._edits[1]
 
     def calibrate(self, base_len: int, token_ids: list[int]) -> None:
         """Commits tokens. Cached tokens that are exact and committed are kept; the rest is read again."""

@@ -16,7 +16,7 @@ from draftwire.drafting.model_free import retrieval_store
 from draftwire.drafting.model_free.retrieval import RetrievalDrafter
 from draftwire.drafting.model_free.retrieval_store import RetrievalStore
 from draftwire.drafting.model_free.text_drafter import Guess
-from draftwire.models import loading
+from draftwire.models import card
 from draftwire.models.card import load_card
 
 WORDS = ["the", "cat", "sat", "on", "mat"]
@@ -56,7 +56,7 @@ def test_command_builds_a_store_of_the_targets_tokens(tmp_path: Path, model: Pat
 
 def test_target_of_up_is_the_default(tmp_path: Path, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(loading, "load_card", lambda name: asked.append(name) or load_card(str(model)))
+    monkeypatch.setattr(card, "load_card", lambda name: asked.append(name) or load_card(str(model)))
     ended = run("index", "build", "--out", str(tmp_path / "store"), str(text))
     assert (ended.returncode, asked) == (0, [up_command.embedded_model("target")])
 

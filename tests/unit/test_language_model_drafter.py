@@ -21,7 +21,7 @@ from draftwire.method.distributions import rows_of as decoded_rows
 from draftwire.method.draw_key import DrawKey
 from draftwire.method.encoding import TOTAL_WEIGHT, Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding, Quantization
-from draftwire.method.randomness import exponentials
+from draftwire.method.randomness import exponentials, uniforms
 from draftwire.method.sampling import Span, probabilities_of_spans
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
@@ -253,7 +253,7 @@ def test_tokens_are_drawn_from_exactly_the_rows_that_are_sent(
     for one, draft in zip(wanted, drafter.step(draftings).drafts, strict=True):
         rows = rows_of(draft, target_vocab_size)
         assert len(draft.token_ids) == one.num_tokens
-        assert draw(rows, one.key.uniforms(one.num_tokens)).tolist() == draft.token_ids
+        assert draw(rows, uniforms([one.key], one.num_tokens)[0]).tolist() == draft.token_ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -289,7 +289,7 @@ def test_weights_that_are_drawn_from_are_those_that_are_sent(
     wanted = request(5)
     draft = fresh(make_drafter(dtype=dtype, quantization=SPARSE), PROMPT, wanted)
     assert draft.distributions.encoding is Encoding.SPARSE_UINT16
-    assert [float(numbers) for _, numbers in drawn] == wanted.key.uniforms(5).tolist()
+    assert [float(numbers) for _, numbers in drawn] == uniforms([wanted.key], 5)[0].tolist()
     sent = rows_of(draft) * TOTAL_WEIGHT
     for row, token, (rows, numbers) in zip(sent, draft.token_ids, drawn, strict=True):
         expected = torch.zeros(VOCAB_SIZE).scatter_add_(0, rows.token_ids[0], rows.weights[0].float())
