@@ -43,6 +43,16 @@ async def test_verifier_bridges_the_time_until_a_drafter_is_ready() -> None:
 
 
 @in_virtual_time
+async def test_text_of_a_repeatable_seed_is_not_drafted_for_while_the_drafter_warms_up() -> None:
+    one = seated(num_drafters=1, has_repeatable_seed=True)
+    one.seat.seek(one.target)
+    assert one.seat.run(32, 2) == RunRequest(WhyPlain.WARMING_UP, 2)
+    one = seated(num_drafters=0, has_repeatable_seed=True)
+    one.seat.seek(one.target)
+    assert one.seat.run(32, 2).draft == LocalDraft("suffix", 4), "without one it always is"
+
+
+@in_virtual_time
 async def test_session_that_is_opened_waits_for_its_drafter_for_one_round_whatever_the_verifier_could_draft() -> None:
     for adapts in (False, True):
         one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=adapts)
