@@ -253,6 +253,20 @@ def test_windows_beside_which_prompts_are_read_count_only_where_there_are_no_oth
     assert measured_plain_s(chooser) < 0.015
 
 
+def test_rounds_that_wait_for_their_reader_count_where_most_do() -> None:
+    """A gateway with many sessions has no time for any of them; a reader that is slow among others is left out."""
+    for slow_of_ten, expected_s in ((9, 0.02), (1, 0.01)):
+        chooser = PairChooser(8, 0)
+        session, now = SessionLength(chooser), 0.0
+        for number in range(400):
+            length = session.next_length(number, 100, now)
+            seconds, gateway_s = (0.007, 0.013) if number % 10 < slow_of_ten else (0.01, 0.0)
+            times = round_times(number, now, now + seconds, length, 0, 0.0, 0.005, gateway_s=gateway_s)
+            session.observe(times)
+            now += times.duration_s
+        assert measured_plain_s(chooser) == pytest.approx(expected_s, rel=0.02)
+
+
 def test_new_load_begins_with_the_length_of_the_nearest_one_and_plain_runs_are_bounded() -> None:
     chooser = PairChooser(8, 4)
     Simulation(pair_of(5, 200, 2, 0.1, 1), None, chooser=chooser).tokens_per_s(20.0)

@@ -41,7 +41,7 @@ LONGEST_ROUND_S = 1.0
 LEAST_GAIN = 0.01
 """Another length is chosen if it is better by so much."""
 MAX_SLOW_READER = 0.5
-"""Rounds that waited for their reader for longer than this share of their time are left out."""
+"""Rounds that waited for their reader for longer than this share of their time are left out, unless most did."""
 SETTLING_ROUNDS = 2.0
 """Where other sessions run, rounds count from so many rounds after a change of the length on."""
 FIRST_PLAIN_ROUNDS = 4
@@ -66,16 +66,32 @@ class Window:
     quiet: WindowSums = field(default_factory=WindowSums)
     """Over rounds beside which nobody read a prompt."""
     all: WindowSums = field(default_factory=WindowSums)
-    """Over all rounds."""
+    """Over all rounds but slow ones."""
+    slow: WindowSums = field(default_factory=WindowSums)
+    """Over rounds that waited for their reader. If most did, it is the gateway that has no time for them."""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether most rounds are slow."""
+        return self.slow.num_rounds > self.all.num_rounds
 
     @property
     def is_quiet(self) -> bool:
         """Whether enough rounds are quiet."""
-        return 2 * self.quiet.num_rounds >= LEAST_ROUNDS
+        return not self.is_slow and 2 * self.quiet.num_rounds >= LEAST_ROUNDS
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of the kind that is to fill the window."""
+        return self.slow.num_rounds if self.is_slow else self.quiet.num_rounds
 
     @property
     def sums(self) -> WindowSums:
-        """Over quiet rounds, or all if too few are quiet, as where prompts arrive all the time."""
+        """Over slow rounds if most are, else over quiet ones, or all if too few are quiet, as where prompts arrive all
+        the time.
+        """
+        if self.is_slow:
+            return self.slow
         return self.quiet if self.is_quiet else self.all
 
 
@@ -208,14 +224,15 @@ class PairChooser:
         service_s = times.ended_at - times.started_at
         is_of_window = window is current or window.length == current.length  # runs outlast windows
         is_of_window = is_of_window and times.started_at >= current.counts_from
-        if is_of_window and is_whole and times.gateway_s <= MAX_SLOW_READER * service_s:
+        if is_of_window and is_whole:
             expected_tokens = self.acceptance.mean_tokens(current.length)
-            current.all.add(times, expected_tokens)
-            if self._num_reading == 0 and times.started_at >= self._quiet_since:
+            is_slow = times.gateway_s > MAX_SLOW_READER * service_s
+            (current.slow if is_slow else current.all).add(times, expected_tokens)
+            if not is_slow and self._num_reading == 0 and times.started_at >= self._quiet_since:
                 current.quiet.add(times, expected_tokens)
         passed_s = times.ended_at - current.counts_from
         least_rounds = max(LEAST_ROUNDS, LEAST_ROUNDS_OF_EACH * self.num_sessions)
-        is_full = passed_s >= LEAST_WINDOW_S and current.quiet.num_rounds >= least_rounds
+        is_full = passed_s >= LEAST_WINDOW_S and current.num_rounds >= least_rounds
         is_due = times.ended_at >= current.next_due
         is_outdated = self.acceptance.num_surprises > current.num_surprises
         if is_full or is_due or is_outdated or passed_s >= MOST_WINDOW_S:
