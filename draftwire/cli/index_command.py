@@ -65,7 +65,7 @@ def _build(files: list[Path], out: Path, model: str | None, force: bool, console
         num_bytes = check_files(files)
         card = _card(model)
     except ImportError as error:
-        raise InvalidRequestError(f"this needs torch: pip install 'draftwire[services]' ({error})") from error
+        raise InvalidRequestError(f"this needs pip install 'draftwire[services]' ({error})") from error
     vocab_size = max(card.description.vocab_size, len(card.vocabulary))
     with _progress(console) as progress:
         reading, sorting = progress.add_task("tokenizing", total=num_bytes), progress.add_task("sorting", total=None)

@@ -33,8 +33,6 @@ SMALL_MODEL_BYTES = 64 * 2**20
 """Models with fewer bytes of weights run as fast on one thread as on several."""
 NO_DRAFTER = "none"
 """In place of a draft model."""
-LOCAL_DRAFTS = "suffix"
-"""How the verifier drafts then."""
 COLORS = {"drafter": "cyan", "verifier": "magenta", "gateway": "green"}
 
 
@@ -208,8 +206,6 @@ def stack_options(
     options: dict[str, dict[str, Any]] = {"gateway": {}}
     if num_speculative_tokens is not None:
         options["gateway"] |= {"speculation": "fixed", "num_speculative_tokens": num_speculative_tokens}
-    if drafter == NO_DRAFTER:
-        options["gateway"]["local_drafts"] = _or_variable("gateway", "local_drafts", LOCAL_DRAFTS)
     for service, model in models.items():
         defaults = {"threads": threads_for(model), **(drafts if service == "drafter" else {})}
         settings = {name: _or_variable(service, name, default) for name, default in defaults.items()}

@@ -78,6 +78,7 @@ class RequestProgress:
             generated = [completion.resume() for completion in self._collected]
             del self.request.generated_choices[:]
             self.request.generated_choices.extend(choice for choice in generated if choice is not None)
+            self.request.has_random_seed = False  # its numbers may have been drawn, whatever was received
         return pause_s
 
     @property

@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from draftwire.drafting.language_model import LanguageModelDrafter
-from draftwire.drafting.model_free.text_drafter import TextDrafter
+from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
+from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE, TextDrafter
 from draftwire.drafting.model_free_drafter import ModelFreeSequence
-from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftSequence, DraftStep
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
 from draftwire.method.encoding import DraftDistributions, with_certain
 from draftwire.method.quantization import Encoding
@@ -25,14 +25,12 @@ from draftwire.method.quantization import Encoding
 LEAST_MATCH = 8
 """Tokens that have to match before a guess takes over: then half of eight guessed tokens and more are accepted, as
 docs/model-free.md has it."""
-READ_AT_ONCE = 512
-"""Most tokens that a step adds to the index of a text; nothing is guessed of a text that was not read to its end."""
 
 
 class CascadeSequence:
     """The tokens of one session, as the model and as the text drafter has them."""
 
-    def __init__(self, model: DraftSequence, text: ModelFreeSequence) -> None:
+    def __init__(self, model: LanguageModelSequence, text: ModelFreeSequence) -> None:
         """Joins a session's sequences, which have the same committed tokens."""
         self.model, self.text = model, text
 
@@ -97,6 +95,8 @@ class CascadeDrafter:
         step = self._model.step(inner)
         drafts: list[Draft | DraftwireError | None] = []
         for index, (drafting, draft) in enumerate(zip(draftings, step.drafts, strict=True)):
+            if index in guessed:
+                cast(CascadeSequence, drafting.sequence).model.publish()  # as the model does where it drafts
             if isinstance(draft, Draft) and drafting.request is not None:
                 draft = self._continued(cast(CascadeSequence, drafting.sequence), drafting.request, draft)
             drafts.append(guessed.get(index, draft))

@@ -198,9 +198,9 @@ class LanguageModelDrafter:
     ) -> tuple[list[Draft | DraftwireError], int]:
         """Draws blocks, position by position, and returns them with the number of forward passes.
 
-        Drawn tokens feed the next forward pass on the device. The host waits for the device only where penalties or
-        a form need the text. A block whose next logits are not finite ends there: a failure of the model for that
-        sequence alone. A block that is cut ends after its last drawn token, without a further forward pass.
+        Drawn tokens feed the next forward pass on the device. The host waits for the device only where penalties, a
+        form or `ends_after` need the text. A block whose next logits are not finite ends there: a failure of the model
+        for that sequence alone. A block that is cut ends after its last drawn token, without a further forward pass.
 
         Args:
             logits: `[members, vocab]`, after each member's committed tokens.

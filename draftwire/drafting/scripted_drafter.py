@@ -1,4 +1,4 @@
-"""Drafting strategy that follows a script instead of a model; see `draftwire.models.scripted`."""
+"""Drafting strategy that follows a script instead of a model; see `draftwire.models.script`."""
 
 import time
 from collections.abc import Sequence

@@ -3,12 +3,13 @@
 Torch is imported by those that have weights, and by no other.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, are_text_drafters
+from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, are_text_drafters, parts_of
 from draftwire.drafting.model_free.registry import TextDrafters
+from draftwire.drafting.model_free.text_drafter import TextDrafter
 from draftwire.drafting.model_free_drafter import ModelFreeDrafter
 from draftwire.drafting.scripted_drafter import ScriptedDrafter
 from draftwire.drafting.strategy import DraftingStrategy
@@ -84,11 +85,11 @@ class StrategyContext(Protocol):
             InvalidRequestError: the store to retrieve from cannot be used.
         """
 
-    def require_no_texts(self, what: str) -> None:
-        """Refuses settings of drafts without a model, which would have no effect.
+    def require_texts_of(self, names: Sequence[str]) -> None:
+        """Refuses settings of drafts without a model that would have no effect.
 
         Args:
-            what: the strategy, for the message.
+            names: of the text drafters that there are to be; none if a model or a script drafts alone.
 
         Raises:
             InvalidRequestError: such a setting is present.
@@ -134,7 +135,7 @@ def _load_model_free(name: str, context: StrategyContext) -> LoadedStrategy:
     described = replace(card.description, name=name)
     return LoadedStrategy(
         replace(card, description=described),
-        ModelFreeDrafter(context.load_text_drafters(card).named(name), described.vocab_size, described.context_length),
+        ModelFreeDrafter(_text_drafter(name, context, card), described.vocab_size, described.context_length),
     )
 
 
@@ -145,11 +146,16 @@ STRATEGIES = {
 """The strategies that propose a model's or a script's tokens, by name; others are named by `TEXT_DRAFTER_NAMES`."""
 
 
+def _text_drafter(name: str, context: StrategyContext, card: ModelCard) -> TextDrafter:
+    context.require_texts_of(parts_of(name))
+    return context.load_text_drafters(card).named(name)
+
+
 def _load_cascade(name: str, context: StrategyContext) -> LoadedStrategy:
     from draftwire.drafting.cascade_drafter import CascadeDrafter
 
     card, model = _language_model(context)
-    texts = context.load_text_drafters(card).named(name)
+    texts = _text_drafter(name, context, card)
     described = replace(card.description, name=f"{card.description.name}{JOINT}{name}")
     return LoadedStrategy(replace(card, description=described), CascadeDrafter(model, texts))
 
@@ -170,7 +176,7 @@ def load_strategy(name: str, context: StrategyContext) -> LoadedStrategy:
         return _load_model_free(name, context)
     if name.startswith(MODEL + JOINT) and are_text_drafters(name.removeprefix(MODEL + JOINT)):
         return _load_cascade(name.removeprefix(MODEL + JOINT), context)
-    context.require_no_texts(f"strategy {name}")
+    context.require_texts_of(())
     if name not in STRATEGIES:
         known = (AUTO, *TEXT_DRAFTER_NAMES, *STRATEGIES)
         raise InvalidRequestError(f"unknown strategy {name!r}; known: {', '.join(known)}")

@@ -159,6 +159,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
         session = self._scheduler.close(session_id, epoch)
         if session is not None:
             self._torch.post(self._engine.forget, session.key)
+            self._work.set()  # a step may wait for it
             if self.spans is not None:
                 self.spans.close(session.key)
 

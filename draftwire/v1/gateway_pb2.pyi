@@ -419,7 +419,8 @@ class GenerateRequest(_message.Message):
     """Reports `text_lengths` and `draft_logprobs` in the deltas. Costs the gateway some time for each token."""
     has_random_seed: _builtins.bool
     """The seed was drawn at random for this request, and is sent only so that a resumed request has the same: lengths of
-    drafts are chosen as without a seed. Must not be set for a seed that is used again.
+    drafts are chosen as without a seed. Must not be set for a seed that is used again, and so not on a resume, nor when
+    the request is repeated after a failure.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:

@@ -117,8 +117,8 @@ def test_text_of_a_seed_that_is_used_again_follows_the_law_though_texts_are_shar
         with ThreadPoolExecutor(8) as pool:
 
             def second(seed: int) -> Completion:
-                client.generate(PROMPT, seed=seed, **options)
-                return client.generate(PROMPT, seed=seed, **options)
+                client.generate(PROMPT, seed=seed, cache_salt=str(seed), **options)
+                return client.generate(PROMPT, seed=seed, cache_salt=str(seed), **options)
 
             drawn = list(pool.map(second, range(SAMPLES)))
     assert compare("block", drawn, law).p_value > ALPHA

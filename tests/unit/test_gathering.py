@@ -34,6 +34,8 @@ def test_step_waits_for_the_other_half_while_that_takes_less_than_a_second_step(
     assert worthwhile_wait_s(half, [0.03] * 4, READING) == 0.03
     assert worthwhile_wait_s(half, [0.11] * 4, READING) == 0.0, "a second step is over before"
     assert worthwhile_wait_s(half, [0.03] * 4, COMPUTING) == 0.0, "together they take as long as one after the other"
+    slowly = Ready(4, 12, 0.12)
+    assert worthwhile_wait_s(slowly, [0.01] * 4, READING) == 0.0, "each half is drafted for beside the other one's step"
     assert worthwhile_wait_s(half, [], READING) == 0.0
     assert worthwhile_wait_s(half, [0.03] * 4, StepTimes()) == 0.0, "nothing is known yet"
 
@@ -83,7 +85,7 @@ def test_wait_is_over_when_it_is_reached_or_all_have_come() -> None:
     gathering = Gathering(READING)
     assert gathering.holds(Ready(4, 4, 0.01), [0.01] * 4, 1.0)
     assert gathering.until == pytest.approx(1.01)
-    assert not gathering.begin(1.004)
+    gathering.begin(1.004)
     assert gathering.until is None, "nobody is to wake up for it"
 
 
@@ -99,10 +101,12 @@ def test_late_block_is_expected_for_a_while_and_then_not() -> None:
 
 
 def test_decision_for_many_sessions_takes_a_fraction_of_a_millisecond() -> None:
-    started = time.perf_counter()
+    taken = []
     for _ in range(20):
-        worthwhile_wait_s(Ready(64, 64, 0.02), [0.01] * 64, READING)
-    assert (time.perf_counter() - started) / 20 < 0.002, "a tenth of that where nothing else runs"
+        started = time.perf_counter()
+        worthwhile_wait_s(Ready(64, 64, 0.02), [0.01] * 1000, READING)
+        taken.append(time.perf_counter() - started)
+    assert min(taken) < 0.001
 
 
 def test_times_of_steps_lie_on_lines_between_those_that_were_measured() -> None:

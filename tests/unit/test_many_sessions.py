@@ -280,7 +280,7 @@ class Stack:
             CachedModel(decoder_of(models.drafter), drafter_room),
         )
         self.target = Half(
-            verifying.Scheduler(vocab_size=VOCAB_SIZE, **limits_of(target_room, budget)),
+            verifying.Scheduler(vocab_size=VOCAB_SIZE, clock=float, **limits_of(target_room, budget)),
             target_engine.TargetEngine(target, CONTEXT_LENGTH),
             target.cache,
         )

@@ -87,10 +87,14 @@ def test_store_is_needed_and_the_targets(target: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=f"no retrieval store at {tmp_path}"):
         load_drafter(loading, strategy="retrieval", texts=TextDraftSettings(retrieval_store=tmp_path))
     texts = stored(target, tmp_path / "store")
-    with pytest.raises(InvalidRequestError, match="strategy scripted takes no retrieval_store"):
+    with pytest.raises(InvalidRequestError, match="takes no retrieval_store: add retrieval"):
         load_drafter(ModelSettings("scripted:"), texts=texts)
-    with pytest.raises(InvalidRequestError, match="strategy model takes no retrieval_store and no shared_tokens"):
+    with pytest.raises(InvalidRequestError, match="takes no shared_tokens: add suffix"):
         load_drafter(loading, strategy="model", texts=TextDraftSettings(shared_tokens=5))
+    with pytest.raises(InvalidRequestError, match="takes no retrieval_store: add retrieval"):
+        load_drafter(loading, strategy="suffix", texts=texts)
+    with pytest.raises(InvalidRequestError, match="takes no shared_tokens: add suffix"):
+        load_drafter(loading, strategy="lookup", texts=TextDraftSettings(shared_tokens=5))
 
 
 def test_model_is_joined_with_what_continues_its_tokens(target: Path) -> None:

@@ -50,7 +50,7 @@ PHILOX_ANSWERS = {
 
 
 def numbers(count: int, key: bytes = KEY, choice: int = 0, round: int = 0, attempt: int = 0) -> list[float]:
-    return DrawKey(key, choice, round, attempt).uniforms(count).tolist()
+    return uniforms([DrawKey(key, choice, round, attempt)], count)[0].tolist()
 
 
 def times(positions: list[int], vocab_size: int, key: bytes = KEY, choice: int = 0) -> Tensor:
@@ -176,7 +176,7 @@ def test_numbers_inside_rounds_are_uniform_and_consecutive_rounds_uncorrelated()
 @every("attempt", [0, 1])
 def test_numbers_are_float64_in_the_unit_interval_whose_last_bits_are_random_too(attempt: int) -> None:
     """Odds of a false alarm: 1e-6 for each attempt."""
-    drawn = DrawKey(KEY, 0, 0, attempt).uniforms(50_000)
+    drawn = uniforms([DrawKey(KEY, 0, 0, attempt)], 50_000)[0]
     assert (drawn.dtype, drawn.shape) == (torch.float64, (50_000,))
     assert bool(((drawn >= 0.0) & (drawn < 1.0)).all())
     bits = (drawn.numpy() * 2.0**53).astype(np.int64)

@@ -171,6 +171,16 @@ async def test_heartbeat_that_is_due_is_not_put_off_by_work(fake: FakeParallelMo
     thread.stop()
 
 
+async def test_work_is_awaited_for_a_limited_time(fake: FakeParallelModel) -> None:
+    thread, work = TorchThread(), asyncio.Event()
+    alone, guard = GroupGuard(ALONE, thread), GroupGuard(TWO, thread)
+    guard.take(guarded(fake))
+    for waiting in (alone, guard):
+        async with asyncio.timeout(5.0):
+            await waiting.wait(work, 0.01)
+    thread.stop()
+
+
 async def test_own_reason_is_better_than_that_another_rank_ended() -> None:
     followers, thread = FakeFollowers(), TorchThread()
     guard = GroupGuard(TWO, thread, Place(0, 2), followers)

@@ -294,7 +294,7 @@ def test_strategy_is_found_by_its_name_or_by_what_the_model_is() -> None:
         (
             "clairvoyance",
             "scripted:",
-            "known: auto, suffix, lookup, retrieval, scripted, model",
+            "unknown strategy 'clairvoyance'; known: auto, suffix, lookup, retrieval, ",
         ),
     ):
         with pytest.raises((InvalidRequestError, OSError), match=said):

@@ -166,6 +166,7 @@ def test_drafters_are_named_alone_or_joined() -> None:
     assert text.length == 5
     assert are_text_drafters("suffix+retrieval")
     assert not are_text_drafters("suffix+")
+    assert not are_text_drafters("suffix+suffix")
     with pytest.raises(InvalidRequestError, match="needs a store"):
         drafters.named("suffix+retrieval")
     with pytest.raises(InvalidRequestError, match="nothing drafts by the name 'x'; known: suffix, lookup"):

@@ -317,6 +317,81 @@ def test_engine_is_known_to_stand_still_while_sessions_wait_for_blocks() -> None
     assert idle_from(99.0) == pytest.approx(6.0), "nobody has waited since"
 
 
+@dataclass
+class InStep:
+    """Two sessions whose steps take 0.1 s, alone or together, and whose blocks usually come 0.04 s after verdicts."""
+
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.scheduler = make_scheduler(clock=lambda: self.now, context_length=100)
+        specs = (make_spec(session_id=number, max_len=100) for number in (1, 2))
+        self.first, self.second = (self.scheduler.open(spec, lease_id=0) for spec in specs)
+        self.engine = Engine()
+        for _ in range(4):
+            self.offer(self.first, self.second)
+            assert self.judge() == [self.first, self.second]
+            self.now += 0.04
+
+    def offer(self, *sessions: TargetSession) -> None:
+        for session in sessions:
+            offer(self.scheduler, make_block(session.fence, [10]))
+
+    def judge(self) -> list[TargetSession]:
+        """Runs the next step and returns who took part; nobody if there is none."""
+        step = self.scheduler.next_step()
+        if step is None:
+            return []
+        self.now += 0.1
+        self.scheduler.complete(step, replace(self.engine.run(step), verify_us=100_000))
+        return [item.session for item in step.items]
+
+
+def test_step_waits_for_a_session_whose_block_is_expected_soon() -> None:
+    two = InStep()
+    two.now -= 0.01
+    two.offer(two.first)
+    assert two.judge() == []
+    assert two.scheduler.holds_for_s == pytest.approx(0.01)
+    waited = two.scheduler.idle.waited(two.now)
+    two.now += 0.01
+    assert two.scheduler.idle.waited(two.now) == pytest.approx(waited + 0.01), "the engine has nothing to do"
+    two.offer(two.second)
+    assert two.judge() == [two.first, two.second]
+    assert two.scheduler.holds_for_s is None
+    assert two.scheduler.gathering.held_s == pytest.approx(0.01)
+
+
+def test_step_waits_no_longer_than_the_block_is_expected() -> None:
+    two = InStep()
+    two.offer(two.first)
+    assert two.judge() == []
+    two.now += 0.04
+    assert two.judge() == [two.first]
+    two.offer(two.second)
+    assert two.judge() == [], "the late one waits for the other's next block in turn"
+    two.offer(two.first)
+    assert two.judge() == [two.second, two.first]
+
+
+def test_step_that_waits_for_a_session_begins_when_that_is_closed() -> None:
+    two = InStep()
+    two.offer(two.first)
+    assert two.judge() == []
+    two.scheduler.close(*two.second.key)
+    assert two.judge() == [two.first]
+    assert two.scheduler.holds_for_s is None
+
+
+def test_nothing_is_waited_for_when_the_session_that_was_ready_is_closed() -> None:
+    two = InStep()
+    two.offer(two.first)
+    assert two.judge() == []
+    two.scheduler.close(*two.first.key)
+    assert two.judge() == []
+    assert two.scheduler.holds_for_s is None, "else the engine would be asked again and again"
+
+
 def test_time_in_the_queue_is_counted_from_each_rounds_own_start() -> None:
     now = [1.0]
     scheduler, _ = opened(make_scheduler(clock=lambda: now[0]), plain_rounds=2)

@@ -11,5 +11,6 @@ def parts_of(name: str) -> tuple[str, ...]:
 
 
 def are_text_drafters(name: str) -> bool:
-    """Whether a name is one of `TEXT_DRAFTER_NAMES`, or joins some of them."""
-    return all(part in TEXT_DRAFTER_NAMES for part in parts_of(name))
+    """Whether a name is one of `TEXT_DRAFTER_NAMES`, or joins some of them, each once."""
+    parts = parts_of(name)
+    return len(set(parts)) == len(parts) and all(part in TEXT_DRAFTER_NAMES for part in parts)

@@ -108,9 +108,10 @@ class TextFollower:
                 match.append(token)
 
     def guess(self, num_tokens: int, drafted: Sequence[int] = ()) -> Guess:
-        """Returns what followed the longest suffix of the text in another one; none if it was never seen."""
+        """Returns what followed the longest suffix of the text in another one; none if nothing did."""
         texts = self._shared.of(self._salt)
         if texts is None:
+            self._indexes, self._matches = (), ()
             return NOTHING
         if self._indexes is not texts.indexes:
             self._indexes = texts.indexes

@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+READ_AT_ONCE = 512
+"""Most tokens that a round adds to a text where others wait for it: a longer prompt delays the first guess of its own
+text, and no other session."""
+
 
 @dataclass(frozen=True, slots=True)
 class Guess:

@@ -1,7 +1,9 @@
 """Settings and model loading for a drafting strategy. Torch is imported where weights are loaded, and not before."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.model_settings import limited, refuse_settings_of_weights
 from draftwire.engine.ranks.guard import GroupGuard
@@ -9,7 +11,7 @@ from draftwire.engine.ranks.rank_config import RankConfig
 from draftwire.method.quantization import Quantization
 from draftwire.models.card import ModelCard, load_card
 from draftwire.models.script import Script, is_scripted
-from draftwire.runtime.settings import TextDraftSettings, require
+from draftwire.runtime.settings import require
 from draftwire_drafter.config import DrafterConfig
 
 if TYPE_CHECKING:
@@ -73,6 +75,9 @@ class ConfiguredContext:
         texts = self._config.texts
         return TextDrafters.load(texts.retrieval_store, texts.shared_tokens, card.description.vocabulary_fingerprint)
 
-    def require_no_texts(self, what: str) -> None:
-        """Refuses settings of drafts without a model; `what` names the strategy."""
-        require(self._config.texts == TextDraftSettings(), f"{what} takes no retrieval_store and no shared_tokens")
+    def require_texts_of(self, names: Sequence[str]) -> None:
+        """Refuses settings of text drafters that are not among those named."""
+        texts, strategy = self._config.texts, self._config.drafts.strategy
+        has_store, shares = texts.retrieval_store is not None, texts.shared_tokens > 0
+        require(RETRIEVAL in names or not has_store, f"strategy {strategy} takes no retrieval_store: add retrieval")
+        require(SUFFIX in names or not shares, f"strategy {strategy} takes no shared_tokens: add suffix")

@@ -85,7 +85,7 @@ class GatewayCore:
     def _drafter_names(self) -> tuple[str, ...]:
         """Returns by what names requests may ask for drafters: draft models, and strategies of verifiers."""
         names = dict.fromkeys(self._peers.draft_models())
-        for verifier in self._peers.targets():
+        for verifier in self._peers.targets() if self.config.local_drafts != NO_LOCAL_DRAFTS else ():
             names |= dict.fromkeys(verifier.description.local_strategies)
         return tuple(names)
 

@@ -2,15 +2,18 @@
 
 While reading the weights is most of a step, it takes about as long for a few sessions as for many. Sessions that have
 fallen out of step with each other, each half in steps of its own, are then nearly half as fast as together, and nothing
-would bring them together again. So a step that could begin waits for blocks that are expected soon, if that takes less
-time than the second step which it saves.
+would bring them together again. So a step that could begin waits for blocks that are expected soon.
+
+In step, a cycle is a step of all, and then the wait for their next blocks; in two halves, it is a step of each, beside
+which the other half is drafted for. A step waits only where the first is shorter: where drafting takes less time than
+the second step.
 
 Which rounds share a step changes no token. Pure: no tensors, no transport, no clock but the given one.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from heapq import nsmallest
 
 MEMORY = 0.8
 """Weight of the previous estimate in the moving averages of times of steps."""
@@ -20,6 +23,8 @@ PATIENCE = 1.5
 """A block that takes longer than so many times its session's usual wait is not expected any more."""
 LEAST_LEFT = 0.25
 """A block that is due is expected after this share of its session's usual wait."""
+MOST_AWAITED = 16
+"""Sessions that are considered to be waited for; when they have come, the next ones are."""
 TRIAL_EVERY = 64
 """One in so many steps waits for nobody, so that the times of smaller steps are known."""
 
@@ -91,14 +96,14 @@ class Ready:
     num_rows: int
     """That the step would compute."""
     usual_wait_s: float
-    """How long their next blocks usually take to come after their verdicts, mean."""
+    """How long next blocks usually take to come after verdicts, mean over these sessions and those that are awaited."""
 
 
 def worthwhile_wait_s(ready: Ready, left_s: Iterable[float], times: StepTimes) -> float:
     """Returns for how long a step that could begin should wait for others; 0 is to begin now.
 
-    It waits if that takes less time than the second step that is saved, unless those that come late, of which there are
-    fewer, could rather wait for the next blocks of those that are ready.
+    It waits if that takes less time than the second step that is saved, now and in each cycle, unless those that come
+    late, of which there are fewer, could rather wait for the next blocks of those that are ready.
 
     Args:
         ready: who is.
@@ -110,11 +115,11 @@ def worthwhile_wait_s(ready: Ready, left_s: Iterable[float], times: StepTimes) -
     alone_s = times.seconds(ready.num_rows)
     rows_of_each = ready.num_rows / ready.num_sessions
     best_s, most_saved_s, sum_s = 0.0, 0.0, 0.0
-    for num_others, wait_s in enumerate(sorted(left_s), 1):
+    for num_others, wait_s in enumerate(nsmallest(MOST_AWAITED, left_s), 1):
         sum_s += wait_s
         others_s = times.seconds(num_others * rows_of_each)
         together_s = times.seconds(ready.num_rows + num_others * rows_of_each)
-        saved_s = alone_s + others_s - together_s - wait_s
+        saved_s = alone_s + others_s - together_s - max(wait_s, ready.usual_wait_s)
         waited_s = (ready.num_sessions + num_others) * wait_s - sum_s  # by all of them
         waited_instead_s = num_others * (alone_s + ready.usual_wait_s) - sum_s
         if saved_s > most_saved_s and waited_s < waited_instead_s:
@@ -147,14 +152,14 @@ class Gathering:
         is_trial = self._num_asked % TRIAL_EVERY == 0
         wait_s = 0.0 if is_trial else worthwhile_wait_s(ready, left_s, self.times)
         if wait_s <= 0.0:
-            return self.begin(now)
+            self.begin(now)
+            return False
         self._held_since = now if self._held_since is None else self._held_since
         self.until = now + wait_s
         return True
 
-    def begin(self, now: float) -> Literal[False]:
+    def begin(self, now: float) -> None:
         """Ends the wait, if there was one: the next step begins now if there is anything to do."""
         if self._held_since is not None:
             self.held_s += now - self._held_since
         self.until = self._held_since = None
-        return False

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from draftwire.drafting.model_free.possible import possible
 from draftwire.drafting.model_free.registry import TextDrafters
-from draftwire.drafting.model_free.text_drafter import FollowedText
+from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE, FollowedText
 from draftwire.errors import InvalidRequestError
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding
@@ -14,9 +14,6 @@ from draftwire.requests.session_parameters import SessionParameters
 
 NO_DRAFTER = -1
 """Identity of the sender of a local block: no drafter has it."""
-READ_AT_ONCE = 512
-"""Most tokens that one round adds to the index of a text: a longer prompt delays the first guess, and no other
-session."""
 
 
 @dataclass(slots=True, eq=False)

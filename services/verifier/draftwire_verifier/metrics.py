@@ -124,7 +124,7 @@ class _WaitCollector(Collector):
         )
         yield CounterMetricFamily(
             PREFIX + "engine_gathering_seconds",
-            "Part of that in which a step could have begun, and waited for other sessions to share it.",
+            "Part of engine_waiting_for_drafts_seconds in which a step could have begun, and waited to be shared.",
             scheduler.gathering.held_s,
         )
 

@@ -301,6 +301,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         """
         now = self.clock()
         if self._holds(now):
+            self.idle.set_idle(True, now)
             return None
         items = [StepItem(session, session.block, max_read or 1) for session, max_read in self._take_ready()]
         self.idle.set_idle(not items, now)
@@ -373,16 +374,18 @@ class Scheduler(SessionBook[TargetSession, Step]):
         """Whether the next step waits for sessions that are not ready yet."""
         deciding = [session for session in self._ready if not session.is_reading]
         if not deciding or not self.idle.num_waiting:
-            return self.gathering.begin(now)
+            self.gathering.begin(now)
+            return False
         num_rows = sum(1 + (len(session.block.token_ids) if session.block else 0) for session in deciding)
-        waiting = [
-            session.usual_wait.left_s(session.waits_since, now)
-            for session in self.sessions.values()
-            if session.waits_since is not None
-        ]
-        expected = [left_s for left_s in waiting if left_s is not None]
-        usual_s = sum(session.usual_wait.seconds or 0.0 for session in deciding) / len(deciding)
-        return self.gathering.holds(Ready(len(deciding), num_rows, usual_s), expected, now)
+        expected: list[float] = []
+        usual = [session.usual_wait.seconds or 0.0 for session in deciding]
+        for session in self.sessions.values():
+            if session.waits_since is not None:
+                left_s = session.usual_wait.left_s(session.waits_since, now)
+                if left_s is not None:
+                    expected.append(left_s)
+                    usual.append(session.usual_wait.seconds or 0.0)
+        return self.gathering.holds(Ready(len(deciding), num_rows, sum(usual) / len(usual)), expected, now)
 
     def _end_wait(self, session: TargetSession) -> None:
         """Ends the wait of a session whose next round can be decided."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from draftwire.drafting.model_free.names import JOINT
+from draftwire.drafting.model_free.names import JOINT, parts_of
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.keys import Role
 from draftwire.method.rounds import (
@@ -146,7 +146,7 @@ class DrafterSeat:
             return self._local_run(WhyPlain.NO_DRAFTER, most)
         if self.is_ready:
             return self._local_run(WhyPlain.NO_ROOM, most)
-        if self._session.generation.has_repeatable_seed:  # how long it takes to warm up must not show in the text
+        if self._session.generation.has_repeatable_seed:  # how long warming up takes shows no more than it must
             return RunRequest(WhyPlain.WARMING_UP, bridge)
         return self._local_run(WhyPlain.WARMING_UP, bridge)
 
@@ -423,9 +423,9 @@ class DrafterSeat:
 
     def _is_wanted(self, model: str, target: TargetPort) -> bool:
         """Whether the drafters of a model may draft. None does what the verifier can do by itself."""
-        wanted = self._session.generation.draft_models
-        is_local = model in self._session.generation.local_strategies and model in target.description.local_strategies
-        return not is_local and (wanted is None or model in wanted)
+        generation, offered = self._session.generation, target.description.local_strategies
+        is_local = all(part in generation.local_strategies and part in offered for part in parts_of(model))
+        return not is_local and (generation.draft_models is None or model in generation.draft_models)
 
     def _spec(self, drafter: ModelDescription, target: TargetPort) -> DraftSessionSpec:
         session = self._session

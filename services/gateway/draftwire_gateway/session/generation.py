@@ -128,7 +128,7 @@ class Generation:
         """Whether the rule changes the distribution of the text."""
         return not self.rule.is_lossless
 
-    def session_parameters(self, traceparent: str = "", *, is_first: bool = True) -> SessionParameters:
+    def session_parameters(self, traceparent: str, *, is_first: bool) -> SessionParameters:
         """Returns the parameters that both services need.
 
         Args:

@@ -26,9 +26,10 @@ PROBE_SHARE = 0.0015
 """What the probes of one length may cost: so much of the tokens that could be generated meanwhile."""
 ALL_PROBES_SHARE = 0.01
 """What the probes of all lengths together may cost."""
-QUIET_FOR_S = 30.0
-"""Windows in which prompts are read say little of those in which none are: for so long after one of these they do not
-count. Where prompts arrive all the time, there are no others."""
+LEAST_QUIET = 0.1
+CALM_FOR_S = 30.0
+"""A window is calm if so large a share of its rounds is quiet. Others, beside which long prompts are read all the time,
+say little of these: for so long after a calm one they do not count."""
 LEAST_LOSS = 0.05
 """Share of a probe's tokens that it costs at least, for all that changes with the length."""
 FIRST_PROBES = 2
@@ -81,6 +82,11 @@ class Window:
         return not self.is_slow and 2 * self.quiet.num_rounds >= LEAST_ROUNDS
 
     @property
+    def is_calm(self) -> bool:
+        """Whether prompts are read beside few of its rounds, or beside some of them as always."""
+        return self.is_slow or self.quiet.num_rounds >= LEAST_QUIET * self.all.num_rounds
+
+    @property
     def num_rounds(self) -> int:
         """Rounds of the kind that is to fill the window."""
         return self.slow.num_rounds if self.is_slow else self.quiet.num_rounds
@@ -114,8 +120,8 @@ class LoadState:
     probes: dict[int, Probes] = field(default_factory=dict)
     no_probe_before: float = 0.0
     """In seconds of use."""
-    quiet_at: float | None = None
-    """When a quiet window ended last, in seconds of use; None if none did yet."""
+    calm_at: float | None = None
+    """When a calm window ended last, in seconds of use; None if none did yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +267,14 @@ class PairChooser:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """What is expected of each session now, with the best length; None if nothing was measured at the load."""
-        load = _load_of(self.num_sessions)
-        state = self._loads.get(load)
-        return None if state is None or state.costs.is_empty else self.estimate(state.length, load).tokens_per_second
+        """What is expected of each session with the best length, at the nearest load that was measured; None if none
+        was.
+        """
+        measured = [load for load, state in self._loads.items() if not state.costs.is_empty]
+        if not measured:
+            return None
+        load = min(measured, key=lambda known: abs(known - _load_of(self.num_sessions)))
+        return self.estimate(self._loads[load].length, load).tokens_per_second
 
     def round_s_on_line(self, window: Window) -> list[float]:
         """Returns the time of rounds with 1 to the window's length of draft tokens, seconds, on a line through the
@@ -322,19 +332,19 @@ class PairChooser:
     def _end_window(self, window: Window, now: float) -> None:
         state = self._loads[window.load]
         sums = window.sums
-        if window.is_quiet:
-            if state.quiet_at is None:
+        if window.is_calm and sums.num_rounds:
+            if state.calm_at is None:
                 state.costs, state.probes = RoundCosts(), {}
-            state.quiet_at = self._used_s
-        counts = window.is_quiet or not self._waits_for_quiet(state)
+            state.calm_at = self._used_s
+        counts = window.is_calm or not self._waits_for_calm(state)
         if sums.num_rounds and counts:
             state.costs.add(window.length, sums, min(1.0, sums.num_rounds / LEAST_ROUNDS))
-        if window.is_probe and counts:
+        if window.is_probe:
             probes = state.probes.setdefault(window.length, Probes(self._used_s))
             changes = state.costs.measured(window.length) is not None and self._best(state, window.load) != state.length
             probes.last_at = self._used_s
             state.no_probe_before = self._used_s + self._lost_s(state, window.length, window.load) / ALL_PROBES_SHARE
-            grows = not changes and self.estimate(window.length, window.load).num_windows >= FIRST_PROBES
+            grows = counts and not changes and self.estimate(window.length, window.load).num_windows >= FIRST_PROBES
             probes.least_pause_s = min(LONGEST_PAUSE_S, 2.0 * probes.least_pause_s) if grows else FIRST_PAUSE_S
         self._window = self._next_window(window.load, now)
 
@@ -345,7 +355,7 @@ class PairChooser:
         length, probe, next_due = state.length, None, math.inf
         if not state.costs.is_empty:
             state.length = length = self._best(state, load)
-        if not state.costs.is_empty and not (self._num_reading and self._waits_for_quiet(state)):
+        if not state.costs.is_empty and not (self._num_reading and self._waits_for_calm(state)):
             left_s = self._probes_due_in_s(state, load)
             next_due = now + min(left_s.values(), default=math.inf)
             ready = [other for other, seconds in left_s.items() if seconds <= 0.0]
@@ -359,9 +369,9 @@ class PairChooser:
             counts_from += SETTLING_ROUNDS * before.sums.mean_round_s
         return Window(length, load, now, probe is not None, counts_from, self.acceptance.num_surprises, next_due)
 
-    def _waits_for_quiet(self, state: LoadState) -> bool:
-        """Whether windows do not count in which prompts are read."""
-        return state.quiet_at is not None and self._used_s - state.quiet_at < QUIET_FOR_S
+    def _waits_for_calm(self, state: LoadState) -> bool:
+        """Whether windows do not count that are not calm."""
+        return state.calm_at is not None and self._used_s - state.calm_at < CALM_FOR_S
 
     def _length_at_other_load(self, load: int) -> int:
         if not self._loads:
