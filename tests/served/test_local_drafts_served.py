@@ -101,8 +101,8 @@ def test_text_that_a_drafter_without_weights_drafts_for_follows_the_law_of_the_t
 ) -> None:
     options = stack_options(*pair)
     options["drafter"] = {"model": pair[0], "strategy": strategy, "metrics_port": 0}
-    options["drafter"] |= {"retrieval_store": store, "shared_tokens": 5000}
-    options["gateway"]["local_drafts"] = "none"
+    options["drafter"] |= {"retrieval_store": store} if "retrieval" in strategy else {}
+    options["drafter"] |= {"shared_tokens": 5000} if "suffix" in strategy else {}
     with InProcessStack(options) as running:
         result, _ = drawn_law(running.address, "block", law)
     assert result.p_value > ALPHA, result
@@ -152,6 +152,7 @@ def test_text_under_one_salt_shows_nowhere_under_another() -> None:
 
 def test_requests_name_what_may_draft(pair: tuple[Path, Path]) -> None:
     options = stack_options(*pair)
+    options["gateway"]["local_drafts"] = "auto"
     with InProcessStack(options) as running, Client(running.address) as client:
         (model,) = client.server().drafters
         assert list(client.server().drafter_names) == [model.name, "suffix", "lookup"]
