@@ -108,22 +108,6 @@ def test_text_that_a_drafter_without_weights_drafts_for_follows_the_law_of_the_t
     assert result.p_value > ALPHA, result
 
 
-def test_text_of_a_seed_that_is_used_again_follows_the_law_though_texts_are_shared(
-    pair: tuple[Path, Path], law: dict[tuple[int, ...], float]
-) -> None:
-    """A guess made of what the same random numbers drew before would bias the text. False alarm: 1e-6."""
-    with InProcessStack(local_options(pair[0], "suffix")) as running, Client(running.address) as client:
-        options: dict[str, Any] = {"max_tokens": LENGTH, "ignore_eos": True, "num_speculative_tokens": 4}
-        with ThreadPoolExecutor(8) as pool:
-
-            def second(seed: int) -> Completion:
-                client.generate(PROMPT, seed=seed, cache_salt=str(seed), **options)
-                return client.generate(PROMPT, seed=seed, cache_salt=str(seed), **options)
-
-            drawn = list(pool.map(second, range(SAMPLES)))
-    assert compare("block", drawn, law).p_value > ALPHA
-
-
 def test_text_under_one_salt_shows_nowhere_under_another() -> None:
     """Neither in acceptance nor in what is reported of each token; under its own it does."""
     script = "scripted:verify_ms=1,acceptance=1"
