@@ -31,25 +31,27 @@ COMPUTING = times_of(0.0, 0.01)
 
 def test_step_waits_for_the_other_half_while_that_takes_less_than_a_second_step() -> None:
     half = Ready(4, 12, 0.03)
-    assert worthwhile_wait_s(half, [0.03] * 4, READING) == 0.03
-    assert worthwhile_wait_s(half, [0.11] * 4, READING) == 0.0, "a second step is over before"
-    assert worthwhile_wait_s(half, [0.03] * 4, COMPUTING) == 0.0, "together they take as long as one after the other"
-    slowly = Ready(4, 12, 0.12)
-    assert worthwhile_wait_s(slowly, [0.01] * 4, READING) == 0.0, "each half is drafted for beside the other one's step"
-    assert worthwhile_wait_s(half, [], READING) == 0.0
-    assert worthwhile_wait_s(half, [0.03] * 4, StepTimes()) == 0.0, "nothing is known yet"
+    assert worthwhile_wait_s(half, [0.03] * 4, READING, 0.0) == 0.03
+    assert worthwhile_wait_s(half, [0.11] * 4, READING, 0.0) == 0.0, "a second step is over before"
+    assert worthwhile_wait_s(half, [0.03] * 4, COMPUTING, 0.0) == 0.0, (
+        "together they take as long as one after the other"
+    )
+    beside = worthwhile_wait_s(half, [0.01] * 4, READING, 0.12)
+    assert beside == 0.0, "drafting takes longer than a step: each half is drafted for beside the other one's"
+    assert worthwhile_wait_s(half, [], READING, 0.0) == 0.0
+    assert worthwhile_wait_s(half, [0.03] * 4, StepTimes(), 0.0) == 0.0, "nothing is known yet"
 
 
 def test_few_that_are_late_wait_for_the_many() -> None:
-    assert worthwhile_wait_s(Ready(7, 21, 0.04), [0.04], READING) == 0.0
-    assert worthwhile_wait_s(Ready(1, 3, 0.04), [0.04] * 7, READING) == 0.04
-    assert worthwhile_wait_s(Ready(7, 21, 0.04), [0.005], READING) == 0.005, "so little is worth it"
+    assert worthwhile_wait_s(Ready(7, 21, 0.04), [0.04], READING, 0.0) == 0.0
+    assert worthwhile_wait_s(Ready(1, 3, 0.04), [0.04] * 7, READING, 0.0) == 0.04
+    assert worthwhile_wait_s(Ready(7, 21, 0.04), [0.005], READING, 0.0) == 0.005, "so little is worth it"
 
 
 def test_those_that_come_soon_are_waited_for_and_the_others_left() -> None:
-    assert worthwhile_wait_s(Ready(4, 4, 0.02), [0.01, 0.015, 0.5], READING) == 0.01
-    assert worthwhile_wait_s(Ready(5, 5, 0.02), [0.005, 0.49], READING) == 0.005
-    assert worthwhile_wait_s(Ready(6, 6, 0.02), [0.485], READING) == 0.0
+    assert worthwhile_wait_s(Ready(4, 4, 0.02), [0.01, 0.015, 0.5], READING, 0.0) == 0.01
+    assert worthwhile_wait_s(Ready(5, 5, 0.02), [0.005, 0.49], READING, 0.0) == 0.005
+    assert worthwhile_wait_s(Ready(6, 6, 0.02), [0.485], READING, 0.0) == 0.0
 
 
 def test_halves_get_in_step_and_stay() -> None:
@@ -69,6 +71,17 @@ def test_halves_get_in_step_and_stay() -> None:
             now = min(at for at in due.values() if at > now)
     assert sizes[1:] == [8] * 5
     assert gathering.held_s > 0.0
+
+
+def test_now_and_then_a_step_waits_as_if_blocks_came_at_once() -> None:
+    """Else nobody would know how long they take while no step runs."""
+    gathering = Gathering(READING)
+    gathering.undisturbed.learn(0.5)
+    held = []
+    for step in range(2 * TRIAL_EVERY):
+        held.append(gathering.holds(Ready(4, 4, 0.01), [0.01] * 4, float(step)))
+        gathering.begin(step + 0.01)
+    assert held.count(True) == 2
 
 
 def test_one_step_of_many_waits_for_nobody() -> None:
@@ -104,7 +117,7 @@ def test_decision_for_many_sessions_takes_a_fraction_of_a_millisecond() -> None:
     taken = []
     for _ in range(20):
         started = time.perf_counter()
-        worthwhile_wait_s(Ready(64, 64, 0.02), [0.01] * 1000, READING)
+        worthwhile_wait_s(Ready(64, 64, 0.02), [0.01] * 1000, READING, 0.0)
         taken.append(time.perf_counter() - started)
     assert min(taken) < 0.001
 

@@ -362,6 +362,20 @@ def test_step_waits_for_a_session_whose_block_is_expected_soon() -> None:
     assert two.scheduler.gathering.held_s == pytest.approx(0.01)
 
 
+def test_wait_counts_as_undisturbed_if_no_step_began_in_it() -> None:
+    two = InStep()
+    assert two.scheduler.gathering.undisturbed.seconds == pytest.approx(0.04)
+    two.now += 0.1  # both are late, so that nobody waits for the second
+    two.offer(two.first)
+    assert two.judge() == [two.first]
+    before = two.scheduler.gathering.undisturbed.seconds
+    two.now += 0.3
+    two.offer(two.second)
+    assert two.scheduler.gathering.undisturbed.seconds == before, "a step was beside it"
+    two.offer(two.first)
+    assert two.scheduler.gathering.undisturbed.seconds != before
+
+
 def test_step_waits_no_longer_than_the_block_is_expected() -> None:
     two = InStep()
     two.offer(two.first)

@@ -6,7 +6,8 @@ would bring them together again. So a step that could begin waits for blocks tha
 
 In step, a cycle is a step of all, and then the wait for their next blocks; in two halves, it is a step of each, beside
 which the other half is drafted for. A step waits only where the first is shorter: where drafting takes less time than
-the second step.
+the second step. Drafters and verifiers on the same cores slow each other down, so what counts is how long drafting takes
+while no step runs.
 
 Which rounds share a step changes no token. Pure: no tensors, no transport, no clock but the given one.
 """
@@ -26,7 +27,8 @@ LEAST_LEFT = 0.25
 MOST_AWAITED = 16
 """Sessions that are considered to be waited for; when they have come, the next ones are."""
 TRIAL_EVERY = 64
-"""One in so many steps waits for nobody, so that the times of smaller steps are known."""
+"""One in so many steps waits for nobody, so that the times of smaller steps are known; and one waits as if blocks came
+at once while no step runs, so that it is known when they do."""
 
 
 @dataclass(slots=True)
@@ -96,10 +98,10 @@ class Ready:
     num_rows: int
     """That the step would compute."""
     usual_wait_s: float
-    """How long next blocks usually take to come after verdicts, mean over these sessions and those that are awaited."""
+    """How long their next blocks usually take to come after their verdicts, mean."""
 
 
-def worthwhile_wait_s(ready: Ready, left_s: Iterable[float], times: StepTimes) -> float:
+def worthwhile_wait_s(ready: Ready, left_s: Iterable[float], times: StepTimes, undisturbed_s: float) -> float:
     """Returns for how long a step that could begin should wait for others; 0 is to begin now.
 
     It waits if that takes less time than the second step that is saved, now and in each cycle, unless those that come
@@ -109,6 +111,7 @@ def worthwhile_wait_s(ready: Ready, left_s: Iterable[float], times: StepTimes) -
         ready: who is.
         left_s: after how long each of the others is expected; they are taken to have as many rows each.
         times: of steps.
+        undisturbed_s: how long blocks usually take to come after verdicts while no step runs.
     """
     if times.is_empty:
         return 0.0
@@ -119,7 +122,7 @@ def worthwhile_wait_s(ready: Ready, left_s: Iterable[float], times: StepTimes) -
         sum_s += wait_s
         others_s = times.seconds(num_others * rows_of_each)
         together_s = times.seconds(ready.num_rows + num_others * rows_of_each)
-        saved_s = alone_s + others_s - together_s - max(wait_s, ready.usual_wait_s)
+        saved_s = alone_s + others_s - together_s - max(wait_s, undisturbed_s)
         waited_s = (ready.num_sessions + num_others) * wait_s - sum_s  # by all of them
         waited_instead_s = num_others * (alone_s + ready.usual_wait_s) - sum_s
         if saved_s > most_saved_s and waited_s < waited_instead_s:
@@ -132,6 +135,8 @@ class Gathering:
     """Decides for one step after the other. Times by the scheduler's clock, seconds."""
 
     times: StepTimes = field(default_factory=StepTimes)
+    undisturbed: UsualWait = field(default_factory=UsualWait)
+    """How long blocks take to come after verdicts while no step runs."""
     until: float | None = None
     """Until when the next step waits, unless more comes before; None if it waits for nobody."""
     held_s: float = 0.0
@@ -149,8 +154,11 @@ class Gathering:
         """
         if self._held_since is None:
             self._num_asked += 1
-        is_trial = self._num_asked % TRIAL_EVERY == 0
-        wait_s = 0.0 if is_trial else worthwhile_wait_s(ready, left_s, self.times)
+        undisturbed_s = self.undisturbed.seconds or 0.0
+        if self._num_asked % TRIAL_EVERY == TRIAL_EVERY // 2:
+            undisturbed_s = 0.0
+        is_alone = self._num_asked % TRIAL_EVERY == 0
+        wait_s = 0.0 if is_alone else worthwhile_wait_s(ready, left_s, self.times, undisturbed_s)
         if wait_s <= 0.0:
             self.begin(now)
             return False

@@ -154,6 +154,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
     """Sums the time in which no step runs while a session waits for a draft."""
     gathering: Gathering = field(default_factory=Gathering)
     """Decides whether steps wait for sessions that are not ready yet."""
+    _step_began_at: float = -math.inf
+    """When the latest step began, by the clock."""
 
     def open(self, spec: TargetSessionSpec, lease_id: int, automaton: Automaton | None = None) -> TargetSession:
         """Admits a session.
@@ -305,7 +307,10 @@ class Scheduler(SessionBook[TargetSession, Step]):
             return None
         items = [StepItem(session, session.block, max_read or 1) for session, max_read in self._take_ready()]
         self.idle.set_idle(not items, now)
-        return Step(items, now) if items else None
+        if not items:
+            return None
+        self._step_began_at = now
+        return Step(items, now)
 
     @property
     def holds_for_s(self) -> float | None:
@@ -377,20 +382,22 @@ class Scheduler(SessionBook[TargetSession, Step]):
             self.gathering.begin(now)
             return False
         num_rows = sum(1 + (len(session.block.token_ids) if session.block else 0) for session in deciding)
-        expected: list[float] = []
-        usual = [session.usual_wait.seconds or 0.0 for session in deciding]
-        for session in self.sessions.values():
-            if session.waits_since is not None:
-                left_s = session.usual_wait.left_s(session.waits_since, now)
-                if left_s is not None:
-                    expected.append(left_s)
-                    usual.append(session.usual_wait.seconds or 0.0)
-        return self.gathering.holds(Ready(len(deciding), num_rows, sum(usual) / len(usual)), expected, now)
+        waiting = [
+            session.usual_wait.left_s(session.waits_since, now)
+            for session in self.sessions.values()
+            if session.waits_since is not None
+        ]
+        expected = [left_s for left_s in waiting if left_s is not None]
+        usual_s = sum(session.usual_wait.seconds or 0.0 for session in deciding) / len(deciding)
+        return self.gathering.holds(Ready(len(deciding), num_rows, usual_s), expected, now)
 
     def _end_wait(self, session: TargetSession) -> None:
         """Ends the wait of a session whose next round can be decided."""
         if session.waits_since is not None:
-            session.usual_wait.learn(self.clock() - session.waits_since)
+            waited_s = self.clock() - session.waits_since
+            session.usual_wait.learn(waited_s)
+            if self._step_began_at <= session.waits_since:
+                self.gathering.undisturbed.learn(waited_s)
             self._stop_waiting(session)
 
     def _stop_waiting(self, session: TargetSession) -> None:
