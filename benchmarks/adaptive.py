@@ -16,6 +16,7 @@ by the same services.
 
 import argparse
 import asyncio
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -292,7 +293,12 @@ def summary(results: Sequence[CellResult]) -> dict[str, object]:
     ratios = [result.ratio["median"] for result in results]
     gainful = [result.ratio["median"] for result in results if result.gain >= GAINFUL]
     spread = [result.a_over_a["median"] for result in results]
-    errors = [result.expected[length] / rate for result in results for length, rate in result.tokens_per_second.items()]
+    errors = [
+        result.expected[length] / rate
+        for result in results
+        for length, rate in result.tokens_per_second.items()
+        if length in result.expected  # nothing was measured at a load that never lasted
+    ] or [math.nan]
     return {
         "cells": len(results),
         "median_ratio": median(ratios),
