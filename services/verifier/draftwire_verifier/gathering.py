@@ -6,8 +6,8 @@ would bring them together again. So a step that could begin waits for blocks tha
 
 In step, a cycle is a step of all, and then the wait for their next blocks; in two halves, it is a step of each, beside
 which the other half is drafted for. A step waits only where the first is shorter: where drafting takes less time than
-the second step. Drafters and verifiers on the same cores slow each other down: what counts is how long it takes while no
-step runs.
+the second step. Drafters and verifiers on the same cores slow each other down: the time that drafting takes without a
+step beside it is what counts.
 
 Which rounds share a step changes no token. Pure: no tensors, no transport, no clock but the given one.
 """
