@@ -8,6 +8,7 @@ from draftwire_verifier.gathering import (
     LEAST_LEFT,
     PATIENCE,
     TRIAL_EVERY,
+    UNKNOWN_SHARE,
     Gathering,
     Ready,
     StepTimes,
@@ -107,6 +108,7 @@ def test_late_block_is_expected_for_a_while_and_then_not() -> None:
     assert usual.left_s(0.0, 0.1) is None, "nothing is known"
     usual.learn(0.1)
     assert usual.left_s(1.0, 1.02) == pytest.approx(0.08)
+    assert usual.left_s(1.0, 1.02, 0.5) == pytest.approx(0.03)
     assert usual.left_s(1.0, 1.12) == pytest.approx(LEAST_LEFT * 0.1)
     assert usual.left_s(1.0, 1.0 + 1.01 * PATIENCE * 0.1) is None
     usual.learn(0.3)
@@ -120,6 +122,16 @@ def test_decision_for_many_sessions_takes_a_fraction_of_a_millisecond() -> None:
         worthwhile_wait_s(Ready(64, 64, 0.02), [0.01] * 1000, READING, 0.0)
         taken.append(time.perf_counter() - started)
     assert min(taken) < 0.001
+
+
+def test_blocks_are_expected_sooner_while_no_step_runs_as_far_as_they_came_sooner_then() -> None:
+    gathering = Gathering(READING)
+    assert gathering.undisturbed_share == UNKNOWN_SHARE
+    gathering.usual.learn(0.2)
+    gathering.undisturbed.learn(0.05)
+    assert gathering.undisturbed_share == pytest.approx(0.25)
+    gathering.undisturbed.learn(9.0)
+    assert gathering.undisturbed_share == 1.0
 
 
 def test_times_of_steps_lie_on_lines_between_those_that_were_measured() -> None:

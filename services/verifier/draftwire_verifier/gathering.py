@@ -22,6 +22,8 @@ WAIT_MEMORY = 0.5
 """The same of a session's waits, which change with the length of its drafts."""
 PATIENCE = 1.5
 """A block that takes longer than so many times its session's usual wait is not expected any more."""
+UNKNOWN_SHARE = 0.5
+"""Of the usual wait, that a block is taken to need while no step runs, before it is known."""
 LEAST_LEFT = 0.25
 """A block that is due is expected after this share of its session's usual wait."""
 MOST_AWAITED = 16
@@ -77,16 +79,18 @@ class UsualWait:
         """Adds a wait to the moving average."""
         self.seconds = seconds if self.seconds is None else self.seconds + WAIT_MEMORY * (seconds - self.seconds)
 
-    def left_s(self, since: float, now: float) -> float | None:
+    def left_s(self, since: float, now: float, share: float = 1.0) -> float | None:
         """Returns how much longer it is to be expected; None if it is not, because nothing is known or it is late.
 
         Args:
             since: when the wait began.
             now: by the same clock.
+            share: of the usual wait that it takes now.
         """
         if self.seconds is None or now - since > PATIENCE * self.seconds:
             return None
-        return max(LEAST_LEFT * self.seconds, since + self.seconds - now)
+        expected_s = share * self.seconds
+        return max(LEAST_LEFT * expected_s, since + expected_s - now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +139,23 @@ class Gathering:
     """Decides for one step after the other. Times by the scheduler's clock, seconds."""
 
     times: StepTimes = field(default_factory=StepTimes)
+    usual: UsualWait = field(default_factory=UsualWait)
+    """How long blocks take to come after verdicts, of all sessions."""
     undisturbed: UsualWait = field(default_factory=UsualWait)
-    """How long blocks take to come after verdicts while no step runs."""
+    """The same while no step runs."""
     until: float | None = None
     """Until when the next step waits, unless more comes before; None if it waits for nobody."""
     held_s: float = 0.0
     """For how long steps have waited in all."""
     _held_since: float | None = None
     _num_asked: int = 0
+
+    @property
+    def undisturbed_share(self) -> float:
+        """Share of its usual wait that a block takes while no step runs."""
+        if self.usual.seconds is None or self.undisturbed.seconds is None:
+            return UNKNOWN_SHARE
+        return min(1.0, self.undisturbed.seconds / max(self.usual.seconds, 1e-9))
 
     def holds(self, ready: Ready, left_s: Iterable[float], now: float) -> bool:
         """Returns whether the next step is to wait, until `until` at most. If not, it begins now.

@@ -382,8 +382,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
             self.gathering.begin(now)
             return False
         num_rows = sum(1 + (len(session.block.token_ids) if session.block else 0) for session in deciding)
+        share = self.gathering.undisturbed_share
         waiting = [
-            session.usual_wait.left_s(session.waits_since, now)
+            session.usual_wait.left_s(session.waits_since, now, share)
             for session in self.sessions.values()
             if session.waits_since is not None
         ]
@@ -396,6 +397,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
         if session.waits_since is not None:
             waited_s = self.clock() - session.waits_since
             session.usual_wait.learn(waited_s)
+            self.gathering.usual.learn(waited_s)
             if self._step_began_at <= session.waits_since:
                 self.gathering.undisturbed.learn(waited_s)
             self._stop_waiting(session)
