@@ -7,6 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from draftwire.checking.toy_models import Pair
 from draftwire.errors import UnavailableError
 from draftwire.method.distributions import DenseRows
 from draftwire.method.draw_key import DrawKey
@@ -37,6 +38,18 @@ def outcome_law(rule: LawRule, target: Tensor, draft: Tensor, tokens: list[int] 
         weights = rule.extra_weights(blocks, law, torch.tensor([accepted]))[0]
         result[accepted] = law.accepted_probs[0, accepted] * weights / weights.sum()
     return result
+
+
+def law_of_target(pair: Pair, length: int) -> Law:
+    """Returns the law of texts of so many tokens that the target of a pair of tables draws."""
+    law: Law = {(): 1.0}
+    for _ in range(length):
+        law = {
+            (*text, token): mass * float(pair.target[text[-1] if text else pair.vocab_size, token])
+            for text, mass in law.items()
+            for token in range(pair.vocab_size)
+        }
+    return law
 
 
 def law_of_judged_rounds(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from enumeration import Law, largest_deviation, outcome_law
+from enumeration import Law, largest_deviation, law_of_target, outcome_law
 from torch import Tensor
 
 from benchmarks.simulated_pair import round_times
@@ -100,17 +100,6 @@ def law_of_texts(pair: Pair, rule: Any, choice: Choice, cut: Callable[[Pair, int
     return finished
 
 
-def law_of_target(pair: Pair) -> Law:
-    law: Law = {(): 1.0}
-    for _ in range(LENGTH):
-        law = {
-            (*text, token): mass * float(pair.target[text[-1] if text else pair.vocab_size, token])
-            for text, mass in law.items()
-            for token in range(pair.vocab_size)
-        }
-    return law
-
-
 def whole(pair: Pair, context: int, drawn: tuple[int, ...]) -> int:
     return len(drawn)
 
@@ -141,14 +130,14 @@ def after_an_unsure_row(pair: Pair, context: int, drawn: tuple[int, ...]) -> int
 def test_any_function_of_past_rounds_leaves_the_law_as_it_is(rule: str, choice: Choice) -> None:
     for pair in PAIRS:
         law = law_of_texts(pair, RULES[rule], choice, whole)
-        assert largest_deviation(law, law_of_target(pair)) < BOUND, pair.name
+        assert largest_deviation(law, law_of_target(pair, LENGTH)) < BOUND, pair.name
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_stop_before_a_draw_is_exact_and_one_that_knows_the_token_is_seen(rule: str) -> None:
     def worst(cut: Callable[[Pair, int, tuple[int, ...]], int]) -> float:
         return max(
-            largest_deviation(law_of_texts(pair, RULES[rule], after_successes, cut), law_of_target(pair))
+            largest_deviation(law_of_texts(pair, RULES[rule], after_successes, cut), law_of_target(pair, LENGTH))
             for pair in PAIRS
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from enumeration import Law, largest_deviation, outcome_law
+from enumeration import Law, largest_deviation, law_of_target, outcome_law
 from torch import Tensor
 
 from draftwire.checking.cube import integrate
@@ -96,17 +96,6 @@ def law_of_texts(pair: Pair, rule: str, guess: Guess) -> Law:
     return finished
 
 
-def law_of_target(pair: Pair) -> Law:
-    law: Law = {(): 1.0}
-    for _ in range(LENGTH):
-        law = {
-            (*text, token): mass * float(pair.target[text[-1] if text else pair.vocab_size, token])
-            for text, mass in law.items()
-            for token in range(pair.vocab_size)
-        }
-    return law
-
-
 def guess_of(drafter: TextDrafter, vocab_size: int) -> Guess:
     def guess(text: tuple[int, ...]) -> list[int]:
         token_ids = drafter.open([0, 1, *text], "").guess(MOST).token_ids
@@ -121,15 +110,15 @@ def test_guesses_leave_the_law_as_it_is(rule: str, name: str, tmp_path_factory: 
     drafter = text_drafter(name, tmp_path_factory.getbasetemp())
     for pair in PAIRS:
         guess = guess_of(drafter, pair.vocab_size)
-        assert any(guess(text) for text in law_of_target(pair)), "something is guessed"
-        assert largest_deviation(law_of_texts(pair, rule, guess), law_of_target(pair)) < BOUND, pair.name
+        assert any(guess(text) for text in law_of_target(pair, LENGTH)), "something is guessed"
+        assert largest_deviation(law_of_texts(pair, rule, guess), law_of_target(pair, LENGTH)) < BOUND, pair.name
 
 
 @pytest.mark.parametrize("rule", ["block", "token"])
 @pytest.mark.parametrize("guess", [hashed, stubborn], ids=lambda guess: guess.__name__)
 def test_any_function_of_committed_tokens_leaves_the_law_as_it_is(rule: str, guess: Guess) -> None:
     for pair in PAIRS:
-        assert largest_deviation(law_of_texts(pair, rule, guess), law_of_target(pair)) < BOUND, pair.name
+        assert largest_deviation(law_of_texts(pair, rule, guess), law_of_target(pair, LENGTH)) < BOUND, pair.name
 
 
 State = Callable[[int, int, Tensor], Tensor]
@@ -190,7 +179,9 @@ def test_guess_that_takes_over_from_a_model_is_exact_and_one_that_is_compared_wi
     rule: str,
 ) -> None:
     def worst(state: State) -> float:
-        return max(largest_deviation(law_of_cascades(pair, rule, state), law_of_target(pair)) for pair in PAIRS[:4])
+        return max(
+            largest_deviation(law_of_cascades(pair, rule, state), law_of_target(pair, LENGTH)) for pair in PAIRS[:4]
+        )
 
     assert worst(as_drawn) < BOUND
     assert worst(certain_if_equal) > 1e-3
