@@ -1,6 +1,7 @@
 """Values that say nothing, or nonsense, are refused; options are those that the services have."""
 
 import json
+import re
 import typing
 from collections.abc import Iterator
 from enum import Enum
@@ -49,7 +50,7 @@ SET_BY_CHART = {
 }
 """Settings that follow from other values, so that they cannot contradict them."""
 
-KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
+KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string"}
 
 
 def closed(schema: dict[str, Any], path: str = "") -> Iterator[str]:
@@ -120,6 +121,9 @@ def test_options_are_those_that_the_service_has(service: str) -> None:
         elif "enum" in schema:
             assert kind is str
             assert settings[name].default in schema["enum"]
+        elif "pattern" in schema:
+            assert kind is str
+            assert re.search(schema["pattern"], settings[name].default)
         else:
             assert schema == {"type": KINDS[kind]}, name
 
