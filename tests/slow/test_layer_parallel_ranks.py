@@ -52,7 +52,7 @@ def group(model: Path, faults: Path) -> Iterator[Group]:
 @pytest.fixture(scope="module")
 def gateway(group: Group, pair: tuple[Path, Path]) -> Iterator[LocalStack]:
     """A gateway with a verifier and the group."""
-    options = {"verifier": {**COMMON, "model": pair[0]}, "gateway": {"block_timeout_s": 1.0}}
+    options = {"verifier": {**COMMON, "model": pair[0]}, "gateway": {"block_timeout_s": 1.0, "local_drafts": "none"}}
     with LocalStack({"verifier": options["verifier"]}) as verifier:
         address = f"127.0.0.1:{verifier.services['verifier'].port}"
         with LocalStack({"gateway": {**options["gateway"], "verifier": address, "drafter": group.address}}) as running:
