@@ -65,7 +65,9 @@ class Clock:
         timeout_s: float | None = None,
         **asks: Any,
     ) -> Stream:
-        request = gateway_pb2.GenerateRequest(**({"text": "prompt", "max_tokens": 9, "seed": 5} | asks))
+        request = gateway_pb2.GenerateRequest(
+            **({"text": "prompt", "max_tokens": 9, "seed": 5, "has_random_seed": True} | asks)
+        )
         progress = RequestProgress(request, RetryPolicy(num_gateways, resume_s, timeout_s))
         if self.runner is None:
             return CompletionStream(gateways.start, progress)
@@ -93,8 +95,10 @@ def came_before(request: gateway_pb2.GenerateRequest) -> dict[int, list[int] | N
 
 
 def check_the_rest_is_the_same(requests: list[gateway_pb2.GenerateRequest]) -> None:
+    assert [request.has_random_seed for request in requests] == [True] + [False] * (len(requests) - 1), "drawn once"
     for request in requests:
         del request.generated_choices[:]
+        request.has_random_seed = False
     assert requests == requests[:1] * len(requests)
 
 
