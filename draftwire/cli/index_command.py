@@ -59,7 +59,7 @@ def _build(files: list[Path], out: Path, model: str | None, force: bool, console
         OSError: the store cannot be written.
     """
     try:
-        from draftwire.drafting.model_free.retrieval_store import build_store, check_files, prepare_folder, read_tokens
+        from draftwire.drafting.model_free.store_building import build_store, check_files, prepare_folder, read_tokens
 
         prepare_folder(out, force)
         num_bytes = check_files(files)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.law import LENGTH, PROMPT, LawResult, compare, draw_completions, exact_law, stack_options
 from draftwire.client import Client, Completion
 from draftwire.drafting import cascade_drafter
-from draftwire.drafting.model_free.retrieval_store import build_store
+from draftwire.drafting.model_free.store_building import build_store
 from draftwire.errors import InvalidRequestError
 from draftwire.models.card import load_card
 from draftwire.requests.parameters import SamplingParams

@@ -12,7 +12,7 @@ from tiny_models import save_tiny_model
 
 from draftwire.cli import console, up_command
 from draftwire.cli.exits import FAILED, MISUSED
-from draftwire.drafting.model_free import retrieval_store
+from draftwire.drafting.model_free import store_building
 from draftwire.drafting.model_free.retrieval import RetrievalDrafter
 from draftwire.drafting.model_free.retrieval_store import RetrievalStore
 from draftwire.drafting.model_free.text_drafter import Guess
@@ -122,7 +122,7 @@ def test_disk_or_memory_that_is_full_is_a_failure(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(retrieval_store, "sort_suffixes", fail)
+    monkeypatch.setattr(store_building, "sort_suffixes", fail)
     ended = run("index", "build", "--out", str(tmp_path / "store"), "--tokenizer", str(model), str(text))
     assert ended.returncode == FAILED
     assert "No space left on device" in ended.stderr or "no memory" in ended.stderr

@@ -24,8 +24,9 @@ from draftwire.checking.whole_round import Round
 from draftwire.drafting.model_free.longest_match import LongestMatch
 from draftwire.drafting.model_free.prompt_lookup import PromptLookup
 from draftwire.drafting.model_free.retrieval import RetrievalDrafter
-from draftwire.drafting.model_free.retrieval_store import RetrievalStore, build_store
+from draftwire.drafting.model_free.retrieval_store import RetrievalStore
 from draftwire.drafting.model_free.shared_texts import SharedTexts
+from draftwire.drafting.model_free.store_building import build_store
 from draftwire.drafting.model_free.suffix import SuffixDrafter
 from draftwire.drafting.model_free.text_drafter import TextDrafter
 from draftwire.verification import RULES

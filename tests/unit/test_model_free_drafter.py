@@ -9,7 +9,7 @@ import pytest
 from strategy_loading import load_drafter
 
 from draftwire.drafting.cascade_drafter import CascadeDrafter
-from draftwire.drafting.model_free.retrieval_store import build_store
+from draftwire.drafting.model_free.store_building import build_store
 from draftwire.drafting.strategy import Draft, Drafting, DraftingStrategy, DraftRequest, DraftSequence
 from draftwire.errors import InvalidRequestError
 from draftwire.method.draw_key import DrawKey

@@ -16,19 +16,10 @@ from hypothesis import strategies as st
 from tiny_models import save_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from draftwire.drafting.model_free import retrieval_store
+from draftwire.drafting.model_free import store_building
 from draftwire.drafting.model_free.retrieval import RetrievalDrafter
-from draftwire.drafting.model_free.retrieval_store import (
-    DEPTH,
-    MAX_MATCH,
-    MAX_SAMPLED,
-    RetrievalStore,
-    StoreMatch,
-    build_store,
-    check_files,
-    read_tokens,
-    sort_suffixes,
-)
+from draftwire.drafting.model_free.retrieval_store import DEPTH, MAX_MATCH, MAX_SAMPLED, RetrievalStore, StoreMatch
+from draftwire.drafting.model_free.store_building import build_store, check_files, read_tokens, sort_suffixes
 from draftwire.drafting.model_free.text_drafter import NOTHING, Guess
 from draftwire.errors import InvalidRequestError
 from draftwire.models.card import load_card
@@ -337,8 +328,8 @@ def test_texts_become_documents_whatever_they_are_cut_into(tmp_path: Path, monke
         file.write_bytes(text.encode())
     expected = [number for text in texts for number in (*(max(0, "?abc\n\r".find(one)) for one in text), 6)]
     for piece, batch in ((1, 1), (3, 7), (5, 1000), (1000, 1000)):
-        monkeypatch.setattr(retrieval_store, "PIECE_CHARACTERS", piece)
-        monkeypatch.setattr(retrieval_store, "BATCH_CHARACTERS", batch)
+        monkeypatch.setattr(store_building, "PIECE_CHARACTERS", piece)
+        monkeypatch.setattr(store_building, "BATCH_CHARACTERS", batch)
         read: list[int] = []
         assert np.concatenate(list(read_tokens(files, letters(), 6, read.append))).tolist() == expected
         assert sum(read) == check_files(files) == sum(len(text.encode()) for text in texts)
@@ -347,9 +338,9 @@ def test_texts_become_documents_whatever_they_are_cut_into(tmp_path: Path, monke
 def test_pieces_of_a_text_end_with_a_line_unless_it_is_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrieval_store, "PIECE_CHARACTERS", 4)
+    monkeypatch.setattr(store_building, "PIECE_CHARACTERS", 4)
     (tmp_path / "text").write_text("ab\ncdef\n" + "g" * 10)
-    assert list(retrieval_store._pieces(tmp_path / "text")) == ["ab\ncdef\n", "gggggggg", "gg"]
+    assert list(store_building._pieces(tmp_path / "text")) == ["ab\ncdef\n", "gggggggg", "gg"]
 
 
 def test_text_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

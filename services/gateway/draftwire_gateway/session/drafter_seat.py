@@ -81,6 +81,7 @@ class DrafterSeat:
         self._verifier_address = ""
         self._has_permit = False
         self._wait = BlockWait()
+        self._pairs = pairs
         self._pair = PairSeat(pairs)
         """Of drafter and verifier; none where lengths are given."""
         self._local_pair = PairSeat(pairs)
@@ -415,7 +416,7 @@ class DrafterSeat:
             names = list(found)
             chosen = names[0]
             if generation.adapts_length and len(names) > 1:
-                chosen = self._pair.preferred(target.address, names, self._session.session_id)
+                chosen = self._pairs.preferred(target.address, names, self._session.session_id)
             return found[chosen]
         if longest and self.permit_number < 0:  # otherwise a drafter was used until its context was full
             self.error = f"the text is longer than the drafter's context of {longest}"

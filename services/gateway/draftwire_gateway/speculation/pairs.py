@@ -34,10 +34,6 @@ class PairSeat:
         self.length: SessionLength | None = None
         """Chooses the session's lengths; None in no pair."""
 
-    def preferred(self, address: str, models: Sequence[str], session_id: int) -> str:
-        """Returns the draft model with which a verifier's sessions were fastest; see `Pairs.preferred`."""
-        return self._pairs.preferred(address, models, session_id)
-
     def join(self, name: PairName | None) -> None:
         """Counts the session in to a pair, and out of the one before; None is no pair."""
         if name == self._name:
