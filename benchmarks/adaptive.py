@@ -40,7 +40,7 @@ SLOWER = 4
 """Turns of a slow pair take so many times as long."""
 DROP = "scripted:verify_ms=10,draft_ms=0.5,acceptance=0.9,late_acceptance=0.1,late_from=2500"
 SCRIPTED_CACHE = 1_000_000
-"""Tokens of the KV cache of a scripted verifier, which has no data."""
+"""Tokens of the KV cache of scripted services, which has no data: with less, some sessions would have no drafter."""
 DROP_AT = 2500
 """Place of the text at which acceptance drops."""
 
@@ -189,7 +189,7 @@ def options_of(cell: Cell, large: Path | None) -> dict[str, dict[str, object]]:
         }
     return {
         "verifier": {"model": cell.model, "threads": 1, "kv_cache_tokens": SCRIPTED_CACHE},
-        "drafter": {"model": cell.model, "threads": 1},
+        "drafter": {"model": cell.model, "threads": 1, "kv_cache_tokens": SCRIPTED_CACHE},
         "gateway": gateway,
     }
 

@@ -138,7 +138,7 @@ def measure(work: Work, store: Path, arguments: argparse.Namespace) -> WorkResul
     else:
         options = {
             "verifier": {"model": work.model, "threads": 1, "kv_cache_tokens": SCRIPTED_CACHE},
-            "drafter": {"model": work.model, "threads": 1},
+            "drafter": {"model": work.model, "threads": 1, "kv_cache_tokens": SCRIPTED_CACHE},
             "gateway": {},
         }
     arms = {name: arm for name, arm in ARMS.items() if arm.drafter != "retrieval" or work.model == "embedded"}
