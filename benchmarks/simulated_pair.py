@@ -2,9 +2,9 @@
 
     python -m benchmarks.simulated_pair --output benchmarks/results/simulated_pair.json
 
-A verifier and a drafter batch what is ready into steps. Each pair of a grid of speeds, acceptance and sessions is run
-with fixed lengths twice: the best length by one run is measured in the other. A drop is a pair whose acceptance
-falls from 0.9 to 0.1.
+A verifier and a drafter batch what is ready into steps; the verifier may draft by itself too, which costs its rows
+alone. Each pair of a grid of speeds, acceptance and sessions is run with fixed lengths twice: the best length by one
+run is measured in the other. A drop is a pair whose acceptance falls from 0.9 to 0.1.
 """
 
 import argparse
@@ -20,11 +20,12 @@ from typing import Any
 
 from benchmarks.report import progress, write_report
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
+from draftwire_gateway.speculation.arms import PLAIN, Arm, Source
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
 PLAIN_RUN = 32
-"""Plain rounds that a session with a fixed length of 0 requests at once."""
+"""Rounds without a drafter that a session with a fixed arm requests at once."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,17 @@ class SimulatedPair:
     hop_s: float = 0.0003
     noise: float = 0.05
     """Standard deviation of the time of a step, as a share of it."""
+    own_acceptance: float | None = None
+    """Of the tokens that the verifier guesses by itself; None if it does not."""
+
+    @property
+    def sources(self) -> list[Source]:
+        """Who could draft."""
+        return [Source.DRAFTER] if self.own_acceptance is None else [Source.DRAFTER, Source.VERIFIER]
+
+    def acceptance_of(self, arm: Arm, now: float) -> float:
+        """Returns the acceptance of an arm's tokens."""
+        return (self.own_acceptance or 0.0) if arm.source is Source.VERIFIER else self.acceptance(now)
 
 
 @dataclass(eq=False)
@@ -50,7 +62,7 @@ class SimulatedSession:
     chooser: SessionLength | None
     """None with a fixed length."""
     round: int = 0
-    length: int = 0
+    arm: Arm = PLAIN
     asked_at: float = 0.0
     plain_left: int = 0
     draft_s: float = 0.0
@@ -58,10 +70,10 @@ class SimulatedSession:
 
 @dataclass
 class Simulation:
-    """One run, with a fixed length or (None) with chosen ones."""
+    """One run, with a fixed arm, a fixed length of the drafter's drafts, or (None) with chosen arms."""
 
     pair: SimulatedPair
-    fixed: int | None
+    fixed: Arm | int | None
     seed: int = 0
     chooser: PairChooser = field(default_factory=lambda: PairChooser(8, 4))
 
@@ -87,16 +99,25 @@ class Simulation:
 
     def _ask(self, session: SimulatedSession, now: float) -> None:
         session.asked_at, session.draft_s = now, 0.0
-        if session.chooser is not None:
-            session.length = session.chooser.next_length(session.round, 10**6, now)
-        else:
-            session.length = self.fixed or 0
-        if session.length:
+        session.arm = self._next_arm(session, now)
+        if session.arm.source is Source.DRAFTER:
             self._at(now + self.pair.hop_s, partial(self._queue_draft, session))
             return
         chooser = session.chooser
         session.plain_left = PLAIN_RUN if chooser is None else chooser.num_plain_rounds(PLAIN_RUN, now)
         self._at(now + self.pair.hop_s, partial(self._queue_round, session))
+
+    def _next_arm(self, session: SimulatedSession, now: float) -> Arm:
+        if session.chooser is None:
+            if isinstance(self.fixed, Arm):
+                return self.fixed
+            return Arm(Source.DRAFTER, self.fixed) if self.fixed else PLAIN
+        if length := session.chooser.next_length(session.round, 10**6, now):
+            return Arm(Source.DRAFTER, length)
+        if Source.VERIFIER not in self.pair.sources:
+            return PLAIN
+        length = session.chooser.next_own_length(session.round, 10**6, now)
+        return Arm(Source.VERIFIER, length) if length else PLAIN
 
     def _queue_draft(self, session: SimulatedSession, now: float) -> None:
         self._drafting.append(session)
@@ -113,7 +134,7 @@ class Simulation:
         if self._drafter_is_busy or not self._drafting:
             return
         batch, self._drafting, self._drafter_is_busy = self._drafting, [], True
-        took = self._took(self.pair.draft_s * max(session.length for session in batch))
+        took = self._took(self.pair.draft_s * max(session.arm.length for session in batch))
         for session in batch:
             session.draft_s = took
         self._at(now + took, partial(self._end_drafting, batch))
@@ -128,7 +149,7 @@ class Simulation:
         if self._verifier_is_busy or not self._verifying:
             return
         batch, self._verifying, self._verifier_is_busy = self._verifying, [], True
-        num_rows = sum(session.length + 1 for session in batch)
+        num_rows = sum(session.arm.length + 1 for session in batch)
         took = self._took(self.pair.verify_s + self.pair.row_s * num_rows)
         self._at(now + took, partial(self._end_verifying, batch, took))
 
@@ -139,20 +160,18 @@ class Simulation:
         self._start_verifying(now)
 
     def _end_round(self, session: SimulatedSession, verify_s: float, now: float) -> None:
-        accepted, rate = 0, self.pair.acceptance(now)
-        while accepted < session.length and self._random.random() < rate:
+        accepted, rate, length = 0, self.pair.acceptance_of(session.arm, now), session.arm.length
+        while accepted < length and self._random.random() < rate:
             accepted += 1
         self._num_tokens += (accepted + 1) * (now >= self._since)
         arrived_at = now + self.pair.hop_s
         if session.chooser is not None:
-            session.chooser.observe(
-                round_times(
-                    session.round, session.asked_at, arrived_at, session.length, accepted, session.draft_s, verify_s
-                )
-            )
+            strategy = "guesses" if session.arm.source is Source.VERIFIER else ""
+            times = (session.asked_at, arrived_at, length, accepted, session.draft_s, verify_s)
+            session.chooser.observe(round_times(session.round, *times, local_strategy=strategy))
         session.round += 1
         session.plain_left -= 1
-        if session.length == 0 and session.plain_left:
+        if session.arm.source is not Source.DRAFTER and session.plain_left:
             session.asked_at = arrived_at
             self._verifying.append(session)
         else:
@@ -182,6 +201,7 @@ def round_times(
         "is_first": False,
         "draft_s": draft_s,
         "verify_s": verify_s,
+        "local_strategy": "",
         **dict.fromkeys(("lost_s", "prefill_s", "calibration_s", "queue_s", "wire_s", "gateway_s"), 0.0),
     }
     return RoundTimes(**(fields | changes))

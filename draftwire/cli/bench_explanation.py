@@ -44,17 +44,19 @@ def _print_choice(console: "Console", choice: Any, load: Any) -> None:
     from rich.table import Table
 
     pair = visible(f"{choice.drafter} {'at' if choice.is_local else 'for'} {choice.verifier}")
+    if choice.beside:
+        pair += visible(f", beside {choice.beside}")
     sessions = "one session" if load.max_sessions == 1 else f"{load.min_sessions} to {load.max_sessions} sessions"
     console.print(f"lengths of drafts by {pair}, {sessions} at a time", soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("length", "tokens/round", "ms/round", "tokens/s of a session", "accepted", "known from"):
         table.add_column(heading, justify="right")
-    survival = [1.0, *choice.survival]
+    survival, is_chosen = [1.0, *choice.survival], load.chosen in ("", choice.drafter)
     for estimate in load.estimates:
         windows = estimate.num_windows
         length = estimate.num_draft_tokens
         table.add_row(
-            f"{'* ' if length == load.num_draft_tokens else ''}{length}",
+            f"{'* ' if is_chosen and length == load.num_draft_tokens else ''}{length}",
             f"{estimate.tokens_per_round:.2f}",
             f"{1e3 * estimate.round_s:.2f}",
             f"{estimate.tokens_per_round / estimate.round_s:.1f}",
@@ -75,6 +77,10 @@ def reasons(choice: Any, load: Any) -> Iterator[str]:
         f"a row of the verifier {_ms(load.row_s)}; acceptance from {choice.num_drafts} drafts"
     )
     if len(rates) == 1:
+        return
+    if load.chosen not in ("", choice.drafter):
+        ratio = f"{rates[best] / rates[0]:.2f}"
+        yield f"{load.chosen} drafts: it is faster than {best} tokens of {choice.drafter}, {ratio} times plain decoding"
         return
     drafting = max(range(1, len(rates)), key=lambda length: rates[length])
     acceptance = mean_acceptance(choice.survival[:drafting])

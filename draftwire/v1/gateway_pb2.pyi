@@ -1029,16 +1029,19 @@ class LoadChoice(_message.Message):
     ESTIMATES_FIELD_NUMBER: _builtins.int
     ROW_S_FIELD_NUMBER: _builtins.int
     DRAFT_TOKEN_S_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
     min_sessions: _builtins.int
     """Fewest sessions at once of this load."""
     max_sessions: _builtins.int
     """Most sessions at once of this load."""
     num_draft_tokens: _builtins.int
-    """The best length."""
+    """The best length of this drafter; 0 if plain decoding is better."""
     row_s: _builtins.float
     """Time by which one more row of each session lengthens a step of the verifier, seconds; 0 if not known."""
     draft_token_s: _builtins.float
-    """Time that the drafter takes for a draft token, seconds; 0 if not known."""
+    """Time that drafting takes for a token, seconds; 0 if not known."""
+    chosen: _builtins.str
+    """Who drafts at that load, this drafter or the one beside it; empty if plain decoding is best."""
     @_builtins.property
     def estimates(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftLengthEstimate]:
         """Lengths from 0 to the largest. Empty before anything was measured."""
@@ -1052,10 +1055,11 @@ class LoadChoice(_message.Message):
         estimates: _abc.Iterable[Global___DraftLengthEstimate] | None = ...,
         row_s: _builtins.float = ...,
         draft_token_s: _builtins.float = ...,
+        chosen: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_token_s", b"draft_token_s", "estimates", b"estimates", "max_sessions", b"max_sessions", "min_sessions", b"min_sessions", "num_draft_tokens", b"num_draft_tokens", "row_s", b"row_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "draft_token_s", b"draft_token_s", "estimates", b"estimates", "max_sessions", b"max_sessions", "min_sessions", b"min_sessions", "num_draft_tokens", b"num_draft_tokens", "row_s", b"row_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1063,7 +1067,7 @@ Global___LoadChoice: _TypeAlias = LoadChoice  # noqa: Y015
 
 @_typing.final
 class SpeculationChoice(_message.Message):
-    """What the lengths of drafts of one pair are chosen by."""
+    """What the lengths of drafts of one drafter are chosen by."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1074,23 +1078,26 @@ class SpeculationChoice(_message.Message):
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     IS_LOCAL_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
     verifier: _builtins.str
     """Address of the verifier."""
     drafter: _builtins.str
     """Draft model, or strategy of the verifier."""
     num_sessions: _builtins.int
-    """Sessions of the pair whose lengths are chosen now."""
+    """Sessions whose lengths are chosen now, whoever of the two drafts for them."""
     num_drafts: _builtins.int
     """Drafts that this is known from."""
     is_local: _builtins.bool
     """Whether the verifier drafts by itself."""
+    beside: _builtins.str
+    """Who else could draft for the same sessions: a draft model, or a strategy of the verifier; empty if nobody."""
     @_builtins.property
     def survival(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Probability that at least 1, 2, ... tokens of a draft are accepted."""
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadChoice]:
-        """Each load that the pair has had."""
+        """Each load that there was."""
 
     def __init__(
         self,
@@ -1102,10 +1109,11 @@ class SpeculationChoice(_message.Message):
         num_drafts: _builtins.int = ...,
         loads: _abc.Iterable[Global___LoadChoice] | None = ...,
         is_local: _builtins.bool = ...,
+        beside: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "is_local", b"is_local", "loads", b"loads", "num_drafts", b"num_drafts", "num_sessions", b"num_sessions", "survival", b"survival", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "drafter", b"drafter", "is_local", b"is_local", "loads", b"loads", "num_drafts", b"num_drafts", "num_sessions", b"num_sessions", "survival", b"survival", "verifier", b"verifier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

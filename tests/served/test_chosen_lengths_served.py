@@ -17,6 +17,7 @@ from draftwire.client import Client, Completion
 from draftwire.requests.parameters import SamplingParams
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.session.round_times import RoundTimes
+from draftwire_gateway.speculation.arms import PLAIN, Arm
 from draftwire_gateway.speculation.pair_chooser import PairChooser, Window
 from tests.in_process import InProcessStack
 
@@ -41,9 +42,11 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = count()
 
     def window(chooser: PairChooser, now: float) -> Window:
-        accepted = sum(chooser.acceptance.survival(4))
-        length = random.Random(f"{next(turns)} {accepted}").choice((0, 1, 2, 3, 4, 8))
-        return Window(length, 0, now, is_probe=True, counts_from=now)
+        accepted = sum(sum(known.survival(4)) for known in chooser.acceptance.values())
+        choices = random.Random(f"{next(turns)} {accepted}")
+        length, source = choices.choice((0, 1, 2, 3, 4, 8)), choices.choice(list(chooser.acceptance))
+        arm = Arm(source, length) if length else PLAIN
+        return Window(arm, 0, now, is_probe=True, counts_from=now)
 
     monkeypatch.setattr(PairChooser, "window", window)
     monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: 1)

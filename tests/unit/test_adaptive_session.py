@@ -23,6 +23,7 @@ from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.session.generation import RequestedGeneration, SpeculationDefaults, complete_request
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
+from draftwire_gateway.speculation.arms import PLAIN, Arm, Source
 from draftwire_gateway.speculation.pair_chooser import PairChooser, Window
 from draftwire_gateway.speculation.pairs import Pairs
 
@@ -70,7 +71,9 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
         turns = iter(lengths * 10_000)
 
         def window(chooser: PairChooser, now: float) -> Window:
-            return Window(next(turns), 0, now, is_probe=False, counts_from=now)
+            length = next(turns)
+            arm = Arm(Source.DRAFTER, length) if length else PLAIN
+            return Window(arm, 0, now, is_probe=False, counts_from=now)
 
         monkeypatch.setattr(PairChooser, "window", window)
         monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: min(most, 2))
@@ -135,7 +138,7 @@ def test_what_a_request_with_a_seed_produced_teaches_nobody() -> None:
         assert pairs.explain() == {}
     target = FakeTarget(accepts=[2] * 40)
     run(collect(loop_of(target, [FakeDrafter(target)], pairs))).assert_whole(60)
-    (explained,) = pairs.explain().values()
+    ((explained,),) = pairs.explain().values()
     assert explained.num_drafts > 5
     assert explained.num_sessions == 0, "it was counted out"
 
@@ -148,12 +151,12 @@ def test_sessions_are_counted_while_they_run_and_after_a_failure_not() -> None:
     async def stop_early() -> int:
         events = loop.run()
         await anext(events)
-        running = next(iter(pairs.explain().values())).num_sessions
+        running = next(iter(pairs.explain().values()))[0].num_sessions
         await events.aclose()
         return running
 
     assert run(stop_early()) == 1
-    assert next(iter(pairs.explain().values())).num_sessions == 0
+    assert next(iter(pairs.explain().values()))[0].num_sessions == 0
 
 
 def test_generation_with_chosen_lengths_needs_a_drafter_only_if_there_is_one() -> None:

@@ -97,6 +97,21 @@ def test_load_that_is_nearest_to_the_benchmarks_is_shown_and_the_chosen_length_i
     assert "the others" in one
 
 
+def test_table_says_who_drafts_where_two_could() -> None:
+    drafter, verifier = choice_of(load_of(0.3, 2)), choice_of(load_of(0.8, 2))
+    drafter.beside, verifier.beside, verifier.drafter, verifier.is_local = "suffix", "small", "suffix", True
+    for choice in (drafter, verifier):
+        choice.loads[0].chosen = "suffix"
+    text = shown(ExplainSpeculationResponse(is_adaptive=True, choices=[drafter, verifier]), 1)
+    other, chosen = text.split("lengths of drafts by ")[1:]
+    assert other.startswith("small for v:1, beside suffix, one session")
+    assert chosen.startswith("suffix at v:1, beside small, one session")
+    assert "*" not in other
+    assert "suffix drafts: it is faster than 2 tokens of small, 0.87 times plain decoding" in other
+    assert "* 2" in chosen
+    assert "drafting pays: 2 tokens make" in chosen
+
+
 def test_server_that_chooses_nothing_says_so() -> None:
     assert "speculation=fixed" in shown(ExplainSpeculationResponse(), 4)
     assert "nothing was chosen yet" in shown(ExplainSpeculationResponse(is_adaptive=True), 4)

@@ -14,9 +14,9 @@ from draftwire.method.token_source import TokenSource
 from draftwire_gateway.session.drafter_seat import RunRequest
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.round_times import WhyPlain
-from draftwire_gateway.speculation.pair_chooser import PairChooser
+from draftwire_gateway.speculation.arms import Arm, Source
+from draftwire_gateway.speculation.pair_chooser import PairChooser, Window
 from draftwire_gateway.speculation.pairs import PairName
-from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
 from draftwire_gateway.speculation.session_length import SessionLength
 
 
@@ -74,7 +74,7 @@ async def test_nothing_is_asked_for_that_the_verifier_does_not_offer_or_the_requ
 
 
 @in_virtual_time
-async def test_lengths_of_local_drafts_are_chosen_for_a_pair_of_their_own() -> None:
+async def test_verifier_without_its_drafter_is_a_pair_of_its_own() -> None:
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     await one.seek_until_ready()
     assert one.seat.next_length() == 4, "of the drafter"
@@ -83,6 +83,10 @@ async def test_lengths_of_local_drafts_are_chosen_for_a_pair_of_their_own() -> N
     request = one.seat.run(32, 2)
     assert (request.why, request.draft) == (WhyPlain.NO_GUESS, LocalDraft("suffix", 4))
     assert one.seat.next_length() == 0
+    assert set(one.pairs.explain()) == {
+        PairName(one.target.address, "drafter", "suffix"),
+        PairName(one.target.address, "", "suffix"),
+    }
 
 
 def verdict(num_draft_tokens: int, rounds_left: int, strategy: str) -> Verdict:
@@ -114,17 +118,17 @@ def test_verdict_of_a_local_round_is_of_what_was_asked_for(given: Verdict, is_ri
 
 def test_what_was_not_guessed_counts_as_not_accepted() -> None:
     """Else a length would seem to pay for all rounds that pays for those with a guess."""
-    chooser = PairChooser(8, 4)
-    session = SessionLength(chooser, is_local=True)
+    chooser = PairChooser(8, 4, (Source.VERIFIER,))
+    session = SessionLength(chooser)
     now, rounds = 0.0, 400
     for number in range(rounds):
-        session.next_length(number, 100, now)
+        session.next_own_length(number, 100, now)
         has_guess = number % 4 == 0
         strategy = {"local_strategy": "suffix"} if has_guess else {}
         drafted, accepted = (4, 4) if has_guess else (0, 0)
         session.observe(round_times(number, now, now + 0.01, drafted, accepted, **strategy))
         now += 0.01
-    assert chooser.acceptance.survival(4)[3] == pytest.approx(0.25, abs=0.06)
+    assert chooser.acceptance[Source.VERIFIER].survival(4)[3] == pytest.approx(0.25, abs=0.06)
 
 
 def test_drafts_of_the_verifier_say_nothing_of_a_drafter() -> None:
@@ -132,12 +136,13 @@ def test_drafts_of_the_verifier_say_nothing_of_a_drafter() -> None:
     session = SessionLength(chooser)
     session.next_length(0, 100, 0.0)
     session.observe(round_times(0, 0.0, 0.01, 4, 4, local_strategy="suffix"))
-    assert chooser.acceptance.num_drafts == 0
+    assert [known.num_drafts for known in chooser.acceptance.values()] == [0]
 
 
 @in_virtual_time
 async def test_verifier_drafts_while_the_drafter_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SessionLength, "pays", lambda length, now: False)
+    monkeypatch.setattr(PairChooser, "window", lambda chooser, now: Window(Arm(Source.VERIFIER, 4), 0, now, False, now))
+    monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: most)
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     one.seat.first_run(one.target, 32)
     one.seat.seek(one.target)
@@ -146,25 +151,26 @@ async def test_verifier_drafts_while_the_drafter_does_not_pay(monkeypatch: pytes
     assert one.drafters[0].sessions == [], "no prompt is read for nothing"
 
 
-def test_rounds_without_a_drafter_may_have_several_tokens() -> None:
-    costs = RoundCosts()
-    for _ in range(30):
-        costs.add(0, WindowSums(20, 0.2, 0.2, 0.0, 60, 20.0), 1.0)
-    assert costs.bias(0) == pytest.approx(3.0)
-    plain = RoundCosts()
-    plain.add(0, WindowSums(20, 0.2, 0.2, 0.0, 20, 20.0), 1.0)
-    assert plain.bias(0) == 1.0
+def test_place_of_a_drafter_that_cannot_is_taken_to_the_length_that_is_best_for_the_verifier() -> None:
+    chooser = PairChooser(8, 3, (Source.DRAFTER, Source.VERIFIER))
+    session = SessionLength(chooser)
+    assert session.next_length(0, 0, 0.0) == 0, "it has no room"
+    assert session.next_own_length(0, 100, 0.0) == 3, "nothing is known: as at first"
+    chooser.window(0.0).all.add(round_times(0, 0.0, 0.1, 3, 0, 0.01, 0.01), 1.0)
+    session.observe(round_times(0, 0.0, 9.0, 0, 0, why_plain=WhyPlain.NO_GUESS))
+    assert session.next_own_length(1, 100, 9.0) == 8, "guesses seem to cost nothing yet"
+    assert chooser.acceptance[Source.VERIFIER].num_drafts == 1
+    assert chooser.acceptance[Source.DRAFTER].num_drafts == 0
 
 
 @in_virtual_time
-async def test_each_pair_learns_from_its_own_rounds() -> None:
+async def test_each_source_learns_from_its_own_rounds() -> None:
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     await one.seek_until_ready()
     number = one.session.round
     one.seat.next_length()
     one.seat.ask_for_block(4)
     one.seat.observe(round_times(number, 0.0, 0.01, 4, 4))
-    local = PairName(one.target.address, "suffix", is_local=True)
-    explained = one.pairs.explain()
-    assert explained[local].num_drafts == 0
-    assert sum(each.num_drafts for each in explained.values()) == 1
+    ((drafter, verifier),) = one.pairs.explain().values()
+    assert (drafter.source, drafter.num_drafts) == (Source.DRAFTER, 1)
+    assert (verifier.source, verifier.num_drafts) == (Source.VERIFIER, 0)

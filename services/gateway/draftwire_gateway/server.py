@@ -5,7 +5,7 @@ from __future__ import annotations  # the generics of grpc exist for the type ch
 import asyncio
 import random
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -49,7 +49,8 @@ from draftwire_gateway.session.generation import (
 )
 from draftwire_gateway.session.spans import RequestTracing
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.speculation.pair_chooser import Explanation, LoadExplanation
+from draftwire_gateway.speculation.arms import Source
+from draftwire_gateway.speculation.explanation import Explanation, LoadExplanation
 from draftwire_gateway.speculation.pairs import PairName
 from draftwire_gateway.text.conversation import (
     MAX_CHAT_MESSAGES,
@@ -154,7 +155,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         explanations = self._core.pairs.explain()
         return gateway_pb2.ExplainSpeculationResponse(
             is_adaptive=self._core.defaults.adapts_length,
-            choices=[_choice_to_proto(pair, explanation) for pair, explanation in explanations.items()],
+            choices=[_choice_to_proto(pair, one) for pair, explained in explanations.items() for one in explained],
         )
 
     def _check_sizes(self, request: gateway_pb2.GenerateRequest) -> None:
@@ -352,18 +353,20 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
 
 
 def _choice_to_proto(pair: PairName, explanation: Explanation) -> gateway_pb2.SpeculationChoice:
+    drafters, source = pair.drafters, explanation.source
     return gateway_pb2.SpeculationChoice(
         verifier=pair.verifier_address,
-        drafter=pair.drafter_model,
-        is_local=pair.is_local,
+        drafter=drafters[source],
+        is_local=source is Source.VERIFIER,
+        beside=next((name for other, name in drafters.items() if other is not source), ""),
         num_sessions=explanation.num_sessions,
         survival=explanation.survival,
         num_drafts=explanation.num_drafts,
-        loads=[_load_to_proto(load) for load in explanation.loads],
+        loads=[_load_to_proto(load, drafters) for load in explanation.loads],
     )
 
 
-def _load_to_proto(load: LoadExplanation) -> gateway_pb2.LoadChoice:
+def _load_to_proto(load: LoadExplanation, drafters: Mapping[Source, str]) -> gateway_pb2.LoadChoice:
     return gateway_pb2.LoadChoice(
         min_sessions=load.min_sessions,
         max_sessions=load.max_sessions,
@@ -379,6 +382,7 @@ def _load_to_proto(load: LoadExplanation) -> gateway_pb2.LoadChoice:
         ],
         row_s=load.row_s,
         draft_token_s=load.draft_token_s,
+        chosen="" if load.chosen is None else drafters[load.chosen],
     )
 
 

@@ -8,7 +8,6 @@ it replies. A drafter that has replied is never blamed for the verifier's silenc
 import asyncio
 import math
 import time
-from collections import deque
 from dataclasses import dataclass
 
 import structlog
@@ -83,13 +82,9 @@ class DrafterSeat:
         self._wait = BlockWait()
         self._pairs = pairs
         self._pair = PairSeat(pairs)
-        """Of drafter and verifier; none where lengths are given."""
-        self._local_pair = PairSeat(pairs)
-        """Of a verifier that drafts by itself; none where lengths are given."""
+        """Of drafter and verifier; none where lengths are given, or nobody could draft."""
         self._local_strategy = ""
         """By which the session's verifier drafts by itself; empty if it does not."""
-        self._asked: deque[tuple[int, bool]] = deque(maxlen=3)
-        """The rounds of the latest requests, and whether the verifier was to draft by itself from there on."""
         self.permit_number = -1
         """Permit number of the latest drafter; each drafter has a higher one."""
         self.is_ready = False
@@ -136,9 +131,8 @@ class DrafterSeat:
         """
         if not self._session.generation.num_speculative_tokens:
             return RunRequest(WhyPlain.NOT_ASKED_FOR, most)
-        length, now = self._pair.length, time.perf_counter()
-        if length is not None and not length.pays(now):
-            return self._local_run(WhyPlain.DOES_NOT_PAY, length.num_plain_rounds(most, now))
+        if not self._uses_drafter():
+            return self._local_run(WhyPlain.DOES_NOT_PAY, most)
         if self.is_asleep:
             return RunRequest(WhyPlain.LATE, bridge)
         if is_coming:
@@ -161,15 +155,15 @@ class DrafterSeat:
 
     def _local_run(self, why: WhyPlain, most: int) -> RunRequest:
         """Returns rounds in which the verifier drafts by itself, if it does and that pays; else plain ones."""
+        length, now = self._pair.length, time.perf_counter()
         num_draft_tokens = min(self._session.generation.num_speculative_tokens, self._session.num_left - 1)
-        if not self._local_strategy or num_draft_tokens < 1:
-            return RunRequest(why, most)
-        self._asked.append((self._session.round, True))
-        length = self._local_pair.length
-        if length is not None:
-            now = time.perf_counter()
-            num_draft_tokens = length.next_length(self._session.round, num_draft_tokens, now)
+        can_draft = bool(self._local_strategy) and num_draft_tokens >= 1
+        if length is not None and (can_draft or why is WhyPlain.DOES_NOT_PAY):
             most = length.num_plain_rounds(most, now)
+        if not can_draft:
+            return RunRequest(why, most)
+        if length is not None:
+            num_draft_tokens = length.next_own_length(self._session.round, num_draft_tokens, now)
             if num_draft_tokens < 1:
                 return RunRequest(WhyPlain.DOES_NOT_PAY if why is WhyPlain.NO_DRAFTER else why, most)
         return RunRequest(WhyPlain.NO_GUESS, most, LocalDraft(self._local_strategy, num_draft_tokens))
@@ -178,12 +172,6 @@ class DrafterSeat:
         """Takes note of a committed round; a `RoundObserver`."""
         if self._pair.length is not None:
             self._pair.length.observe(times)
-        if self._local_pair.length is not None:
-            is_local = next((local for number, local in reversed(self._asked) if number <= times.round), False)
-            if is_local:
-                self._local_pair.length.observe(times)
-            else:
-                self._local_pair.length.end_reading(times.ended_at)
 
     def restart(self, target: TargetPort) -> bool:
         """Makes all drafters eligible again, before the session is opened on a verifier.
@@ -211,7 +199,7 @@ class DrafterSeat:
         self._join(target, drafter)
         if drafter is None:
             return
-        if self._pair.length is not None and not self._pair.length.pays(time.perf_counter()):
+        if not self._uses_drafter():
             return  # its prefill alone would cost time
         self._tried.add(drafter.instance_id)
         self._drafter, self.is_ready = drafter, False
@@ -257,7 +245,6 @@ class DrafterSeat:
         Raises:
             DraftwireError: the drafter cannot be asked.
         """
-        self._asked.append((self._session.round, False))
         base_len = self._known_len
         self._known_len = len(self._session.committed)
         timeout_s = self.timeout_s(num_draft_tokens, most_s)
@@ -347,10 +334,9 @@ class DrafterSeat:
         return was_awaited
 
     def end(self) -> None:
-        """Ends the session: drops its drafter, and counts it out of its pairs."""
+        """Ends the session: drops its drafter, and counts it out of its pair."""
         self.drop()
         self._pair.join(None)
-        self._local_pair.join(None)
 
     def drop(self) -> None:
         """Closes the session on the drafter, or cancels its opening. To be called before the epoch ends."""
@@ -362,13 +348,21 @@ class DrafterSeat:
         self._drafter, self.is_ready, self._wait = None, False, BlockWait()
 
     def _join(self, target: TargetPort, drafter: DrafterPort | None) -> None:
-        """Counts the session in to its pairs, if it adapts lengths: with a drafter, and with what the verifier does."""
-        generation, offered = self._session.generation, target.description.local_strategies
-        strategies = [strategy for strategy in generation.local_strategies if strategy in offered]
-        self._local_strategy = strategy = JOINT.join(strategies)
-        if generation.adapts_length:
-            self._pair.join(None if drafter is None else PairName(target.address, drafter.description.name))
-            self._local_pair.join(PairName(target.address, strategy, is_local=True) if strategy else None)
+        """Counts the session in to its pair, if it adapts lengths and somebody could draft."""
+        pair = self._pair_of(target, "" if drafter is None else drafter.description.name)
+        self._local_strategy = pair.local_strategy
+        if self._session.generation.adapts_length:
+            self._pair.join(pair if pair.drafters else None)
+
+    def _pair_of(self, target: TargetPort, drafter_model: str) -> PairName:
+        offered = target.description.local_strategies
+        strategies = [strategy for strategy in self._session.generation.local_strategies if strategy in offered]
+        return PairName(target.address, drafter_model, JOINT.join(strategies))
+
+    def _uses_drafter(self) -> bool:
+        """Whether a drafter is to draft now, if there is one."""
+        length = self._pair.length
+        return length is None or not self._pair.has_drafter or length.uses_drafter(time.perf_counter())
 
     def _wake(self) -> None:
         if self._wait.wake():
@@ -413,11 +407,11 @@ class DrafterSeat:
             else:
                 longest = max(longest, model.context_length)
         if found:
-            names = list(found)
-            chosen = names[0]
-            if generation.adapts_length and len(names) > 1:
-                chosen = self._pairs.preferred(target.address, names, self._session.session_id)
-            return found[chosen]
+            pairs = [self._pair_of(target, model) for model in found]
+            chosen = pairs[0]
+            if generation.adapts_length and len(pairs) > 1:
+                chosen = self._pairs.preferred(pairs, self._session.session_id)
+            return found[chosen.drafter_model]
         if longest and self.permit_number < 0:  # otherwise a drafter was used until its context was full
             self.error = f"the text is longer than the drafter's context of {longest}"
         return None

@@ -4,7 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, Explanation, PairChooser
+from draftwire_gateway.speculation.arms import Source
+from draftwire_gateway.speculation.explanation import Explanation
+from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
 MAX_PAIRS = 1024
@@ -15,13 +17,19 @@ SESSIONS_PER_TRIAL = 64
 
 @dataclass(frozen=True, slots=True)
 class PairName:
-    """A verifier, and what its drafts are made by: drafters of one model share what is learnt."""
+    """A verifier, and who could draft for it: drafters of one model share what is learnt."""
 
     verifier_address: str
-    drafter_model: str
-    """Name of the draft model, or of the strategy of the verifier."""
-    is_local: bool = False
-    """Whether the verifier drafts by itself."""
+    drafter_model: str = ""
+    """Name of the draft model; empty without drafters."""
+    local_strategy: str = ""
+    """By which the verifier drafts by itself; empty if it does not."""
+
+    @property
+    def drafters(self) -> dict[Source, str]:
+        """The names of those that could draft."""
+        named = {Source.DRAFTER: self.drafter_model, Source.VERIFIER: self.local_strategy}
+        return {source: name for source, name in named.items() if name}
 
 
 class PairSeat:
@@ -34,8 +42,17 @@ class PairSeat:
         self.length: SessionLength | None = None
         """Chooses the session's lengths; None in no pair."""
 
+    @property
+    def has_drafter(self) -> bool:
+        """Whether there are drafters in the pair."""
+        return self._name is not None and bool(self._name.drafter_model)
+
     def join(self, name: PairName | None) -> None:
-        """Counts the session in to a pair, and out of the one before; None is no pair."""
+        """Counts the session in to a pair, and out of the one before; None is no pair.
+
+        Args:
+            name: in which somebody could draft.
+        """
         if name == self._name:
             return
         if self.length is not None:
@@ -63,28 +80,28 @@ class Pairs:
         chooser = self._choosers.get(pair)
         if chooser is None:
             self._forget_idle()
-            chooser = self._choosers[pair] = PairChooser(self._max_length, self._first_length)
-        return SessionLength(chooser, pair.is_local)
+            sources = tuple(pair.drafters)
+            chooser = self._choosers[pair] = PairChooser(self._max_length, self._first_length, sources)
+        return SessionLength(chooser)
 
-    def preferred(self, address: str, models: Sequence[str], session_id: int) -> str:
-        """Returns the draft model with which a verifier's sessions were fastest, or one that was not measured yet.
+    def preferred(self, pairs: Sequence[PairName], session_id: int) -> PairName:
+        """Returns the pair whose sessions were fastest, or one that was not measured yet.
 
         Args:
-            address: of the verifier.
-            models: names of those that could draft, at least one.
-            session_id: random; one session of `SESSIONS_PER_TRIAL` tries another model.
+            pairs: of one verifier, with drafters of a model each; at least one.
+            session_id: random; one session of `SESSIONS_PER_TRIAL` tries another pair.
         """
         trial, turn = session_id % SESSIONS_PER_TRIAL, session_id // SESSIONS_PER_TRIAL
         if trial == 0:
-            return models[turn % len(models)]
-        choosers = [self._choosers.get(PairName(address, model)) for model in models]
+            return pairs[turn % len(pairs)]
+        choosers = [self._choosers.get(pair) for pair in pairs]
         rates = [None if chooser is None else chooser.tokens_per_second for chooser in choosers]
-        return max(zip(models, rates, strict=True), key=lambda rated: math.inf if rated[1] is None else rated[1])[0]
+        return max(zip(pairs, rates, strict=True), key=lambda rated: math.inf if rated[1] is None else rated[1])[0]
 
     def _forget_idle(self) -> None:
         if len(self._choosers) >= MAX_PAIRS:
             self._choosers = {pair: chooser for pair, chooser in self._choosers.items() if chooser.num_sessions}
 
-    def explain(self) -> dict[PairName, Explanation]:
-        """Returns what lengths are chosen by, by pair."""
-        return {pair: chooser.explain() for pair, chooser in self._choosers.items()}
+    def explain(self) -> dict[PairName, list[Explanation]]:
+        """Returns what lengths are chosen by, by pair, for each that could draft."""
+        return {pair: [chooser.explain(source) for source in pair.drafters] for pair, chooser in self._choosers.items()}

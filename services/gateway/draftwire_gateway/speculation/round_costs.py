@@ -1,15 +1,17 @@
-"""What rounds cost at one load, by the length of their drafts."""
+"""What rounds cost at one load, by who drafts and to what length."""
 
+import math
 from dataclasses import dataclass, replace
 
 from draftwire_gateway.session.round_times import RoundTimes
+from draftwire_gateway.speculation.arms import PLAIN, Arm, Source
 
 NEW_WEIGHT = 0.25
 """Weight of a window in the running means of its length, once there are several."""
 TRUSTED_TOKENS = 300.0
 """The prediction of the accepted tokens counts like so many tokens that were measured."""
 LINE_WINDOWS = 1.0
-"""The line through all lengths counts like so many windows of each."""
+"""The line through all lengths of a source counts like so many windows of each."""
 MOST_WINDOWS = 8
 """A length counts in that line as at most so many windows."""
 KEPT_TOKENS = 0.8
@@ -17,8 +19,8 @@ KEPT_TOKENS = 0.8
 
 
 @dataclass(slots=True)
-class LengthCost:
-    """What was measured of rounds of one length, while all sessions had that length."""
+class ArmCost:
+    """What was measured of rounds of one arm, while all sessions had that one."""
 
     rest_s: float
     """From the request of a round to the next one's, without drafting, seconds."""
@@ -70,49 +72,54 @@ class WindowSums:
 
 
 class RoundCosts:
-    """Times of rounds by length. Those of lengths that were not measured are on a line through the others."""
+    """Times of rounds by arm. Those of lengths that were not measured are on a line through the others of their source.
+    A source of which nothing was measured is taken to cost nothing, so that it is soon tried.
+    """
 
     def __init__(self) -> None:
         """Knows nothing."""
-        self._lengths: dict[int, LengthCost] = {}
+        self._arms: dict[Arm, ArmCost] = {}
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was measured."""
-        return not self._lengths
+        return not self._arms
 
-    def measured(self, length: int) -> LengthCost | None:
-        """Returns what was measured of a length; None if it was not."""
-        return self._lengths.get(length)
+    def measured(self, arm: Arm) -> ArmCost | None:
+        """Returns what was measured of an arm; None if it was not."""
+        return self._arms.get(arm)
 
-    @property
-    def draft_token_s(self) -> float:
-        """Time that the drafter takes for a token of a draft, seconds; 0 before anything was drafted."""
-        tokens = sum(length * cost.num_windows for length, cost in self._lengths.items())
-        return sum(cost.draft_s * cost.num_windows for cost in self._lengths.values()) / max(1, tokens)
+    def draft_token_s(self, source: Source) -> float:
+        """Returns the time that drafting takes for a token, seconds; 0 before anything was drafted."""
+        costs = self._of(source)
+        tokens = sum(length * cost.num_windows for length, cost in costs.items())
+        return sum(cost.draft_s * cost.num_windows for cost in costs.values()) / max(1, tokens)
 
-    @property
-    def row_s(self) -> float:
-        """Time by which one more row of each session lengthens a step of the verifier, seconds; 0 if not known."""
-        known = sorted(self._lengths)
-        if len(known) < 2:
+    def row_s(self, source: Source) -> float:
+        """Returns the time by which one more row of each session lengthens a step of the verifier, seconds; 0 if not
+        known.
+        """
+        costs = self._of(source)
+        if PLAIN in self._arms:
+            costs[0] = self._arms[PLAIN]
+        if len(costs) < 2:
             return 0.0
-        first, last = known[0], known[-1]
-        return max(0.0, (self._lengths[last].verify_s - self._lengths[first].verify_s) / (last - first))
+        first, last = min(costs), max(costs)
+        return max(0.0, (costs[last].verify_s - costs[first].verify_s) / (last - first))
 
-    def add(self, length: int, sums: WindowSums, share: float) -> None:
-        """Adds a window. A machine that became slower or faster since did so for all lengths.
+    def add(self, arm: Arm, sums: WindowSums, share: float) -> None:
+        """Adds a window. A machine that became slower or faster since did so for all arms.
 
         Args:
-            length: of the window's drafts.
+            arm: of the window.
             sums: over its rounds.
             share: how full the window was, 0 to 1.
         """
         verify_s, draft_s = sums.verify_s / sums.num_rounds, sums.draft_s / sums.num_rounds
         rest_s = max(1e-9, sums.round_s / sums.num_rounds - draft_s)
-        cost = self._lengths.get(length)
+        cost = self._arms.get(arm)
         if cost is None:
-            cost = self._lengths[length] = LengthCost(rest_s, draft_s, verify_s)
+            cost = self._arms[arm] = ArmCost(rest_s, draft_s, verify_s)
         weight = share * max(NEW_WEIGHT, 1.0 / (cost.num_windows + 1)) if cost.num_windows else 1.0
         before = replace(cost)
         cost.rest_s += weight * (rest_s - cost.rest_s)
@@ -121,61 +128,61 @@ class RoundCosts:
         cost.num_windows += 1
         cost.num_tokens = KEPT_TOKENS * cost.num_tokens + sums.num_tokens
         cost.expected_tokens = KEPT_TOKENS * cost.expected_tokens + sums.expected_tokens
-        for other in self._lengths.values():
-            if other is not cost:
-                other.rest_s *= cost.rest_s / before.rest_s
-                other.verify_s *= cost.rest_s / before.rest_s
-                if before.draft_s > 0.0:
-                    other.draft_s *= cost.draft_s / before.draft_s
+        for other, other_cost in self._arms.items():
+            if other != arm:
+                other_cost.rest_s *= cost.rest_s / before.rest_s
+                other_cost.verify_s *= cost.rest_s / before.rest_s
+                if other.source is arm.source and before.draft_s > 0.0:
+                    other_cost.draft_s *= cost.draft_s / before.draft_s
 
-    def round_s(self, length: int) -> float:
-        """Returns the time of a round, seconds: the measured one, drawn to a line through all lengths while it is known
-        from few windows.
-
-        Args:
-            length: draft tokens.
+    def round_s(self, arm: Arm) -> float:
+        """Returns the time of a round, seconds: the measured one, drawn to a line through all lengths of its source
+        while it is known from few windows. Something must have been measured.
         """
-        cost = self._lengths.get(length)
-        drafting = [known for known in self._lengths if known]
-        if length == 0 or not drafting:
+        cost = self._arms.get(arm)
+        if arm.source is None or not self._of(arm.source):
             # At best, a step without drafts, and a draft that costs nothing.
-            return cost.round_s if cost is not None else self._plain_at_best_s(drafting)
-        line_s = max(self._plain_at_best_s(drafting), self._on_line_s(length, drafting))
+            plain = self._arms.get(PLAIN)
+            return plain.round_s if plain is not None else min(self._plain_at_best_s(each) for each in Source)
+        line_s = max(self._plain_at_best_s(arm.source), self._on_line_s(arm))
         if cost is None:
             return line_s
         return (cost.num_windows * cost.round_s + LINE_WINDOWS * line_s) / (cost.num_windows + LINE_WINDOWS)
 
-    def _plain_at_best_s(self, drafting: list[int]) -> float:
-        """Returns the shortest that a step without drafts can take: with rows that are all of a step's time, at least
-        one row's.
-        """
-        if not drafting:
-            return self._lengths[0].round_s
-        shortest = min(drafting)
-        verify_s = self._lengths[shortest].verify_s
-        return max(verify_s / (1 + shortest), verify_s - shortest * self.row_s, 1e-9)
+    def bias(self, arm: Arm) -> float:
+        """Returns `ArmCost.bias` of an arm, or of the nearest length of its source that was measured; 1 without any."""
+        costs = {} if arm.source is None else self._of(arm.source)
+        if not costs:
+            return 1.0
+        return costs[min(costs, key=lambda known: abs(known - arm.length))].bias
 
-    def _on_line_s(self, length: int, drafting: list[int]) -> float:
-        """Returns the time of a round on the line of least squares through the measured lengths, seconds."""
-        points = [(min(MOST_WINDOWS, self._lengths[known].num_windows), known) for known in drafting]
-        total = sum(weight for weight, _ in points)
-        mean = sum(weight * known for weight, known in points) / total
-        mean_s = sum(weight * self._lengths[known].round_s for weight, known in points) / total
-        spread = sum(weight * (known - mean) ** 2 for weight, known in points)
+    def _of(self, source: Source) -> dict[int, ArmCost]:
+        """Returns what was measured of a source, by length."""
+        return {arm.length: cost for arm, cost in self._arms.items() if arm.source is source}
+
+    def _plain_at_best_s(self, source: Source) -> float:
+        """Returns the shortest that a step without drafts can take by what was measured of a source: with rows that are
+        all of a step's time, at least one row's. Infinite if nothing was.
+        """
+        costs = self._of(source)
+        if not costs:
+            return math.inf
+        shortest = min(costs)
+        verify_s = costs[shortest].verify_s
+        return max(verify_s / (1 + shortest), verify_s - shortest * self.row_s(source), 1e-9)
+
+    def _on_line_s(self, arm: Arm) -> float:
+        """Returns the time of a round on the line of least squares through what was measured of its source, seconds."""
+        assert arm.source is not None, "plain decoding is on no line"
+        costs = self._of(arm.source)
+        points = [(min(MOST_WINDOWS, cost.num_windows), length, cost.round_s) for length, cost in costs.items()]
+        total = sum(weight for weight, _, _ in points)
+        mean = sum(weight * length for weight, length, _ in points) / total
+        mean_s = sum(weight * round_s for weight, _, round_s in points) / total
+        spread = sum(weight * (length - mean) ** 2 for weight, length, _ in points)
         if spread > 0.0:
-            rise_s = sum(weight * (known - mean) * self._lengths[known].round_s for weight, known in points)
+            rise_s = sum(weight * (length - mean) * round_s for weight, length, round_s in points)
             slope = max(0.0, rise_s / spread)
         else:
-            slope = self.draft_token_s + self.row_s
-        return mean_s + (length - mean) * slope
-
-    def bias(self, length: int) -> float:
-        """Returns `LengthCost.bias` of a length, or of the nearest one that was measured. Without drafts, one token
-        is expected of a round; more come where the verifier drafts by itself, and what was measured is all that is
-        known of that.
-        """
-        drafting = [known for known in self._lengths if known]
-        if length == 0 or not drafting:
-            plain = self._lengths.get(0)
-            return 1.0 if plain is None or length else plain.num_tokens / plain.expected_tokens
-        return self._lengths[min(drafting, key=lambda known: abs(known - length))].bias
+            slope = self.draft_token_s(arm.source) + self.row_s(arm.source)
+        return mean_s + (arm.length - mean) * slope

@@ -2,9 +2,11 @@
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
+from draftwire_gateway.speculation.arms import PLAIN, Arm, Source
 from draftwire_gateway.speculation.pair_chooser import PairChooser, Window
 
 OWN_DRAFTS = 16
@@ -13,31 +15,36 @@ OWN_GAIN = 0.10
 """By so much a shorter draft must be better for a session, to depart from the length of all."""
 
 
+class Asked(NamedTuple):
+    """What was asked for from a round on."""
+
+    round: int
+    window: Window
+    arm: Arm
+
+
 class SessionLength:
     """The chosen lengths of one session with one pair."""
 
-    def __init__(self, pair: PairChooser, is_local: bool = False) -> None:
+    def __init__(self, pair: PairChooser) -> None:
         """Counts the session in; `close` counts it out.
 
         Args:
             pair: chooses for all its sessions.
-            is_local: whether the verifier drafts by itself. Then a round of some length may have a shorter draft, or
-                none, at no cost but its rows: what was not guessed counts as not accepted.
         """
         self._pair = pair
-        self._is_local = is_local
-        self._acceptance = AcceptanceEstimate(prior=pair.acceptance)
-        self._asked: deque[tuple[int, Window, int]] = deque(maxlen=2)
-        """Round, window and length of the latest requests."""
+        self._acceptance = {source: AcceptanceEstimate(prior=known) for source, known in pair.acceptance.items()}
+        self._asked: deque[Asked] = deque(maxlen=2)
+        """The latest requests, of different rounds."""
         self._is_fresh = True
-        """Whether no draft was verified since the last plain round: the drafter has much to read first."""
+        """Whether no drafter's block was verified since the last round without: the drafter has much to read first."""
         self._is_reading = True
         """Whether the prompt is still being read."""
         pair.join()
 
-    def pays(self, now: float) -> bool:
-        """Whether sessions of the pair are to draft now: a drafter is opened only then."""
-        return self._pair.window(now).length > 0
+    def uses_drafter(self, now: float) -> bool:
+        """Whether drafters are to draft for the pair now: a drafter is opened only then."""
+        return self._pair.window(now).arm.source is Source.DRAFTER
 
     def close(self) -> None:
         """Counts the session out."""
@@ -45,7 +52,7 @@ class SessionLength:
         self._pair.leave()
 
     def next_length(self, round_number: int, most: int, now: float) -> int:
-        """Returns how many tokens to draft for a round that is requested now; 0 for a plain round.
+        """Returns how many tokens the drafter is to draft for a round that is requested now; 0 for a round without it.
 
         Args:
             round_number: the round.
@@ -53,42 +60,45 @@ class SessionLength:
             now: by the clock of `RoundTimes`.
         """
         window = self._pair.window(now)
-        length = max(0, min(window.length, most))
-        is_whole = length == window.length
-        if is_whole and length > 1 and not window.is_probe and self._acceptance.num_drafts >= OWN_DRAFTS:
-            length = self._shortened(window)
-        self._asked.append((round_number, window, length))
-        return length
+        length = window.arm.length if window.arm.source is Source.DRAFTER else 0
+        return self._ask(round_number, window, Source.DRAFTER, length, most)
+
+    def next_own_length(self, round_number: int, most: int, now: float) -> int:
+        """Returns how many tokens the verifier is to draft by itself for each of the rounds that are requested now, 0
+        for none: in place of a drafter that cannot, as many as are best for the verifier.
+
+        Args:
+            round_number: the first of the rounds.
+            most: for how many there is room, at least 1.
+            now: by the clock of `RoundTimes`.
+        """
+        window = self._pair.window(now)
+        length = window.arm.length
+        if window.arm.source is Source.DRAFTER:
+            length = self._pair.best_length(Source.VERIFIER, window.load)
+        return self._ask(round_number, window, Source.VERIFIER, length, most)
 
     def num_plain_rounds(self, most: int, now: float) -> int:
-        """Returns how many plain rounds to request at once, at most `most`."""
+        """Returns how many rounds without a drafter to request at once, at most `most`."""
         return self._pair.num_plain_rounds(most, now)
 
     def observe(self, times: RoundTimes) -> None:
         """Takes note of a round; a `RoundObserver`."""
         self.end_reading(times.ended_at)
-        asked = next((asked for asked in reversed(self._asked) if asked[0] <= times.round), None)
+        asked = next((asked for asked in reversed(self._asked) if asked.round <= times.round), None)
         if asked is None:
             return
-        _, window, length = asked
-        num_draft_tokens = self._num_judged(times, length)
-        if num_draft_tokens:
-            self._acceptance.add(num_draft_tokens, times.num_accepted_tokens)
-            self._pair.acceptance.add(num_draft_tokens, times.num_accepted_tokens)
-        is_whole = length == window.length
-        was_fresh, self._is_fresh = self._is_fresh, not times.num_draft_tokens and not self._is_local
-        if window.length:
+        window, arm = asked.window, asked.arm
+        num_judged = _num_judged(times, arm)
+        if num_judged and arm.source is not None:
+            self._acceptance[arm.source].add(num_judged, times.num_accepted_tokens)
+            self._pair.acceptance[arm.source].add(num_judged, times.num_accepted_tokens)
+        is_whole = arm == window.arm and not times.is_first and not times.lost_s
+        was_fresh, self._is_fresh = self._is_fresh, not times.num_draft_tokens or _is_verifiers(times)
+        if arm.source is Source.DRAFTER:
             is_whole = is_whole and not was_fresh and times.why_plain not in _NOT_OF_THE_LENGTH
-            is_other = bool(times.local_strategy) or times.why_plain is WhyPlain.NO_GUESS  # while a drafter warms up
-            is_whole = is_whole and (self._is_local or not is_other)
-        is_whole = is_whole and not times.is_first and not times.lost_s
+            is_whole = is_whole and not _is_verifiers(times)
         self._pair.observe(times, window, is_whole=is_whole)
-
-    def _num_judged(self, times: RoundTimes, length: int) -> int:
-        """Returns of how many draft tokens a round shows whether they are accepted, asked for so many."""
-        if self._is_local:
-            return 0 if times.is_first else length
-        return 0 if times.local_strategy else times.num_draft_tokens
 
     def end_reading(self, now: float) -> None:
         """Records that the prompt was read, unless it was recorded before."""
@@ -96,18 +106,44 @@ class SessionLength:
             self._is_reading = False
             self._pair.end_reading(now)
 
-    def _shortened(self, window: Window) -> int:
+    def _ask(self, round_number: int, window: Window, source: Source, length: int, most: int) -> int:
+        """Returns a length as far as there is room, or a shorter one that is better for this session; and remembers."""
+        length = max(0, min(length, most))
+        if length > 1 and window.arm == (source, length) and not window.is_probe:
+            length = self._shortened(window, self._acceptance[source])
+        arm = Arm(source, length) if length else PLAIN
+        if self._asked and self._asked[-1].round == round_number:
+            self._asked.pop()
+        self._asked.append(Asked(round_number, window, arm))
+        return length
+
+    def _shortened(self, window: Window, acceptance: AcceptanceEstimate) -> int:
         """Returns the best length up to the window's, by this session's own acceptance."""
-        round_s = self._pair.round_s_on_line(window)
+        longest = window.arm.length
+        round_s = self._pair.round_s_on_line(window) if acceptance.num_drafts >= OWN_DRAFTS else []
         if not round_s:
-            return window.length
-        survival = self._acceptance.survival(window.length)
+            return longest
+        survival = acceptance.survival(longest)
         rates, tokens = [], 1.0
         for length, probability in enumerate(survival, 1):
             tokens += probability
             rates.append(tokens / round_s[length - 1])
         best = max(range(len(rates)), key=lambda index: rates[index])
-        return best + 1 if rates[best] > (1.0 + OWN_GAIN) * rates[-1] else window.length
+        return best + 1 if rates[best] > (1.0 + OWN_GAIN) * rates[-1] else longest
 
 
 _NOT_OF_THE_LENGTH = (WhyPlain.WARMING_UP, WhyPlain.NO_DRAFTER, WhyPlain.NO_ROOM)
+
+
+def _num_judged(times: RoundTimes, arm: Arm) -> int:
+    """Returns of how many draft tokens a round shows whether they are accepted. Where the verifier drafts by itself, a
+    round may have a shorter draft, or none, at no cost but its rows: what was not guessed counts as not accepted.
+    """
+    if arm.source is Source.VERIFIER:
+        return 0 if times.is_first else arm.length
+    return 0 if _is_verifiers(times) else times.num_draft_tokens
+
+
+def _is_verifiers(times: RoundTimes) -> bool:
+    """Whether the verifier drafted by itself in a round, or had no guess."""
+    return bool(times.local_strategy) or times.why_plain is WhyPlain.NO_GUESS

@@ -1,0 +1,55 @@
+"""What is expected of arms, and what is chosen by that: read-only views for users."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draftwire_gateway.speculation.arms import Source
+
+
+@dataclass(frozen=True, slots=True)
+class ArmEstimate:
+    """What is expected of one arm."""
+
+    length: int
+    tokens_per_round: float
+    round_s: float
+    num_windows: int
+    """In which it was measured; 0 if its time is inferred from other arms."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of each session."""
+        return self.tokens_per_round / self.round_s
+
+
+@dataclass(frozen=True, slots=True)
+class LoadExplanation:
+    """What the length is chosen by at one load."""
+
+    min_sessions: int
+    max_sessions: int
+    length: int
+    """The best one of the source; 0 if plain decoding is better. Another may be probed."""
+    chosen: Source | None
+    """Who drafts at that load; None if nobody does."""
+    estimates: Sequence[ArmEstimate]
+    """Of lengths 0 to the largest; empty before anything was measured."""
+    row_s: float
+    """Time by which one more row of each session lengthens the verifier's step, seconds; 0 if not known."""
+    draft_token_s: float
+    """Time that drafting takes for a token, seconds; 0 if not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the length of a source's drafts is chosen by."""
+
+    source: Source
+    num_sessions: int
+    """Of the pair."""
+    survival: Sequence[float]
+    """P(at least k tokens are accepted), k = 1 to the largest length."""
+    num_drafts: int
+    """That this is known from."""
+    loads: Sequence[LoadExplanation]
+    """Each load that there was."""
