@@ -208,8 +208,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="cells whose name has this in it")
     parser.add_argument("--turns", type=int, default=2, help="of each arm")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn, that are counted")
-    parser.add_argument("--settle-s", type=float, default=0.5, help="of a turn, before")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a turn, that are counted")
+    parser.add_argument(
+        "--settle-s", type=float, default=2.0, help="of a turn, before: sessions begin anew, where nothing repeats yet"
+    )
     parser.add_argument("--warm-up-s", type=float, default=8.0, help="chosen drafts before the first turn of a cell")
     parser.add_argument("--vllm", metavar="PYTHON", help="of the environment of vllm")
     parser.add_argument("--vllm-runs", type=int, default=2, help="of a cell")

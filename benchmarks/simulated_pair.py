@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.report import progress, write_report
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
-from draftwire_gateway.speculation.arms import PLAIN, Arm, Source
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
@@ -46,13 +46,13 @@ class SimulatedPair:
     """Of the tokens that the verifier guesses by itself; None if it does not."""
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[DraftSource]:
         """Who could draft."""
-        return [Source.DRAFTER] if self.own_acceptance is None else [Source.DRAFTER, Source.VERIFIER]
+        return [DraftSource.DRAFTER] if self.own_acceptance is None else [DraftSource.DRAFTER, DraftSource.VERIFIER]
 
     def acceptance_of(self, arm: Arm, now: float) -> float:
         """Returns the acceptance of an arm's tokens."""
-        return (self.own_acceptance or 0.0) if arm.source is Source.VERIFIER else self.acceptance(now)
+        return (self.own_acceptance or 0.0) if arm.source is DraftSource.VERIFIER else self.acceptance(now)
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class Simulation:
     def _ask(self, session: SimulatedSession, now: float) -> None:
         session.asked_at, session.draft_s = now, 0.0
         session.arm = self._next_arm(session, now)
-        if session.arm.source is Source.DRAFTER:
+        if session.arm.source is DraftSource.DRAFTER:
             self._at(now + self.pair.hop_s, partial(self._queue_draft, session))
             return
         chooser = session.chooser
@@ -111,13 +111,13 @@ class Simulation:
         if session.chooser is None:
             if isinstance(self.fixed, Arm):
                 return self.fixed
-            return Arm(Source.DRAFTER, self.fixed) if self.fixed else PLAIN
+            return Arm(DraftSource.DRAFTER, self.fixed) if self.fixed else PLAIN
         if length := session.chooser.next_length(session.round, 10**6, now):
-            return Arm(Source.DRAFTER, length)
-        if Source.VERIFIER not in self.pair.sources:
+            return Arm(DraftSource.DRAFTER, length)
+        if DraftSource.VERIFIER not in self.pair.sources:
             return PLAIN
         length = session.chooser.next_own_length(session.round, 10**6, now)
-        return Arm(Source.VERIFIER, length) if length else PLAIN
+        return Arm(DraftSource.VERIFIER, length) if length else PLAIN
 
     def _queue_draft(self, session: SimulatedSession, now: float) -> None:
         self._drafting.append(session)
@@ -166,12 +166,12 @@ class Simulation:
         self._num_tokens += (accepted + 1) * (now >= self._since)
         arrived_at = now + self.pair.hop_s
         if session.chooser is not None:
-            strategy = "guesses" if session.arm.source is Source.VERIFIER else ""
+            strategy = "guesses" if session.arm.source is DraftSource.VERIFIER else ""
             times = (session.asked_at, arrived_at, length, accepted, session.draft_s, verify_s)
             session.chooser.observe(round_times(session.round, *times, local_strategy=strategy))
         session.round += 1
         session.plain_left -= 1
-        if session.arm.source is not Source.DRAFTER and session.plain_left:
+        if session.arm.source is not DraftSource.DRAFTER and session.plain_left:
             session.asked_at = arrived_at
             self._verifying.append(session)
         else:

@@ -175,11 +175,22 @@ class Verdict:
     have drawn, NaN at positions without a draft token or without a distribution."""
     local_strategy: str = ""
     """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
+    watched: "WatchedGuess | None" = None
+    """How what the verifier could have drafted would have fared; None if that is not known."""
 
     @property
     def sources(self) -> list[TokenSource]:
         """The source of each token."""
         return [*[TokenSource.ACCEPTED] * self.num_accepted_tokens, self.extra]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedGuess:
+    """What the verifier would have drafted in a round in which it did not, compared with the round's tokens."""
+
+    has_guess: bool
+    num_right: int = 0
+    """First tokens of the round that were guessed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +277,8 @@ class TargetSessionSpec:
     """The log-probabilities that the verifier reports."""
     reports_draft_logprobs: bool = False
     """Whether the verifier also reports the drafter's log-probabilities."""
+    watched: LocalDraft | None = None
+    """What the verifier could draft: verdicts of other rounds tell how that would have fared."""
 
 
 @dataclass(frozen=True, slots=True)

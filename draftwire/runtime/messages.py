@@ -24,6 +24,7 @@ from draftwire.method.rounds import (
     SendDrafted,
     TargetSessionSpec,
     Verdict,
+    WatchedGuess,
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.models.description import ModelDescription, check_protocol
@@ -243,6 +244,9 @@ def verdict_to_proto(verdict: Verdict) -> session_pb2.Verdict:
         top_logprobs=top_to_proto(verdict.logprobs),
         draft_logprobs=verdict.draft_logprobs,
         local_strategy=verdict.local_strategy,
+        watched=None
+        if verdict.watched is None
+        else session_pb2.WatchedGuess(has_guess=verdict.watched.has_guess, num_right=verdict.watched.num_right),
     )
 
 
@@ -269,6 +273,9 @@ def verdict_from_proto(message: session_pb2.Verdict) -> Verdict:
         logprobs=tokens_from_proto(message),
         draft_logprobs=_checked_draft_logprobs(message),
         local_strategy=message.local_strategy,
+        watched=WatchedGuess(message.watched.has_guess, message.watched.num_right)
+        if message.HasField("watched")
+        else None,
     )
 
 
@@ -326,18 +333,24 @@ def prompt_read_from_proto(message: verifier_pb2.PromptRead) -> PromptRead:
 
 def plain_run_to_proto(run: PlainRun) -> verifier_pb2.PlainRun:
     """Encodes a plain run."""
-    draft = None
-    if run.draft is not None:
-        draft = verifier_pb2.LocalDraft(strategy=run.draft.strategy, num_draft_tokens=run.draft.num_draft_tokens)
+    draft = _local_to_proto(run.draft)
     return verifier_pb2.PlainRun(fence=fence_to_proto(run.fence), num_rounds=run.num_rounds, draft=draft)
 
 
 def plain_run_from_proto(message: verifier_pb2.PlainRun) -> PlainRun:
     """Decodes a plain run."""
-    draft = None
-    if message.HasField("draft"):
-        draft = LocalDraft(message.draft.strategy, message.draft.num_draft_tokens)
+    draft = _local_from_proto(message.draft) if message.HasField("draft") else None
     return PlainRun(fence_from_proto(message.fence), message.num_rounds, draft)
+
+
+def _local_to_proto(draft: LocalDraft | None) -> verifier_pb2.LocalDraft | None:
+    if draft is None:
+        return None
+    return verifier_pb2.LocalDraft(strategy=draft.strategy, num_draft_tokens=draft.num_draft_tokens)
+
+
+def _local_from_proto(message: verifier_pb2.LocalDraft) -> LocalDraft:
+    return LocalDraft(message.strategy, message.num_draft_tokens)
 
 
 def calibration_to_proto(calibration: Calibration) -> drafter_pb2.Calibration:
@@ -431,6 +444,7 @@ def target_spec_to_proto(spec: TargetSessionSpec, lease_id: int) -> verifier_pb2
         prompt_logprobs=spec.logprobs.prompt_logprobs,
         logprobs_mode=spec.logprobs.mode.value if spec.logprobs != NO_LOGPROBS else "",
         draft_logprobs=spec.reports_draft_logprobs,
+        watched=_local_to_proto(spec.watched),
     )
 
 
@@ -456,6 +470,7 @@ def target_spec_from_proto(message: verifier_pb2.OpenTargetSessionRequest) -> Ta
             mode=LogprobsMode.named(message.logprobs_mode) if message.logprobs_mode else LogprobsMode.RAW,
         ),
         reports_draft_logprobs=message.draft_logprobs,
+        watched=_local_from_proto(message.watched) if message.HasField("watched") else None,
     )
 
 

@@ -618,6 +618,7 @@ class Verdict(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
     LOCAL_STRATEGY_FIELD_NUMBER: _builtins.int
+    WATCHED_FIELD_NUMBER: _builtins.int
     num_draft_tokens: _builtins.int
     """Draft tokens that were judged; 0 in a plain round."""
     num_accepted_tokens: _builtins.int
@@ -669,6 +670,12 @@ class Verdict(_message.Message):
         plain round, under a rule that judges ids only. Empty unless the session asks for it.
         """
 
+    @_builtins.property
+    def watched(self) -> Global___WatchedGuess:
+        """How the session's watched draft would have fared. Absent: none is watched, the verifier drafted by itself, or it has
+        not read the whole text yet.
+        """
+
     def __init__(
         self,
         *,
@@ -688,14 +695,41 @@ class Verdict(_message.Message):
         top_logprobs: Global___TopLogprobs | None = ...,
         draft_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         local_strategy: _builtins.str = ...,
+        watched: Global___WatchedGuess | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "top_logprobs", b"top_logprobs", "watched", b"watched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration_duration_us", b"calibration_duration_us", "draft_duration_us", b"draft_duration_us", "draft_logprobs", b"draft_logprobs", "extra_token_kind", b"extra_token_kind", "fence", b"fence", "local_strategy", b"local_strategy", "logprobs", b"logprobs", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_draft_tokens", b"num_draft_tokens", "num_near_ties", b"num_near_ties", "plain_rounds_left", b"plain_rounds_left", "queue_duration_us", b"queue_duration_us", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "verify_duration_us", b"verify_duration_us", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+@_typing.final
+class WatchedGuess(_message.Message):
+    """What a verifier would have drafted in a round in which it did not, compared with the tokens of the round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HAS_GUESS_FIELD_NUMBER: _builtins.int
+    NUM_RIGHT_FIELD_NUMBER: _builtins.int
+    has_guess: _builtins.bool
+    """Whether there was something to guess."""
+    num_right: _builtins.int
+    """First tokens of the round that were guessed, 0 to their number."""
+    def __init__(
+        self,
+        *,
+        has_guess: _builtins.bool = ...,
+        num_right: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_guess", b"has_guess", "num_right", b"num_right"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchedGuess: _TypeAlias = WatchedGuess  # noqa: Y015
 
 @_typing.final
 class CloseSession(_message.Message):

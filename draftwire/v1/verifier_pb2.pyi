@@ -40,6 +40,7 @@ class OpenTargetSessionRequest(_message.Message):
     LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
     DRAFT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    WATCHED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """Lease of the stream that the session belongs to."""
     session_id: _builtins.int
@@ -82,6 +83,12 @@ class OpenTargetSessionRequest(_message.Message):
     def parameters(self) -> _session_pb2.SessionParameters:
         """Parameters of the request, the same as for the drafter."""
 
+    @_builtins.property
+    def watched(self) -> Global___LocalDraft:
+        """What the verifier could draft by itself: verdicts of rounds in which it does not tell how that would have fared, see
+        Verdict.watched. Absent: nothing is watched. Only for verifiers that name local_strategies.
+        """
+
     def __init__(
         self,
         *,
@@ -99,10 +106,11 @@ class OpenTargetSessionRequest(_message.Message):
         logprobs_mode: _builtins.str = ...,
         draft_logprobs: _builtins.bool = ...,
         parameters: _session_pb2.SessionParameters | None = ...,
+        watched: Global___LocalDraft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "parameters", b"parameters", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "parameters", b"parameters", "prompt_logprobs", b"prompt_logprobs", "watched", b"watched"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "draft_logprobs", b"draft_logprobs", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_len", b"max_len", "parameters", b"parameters", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_logprobs", b"prompt_logprobs", "session_id", b"session_id", "token_ids", b"token_ids", "verifying_key", b"verifying_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "draft_logprobs", b"draft_logprobs", "epoch", b"epoch", "first_round", b"first_round", "lease_id", b"lease_id", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "max_len", b"max_len", "parameters", b"parameters", "permit_key", b"permit_key", "plain_rounds", b"plain_rounds", "prompt_logprobs", b"prompt_logprobs", "session_id", b"session_id", "token_ids", b"token_ids", "verifying_key", b"verifying_key", "watched", b"watched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -31,6 +31,7 @@ from draftwire.method.rounds import (
     SendDrafted,
     TargetSessionSpec,
     Verdict,
+    WatchedGuess,
 )
 from draftwire.method.token_source import TokenSource
 from draftwire.models.description import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION, ModelDescription
@@ -124,6 +125,7 @@ made(Fence, session_id=UINT64, prefix_hash=UINT64)
 made(DraftTimings)
 OF_TYPE[Permit | None] = st.none() | made(Permit)
 OF_TYPE[LocalDraft | None] = st.none() | made(LocalDraft)
+OF_TYPE[WatchedGuess | None] = st.none() | made(WatchedGuess)
 made(LogprobsRequest)
 made(PromptPart)
 OF_TYPE[SamplingParams] = made(

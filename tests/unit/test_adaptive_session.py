@@ -23,7 +23,7 @@ from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.session.generation import RequestedGeneration, SpeculationDefaults, complete_request
 from draftwire_gateway.session.loop import GenerationLoop
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
-from draftwire_gateway.speculation.arms import PLAIN, Arm, Source
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser, Window
 from draftwire_gateway.speculation.pairs import Pairs
 
@@ -72,7 +72,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def window(chooser: PairChooser, now: float) -> Window:
             length = next(turns)
-            arm = Arm(Source.DRAFTER, length) if length else PLAIN
+            arm = Arm(DraftSource.DRAFTER, length) if length else PLAIN
             return Window(arm, 0, now, is_probe=False, counts_from=now)
 
         monkeypatch.setattr(PairChooser, "window", window)

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.simulated_pair import SimulatedPair, Simulation, round_times
 from draftwire_gateway.session.round_times import WhyPlain
 from draftwire_gateway.speculation.acceptance import MEMORY, NUM_RECENT, AcceptanceEstimate
-from draftwire_gateway.speculation.arms import PLAIN, Arm, Source
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import LENGTHS, LONGEST_PAUSE_S, PairChooser
 from draftwire_gateway.speculation.pairs import MAX_PAIRS, PairName, Pairs
 from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
@@ -55,7 +55,7 @@ def test_drop_of_acceptance_ends_the_window_in_which_it_is_noticed() -> None:
     falls = SimulatedPair(0.010, 0.0, 5e-4, lambda now: 0.9 if now < 8 else 0.1, 1)
     chooser = PairChooser(8, 4)
     Simulation(falls, None, chooser=chooser).tokens_per_s(9.0)
-    (load,) = chooser.explain(Source.DRAFTER).loads
+    (load,) = chooser.explain(DraftSource.DRAFTER).loads
     assert load.length <= 1, "as good as plain decoding"
 
 
@@ -69,7 +69,7 @@ def test_length_that_is_expected_to_gain_is_tried_at_once() -> None:
 def test_probes_become_rare() -> None:
     chooser = PairChooser(8, 4)
     Simulation(pair_of(5, 200, 2, 0.1, 1), None, chooser=chooser).tokens_per_s(60.0)
-    (load,) = chooser.explain(Source.DRAFTER).loads
+    (load,) = chooser.explain(DraftSource.DRAFTER).loads
     drafted = sum(estimate.num_windows for estimate in load.estimates if estimate.length)
     assert (load.length, load.min_sessions, load.max_sessions) == (0, 1, 1)
     assert 2 <= drafted < 0.05 * load.estimates[0].num_windows
@@ -79,15 +79,15 @@ def test_prediction_for_a_length_that_is_not_chosen_is_near_what_it_makes() -> N
     pair = pair_of(20, 200, 0.5, 0.8, 1)
     chooser = PairChooser(8, 4)
     Simulation(pair, None, chooser=chooser).tokens_per_s(60.0)
-    (load,) = chooser.explain(Source.DRAFTER).loads
+    (load,) = chooser.explain(DraftSource.DRAFTER).loads
     for length in (0, 1, 2, 4, 5, 6):
         measured = Simulation(pair, length).tokens_per_s(60.0, 1.0)
         assert load.estimates[length].tokens_per_second == pytest.approx(measured, rel=0.15), length
 
 
 GUESSING = {
-    "certain guesses beside a good drafter": (1.0, 0.9, 200, Arm(Source.VERIFIER, 8)),
-    "guesses that come to nothing": (0.0, 0.9, 200, Arm(Source.DRAFTER, 8)),
+    "certain guesses beside a good drafter": (1.0, 0.9, 200, Arm(DraftSource.VERIFIER, 8)),
+    "guesses that come to nothing": (0.0, 0.9, 200, Arm(DraftSource.DRAFTER, 8)),
     "nothing is worth its rows": (0.0, 0.02, 2000, PLAIN),
 }
 
@@ -97,7 +97,13 @@ GUESSING = {
 def test_whoever_drafts_best_is_chosen(case: str, num_sessions: int) -> None:
     own, acceptance, row_us, best = GUESSING[case]
     pair = SimulatedPair(0.020, row_us * 1e-6, 5e-4, lambda now: acceptance, num_sessions, own_acceptance=own)
-    arms = (PLAIN, Arm(Source.DRAFTER, 4), Arm(Source.DRAFTER, 8), Arm(Source.VERIFIER, 4), Arm(Source.VERIFIER, 8))
+    arms = (
+        PLAIN,
+        Arm(DraftSource.DRAFTER, 4),
+        Arm(DraftSource.DRAFTER, 8),
+        Arm(DraftSource.VERIFIER, 4),
+        Arm(DraftSource.VERIFIER, 8),
+    )
     fixed = {arm: Simulation(pair, arm).tokens_per_s(10.0, 1.0) for arm in arms}
     assert max(fixed, key=lambda arm: fixed[arm]) == best
     chooser = PairChooser(8, 4, pair.sources)
@@ -115,9 +121,9 @@ def test_whoever_drafts_best_is_chosen(case: str, num_sessions: int) -> None:
 
 def test_source_of_which_nothing_is_known_is_tried_at_once_at_a_new_load() -> None:
     costs = costs_of(of0=0.004, of4=0.012)
-    assert costs.round_s(Arm(Source.VERIFIER, 4)) == pytest.approx(0.004), "as if guesses were free"
-    costs.add(Arm(Source.VERIFIER, 4), WindowSums(20, 0.2, 0.1, 0.0, 20, 20.0), 1.0)
-    assert costs.round_s(Arm(Source.VERIFIER, 4)) == pytest.approx(0.01)
+    assert costs.round_s(Arm(DraftSource.VERIFIER, 4)) == pytest.approx(0.004), "as if guesses were free"
+    costs.add(Arm(DraftSource.VERIFIER, 4), WindowSums(20, 0.2, 0.1, 0.0, 20, 20.0), 1.0)
+    assert costs.round_s(Arm(DraftSource.VERIFIER, 4)) == pytest.approx(0.01)
     assert costs.bias(of(4)) == pytest.approx(1.0)
 
 
@@ -173,7 +179,7 @@ def test_prior_counts_until_a_session_knows_better() -> None:
 
 
 def of(length: int) -> Arm:
-    return Arm(Source.DRAFTER, length) if length else PLAIN
+    return Arm(DraftSource.DRAFTER, length) if length else PLAIN
 
 
 def costs_of(**seconds: float) -> RoundCosts:
@@ -191,7 +197,7 @@ def test_lengths_that_were_not_measured_are_on_the_line_of_the_others() -> None:
     assert costs.round_s(of(8)) == pytest.approx(0.020)
     assert costs.round_s(of(0)) == pytest.approx(0.004)
     alone = costs_of(of4=0.012)
-    assert alone.round_s(of(8)) == pytest.approx(0.012 + 4 * alone.draft_token_s(Source.DRAFTER))
+    assert alone.round_s(of(8)) == pytest.approx(0.012 + 4 * alone.draft_token_s(DraftSource.DRAFTER))
     assert alone.round_s(of(0)) == pytest.approx(0.002), "at best, a step of the verifier"
 
 
@@ -270,7 +276,7 @@ def beside(chooser: PairChooser) -> SessionLength:
 
 
 def measured_plain_s(chooser: PairChooser) -> float:
-    (load,) = chooser.explain(Source.DRAFTER).loads
+    (load,) = chooser.explain(DraftSource.DRAFTER).loads
     return load.estimates[0].round_s
 
 
@@ -311,7 +317,7 @@ def test_rounds_that_wait_for_their_reader_count_where_most_do() -> None:
 def test_new_load_begins_with_the_length_of_the_nearest_one_and_plain_runs_are_bounded() -> None:
     chooser = PairChooser(8, 4)
     Simulation(pair_of(5, 200, 2, 0.1, 1), None, chooser=chooser).tokens_per_s(20.0)
-    assert chooser.explain(Source.DRAFTER).loads[0].length == 0
+    assert chooser.explain(DraftSource.DRAFTER).loads[0].length == 0
     others, now = [SessionLength(chooser) for _ in range(4)], 20.0
     for number in range(12):
         for session in others:
@@ -326,7 +332,7 @@ def test_a_session_drafts_less_by_its_own_acceptance() -> None:
     pair = pair_of(5, 1000, 1, 0.9, 1)
     chooser = PairChooser(8, 8)
     Simulation(pair, None, chooser=chooser).tokens_per_s(40.0)
-    assert chooser.explain(Source.DRAFTER).loads[0].length >= 4
+    assert chooser.explain(DraftSource.DRAFTER).loads[0].length >= 4
     chooser.num_sessions = 0
     poor, now = SessionLength(chooser), 40.0
     lengths = []
@@ -361,5 +367,5 @@ def test_pairs_are_remembered_by_verifier_and_model_up_to_a_bound() -> None:
 def test_pause_between_probes_is_bounded() -> None:
     chooser = PairChooser(1, 1)
     Simulation(pair_of(5, 200, 2, 0.95, 1), None, chooser=chooser).tokens_per_s(400.0)
-    windows = [estimate.num_windows for estimate in chooser.explain(Source.DRAFTER).loads[0].estimates]
+    windows = [estimate.num_windows for estimate in chooser.explain(DraftSource.DRAFTER).loads[0].estimates]
     assert min(windows) >= 400.0 / (3 * LONGEST_PAUSE_S), "the worse length is tried again and again"

@@ -31,26 +31,27 @@ BOUND = 1e-9
 
 Rounds = tuple[tuple[int, int], ...]
 """Draft tokens and accepted ones of each past round."""
-Choice = Callable[[Rounds], int]
+Text = tuple[int, ...]
+Choice = Callable[[Rounds, Text], int]
 
 
-def alternating(past: Rounds) -> int:
+def alternating(past: Rounds, text: Text) -> int:
     return (2, 0, 1)[len(past) % 3]
 
 
-def after_successes(past: Rounds) -> int:
+def after_successes(past: Rounds, text: Text) -> int:
     return min(3, 1 + sum(accepted for _, accepted in past))
 
 
-def after_failures(past: Rounds) -> int:
+def after_failures(past: Rounds, text: Text) -> int:
     return 3 if past and past[-1][1] == 0 else 1
 
 
-def hashed(past: Rounds) -> int:
-    return hash(past) % 4
+def hashed(past: Rounds, text: Text) -> int:
+    return hash((past, text)) % 4
 
 
-def of_the_product(past: Rounds) -> int:
+def of_the_product(past: Rounds, text: Text) -> int:
     """What the gateway's chooser says, with windows so short that it tries everything."""
     pair = PairChooser(3, 2)
     session = SessionLength(pair)
@@ -63,7 +64,13 @@ def of_the_product(past: Rounds) -> int:
     return length
 
 
-CHOICES = (alternating, after_successes, after_failures, hashed, of_the_product)
+def by_a_watched_guess(past: Rounds, text: Text) -> int:
+    """Whether the text has gone on as it did after the last token like its own last ones."""
+    guesses = [text[text[:place].index(text[place - 1]) + 1] for place in range(1, len(text))]
+    return 2 if guesses and guesses[-1] == text[-1] else 1
+
+
+CHOICES = (alternating, after_successes, after_failures, hashed, of_the_product, by_a_watched_guess)
 PAIRS = (*random_pairs(2), *adversarial_pairs(3)[:4], random_pairs(3)[2])
 
 
@@ -80,7 +87,7 @@ def law_of_texts(pair: Pair, rule: Any, choice: Choice, cut: Callable[[Pair, int
         following: dict[tuple[tuple[int, ...], Rounds], float] = defaultdict(float)
         for (text, past), probability in growing.items():
             context = text[-1] if text else pair.vocab_size
-            chosen = min(choice(past), LENGTH - len(text) - 1)
+            chosen = min(choice(past, text), LENGTH - len(text) - 1)
             for drawn in product(range(pair.vocab_size), repeat=chosen):
                 drafts = rows_after(pair.drafter, context, drawn)
                 share = prod(float(drafts[place, token]) for place, token in enumerate(drawn))

@@ -13,13 +13,17 @@ from test_verifier_scheduler import (
     TargetSession,
     first_fence,
     make_scheduler,
+    make_spec,
     opened,
 )
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.encoding import Supports
-from draftwire.method.rounds import LocalDraft, PlainRun, ReceivedBlock, Verdict
+from draftwire.method.rounds import LocalDraft, PlainRun, ReceivedBlock, Verdict, WatchedGuess
+from draftwire.method.token_source import TokenSource
 from draftwire.requests.parameters import SamplingParams
+from draftwire.runtime import messages
+from draftwire.v1 import session_pb2, verifier_pb2
 from draftwire_verifier.local_drafts import READ_AT_ONCE
 
 REPEATING = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
@@ -154,6 +158,67 @@ def test_long_prompt_is_read_over_several_rounds() -> None:
     _, block = local(scheduler)
     assert block is not None
     assert block.token_ids == [2, 3, 4]
+
+
+def watching(text: list[int] = REPEATING, **changes: Any) -> tuple[Scheduler, TargetSession]:
+    return repeating(text, watched=LocalDraft("suffix", 3), **changes)
+
+
+def test_verdict_tells_how_a_guess_would_have_fared() -> None:
+    scheduler, session = watching()
+    fared = []
+    for tokens in ([3, 4, 1], [9], [1]):
+        scheduler.run_plain(PlainRun(session.fence, 1))
+        step, block = local(scheduler)
+        assert block is None, "it is not drafted"
+        fared.append(decide(scheduler, step, tokens).watched)
+    assert fared == [WatchedGuess(True, 3), WatchedGuess(True, 0), WatchedGuess(False, 0)]
+    scheduler, session = watching()
+    scheduler.run_plain(PlainRun(session.fence, 1))
+    step, _ = local(scheduler)
+    assert decide(scheduler, step, [3, 4, 9]).watched == WatchedGuess(True, 2)
+
+
+def test_guess_that_was_drafted_or_not_asked_for_is_not_watched() -> None:
+    scheduler, session = watching()
+    run(scheduler, session, 2)
+    step, block = local(scheduler)
+    assert block is not None
+    assert decide(scheduler, step, [3, 4, 9]).watched is None
+    step, block = local(scheduler)
+    assert block is None
+    assert decide(scheduler, step, [8]).watched is None, "nothing was guessed where it was asked to draft"
+    scheduler, session = repeating()
+    scheduler.run_plain(PlainRun(session.fence, 1))
+    step, _ = local(scheduler)
+    assert decide(scheduler, step, [3]).watched is None
+    assert session.local is None, "and costs nothing"
+
+
+def test_guess_of_a_text_that_is_still_being_read_says_nothing() -> None:
+    scheduler, session = watching([1, 2, 3, 4] * (READ_AT_ONCE // 4 + 2))
+    told = []
+    for _ in range(2):
+        scheduler.run_plain(PlainRun(session.fence, 1))
+        step, _ = local(scheduler)
+        told.append(decide(scheduler, step, [7]).watched)
+    assert told == [None, WatchedGuess(False, 0)]
+
+
+@pytest.mark.parametrize("watched", [LocalDraft("clairvoyance", 3), LocalDraft("suffix", 0), LocalDraft("suffix", 4)])
+def test_session_that_has_something_impossible_watched_is_refused(watched: LocalDraft) -> None:
+    with pytest.raises(InvalidRequestError, match=r"nothing drafts by the name|1 to 3 tokens"):
+        opened(watched=watched)
+
+
+@pytest.mark.parametrize("watched", [None, WatchedGuess(False), WatchedGuess(True, 2)])
+def test_what_is_watched_survives_the_wire(watched: WatchedGuess | None) -> None:
+    verdict = Verdict(first_fence(), [1, 2], 1, 1, TokenSource.BONUS, 0, watched=watched)
+    sent = messages.verdict_to_proto(verdict).SerializeToString()
+    assert messages.verdict_from_proto(session_pb2.Verdict.FromString(sent)) == verdict
+    spec = make_spec(watched=None if watched is None else LocalDraft("suffix", 3))
+    opening = messages.target_spec_to_proto(spec, 1).SerializeToString()
+    assert messages.target_spec_from_proto(verifier_pb2.OpenTargetSessionRequest.FromString(opening)) == spec
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_fakes import GONE, in_virtual_time, make_generation
+from gateway_fakes import GONE, FakeDrafter, FakeTarget, collect, in_virtual_time, make_generation, make_loop
 from test_drafter_seat import Seating, seating
 
 from benchmarks.simulated_pair import round_times
 from draftwire.errors import ProtocolViolationError
-from draftwire.method.rounds import Fence, LocalDraft, Verdict
+from draftwire.method.rounds import Fence, LocalDraft, Verdict, WatchedGuess
 from draftwire.method.token_source import TokenSource
 from draftwire_gateway.session.drafter_seat import RunRequest
 from draftwire_gateway.session.expected_verdict import ExpectedVerdict
 from draftwire_gateway.session.round_times import WhyPlain
-from draftwire_gateway.speculation.arms import Arm, Source
+from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
+from draftwire_gateway.speculation.arms import Arm, DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser, Window
-from draftwire_gateway.speculation.pairs import PairName
+from draftwire_gateway.speculation.pairs import PairName, Pairs
 from draftwire_gateway.speculation.session_length import SessionLength
 
 
@@ -116,9 +117,63 @@ def test_verdict_of_a_local_round_is_of_what_was_asked_for(given: Verdict, is_ri
         expected.check(given, 100)
 
 
+@pytest.mark.parametrize(
+    ("watched", "adapts_length", "is_right"),
+    [
+        (WatchedGuess(True, 1), True, True),
+        (WatchedGuess(False, 0), True, True),
+        (WatchedGuess(True, 2), True, False),
+        (WatchedGuess(False, 1), True, False),
+        (WatchedGuess(True, 1), False, False),
+    ],
+)
+def test_watched_guess_is_of_the_rounds_tokens_and_was_asked_for(
+    watched: WatchedGuess, adapts_length: bool, is_right: bool
+) -> None:
+    expected = ExpectedVerdict(make_generation(max_tokens=20, adapts_length=adapts_length))
+    expected.request_plain(5)
+    given = replace(verdict(0, 4, ""), watched=watched)
+    if is_right:
+        expected.check(given, 100)
+        return
+    with pytest.raises(ProtocolViolationError):
+        expected.check(given, 100)
+
+
+@in_virtual_time
+async def test_verifier_is_asked_to_watch_what_it_could_draft_where_that_is_chosen() -> None:
+    for adapts_length, strategies, watched in (
+        (True, ("suffix",), LocalDraft("suffix", 8)),
+        (True, (), None),
+        (False, ("suffix",), None),
+    ):
+        target = FakeTarget(accepts=[2] * 40)
+        target.description = replace(target.description, local_strategies=strategies)
+        changes = {"local_strategies": ("suffix",), "num_speculative_tokens": 8, "max_tokens": 30}
+        loop = make_loop(target, [FakeDrafter(target)], pairs=Pairs(16, 4), adapts_length=adapts_length, **changes)
+        (await collect(loop)).assert_whole(30)
+        assert target.spec.watched == watched
+
+
+def test_what_is_watched_teaches_the_verifiers_acceptance_while_a_drafter_drafts() -> None:
+    chooser = PairChooser(8, 4, (DraftSource.DRAFTER, DraftSource.VERIFIER))
+    session = SessionLength(chooser)
+    for number in range(100):
+        session.next_length(number, 100, 0.0)
+        watched = WatchedGuess(True, 5) if number % 2 else WatchedGuess(False)
+        session.observe(round_times(number, 0.0, 0.01, 4, 4, watched=watched))
+    own = chooser.acceptance[DraftSource.VERIFIER]
+    assert own.num_drafts == 50
+    assert own.share == pytest.approx(0.5, abs=0.05)
+    assert own.survival(5)[4] > 0.9
+    assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 100
+    session.observe(round_times(100, 0.0, 0.01, 4, 0, watched=None))
+    assert own.num_drafts == 50, "not known"
+
+
 def test_what_was_not_guessed_counts_as_not_accepted() -> None:
     """Else a length would seem to pay for all rounds that pays for those with a guess."""
-    chooser = PairChooser(8, 4, (Source.VERIFIER,))
+    chooser = PairChooser(8, 4, (DraftSource.VERIFIER,))
     session = SessionLength(chooser)
     now, rounds = 0.0, 400
     for number in range(rounds):
@@ -128,7 +183,28 @@ def test_what_was_not_guessed_counts_as_not_accepted() -> None:
         drafted, accepted = (4, 4) if has_guess else (0, 0)
         session.observe(round_times(number, now, now + 0.01, drafted, accepted, **strategy))
         now += 0.01
-    assert chooser.acceptance[Source.VERIFIER].survival(4)[3] == pytest.approx(0.25, abs=0.06)
+    known = chooser.acceptance[DraftSource.VERIFIER]
+    assert known.share == pytest.approx(0.25, abs=0.06)
+    assert known.mean_tokens(4) == pytest.approx(2.0, abs=0.2)
+    (load,) = chooser.explain(DraftSource.VERIFIER).loads
+    assert load.estimates[4].tokens_per_round == pytest.approx(2.0, abs=0.2)
+    assert chooser.explain(DraftSource.VERIFIER).survival[3] == pytest.approx(0.25, abs=0.06)
+
+
+def test_text_in_which_nothing_repeats_yet_is_no_surprise() -> None:
+    """Every text begins so: else each would end what the last one has shown."""
+    known = AcceptanceEstimate()
+    for _ in range(200):
+        known.add(8, 8)
+    for _ in range(30):
+        known.add_missing()
+    assert known.num_surprises == 0
+    assert known.share > 0.8
+    assert known.survival(8)[7] > 0.9
+    own = AcceptanceEstimate(prior=known)
+    for _ in range(300):
+        own.add_missing()
+    assert own.share < 0.02, "but one in which nothing ever does is known after a while"
 
 
 def test_drafts_of_the_verifier_say_nothing_of_a_drafter() -> None:
@@ -141,7 +217,9 @@ def test_drafts_of_the_verifier_say_nothing_of_a_drafter() -> None:
 
 @in_virtual_time
 async def test_verifier_drafts_while_the_drafter_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PairChooser, "window", lambda chooser, now: Window(Arm(Source.VERIFIER, 4), 0, now, False, now))
+    monkeypatch.setattr(
+        PairChooser, "window", lambda chooser, now: Window(Arm(DraftSource.VERIFIER, 4), 0, now, False, now)
+    )
     monkeypatch.setattr(PairChooser, "num_plain_rounds", lambda chooser, most, now: most)
     one = seated(num_drafters=1, num_speculative_tokens=8, adapts_length=True)
     one.seat.first_run(one.target, 32)
@@ -152,15 +230,15 @@ async def test_verifier_drafts_while_the_drafter_does_not_pay(monkeypatch: pytes
 
 
 def test_place_of_a_drafter_that_cannot_is_taken_to_the_length_that_is_best_for_the_verifier() -> None:
-    chooser = PairChooser(8, 3, (Source.DRAFTER, Source.VERIFIER))
+    chooser = PairChooser(8, 3, (DraftSource.DRAFTER, DraftSource.VERIFIER))
     session = SessionLength(chooser)
     assert session.next_length(0, 0, 0.0) == 0, "it has no room"
     assert session.next_own_length(0, 100, 0.0) == 3, "nothing is known: as at first"
     chooser.window(0.0).all.add(round_times(0, 0.0, 0.1, 3, 0, 0.01, 0.01), 1.0)
     session.observe(round_times(0, 0.0, 9.0, 0, 0, why_plain=WhyPlain.NO_GUESS))
     assert session.next_own_length(1, 100, 9.0) == 8, "guesses seem to cost nothing yet"
-    assert chooser.acceptance[Source.VERIFIER].num_drafts == 1
-    assert chooser.acceptance[Source.DRAFTER].num_drafts == 0
+    assert chooser.acceptance[DraftSource.VERIFIER].share < 1.0
+    assert chooser.acceptance[DraftSource.DRAFTER].num_drafts == 0
 
 
 @in_virtual_time
@@ -172,5 +250,5 @@ async def test_each_source_learns_from_its_own_rounds() -> None:
     one.seat.ask_for_block(4)
     one.seat.observe(round_times(number, 0.0, 0.01, 4, 4))
     ((drafter, verifier),) = one.pairs.explain().values()
-    assert (drafter.source, drafter.num_drafts) == (Source.DRAFTER, 1)
-    assert (verifier.source, verifier.num_drafts) == (Source.VERIFIER, 0)
+    assert (drafter.source, drafter.num_drafts) == (DraftSource.DRAFTER, 1)
+    assert (verifier.source, verifier.num_drafts) == (DraftSource.VERIFIER, 0)

@@ -49,7 +49,7 @@ from draftwire_gateway.session.generation import (
 )
 from draftwire_gateway.session.spans import RequestTracing
 from draftwire_gateway.session.statistics import Statistics
-from draftwire_gateway.speculation.arms import Source
+from draftwire_gateway.speculation.arms import DraftSource
 from draftwire_gateway.speculation.explanation import Explanation, LoadExplanation
 from draftwire_gateway.speculation.pairs import PairName
 from draftwire_gateway.text.conversation import (
@@ -357,7 +357,7 @@ def _choice_to_proto(pair: PairName, explanation: Explanation) -> gateway_pb2.Sp
     return gateway_pb2.SpeculationChoice(
         verifier=pair.verifier_address,
         drafter=drafters[source],
-        is_local=source is Source.VERIFIER,
+        is_local=source is DraftSource.VERIFIER,
         beside=next((name for other, name in drafters.items() if other is not source), ""),
         num_sessions=explanation.num_sessions,
         survival=explanation.survival,
@@ -366,7 +366,7 @@ def _choice_to_proto(pair: PairName, explanation: Explanation) -> gateway_pb2.Sp
     )
 
 
-def _load_to_proto(load: LoadExplanation, drafters: Mapping[Source, str]) -> gateway_pb2.LoadChoice:
+def _load_to_proto(load: LoadExplanation, drafters: Mapping[DraftSource, str]) -> gateway_pb2.LoadChoice:
     return gateway_pb2.LoadChoice(
         min_sessions=load.min_sessions,
         max_sessions=load.max_sessions,

@@ -1,4 +1,7 @@
-"""Drafts that the verifier makes by itself, from the committed tokens of a session. Pure: no tensors, no transport."""
+"""Drafts that the verifier makes by itself, from the committed tokens of a session. Pure: no tensors, no transport.
+
+In rounds in which it does not draft, a session may have it watched how that would have fared.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE, FollowedTex
 from draftwire.errors import InvalidRequestError
 from draftwire.method.encoding import Claim, DraftDistributions, decode_one
 from draftwire.method.quantization import Encoding
-from draftwire.method.rounds import Fence, LocalDraft, ReceivedBlock, TargetSessionSpec
+from draftwire.method.rounds import Fence, LocalDraft, ReceivedBlock, TargetSessionSpec, WatchedGuess
 from draftwire.requests.session_parameters import SessionParameters
 
 NO_DRAFTER = -1
@@ -57,24 +60,12 @@ class LocalText:
             spec: of the session.
             vocab_size: of the target.
         """
-        if not self.num_draft_tokens:
+        if not self.num_draft_tokens or not self._reads(committed):
             return None
-        start = self.text.length
-        self.text.commit(committed[start : start + READ_AT_ONCE])
-        room = spec.max_len - len(committed) - 1
-        if self.text.length < len(committed) or room < 1:
-            return None
-        parameters = spec.parameters
-        token_ids = possible(
-            self.text.guess(min(self.num_draft_tokens, room)).token_ids,
-            len(committed) - parameters.prompt_len,
-            parameters.sampling,
-            parameters.stop_token_ids,
-            vocab_size,
-        )
+        token_ids = self._guess(self.num_draft_tokens, committed, spec, vocab_size)
         if not token_ids:
             return None
-        has_distributions = parameters.rule.needs_draft_probs
+        has_distributions = spec.parameters.rule.needs_draft_probs
         encoding = Encoding.ONE_HOT if has_distributions else Encoding.NONE
         claim = Claim(token_ids, DraftDistributions(encoding, vocab_size))
         return ReceivedBlock(
@@ -84,6 +75,47 @@ class LocalText:
             has_distributions,
             NO_DRAFTER,
             local_strategy=self.strategy,
+        )
+
+    def watch(
+        self, committed: Sequence[int], token_ids: Sequence[int], spec: TargetSessionSpec, vocab_size: int
+    ) -> WatchedGuess | None:
+        """Returns how a draft would have fared in a round without one; None if the text was not read yet.
+
+        Args:
+            committed: all tokens before the round.
+            token_ids: of the round.
+            spec: of the session, which says what is watched.
+            vocab_size: of the target.
+        """
+        if spec.watched is None or spec.watched.strategy != self.strategy or not self._reads(committed):
+            return None
+        guessed = self._guess(spec.watched.num_draft_tokens, committed, spec, vocab_size)
+        num_right = 0
+        for guess, token in zip(guessed, token_ids, strict=False):
+            if guess != token:
+                break
+            num_right += 1
+        return WatchedGuess(bool(guessed), num_right)
+
+    def _reads(self, committed: Sequence[int]) -> bool:
+        """Reads more of the text, and returns whether all of it was read."""
+        start = self.text.length
+        self.text.commit(committed[start : start + READ_AT_ONCE])
+        return self.text.length == len(committed)
+
+    def _guess(self, num_tokens: int, committed: Sequence[int], spec: TargetSessionSpec, vocab_size: int) -> list[int]:
+        """Returns what may follow the text, with room left for the verifier's own token."""
+        room = spec.max_len - len(committed) - 1
+        if room < 1:
+            return []
+        parameters = spec.parameters
+        return possible(
+            self.text.guess(min(num_tokens, room)).token_ids,
+            len(committed) - parameters.prompt_len,
+            parameters.sampling,
+            parameters.stop_token_ids,
+            vocab_size,
         )
 
 

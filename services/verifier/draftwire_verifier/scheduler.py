@@ -62,7 +62,7 @@ class TargetSession(EngineSession[TargetSessionSpec]):
     block: ReceivedBlock | None = None
     """The block to verify in the current round."""
     local: LocalText | None = None
-    """What drafts the rounds of its runs; None if nothing ever did."""
+    """What drafts the rounds of its runs, or could; None if nothing ever did and nothing is watched."""
     waits_since: float | None = None
     """Since when it waits for its next block or run, by the scheduler's clock; None if it does not."""
     usual_wait: UsualWait = field(default_factory=UsualWait)
@@ -184,6 +184,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
             round=spec.first_round,
             plain_rounds_left=spec.plain_rounds,
         )
+        if spec.watched is not None:
+            session.local = LocalText.open(spec.watched.strategy, self.text_drafters, spec.parameters)
         self._admit(session)
         if session.plain_rounds_left:
             self._enqueue(session)
@@ -341,7 +343,9 @@ class Scheduler(SessionBook[TargetSession, Step]):
 
     def _commit(self, item: StepItem, judgement: Judgement, started_at: float, verify_us: int) -> Verdict:
         session, block = item.session, item.block
-        fence = session.fence
+        fence, watched = session.fence, None
+        if session.local is not None and not (session.plain_rounds_left and session.local.num_draft_tokens):
+            watched = session.local.watch(session.committed.ids, judgement.token_ids, session.spec, self.vocab_size)
         session.committed.append(judgement.token_ids)
         session.round += 1
         session.block, session.queued = None, False
@@ -372,6 +376,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
             logprobs=judgement.logprobs,
             draft_logprobs=_draft_logprobs(block, judgement.token_ids) if session.spec.reports_draft_logprobs else [],
             local_strategy=block.local_strategy if block else "",
+            watched=watched,
             **({"timings": block.timings} if block else {}),
         )
 
@@ -459,6 +464,8 @@ class Scheduler(SessionBook[TargetSession, Step]):
             raise InvalidRequestError(
                 f"num_speculative_tokens {wanted} is above the verifier's limit {self.max_draft_tokens}"
             )
+        if spec.watched is not None:
+            check_local(spec.watched, spec, self.text_drafters)
 
 
 def _extra_kind(num_draft_tokens: int, num_accepted: int) -> TokenSource:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from draftwire.drafting.model_free.names import JOINT, parts_of
+from draftwire.drafting.model_free.names import parts_of
 from draftwire.errors import DraftwireError, UnavailableError
 from draftwire.method.keys import Role
 from draftwire.method.rounds import (
@@ -355,9 +355,7 @@ class DrafterSeat:
             self._pair.join(pair if pair.drafters else None)
 
     def _pair_of(self, target: TargetPort, drafter_model: str) -> PairName:
-        offered = target.description.local_strategies
-        strategies = [strategy for strategy in self._session.generation.local_strategies if strategy in offered]
-        return PairName(target.address, drafter_model, JOINT.join(strategies))
+        return PairName(target.address, drafter_model, self._session.generation.local_strategy(target.description))
 
     def _uses_drafter(self) -> bool:
         """Whether a drafter is to draft now, if there is one."""

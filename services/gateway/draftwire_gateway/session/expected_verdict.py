@@ -64,6 +64,10 @@ class ExpectedVerdict:
         _require(verdict.plain_rounds_left <= most_left, "leaves more plain rounds than were requested")
         _require(verdict.num_near_ties <= num_tokens, "counts more near-ties than tokens")
         _require(verdict.num_cached_tokens <= prefix_len, "counts more cached tokens than there are")
+        if verdict.watched is not None:
+            _require(self._generation.adapts_length, "tells of guesses that were not to be watched")
+            most_right = num_tokens if verdict.watched.has_guess else 0
+            _require(verdict.watched.num_right <= most_right, "has guessed more tokens than there are")
         is_wanted, has_details = self._generation.logprobs.logprobs is not None, self._generation.token_details
         _require(len(verdict.logprobs) == num_tokens * is_wanted, "has other log-probabilities than were requested")
         _require(len(verdict.draft_logprobs) == num_tokens * has_details, "has other details than were requested")

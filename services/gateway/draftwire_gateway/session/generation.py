@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, parts_of
+from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, parts_of
 from draftwire.errors import InvalidRequestError
 from draftwire.method.keys import MAX_SEED, new_seed
 from draftwire.models.description import ModelDescription
@@ -147,6 +147,10 @@ class Generation:
             form_memory_bytes=self.form_memory_bytes,
             shares_text=is_first and not (self.has_repeatable_seed or self.generated_ids),
         )
+
+    def local_strategy(self, target: ModelDescription) -> str:
+        """Returns by what a verifier may draft by itself; empty if by nothing."""
+        return JOINT.join(strategy for strategy in self.local_strategies if strategy in target.local_strategies)
 
     @property
     def max_len(self) -> int:

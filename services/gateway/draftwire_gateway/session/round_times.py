@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from draftwire.method.rounds import Verdict
+from draftwire.method.rounds import Verdict, WatchedGuess
 
 
 class WhyPlain(Enum):
@@ -77,6 +77,8 @@ class RoundTimes:
     backpressure of a slow client."""
     local_strategy: str = ""
     """Strategy of the verifier that drafted the tokens; empty if a drafter did, or nothing was drafted."""
+    watched: WatchedGuess | None = None
+    """How what the verifier could have drafted would have fared; None if that is not known."""
 
     @property
     def duration_s(self) -> float:
@@ -183,6 +185,7 @@ class RoundWatch:
             wire_s=0.0 if is_first else left_s,
             gateway_s=max(0.0, left_at - arrived_at),
             local_strategy=verdict.local_strategy,
+            watched=verdict.watched,
         )
         self._verdict, self._is_first = None, False
         self._started_at = self._asked_at = max(left_at, arrived_at)

@@ -171,7 +171,7 @@ class VerifierSeat:
 
     async def _open_at(self, target: TargetPort, plain_rounds: int) -> None:
         """Opens the session on a verifier. On failure, closes the session there and raises."""
-        spec = self._spec(plain_rounds)
+        spec = self._spec(target, plain_rounds)
         self._session.expected.open(spec.plain_rounds)
         try:
             await target.open(spec, TaggedInbox(self._queue, self._session.epoch))
@@ -181,8 +181,9 @@ class VerifierSeat:
         self._target = target
         self._session.add_event("verifier opened", address=target.address, epoch=self._session.epoch)
 
-    def _spec(self, plain_rounds: int) -> TargetSessionSpec:
+    def _spec(self, target: TargetPort, plain_rounds: int) -> TargetSessionSpec:
         session, generation = self._session, self._session.generation
+        strategy = generation.local_strategy(target.description) if generation.adapts_length else ""
         return TargetSessionSpec(
             session_id=session.session_id,
             epoch=session.epoch,
@@ -197,4 +198,5 @@ class VerifierSeat:
             if session.prompt.is_missing
             else replace(generation.logprobs, prompt_logprobs=None),
             reports_draft_logprobs=generation.token_details,
+            watched=LocalDraft(strategy, generation.num_speculative_tokens) if strategy else None,
         )

@@ -1,4 +1,4 @@
-"""Running estimate of how many tokens of a draft are accepted."""
+"""Running estimate of how often there is a draft, and of how many of its tokens are accepted."""
 
 from collections import deque
 
@@ -8,6 +8,8 @@ PRIOR_WEIGHT = 4.0
 """The estimate of the position before, or of a prior, counts like so many drafts that reached the position."""
 MEMORY = 256
 """Drafts that an estimate remembers at each position, by exponential forgetting."""
+FADING = 1.0 - 1.0 / MEMORY
+"""What a new draft leaves of the weight of those before."""
 NUM_RECENT = 16
 """The latest drafts, which are compared with the estimate."""
 NUM_KEPT = 8
@@ -21,7 +23,8 @@ NEW_DISPERSION = 0.125
 class AcceptanceEstimate:
     """By position, how many drafts reached it, all tokens before being accepted, and of how many its token was.
 
-    Forgets exponentially, and at once when the latest drafts fare differently: texts and load change.
+    Forgets exponentially, and at once when the latest drafts fare differently: texts and load change. Rounds without a
+    draft are no surprise: where guesses are read from the text itself, each text begins with them.
     """
 
     def __init__(self, prior: "AcceptanceEstimate | None" = None) -> None:
@@ -39,6 +42,8 @@ class AcceptanceEstimate:
         """Of the latest drafts, when that was estimated last."""
         self._survival: list[float] = []
         """As computed last, until the next draft."""
+        self._num_asked = self._num_given = 0.0
+        """Rounds for which a draft was asked, and those with one; old ones fade."""
         self.num_drafts = 0
         """Drafts that were added, forgotten ones included."""
         self.num_surprises = 0
@@ -49,6 +54,7 @@ class AcceptanceEstimate:
         survival = self.survival(num_draft_tokens)
         mean = sum(survival)
         square = sum((2 * k + 1) * probability for k, probability in enumerate(survival))
+        self._count_round(is_given=True)
         self._errors.append((num_accepted - mean, max(0.0, square - mean * mean)))
         self._recent.append((num_draft_tokens, num_accepted))
         self.num_drafts += 1
@@ -68,6 +74,16 @@ class AcceptanceEstimate:
             self._count(num_draft_tokens, num_accepted)
         self._survival = []
 
+    def add_missing(self) -> None:
+        """Adds a round for which a draft was asked, and none was there."""
+        self._count_round(is_given=False)
+
+    @property
+    def share(self) -> float:
+        """P(there is a draft), where one is asked for."""
+        prior = 1.0 if self._prior is None else self._prior.share
+        return (self._num_given + PRIOR_WEIGHT * prior) / (self._num_asked + PRIOR_WEIGHT)
+
     def survival(self, num_tokens: int) -> list[float]:
         """Returns P(at least k tokens are accepted) for k = 1 to `num_tokens`, of drafts of at least k tokens."""
         if self._prior is None and len(self._survival) >= num_tokens:
@@ -81,17 +97,20 @@ class AcceptanceEstimate:
 
     def mean_tokens(self, num_draft_tokens: int) -> float:
         """Returns the mean number of tokens that a round commits, that of the verifier included."""
-        return 1.0 + sum(self.survival(num_draft_tokens))
+        return 1.0 + self.share * sum(self.survival(num_draft_tokens))
+
+    def _count_round(self, *, is_given: bool) -> None:
+        self._num_asked = FADING * self._num_asked + 1.0
+        self._num_given = FADING * self._num_given + is_given
 
     def _count(self, num_draft_tokens: int, num_accepted: int) -> None:
         num_reached = min(num_draft_tokens, num_accepted + 1)
         missing = num_reached - len(self._reached)
         self._reached += [0.0] * missing
         self._accepted += [0.0] * missing
-        keep = 1.0 - 1.0 / MEMORY
         for position in range(num_reached):
-            self._reached[position] = keep * self._reached[position] + 1.0
-            self._accepted[position] = keep * self._accepted[position] + (position < num_accepted)
+            self._reached[position] = FADING * self._reached[position] + 1.0
+            self._accepted[position] = FADING * self._accepted[position] + (position < num_accepted)
 
     def _rates(self, num_tokens: int) -> list[float]:
         expected = [UNKNOWN_RATE] * num_tokens if self._prior is None else self._prior._rates(num_tokens)

@@ -4,7 +4,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class Source(Enum):
+class DraftSource(Enum):
     """Who drafts."""
 
     DRAFTER = "drafter"
@@ -16,7 +16,7 @@ class Source(Enum):
 class Arm(NamedTuple):
     """One way to run rounds."""
 
-    source: Source | None
+    source: DraftSource | None
     """None for plain decoding."""
     length: int
     """Draft tokens of a round; 0 for plain decoding."""

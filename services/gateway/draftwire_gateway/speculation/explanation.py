@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftwire_gateway.speculation.arms import Source
+from draftwire_gateway.speculation.arms import DraftSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class LoadExplanation:
     max_sessions: int
     length: int
     """The best one of the source; 0 if plain decoding is better. Another may be probed."""
-    chosen: Source | None
+    chosen: DraftSource | None
     """Who drafts at that load; None if nobody does."""
     estimates: Sequence[ArmEstimate]
     """Of lengths 0 to the largest; empty before anything was measured."""
@@ -44,7 +44,7 @@ class LoadExplanation:
 class Explanation:
     """What the length of a source's drafts is chosen by."""
 
-    source: Source
+    source: DraftSource
     num_sessions: int
     """Of the pair."""
     survival: Sequence[float]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from draftwire_gateway.session.round_times import RoundTimes
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
-from draftwire_gateway.speculation.arms import PLAIN, Arm, Source
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 from draftwire_gateway.speculation.explanation import ArmEstimate, Explanation, LoadExplanation
 from draftwire_gateway.speculation.round_costs import RoundCosts, WindowSums
 
@@ -130,7 +130,9 @@ class LoadState:
 class PairChooser:
     """Chooses the arm for all sessions of a pair. All times are by one clock, seconds."""
 
-    def __init__(self, max_length: int, first_length: int, sources: Sequence[Source] = (Source.DRAFTER,)) -> None:
+    def __init__(
+        self, max_length: int, first_length: int, sources: Sequence[DraftSource] = (DraftSource.DRAFTER,)
+    ) -> None:
         """Knows nothing yet.
 
         Args:
@@ -227,7 +229,7 @@ class PairChooser:
             0 if measured is None else measured.num_windows,
         )
 
-    def best_length(self, source: Source, load: int) -> int:
+    def best_length(self, source: DraftSource, load: int) -> int:
         """Returns the length that is best for a source by what is known, at least 1."""
         state = self._loads[load]
         if state.arm.source is source:
@@ -259,7 +261,7 @@ class PairChooser:
             max(measured.verify_s, measured.round_s - (longest - length) * slope) for length in range(1, longest + 1)
         ]
 
-    def explain(self, source: Source) -> Explanation:
+    def explain(self, source: DraftSource) -> Explanation:
         """Returns what the lengths of a source's drafts are chosen by."""
         arms = [PLAIN, *(Arm(source, length) for length in range(1, self._max_length + 1))]
         loads = []
@@ -277,11 +279,10 @@ class PairChooser:
                 )
             )
         acceptance = self.acceptance[source]
-        return Explanation(
-            source, self.num_sessions, acceptance.survival(self._max_length), acceptance.num_drafts, tuple(loads)
-        )
+        survival = [acceptance.share * probability for probability in acceptance.survival(self._max_length)]
+        return Explanation(source, self.num_sessions, survival, acceptance.num_drafts, tuple(loads))
 
-    def _explained_length(self, source: Source, state: LoadState, estimates: Sequence[ArmEstimate]) -> int:
+    def _explained_length(self, source: DraftSource, state: LoadState, estimates: Sequence[ArmEstimate]) -> int:
         if state.arm.source in (source, None) or not estimates:
             return state.arm.length
         return max(estimates, key=lambda estimate: estimate.tokens_per_second).length

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftwire_gateway.speculation.arms import Source
+from draftwire_gateway.speculation.arms import DraftSource
 from draftwire_gateway.speculation.explanation import Explanation
 from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
@@ -26,9 +26,9 @@ class PairName:
     """By which the verifier drafts by itself; empty if it does not."""
 
     @property
-    def drafters(self) -> dict[Source, str]:
+    def drafters(self) -> dict[DraftSource, str]:
         """The names of those that could draft."""
-        named = {Source.DRAFTER: self.drafter_model, Source.VERIFIER: self.local_strategy}
+        named = {DraftSource.DRAFTER: self.drafter_model, DraftSource.VERIFIER: self.local_strategy}
         return {source: name for source, name in named.items() if name}
 
 

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from draftwire_gateway.session.round_times import RoundTimes
-from draftwire_gateway.speculation.arms import PLAIN, Arm, Source
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
 
 NEW_WEIGHT = 0.25
 """Weight of a window in the running means of its length, once there are several."""
@@ -89,13 +89,13 @@ class RoundCosts:
         """Returns what was measured of an arm; None if it was not."""
         return self._arms.get(arm)
 
-    def draft_token_s(self, source: Source) -> float:
+    def draft_token_s(self, source: DraftSource) -> float:
         """Returns the time that drafting takes for a token, seconds; 0 before anything was drafted."""
         costs = self._of(source)
         tokens = sum(length * cost.num_windows for length, cost in costs.items())
         return sum(cost.draft_s * cost.num_windows for cost in costs.values()) / max(1, tokens)
 
-    def row_s(self, source: Source) -> float:
+    def row_s(self, source: DraftSource) -> float:
         """Returns the time by which one more row of each session lengthens a step of the verifier, seconds; 0 if not
         known.
         """
@@ -143,7 +143,7 @@ class RoundCosts:
         if arm.source is None or not self._of(arm.source):
             # At best, a step without drafts, and a draft that costs nothing.
             plain = self._arms.get(PLAIN)
-            return plain.round_s if plain is not None else min(self._plain_at_best_s(each) for each in Source)
+            return plain.round_s if plain is not None else min(self._plain_at_best_s(each) for each in DraftSource)
         line_s = max(self._plain_at_best_s(arm.source), self._on_line_s(arm))
         if cost is None:
             return line_s
@@ -156,11 +156,11 @@ class RoundCosts:
             return 1.0
         return costs[min(costs, key=lambda known: abs(known - arm.length))].bias
 
-    def _of(self, source: Source) -> dict[int, ArmCost]:
+    def _of(self, source: DraftSource) -> dict[int, ArmCost]:
         """Returns what was measured of a source, by length."""
         return {arm.length: cost for arm, cost in self._arms.items() if arm.source is source}
 
-    def _plain_at_best_s(self, source: Source) -> float:
+    def _plain_at_best_s(self, source: DraftSource) -> float:
         """Returns the shortest that a step without drafts can take by what was measured of a source: with rows that are
         all of a step's time, at least one row's. Infinite if nothing was.
         """

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 from draftwire_gateway.speculation.acceptance import AcceptanceEstimate
-from draftwire_gateway.speculation.arms import PLAIN, Arm, Source
-from draftwire_gateway.speculation.pair_chooser import PairChooser, Window
+from draftwire_gateway.speculation.arms import PLAIN, Arm, DraftSource
+from draftwire_gateway.speculation.pair_chooser import MAX_CHOSEN_LENGTH, PairChooser, Window
 
 OWN_DRAFTS = 16
 """A session's drafts, before they alone can shorten its next ones."""
@@ -44,7 +44,7 @@ class SessionLength:
 
     def uses_drafter(self, now: float) -> bool:
         """Whether drafters are to draft for the pair now: a drafter is opened only then."""
-        return self._pair.window(now).arm.source is Source.DRAFTER
+        return self._pair.window(now).arm.source is DraftSource.DRAFTER
 
     def close(self) -> None:
         """Counts the session out."""
@@ -60,8 +60,8 @@ class SessionLength:
             now: by the clock of `RoundTimes`.
         """
         window = self._pair.window(now)
-        length = window.arm.length if window.arm.source is Source.DRAFTER else 0
-        return self._ask(round_number, window, Source.DRAFTER, length, most)
+        length = window.arm.length if window.arm.source is DraftSource.DRAFTER else 0
+        return self._ask(round_number, window, DraftSource.DRAFTER, length, most)
 
     def next_own_length(self, round_number: int, most: int, now: float) -> int:
         """Returns how many tokens the verifier is to draft by itself for each of the rounds that are requested now, 0
@@ -74,9 +74,9 @@ class SessionLength:
         """
         window = self._pair.window(now)
         length = window.arm.length
-        if window.arm.source is Source.DRAFTER:
-            length = self._pair.best_length(Source.VERIFIER, window.load)
-        return self._ask(round_number, window, Source.VERIFIER, length, most)
+        if window.arm.source is DraftSource.DRAFTER:
+            length = self._pair.best_length(DraftSource.VERIFIER, window.load)
+        return self._ask(round_number, window, DraftSource.VERIFIER, length, most)
 
     def num_plain_rounds(self, most: int, now: float) -> int:
         """Returns how many rounds without a drafter to request at once, at most `most`."""
@@ -89,13 +89,12 @@ class SessionLength:
         if asked is None:
             return
         window, arm = asked.window, asked.arm
-        num_judged = _num_judged(times, arm)
-        if num_judged and arm.source is not None:
-            self._acceptance[arm.source].add(num_judged, times.num_accepted_tokens)
-            self._pair.acceptance[arm.source].add(num_judged, times.num_accepted_tokens)
+        for source, own in self._acceptance.items():
+            for known in (own, self._pair.acceptance[source]):
+                _learn(known, times, source, arm)
         is_whole = arm == window.arm and not times.is_first and not times.lost_s
         was_fresh, self._is_fresh = self._is_fresh, not times.num_draft_tokens or _is_verifiers(times)
-        if arm.source is Source.DRAFTER:
+        if arm.source is DraftSource.DRAFTER:
             is_whole = is_whole and not was_fresh and times.why_plain not in _NOT_OF_THE_LENGTH
             is_whole = is_whole and not _is_verifiers(times)
         self._pair.observe(times, window, is_whole=is_whole)
@@ -106,7 +105,7 @@ class SessionLength:
             self._is_reading = False
             self._pair.end_reading(now)
 
-    def _ask(self, round_number: int, window: Window, source: Source, length: int, most: int) -> int:
+    def _ask(self, round_number: int, window: Window, source: DraftSource, length: int, most: int) -> int:
         """Returns a length as far as there is room, or a shorter one that is better for this session; and remembers."""
         length = max(0, min(length, most))
         if length > 1 and window.arm == (source, length) and not window.is_probe:
@@ -126,7 +125,7 @@ class SessionLength:
         survival = acceptance.survival(longest)
         rates, tokens = [], 1.0
         for length, probability in enumerate(survival, 1):
-            tokens += probability
+            tokens += acceptance.share * probability
             rates.append(tokens / round_s[length - 1])
         best = max(range(len(rates)), key=lambda index: rates[index])
         return best + 1 if rates[best] > (1.0 + OWN_GAIN) * rates[-1] else longest
@@ -135,13 +134,22 @@ class SessionLength:
 _NOT_OF_THE_LENGTH = (WhyPlain.WARMING_UP, WhyPlain.NO_DRAFTER, WhyPlain.NO_ROOM)
 
 
-def _num_judged(times: RoundTimes, arm: Arm) -> int:
-    """Returns of how many draft tokens a round shows whether they are accepted. Where the verifier drafts by itself, a
-    round may have a shorter draft, or none, at no cost but its rows: what was not guessed counts as not accepted.
-    """
-    if arm.source is Source.VERIFIER:
-        return 0 if times.is_first else arm.length
-    return 0 if _is_verifiers(times) else times.num_draft_tokens
+def _learn(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSource, arm: Arm) -> None:
+    """Adds what a round of some arm shows of a source's acceptance."""
+    if source is DraftSource.DRAFTER:
+        if arm.source is source and times.num_draft_tokens and not _is_verifiers(times):
+            acceptance.add(times.num_draft_tokens, times.num_accepted_tokens)
+    elif arm.source is source:
+        # A guess may be shorter, at no cost but its rows: what was not guessed counts as not accepted.
+        if times.local_strategy:
+            acceptance.add(arm.length, times.num_accepted_tokens)
+        elif not times.is_first:
+            acceptance.add_missing()
+    elif times.watched is not None:
+        if times.watched.has_guess:
+            acceptance.add(min(times.num_tokens, MAX_CHOSEN_LENGTH), times.watched.num_right)
+        else:
+            acceptance.add_missing()
 
 
 def _is_verifiers(times: RoundTimes) -> bool:
