@@ -15,7 +15,7 @@ from draftwire.cli.generate_command import generate
 from draftwire.cli.health_command import health
 from draftwire.cli.index_command import index_app
 from draftwire.cli.models_command import models
-from draftwire.cli.options import SERVICES, refuse_unknown_variables, serve_command
+from draftwire.cli.options import SERVICES, PlainHelp, refuse_unknown_variables, serve_command
 from draftwire.cli.synth_command import synth
 from draftwire.cli.token_command import token
 from draftwire.cli.up_command import up
@@ -24,13 +24,14 @@ from draftwire.errors import DraftwireError
 
 app = typer.Typer(
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     help="Distributed speculative decoding that does not change a single probability.",
 )
 serve_app = typer.Typer(no_args_is_help=True, help="Run one service in the foreground.")
 app.add_typer(serve_app, name="serve")
 for name in SERVICES:
-    serve_app.command(name)(serve_command(name))
+    serve_app.command(name, cls=PlainHelp)(serve_command(name))
 app.command()(up)
 app.command()(demo)
 app.command()(generate)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftwire.cli.bench_explanation import explanation_fields, print_explanation
+from draftwire.cli.bench_explanation import explanation_fields, print_explanation, why_slower
 from draftwire.cli.connection_options import ConnectionOptions
 from draftwire.cli.option_groups import with_options
 from draftwire.cli.request_options import MAX_TOKENS, RequestOptions
@@ -127,8 +127,8 @@ def bench(
         beside_plain=beside_plain,
     )
     with connection.open_async() as client, _progress(make_console(stderr=True)) as progress:
-        columns, explanation = asyncio.run(_measure(client, plan, connection.wait, progress, explain))
-    results = {
+        columns, explanation = asyncio.run(_measure(client, plan, connection.wait, progress))
+    results: dict[str, Any] = {
         "requests": requests,
         "concurrency": plan.concurrency,
         "runs": runs,
@@ -142,14 +142,17 @@ def bench(
     }
     if len(columns) == 2:
         results["speedup"] = speedup(columns["speculation"], columns["plain"])
-    if explanation is not None:
+    if explain:
         results["explanation"] = explanation_fields(explanation)
     if as_json:
         typer.echo(json.dumps(results, indent=2, default=str))
         return
-    _print_table(make_console(), results)
-    if explanation is not None:
-        print_explanation(make_console(), explanation, plan.concurrency)
+    console = make_console()
+    _print_table(console, results)
+    if len(columns) == 2 and results["speedup"]["median"] < 1.0:
+        console.print(why_slower(arguments["num_speculative_tokens"], explanation, plan.concurrency), soft_wrap=True)
+    if explain:
+        print_explanation(console, explanation, plan.concurrency)
 
 
 def read_prompts(path: Path) -> "Iterator[Prompt]":
@@ -188,10 +191,10 @@ def _prompt_of(line: str) -> "Prompt":
 
 
 async def _measure(
-    client: "AsyncClient", plan: BenchPlan, wait_s: float, progress: "Progress", explain: bool
+    client: "AsyncClient", plan: BenchPlan, wait_s: float, progress: "Progress"
 ) -> "tuple[dict[str, list[Run]], Any]":
-    """Returns the runs of each column, and the server's `ExplainSpeculationResponse`, or None if nothing is to be
-    explained. The columns alternate, so that other load on the machine affects both.
+    """Returns the runs of each column, and the server's `ExplainSpeculationResponse`. The columns alternate, so that
+    other load on the machine affects both.
     """
     from draftwire.client.measuring import measure
 
@@ -207,8 +210,7 @@ async def _measure(
                 progress.update(bar, description=f"{name}, run {run + 1} of {plan.num_runs}")
                 jobs = plan.jobs(run, options, plan.num_requests)
                 columns[name].append(await measure(client, jobs, plan.concurrency, lambda: progress.advance(bar)))
-        explanation = await client.explain_speculation() if explain else None
-    return columns, explanation
+        return columns, await client.explain_speculation()
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

@@ -33,11 +33,42 @@ def print_explanation(console: "Console", explanation: Any, concurrency: int) ->
         console.print("the server does not choose lengths: it is configured with speculation=fixed", soft_wrap=True)
     elif not explanation.choices:
         console.print("nothing was chosen yet: requests with a number or a seed are not chosen for", soft_wrap=True)
+    for choice, load in _at_load(explanation, concurrency):
+        _print_choice(console, choice, load)
+
+
+def why_slower(num_draft_tokens: int | None, explanation: Any, concurrency: int) -> str:
+    """Returns one line on why speculation was slower than plain decoding, and what to try.
+
+    Args:
+        num_draft_tokens: that each round was to have; None was chosen.
+        explanation: of the server.
+        concurrency: sessions at a time.
+    """
+    if num_draft_tokens is not None:
+        rounds = f"{num_draft_tokens} draft tokens a round cost more here than they save"
+        return f"{rounds}: without --num-speculative-tokens the server chooses how many"
+    if not explanation.is_adaptive:
+        return (
+            "drafts cost more here than they save, and the server does not choose: start it with speculation=adaptive"
+        )
+    chosen = [load for _, load in _at_load(explanation, concurrency)]
+    if chosen and not any(load.num_draft_tokens for load in chosen):
+        return (
+            "the server found that drafts do not pay here, and tries them now and then: --explain says what would pay"
+        )
+    return "the server may still have been finding out what pays: try --runs 10, or --explain"
+
+
+def _at_load(explanation: Any, concurrency: int) -> Iterator[tuple[Any, Any]]:
+    """Yields each choice with the load nearest to so many sessions, of those at which something was measured."""
     for choice in explanation.choices:
         measured = [load for load in choice.loads if load.estimates]
         if measured:
-            nearest = min(measured, key=lambda load: abs(load.min_sessions.bit_length() - concurrency.bit_length()))
-            _print_choice(console, choice, nearest)
+            yield (
+                choice,
+                min(measured, key=lambda load: abs(load.min_sessions.bit_length() - concurrency.bit_length())),
+            )
 
 
 def _print_choice(console: "Console", choice: Any, load: Any) -> None:

@@ -1,5 +1,7 @@
 """`draftwire generate`: stream a completion, or print several."""
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +12,7 @@ from draftwire.cli.option_groups import with_options
 from draftwire.cli.request_options import MAX_TOKENS, RequestOptions
 from draftwire.cli.statistics_output import show_statistics
 from draftwire.cli.writer import Display, TextWriter
-from draftwire.errors import DraftwireError
+from draftwire.errors import DraftwireError, InvalidRequestError
 
 if TYPE_CHECKING:
     from draftwire.client import CompletionStream
@@ -18,19 +20,25 @@ if TYPE_CHECKING:
 
 @with_options
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     connection: ConnectionOptions,
     request: RequestOptions,
     display: Display,
     num_choices: Annotated[
         int, typer.Option("--num-choices", "-n", help="Completions, printed one after the other.")
     ] = 1,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - reads it from standard input.", show_default=False)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, readable=True, help="Reads the text from a file.")
+    ] = None,
 ) -> None:
     """Stream a completion, or print several, and what they took.
 
     On a terminal, colours say where each token came from. Elsewhere, standard output is the text and nothing else.
     """
     color_complaints(display.when)
+    prompt = read_prompt(prompt, prompt_file)
     writer = TextWriter(display)
     arguments = request.arguments()
     if request.max_tokens is None:
@@ -46,20 +54,42 @@ def generate(
         write_completions(stream, prompt, writer, display, is_single=num_choices == 1)
 
 
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """Returns the prompt that is given as an argument, on standard input ("-") or in a file, to the byte.
+
+    Raises:
+        typer.BadParameter: none is given, or two.
+        InvalidRequestError: it cannot be read.
+    """
+    if (prompt is None) is (prompt_file is None):
+        raise typer.BadParameter("one prompt: as an argument, as - on standard input, or by --prompt-file")
+    try:
+        if prompt_file is not None:
+            return prompt_file.read_bytes().decode()
+        return sys.stdin.buffer.read().decode() if prompt == "-" else str(prompt)
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequestError(f"the prompt cannot be read: {error}") from error
+
+
 def write_completions(
     stream: "CompletionStream", prompt: str, writer: TextWriter, display: Display, is_single: bool
 ) -> None:
     """Writes the completions of a stream: a single one piece by piece, several at the end."""
-    writer.legend()
-    if is_single:
-        writer.text(prompt)
+    has_begun = False  # nothing is written before there is something: a gateway may refuse, or not be there
     try:
         for piece in stream:
+            if not has_begun:
+                has_begun = True
+                writer.legend()
+                writer.text(prompt if is_single else "")
             if is_single:
                 writer.tokens(piece.text, piece.token_texts, piece.sources)
     except (DraftwireError, KeyboardInterrupt):
         writer.break_line()
         raise
+    if not has_begun:
+        writer.legend()
+        writer.text(prompt if is_single else "")
     for completion in stream.completions:
         if not is_single:
             writer.text(f"choice {completion.choice}:\n{prompt}")

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -33,6 +33,18 @@ HEADINGS = (
     "draft\nblocks/s",
     "KV cache\nuse",
 )
+WIDEST = 1000
+"""More than a table needs."""
+DROPPED_FIRST = (
+    "draft\nblocks/s",
+    "KV cache\nuse",
+    "block\nefficiency",
+    "requests",
+    "sessions",
+    "acceptance\nrate",
+    "tokens/s",
+)
+"""Columns that a narrow terminal does without, in this order."""
 
 
 @dataclass(slots=True)
@@ -125,18 +137,30 @@ class LiveTable:
 
     def render(self) -> Group:
         """Returns the table, the notice and as many log lines as the terminal has room for."""
+        shown = list(HEADINGS)
+        table, unbounded = self._table(shown), self._console.options.update(width=WIDEST)
+        for heading in DROPPED_FIRST:
+            if self._console.measure(table, options=unbounded).maximum <= self._console.width:
+                break
+            shown.remove(heading)
+            table = self._table(shown)
+        room = max(0, self._console.height - NUM_OTHER_LINES)
+        newest = list(self._lines)[max(0, len(self._lines) - room) :]
+        return Group(table, Text(), self._notice, Text(), *newest)
+
+    def _table(self, shown: Sequence[str]) -> Table:
+        """Returns the table with some of its columns."""
         table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
-        for heading in HEADINGS:
+        for heading in shown:
             is_text = heading in ("service", "state")
             width = STATE_WIDTH if heading == "state" else None
             table.add_column(heading, justify="left" if is_text else "right", no_wrap=True, min_width=width)
         for row in self._rows.values():
             name, state, *numbers = row.cells()
             style = "green" if row.is_serving else "yellow"
-            table.add_row(Text(name, self._colors[name]), Text(state, style), *numbers)
-        room = max(0, self._console.height - NUM_OTHER_LINES)
-        newest = list(self._lines)[max(0, len(self._lines) - room) :]
-        return Group(table, Text(), self._notice, Text(), *newest)
+            cells: list[Text | str] = [Text(name, self._colors[name]), Text(state, style), *numbers]
+            table.add_row(*(cell for heading, cell in zip(HEADINGS, cells, strict=True) if heading in shown))
+        return table
 
     def _read(self) -> None:
         assert self._stack is not None

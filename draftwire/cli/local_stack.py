@@ -18,6 +18,8 @@ LogLine = Mapping[str, Any]
 OnLog = Callable[[str, LogLine], None]
 
 STOP_SECONDS = 30.0
+LONGEST_START_S = 7 * 86_400.0
+"""How long a gateway waits for models where nobody sets a limit."""
 
 
 @dataclass(slots=True)
@@ -32,6 +34,10 @@ class ServiceProcess:
     """HTTP port of a gateway; 0 if it has none."""
     has_tls: bool = False
     """Whether the service requires TLS."""
+    is_listening: bool = False
+    """Whether its ports are known; it may still be loading."""
+    is_serving: bool = False
+    """Whether it has served."""
     has_ended: bool = False
     """Whether the process has ended."""
     last_line: str = ""
@@ -68,7 +74,7 @@ class LocalStack:
         self._on_log = on_log
         self._start_timeout_s = start_timeout_s
         self._events: queue.Queue[ServiceProcess | BaseException] = queue.Queue()
-        """Services that began to serve or have ended, and the exception that `on_log` raised."""
+        """Services that began to listen or to serve, or have ended, and the exception that `on_log` raised."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -100,7 +106,8 @@ class LocalStack:
         self.stop()
 
     def start(self) -> None:
-        """Starts drafter and verifier together, then the gateway, and returns when all of them serve.
+        """Starts drafter and verifier together, and the gateway as soon as their ports are known, at once if they are
+        given; returns when all of them serve.
 
         Raises:
             UnavailableError: a service did not start; the message is the service's own.
@@ -109,18 +116,26 @@ class LocalStack:
         models = [name for name in ("verifier", "drafter") if name in self._options]
         for name in models:
             self._launch(name, {})
-        self._wait(models, deadline)
         if "gateway" in self._options:
+            given = {name: int(str(self._options[name].get("port", 0))) for name in models}
+            free = [name for name, port in given.items() if not port]
+            self._wait(free, deadline, lambda service: service.is_listening)
+            ports = {name: port or self.services[name].port for name, port in given.items()}
             peers: dict[str, object] = {"drafter": "none"}
-            peers.update({name: f"127.0.0.1:{self.services[name].port}" for name in models})
+            peers.update({name: f"127.0.0.1:{port}" for name, port in ports.items()})
             self._launch("gateway", {} if "discovery" in self._options["gateway"] else peers)
-            self._wait(["gateway"], deadline)
+        self._wait([*self.services], deadline, lambda service: service.is_serving)
 
     def wait(self) -> str:
         """Returns the name of the first service whose process ends."""
         while not (service := self._next(None)).has_ended:
             pass
         return service.name
+
+    def kill(self) -> None:
+        """Ends all services at once; `stop` then returns soon. May be called while it waits, as by a signal handler."""
+        for service in list(self.services.values()):
+            service.process.kill()
 
     def stop(self) -> None:
         """Stops all services, the gateway first, so that running requests can finish."""
@@ -140,6 +155,8 @@ class LocalStack:
         defaults: dict[str, object] = {"port": 0, "metrics_port": 0, "log_format": "json", "stop_with_stdin": True}
         if name == "gateway":
             defaults["http_port"] = 0
+            # It waits for models that load, which is timed here.
+            defaults["startup_timeout_s"] = LONGEST_START_S if self._start_timeout_s is None else self._start_timeout_s
         options = {**defaults, **peers, **self._options[name]}
         arguments = [_argument(key.replace("_", "-"), value) for key, value in options.items()]
         process = subprocess.Popen(
@@ -154,10 +171,9 @@ class LocalStack:
         service = self.services[name] = ServiceProcess(name, process)
         threading.Thread(target=self._follow, args=(service,), daemon=True).start()
 
-    def _wait(self, names: Sequence[str], deadline: float | None) -> None:
-        """Returns when these services serve. Raises as soon as one has ended, whatever the state of the others."""
-        awaited = set(names)
-        while awaited:
+    def _wait(self, names: Sequence[str], deadline: float | None, is_done: Callable[[ServiceProcess], bool]) -> None:
+        """Returns when all of these services are done. Raises as soon as one has ended, whatever the others do."""
+        while awaited := [name for name in names if not is_done(self.services[name])]:
             try:
                 service = self._next(deadline)
             except queue.Empty:
@@ -165,10 +181,9 @@ class LocalStack:
                 raise UnavailableError(f"{late} did not come up within {self._start_timeout_s:g} s") from None
             if service.has_ended:
                 raise UnavailableError(f"{service.name} did not come up: {service.last_line}")
-            awaited.discard(service.name)
 
     def _next(self, deadline: float | None) -> ServiceProcess:
-        """Returns the next service that began to serve or has ended.
+        """Returns the next service that began to listen or to serve, or has ended.
 
         Raises:
             queue.Empty: there was none by the deadline.
@@ -199,10 +214,12 @@ class LocalStack:
         if not service.has_failed:  # later lines are of the service's other processes
             service.last_line = str(line.get("reason", line["event"])) or service.last_line
         service.has_failed |= line["event"] == f"{service.name}.server_failed"
-        if line["event"] == f"{service.name}.server_started":
+        if line["event"] in (f"{service.name}.server_listening", f"{service.name}.server_started"):
             service.port, service.metrics_port = int(line["port"]), int(line["metrics_port"] or 0)
             service.http_port = int(line.get("http_port") or 0)
-            service.has_tls = bool(line["tls"])
+            service.is_listening = True
+            if "tls" in line:
+                service.has_tls, service.is_serving = bool(line["tls"]), True
             self._events.put(service)
 
 

@@ -12,11 +12,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from draftwire.errors import DraftwireError
 from draftwire.runtime.openmp import set_waiting
@@ -53,6 +55,15 @@ ENTRIES = {
     "gateway": "draftwire_gateway.launch",
 }
 """Modules whose `serve` runs a service."""
+
+
+class PlainHelp(TyperCommand):
+    """A command whose help is plain text: in a frame, its long options would leave no room for what they do."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the help."""
+        self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +110,22 @@ def variable(service: str, setting: str) -> str:
     return f"{PREFIX}{service.upper()}_{setting.upper()}"
 
 
+@cache
+def known_variables() -> frozenset[str]:
+    """Returns all variables that set something."""
+    own = {variable(name, setting.name) for name, config in SERVICES.items() for setting in settings_of(config)}
+    return CLIENT_VARIABLES | own
+
+
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Returns the variables with our prefix that belong to no setting."""
-    known = {variable(name, setting.name) for name, config in SERVICES.items() for setting in settings_of(config)}
-    return sorted(name for name in environment if name.startswith(PREFIX) and name not in known | CLIENT_VARIABLES)
+    return sorted(name for name in environment if name.startswith(PREFIX) and name not in known_variables())
+
+
+def meant(name: str) -> str:
+    """Returns a question that names the variable most like an unknown one; empty if none is."""
+    alike = get_close_matches(name, known_variables(), n=1, cutoff=0.8)
+    return f"; did you mean {alike[0]}?" if alike else ""
 
 
 def serve_command(service: str) -> Callable[..., None]:
@@ -132,7 +155,7 @@ def serve_command(service: str) -> Callable[..., None]:
 
 def refuse_unknown_variables() -> None:
     """Ends the process if a variable with our prefix sets nothing: it is misspelt, or empty."""
-    faults = {f"unknown environment variable: {name}" for name in unknown_variables(os.environ)}
+    faults = {f"unknown environment variable: {name}{meant(name)}" for name in unknown_variables(os.environ)}
     faults |= {f"empty environment variable: {name}" for name, value in os.environ.items() if _is_empty(name, value)}
     for fault in sorted(faults):
         typer.echo(fault, err=True)

@@ -1,10 +1,13 @@
 """`draftwire up`: the three services on this machine, with one command."""
 
+import errno
 import os
 import signal
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftwire.cli.colors import visible
+from draftwire.cli.connection_options import DEFAULT_ADDRESS
 from draftwire.cli.exits import FAILED, end
 from draftwire.cli.options import variable
 from draftwire.errors import InvalidRequestError
+from draftwire.models.folder import check_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +34,8 @@ METRICS_PORTS = {"verifier": 9052, "drafter": 9053}
 """Default metrics ports. The gateway takes a free one."""
 PAGE = f"http://127.0.0.1:{HTTP_PORT}"
 """Default URL of the playground of `up`."""
+DRAIN_SECONDS = 2.0
+"""How long requests may run on after Ctrl-C."""
 SMALL_MODEL_BYTES = 64 * 2**20
 """Models with fewer bytes of weights run as fast on one thread as on several."""
 NO_DRAFTER = "none"
@@ -113,18 +120,22 @@ def up(
     """
     options = stack_options(target, drafter, num_speculative_tokens)
     ports = {"gateway": port, "verifier": verifier_port, "drafter": drafter_port}
+    taken = [f"--{name} {one}" for name, one in _port_options(options, ports, http_port) if not is_free(one)]
+    if taken:
+        named = " and ".join([", ".join(taken[:-1])] * (len(taken) > 1) + taken[-1:])
+        raise InvalidRequestError(f"something else listens on {named}: stop it, or pass other ports")
     for name in options:
         own_port = ports[name]
         options[name].update(port=own_port, metrics_port=_metrics_port(name, own_port))
+        options[name]["drain_seconds"] = _or_variable(name, "drain_seconds", DRAIN_SECONDS)
     options["gateway"]["http_port"] = http_port
-    interrupt_on_signals()
-    ended = run_until_stopped(options, shows_table=not log and sys.stderr.isatty())
+    ended = run_until_stopped(options, interrupt_on_signals(), shows_table=not log and sys.stderr.isatty())
     if ended is not None:
         end(FAILED, f"{ended} ended, so everything was stopped")
 
 
-def run_until_stopped(options: dict[str, dict[str, Any]], shows_table: bool) -> str | None:
-    """Runs the services until Ctrl-C.
+def run_until_stopped(options: dict[str, dict[str, Any]], interrupts: "Interrupts", shows_table: bool) -> str | None:
+    """Runs the services until Ctrl-C; a second one ends them at once.
 
     Returns:
         The name of a service that ended by itself; None if the user stopped them.
@@ -140,18 +151,52 @@ def run_until_stopped(options: dict[str, dict[str, Any]], shows_table: bool) -> 
     with ExitStack() as cleanup:
         # No timeout: large models may take long to download and read, and the user sees the progress and can stop it.
         stack = LocalStack(options, on_log=screen.log, start_timeout_s=None)
+        interrupts.again = stack.kill
         if shows_table:
             screen.begin_table(cleanup, stack)
         cleanup.enter_context(stack)
         page = f"; open [bold]{stack.http_address}[/bold], or" if stack.services["gateway"].http_port else ";"
-        screen.say(
-            f'[bold]ready[/bold] on {stack.address}{page} in another terminal: draftwire generate "{DEMO_PROMPT}"'
-        )
+        command = f'draftwire generate "{DEMO_PROMPT}"'
+        if stack.address != DEFAULT_ADDRESS:
+            command += f" --address {stack.address}"
+        screen.say(f"[bold]ready[/bold] on {stack.address}{page} in another terminal: {command}")
         try:
             return stack.wait()
         except KeyboardInterrupt:
-            screen.say("stopping")
+            screen.say(_stopping(stack, float(options["gateway"]["drain_seconds"])))
             return None
+
+
+def _stopping(stack: "LocalStack", drain_s: float) -> str:
+    """Returns what is said after Ctrl-C: what may still run, and for how long."""
+    from draftwire.cli.service_metrics import fetch
+
+    port = stack.services["gateway"].metrics_port
+    running = (fetch(port) or {}).get("num_requests_running", 0.0) if port else 0.0
+    if not running:
+        return "stopping"
+    requests = "a request" if running == 1 else f"{running:.0f} requests"
+    return f"stopping: {requests} may run for {drain_s:g} s more; Ctrl-C again ends everything now"
+
+
+def _port_options(
+    options: Mapping[str, Any], ports: Mapping[str, int], http_port: int | None
+) -> Iterator[tuple[str, int]]:
+    """Yields the ports that `up` needs, each with the option that moves it."""
+    for name in options:
+        yield ("port" if name == "gateway" else f"{name}-port"), ports[name]
+    yield "http-port", http_port or 0
+
+
+def is_free(port: int) -> bool:
+    """Whether nothing on this machine listens on a port; 0 stands for a free one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
 
 
 class Screen:
@@ -196,11 +241,14 @@ def stack_options(
         num_speculative_tokens: draft tokens per round where a request does not say; None chooses by measurement.
 
     Raises:
-        InvalidRequestError: no model is named and the embedded pair is not installed.
+        InvalidRequestError: no model is named and the embedded pair is not installed, or a model's folder lacks
+            something.
     """
     models = {"verifier": target or embedded_model("target")}
     if drafter != NO_DRAFTER:
         models["drafter"] = drafter or embedded_model("drafter")
+    for model in models.values():
+        check_model(model)
     # On one machine bytes are nearly free, and the mass that a sparse distribution leaves out costs acceptance.
     drafts = {"draft_mass": 0.99, "draft_max_support": 512}
     options: dict[str, dict[str, Any]] = {"gateway": {}}
@@ -219,8 +267,11 @@ def _or_variable(service: str, setting: str, default: object) -> object:
 
 
 def _metrics_port(service: str, port: int) -> object:
-    """Returns the port of a service's `/metrics`: a free one (0) if the service's own port is 0."""
-    return _or_variable(service, "metrics_port", METRICS_PORTS.get(service, 0) if port else 0)
+    """Returns the port of a service's `/metrics`: a free one (0) if the usual one is taken, or the service's own port
+    is 0.
+    """
+    usual = METRICS_PORTS.get(service, 0) if port else 0
+    return _or_variable(service, "metrics_port", usual if is_free(usual) else 0)
 
 
 def threads_for(model: str) -> int:
@@ -245,20 +296,33 @@ def embedded_model(name: str) -> str:
     return str(folder)
 
 
-def interrupt_on_signals() -> None:
-    """Makes SIGINT and SIGTERM raise `KeyboardInterrupt`, so that cleanup stops the services. Handling SIGINT has to be
-    explicit: a shell starts background jobs with SIGINT ignored.
-
-    Only the first signal counts: another must not interrupt the shutdown, which takes a bounded time.
+@dataclass(slots=True)
+class Interrupts:
+    """What signals do: the first one raises `KeyboardInterrupt`. Later ones do not interrupt the shutdown, which takes
+    a bounded time.
     """
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
+    again: Callable[[], None] = lambda: None
+    """Called by the second signal."""
+    num_signals: int = 0
 
+    def handle(self, _number: int, _frame: FrameType | None) -> None:
+        """Handles a signal."""
+        self.num_signals += 1
+        if self.num_signals == 1:
+            raise KeyboardInterrupt
+        if self.num_signals == 2:
+            self.again()
+
+
+def interrupt_on_signals() -> Interrupts:
+    """Makes SIGINT and SIGTERM raise `KeyboardInterrupt`, so that cleanup stops the services. Handling SIGINT has to be
+    explicit: a shell starts background jobs with SIGINT ignored.
+    """
+    interrupts = Interrupts()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
+        signal.signal(number, interrupts.handle)
+    return interrupts
 
 
 def _log_text(service: str, line: Mapping[str, Any]) -> "Text":

@@ -18,6 +18,9 @@ from draftwire.errors import (
 _TOO_LARGE = "message larger than max"
 """Part of gRPC's message for a request above the receiver's size limit, which has no status code of its own."""
 
+_HTTP = "Trying to connect an http1.x server"
+"""Part of gRPC's message for the port of a server of HTTP/1."""
+
 _ERRORS: dict[grpc.StatusCode, type[DraftwireError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
@@ -47,6 +50,8 @@ def error_of(error: grpc.RpcError) -> DraftwireError:
     """Returns the `DraftwireError` for a gateway's status code."""
     code = error.code()
     details = error.details() or code.name
+    if _HTTP in details:
+        return InvalidRequestError("address: that port speaks HTTP; name the gateway's gRPC port, by default 50051")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in details:  # a retry does not help
         return InvalidRequestError(f"the request is too large: {details} bytes")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -41,11 +41,16 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
     """Returns each host:port of a list, or of a comma-separated text.
 
     Raises:
-        InvalidRequestError: there is no address, or an address is empty.
+        InvalidRequestError: there is no address, or an address is empty or a URL.
     """
     addresses = [part.strip() for part in (address.split(",") if isinstance(address, str) else address)]
     if not addresses or not all(addresses):
         raise InvalidRequestError("address: no gateway, or an empty one, such as behind a trailing comma")
+    for one in addresses:
+        if one.startswith(("http://", "https://")):
+            raise InvalidRequestError(
+                f"address: {one} is of HTTP; name the gateway's gRPC port as host:port, such as {DEFAULT_ADDRESS}"
+            )
     return addresses
 
 
@@ -83,8 +88,10 @@ class Readiness:
         Raises:
             DraftwireError: a retry does not help, or there is no time left.
         """
-        if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            raise error_of(error) from error
+        own_error = error_of(error)
+        may_pass = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        if not may_pass or isinstance(own_error, InvalidRequestError):
+            raise own_error from error
         if self.left_s <= LOADING_PAUSE_S:
             raise UnavailableError(
                 f"no gateway answered at {self._addresses} within {self._timeout_s:g} s ({error.details()}); "

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Pretrained
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.description import ModelDescription, fingerprint
+from draftwire.models.folder import check_model
 from draftwire.requests.automaton import FormVocabulary
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -45,7 +46,7 @@ def load_card(name: str, revision: str | None = None) -> ModelCard:
         InvalidRequestError: the folder is missing, or the configuration states no context length.
         OSError: the files cannot be read.
     """
-    path = path_of(name, "auto")
+    path = path_of(name, "auto", needs_weights=False)
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     config = AutoConfig.from_pretrained(path, revision=revision)
     try:
@@ -63,16 +64,15 @@ def load_card(name: str, revision: str | None = None) -> ModelCard:
     )
 
 
-def path_of(name: str, dtype: str) -> str:
+def path_of(name: str, dtype: str, *, needs_weights: bool = True) -> str:
     """Returns the folder of a model, or its name on the hub.
 
     Raises:
-        InvalidRequestError: the dtype is unknown, or the folder is missing.
+        InvalidRequestError: the dtype is unknown, or the folder is missing or lacks something.
     """
     if dtype not in DTYPES:
         raise InvalidRequestError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise InvalidRequestError(f"no model folder at {name}")
+    check_model(name, needs_weights=needs_weights)
     return str(Path(name).expanduser()) if name.startswith("~") else name
 
 

@@ -208,6 +208,7 @@ async def start(service: Service) -> Running:
     running = Running(service)
     try:
         await running.listen()
+        log.info(f"{service.name}.server_listening", **running.ports)
         await running.load()
     except BaseException:
         await running.stop()

@@ -1,6 +1,8 @@
 """The playground at `/` of a real gateway, in a headless browser, with the embedded pair."""
 
 import json
+import subprocess
+import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -150,6 +152,52 @@ def test_stop_ends_the_completion_at_the_services_too(watched: WatchedPage, stac
     wait_until(lambda: open_sessions(stack) == 0, "no session is left")
 
 
+def test_conversation_is_answered_and_stops_where_it_is_told(watched: WatchedPage) -> None:
+    watched.run(**{**FIELDS, "prompt": "What does `basename` do?", "temperature": 0, "compare": False}, chat=True)
+    answer = watched.text_of("#speculative").removeprefix("What does `basename` do?\n\n")
+    assert len(answer) > 10
+    assert "".join(token["text"] for token in watched.tokens()) == answer
+    word = answer.split()[2]
+    watched.run(stop_text=word)
+    assert watched.text_of("#speculative").removeprefix("What does `basename` do?\n\n") == answer.partition(word)[0]
+
+
+def test_request_is_copied_as_a_program_that_runs(watched: WatchedPage, stack: InProcessStack, tmp_path: Path) -> None:
+    watched.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    prompt = 'it\'s = "a"\n'
+    fields = {**FIELDS, "prompt": prompt, "num_speculative_tokens": 3, "rejection_sample_method": "coupled"}
+    watched.run(**fields, stop_text="\\n\\n", compare=False)
+    shown = watched.text_of("#speculative").removeprefix(prompt)
+    for button, command in (("#copy_curl", ["sh", "copied"]), ("#copy_python", [sys.executable, "copied"])):
+        watched.page.click(button)
+        expect(watched.page.locator("#status")).to_have_text("Copied.")
+        (tmp_path / "copied").write_text(watched.page.evaluate("navigator.clipboard.readText()"))
+        printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True).stdout
+        text = json.loads(printed)["choices"][0]["text"] if "curl" in button else printed.removesuffix("\n")
+        assert text == shown
+
+
+def test_rounds_are_shown_as_they_were_drafted(watched: WatchedPage, stack: InProcessStack) -> None:
+    expect(watched.page.locator("#hint")).to_be_visible()
+    watched.run(**FIELDS, num_speculative_tokens=3, compare=False)
+    bars = "(strip) => [...strip.children].map((bar) => [Number(bar.dataset.drafted), Number(bar.dataset.accepted)])"
+    rounds = watched.page.locator("#strip").evaluate(bars)
+    counts = Counter(str(drafted) for drafted, _ in rounds)
+    assert watched.text_of("#lengths") == ", ".join(f"{length}: {counts[length]}" for length in sorted(counts))
+    assert sum(accepted for _, accepted in rounds) == int(watched.text_of("[data-count=accepted]"))
+    watched.page.locator("#speculative .token").first.hover()
+    expect(watched.page.locator("#hint")).to_be_hidden()
+
+
+def test_no_button_wraps_its_words(watched: WatchedPage) -> None:
+    lines = """(buttons) => buttons.map((one) => {
+        const style = getComputedStyle(one);
+        return (one.clientHeight - parseFloat(style.paddingTop) * 2) / parseFloat(style.lineHeight);
+    })"""
+    assert max(watched.page.locator("button").evaluate_all(lines)) < 1.5
+    assert not watched.overflows()
+
+
 def test_gateways_message_is_shown(watched: WatchedPage) -> None:
     watched.start(**{**FIELDS, "max_tokens": 99999})
     watched.wait("failed")
@@ -159,18 +207,19 @@ def test_gateways_message_is_shown(watched: WatchedPage) -> None:
 def test_everything_can_be_done_with_the_keyboard(watched: WatchedPage) -> None:
     page = watched.page
     seen = []
-    for _ in range(14):
+    for _ in range(15):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
     fields = ["prompt", "num_speculative_tokens", "rejection_sample_method", "temperature", "max_tokens", "top_p"]
-    assert seen[:11] == ["skip", "theme", *fields, "seed", "compare", "run"]
+    last = ["seed", "stop_text", "chat", "compare", "run", "copy_curl", "copy_python"]
+    assert seen == ["skip", "theme", *fields, *last]
     page.focus("#max_tokens")
     page.keyboard.press("Control+A")
     page.keyboard.type("24")
     page.keyboard.press("Control+Enter")
     watched.wait()
     assert len(watched.tokens()) == len(watched.tokens("plain")) == 24
-    page.focus("#stop" if page.is_enabled("#stop") else "#run")
+    page.focus("#copy_python")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.closest('#speculative') !== null")
     outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")

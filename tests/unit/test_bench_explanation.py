@@ -11,6 +11,7 @@ from draftwire.cli.bench_explanation import (
     explanation_fields,
     print_explanation,
     reasons,
+    why_slower,
 )
 from draftwire.v1.gateway_pb2 import (
     DraftLengthEstimate,
@@ -115,6 +116,17 @@ def test_table_says_who_drafts_where_two_could() -> None:
 def test_server_that_chooses_nothing_says_so() -> None:
     assert "speculation=fixed" in shown(ExplainSpeculationResponse(), 4)
     assert "nothing was chosen yet" in shown(ExplainSpeculationResponse(is_adaptive=True), 4)
+
+
+def test_benchmark_below_one_says_why_and_what_to_try() -> None:
+    def why(number: int | None, *loads: LoadChoice, is_adaptive: bool = True) -> str:
+        return why_slower(number, ExplainSpeculationResponse(is_adaptive=is_adaptive, choices=[choice_of(*loads)]), 4)
+
+    assert why(8, load_of(0.3, 0)).endswith("without --num-speculative-tokens the server chooses how many")
+    assert why(None, is_adaptive=False).endswith("start it with speculation=adaptive")
+    assert "drafts do not pay here" in why(None, load_of(0.3, 0))
+    assert "still have been finding out" in why(None, load_of(0.8, 2))
+    assert "still have been finding out" in why(None)
 
 
 def test_explanation_is_json_with_the_names_of_the_protos() -> None:

@@ -3,6 +3,7 @@
 import io
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from cli_fakes import ROUNDS, TEXT, FakeClient, completion, fake_client
@@ -220,3 +221,39 @@ def test_two_forms_and_files_without_text_are_refused(client: FakeClient, tmp_pa
         raise generate("--json-schema", str(schema), "--regex", "a").exception
     with pytest.raises(InvalidRequestError, match=r"schema\.json cannot be read: it is no UTF-8"):
         raise generate("--json-schema", str(schema)).exception
+
+
+def test_prompt_is_read_from_standard_input_or_a_file_to_the_byte(client: FakeClient, tmp_path: Path) -> None:
+    text = "é\n\tdef  \r\n\n"
+    (tmp_path / "prompt.txt").write_bytes(text.encode())
+    ways = ((["-"], text), (["--prompt-file", str(tmp_path / "prompt.txt")], None))
+    for arguments, given in ways:
+        result = CliRunner().invoke(app, ["generate", *arguments], input=given and given.encode())
+        assert result.exit_code == 0, result.output
+        assert client.asked.pop()[0] == text, arguments
+        assert result.stdout_bytes == f"{text}{TEXT}\n".encode()
+
+
+def test_one_prompt_is_given_and_one_only(client: FakeClient, tmp_path: Path) -> None:
+    (tmp_path / "prompt.bin").write_bytes(b"\xff")
+    for arguments, status, said in (
+        ([], 2, "one prompt"),
+        (["def", "--prompt-file", str(tmp_path / "prompt.bin")], 2, "one prompt"),
+        (["--prompt-file", str(tmp_path / "prompt.bin")], 1, "the prompt cannot be read"),
+        (["--prompt-file", str(tmp_path / "nothing")], 2, "does not exist"),
+    ):
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["generate", *arguments])
+        assert (result.exit_code, said in f"{result.stderr} {result.exception}") == (status, True), result.stderr
+    assert client.asked == []
+
+
+def test_nothing_is_written_before_the_first_token(client: FakeClient) -> None:
+    client.fails = [(0, InvalidRequestError("no"))]
+    assert generate("--color=always").stdout == ""
+    client.fails = [(1, InvalidRequestError("no"))]
+    assert generate().stdout == "def a"
+
+
+def test_help_has_a_short_name_everywhere() -> None:
+    for command in ([], ["generate"], ["serve"], ["serve", "gateway"], ["index", "build"]):
+        assert CliRunner().invoke(app, [*command, "-h"]).stdout.lstrip().startswith("Usage:"), command

@@ -90,7 +90,7 @@ def write(path: Path, content: bytes) -> str:
         (lambda folder: ["--out", write(folder / "file", b"")], "cannot be written to: Not a directory"),
         (lambda folder: ["--out", write(folder / "file", b"") + "/store"], "cannot be written to: File exists"),
         (lambda folder: ["--tokenizer", str(folder / "nothing")], "no model folder at"),
-        (lambda folder: ["--tokenizer", str(folder)], "cannot be loaded"),
+        (lambda folder: ["--tokenizer", str(folder)], "has no config.json"),
     ],
 )
 def test_wrong_input_is_refused_with_one_line_and_leaves_nothing(

@@ -39,7 +39,7 @@ def parsed(line: str) -> tuple[str, list[str]]:
     words = re.split(r" [|>]|2>", re.sub(r'"[^"]*"|\'[^\']*\'', "X", line))[0].split()
     names = (" ".join(words[:count]) for count in (2, 1))
     name = next((name for name in names if name in COMMANDS_BY_NAME), "")
-    return name, [word for word in words if word.startswith("-")]
+    return name, [word for word in words if word.startswith("-") and word != "-"]
 
 
 def test_commands_and_options_in_examples_exist() -> None:

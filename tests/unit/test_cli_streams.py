@@ -134,7 +134,7 @@ def test_error_begins_a_line_of_its_own_on_a_terminal_and_a_pipe_gets_nothing_mo
         client.fails = [(1, error)]
         assert CliRunner().invoke(app, ["generate", "def", "--no-color"]).stdout == f"def a{end}"
         client.fails = [(0, error)]
-        assert CliRunner().invoke(app, ["generate", "def\n", "--no-color"]).stdout == "def\n"
+        assert CliRunner().invoke(app, ["generate", "def\n", "--no-color"]).stdout == ""
         if isinstance(error, DraftwireError):
             client.fails = [None, (1, error)]
             assert CliRunner().invoke(app, ["chat", "--no-color"], input="one\n").stdout == f" a{end}"

@@ -1,5 +1,7 @@
 """`draftwire up`: what it starts the services with, and what it says."""
 
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +10,10 @@ from typer.testing import CliRunner, Result
 from draftwire.cli import up_command as up_module
 from draftwire.cli.__main__ import app
 from draftwire.cli.local_stack import ServiceProcess
-from draftwire.cli.options import SERVICES, settings_of, variable
+from draftwire.cli.options import SERVICES, meant, settings_of, variable
+from draftwire.cli.up_command import Interrupts
 
+REAL_IS_FREE = up_module.is_free
 FREE = ["--port", "0", "--verifier-port", "0", "--drafter-port", "0", "--http-port", "0"]
 
 
@@ -17,14 +21,19 @@ class FakeStack:
     """Stands for `LocalStack`; is stopped as soon as it runs."""
 
     made: "FakeStack"
+    taken: set[int]
+    """Ports that something else listens on."""
+    interrupts: Interrupts
+    address: str
 
     def __init__(self, options: dict[str, dict[str, Any]], on_log: Any, start_timeout_s: float | None) -> None:
         self.options = options
         self.start_timeout_s = start_timeout_s
-        self.address = "127.0.0.1:1"
         self.http_address = "https://127.0.0.1:2"
         http_port = 2 if options["gateway"]["http_port"] is not None else 0
-        self.services = {"gateway": ServiceProcess("gateway", None, http_port=http_port)}  # type: ignore[arg-type]
+        self.services = {
+            "gateway": ServiceProcess("gateway", None, metrics_port=3, http_port=http_port)  # type: ignore[arg-type]
+        }
         on_log("verifier", {"event": "a\x1b[2J", "level": "output", "text": "[/x] \x9b1m"})
         FakeStack.made = self
 
@@ -37,11 +46,16 @@ class FakeStack:
     def wait(self) -> str:
         raise KeyboardInterrupt
 
+    def kill(self) -> None:
+        self.is_killed = True
+
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftwire.cli.local_stack.LocalStack", FakeStack)
-    monkeypatch.setattr(up_module, "interrupt_on_signals", lambda: None)
+    monkeypatch.setattr(up_module, "interrupt_on_signals", lambda: FakeStack.interrupts)
+    monkeypatch.setattr(up_module, "is_free", lambda port: port not in FakeStack.taken)
+    FakeStack.taken, FakeStack.interrupts, FakeStack.address = set(), Interrupts(), "127.0.0.1:50051"
     for service, config in SERVICES.items():
         for setting in settings_of(config):
             monkeypatch.delenv(variable(service, setting.name), raising=False)
@@ -60,7 +74,7 @@ def options(*arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
 
 def test_defaults_are_those_of_the_page() -> None:
     made = options()
-    assert made["gateway"] == {"port": 50051, "http_port": 8000, "metrics_port": 0}
+    assert made["gateway"] == {"port": 50051, "http_port": 8000, "metrics_port": 0, "drain_seconds": 2.0}
     verifier, drafter = made["verifier"], made["drafter"]
     assert (verifier["model"], verifier["port"], verifier["metrics_port"]) == ("t", 50052, 9052)
     assert (drafter["model"], drafter["port"], drafter["metrics_port"]) == ("d", 50053, 9053)
@@ -96,11 +110,71 @@ def test_http_port_that_is_none_is_wrong_usage() -> None:
 
 
 def test_page_is_named_where_there_is_one() -> None:
-    assert "ready on 127.0.0.1:1; open https://127.0.0.1:2, or in another terminal: draftwire generate" in up().stderr
+    ready = "ready on 127.0.0.1:50051; "
+    assert f"{ready}open https://127.0.0.1:2, or in another terminal: draftwire generate" in up().stderr
     result = up(GATEWAY_HTTP_PORT="none")
     assert FakeStack.made.options["gateway"]["http_port"] is None
-    assert "ready on 127.0.0.1:1; in another terminal: draftwire generate" in result.stderr
+    assert f"{ready}in another terminal: draftwire generate" in result.stderr
+
+
+def test_command_that_is_said_works_as_it_stands() -> None:
+    assert 'draftwire generate "def merge_sorted(a, b):"\n' in up().stderr
+    FakeStack.address = "127.0.0.1:7"
+    assert 'draftwire generate "def merge_sorted(a, b):" --address 127.0.0.1:7\n' in up().stderr
+
+
+def test_all_ports_that_are_taken_are_named_at_once_each_with_its_option() -> None:
+    FakeStack.taken = {50051, 50053, 8000}
+    result = up()
+    assert result.exit_code == 1
+    said = "something else listens on --port 50051, --drafter-port 50053 and --http-port 8000"
+    assert str(result.exception) == f"{said}: stop it, or pass other ports"
+
+
+def test_metrics_port_that_is_taken_is_replaced() -> None:
+    FakeStack.taken = {9052}
+    made = options()
+    assert (made["verifier"]["metrics_port"], made["drafter"]["metrics_port"]) == (0, 9053)
+
+
+def test_second_interrupt_ends_what_the_first_one_lets_run_on() -> None:
+    options()
+    interrupts = FakeStack.interrupts
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.handle(2, None)
+    assert not hasattr(FakeStack.made, "is_killed")
+    interrupts.handle(2, None)
+    assert FakeStack.made.is_killed
+
+
+def test_what_still_runs_after_an_interrupt_is_said_with_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for running, said in ((0.0, "stopping\n"), (1.0, "stopping: a request may"), (3.0, "stopping: 3 requests may")):
+        monkeypatch.setattr(
+            "draftwire.cli.service_metrics.fetch", lambda port, count=running: {"num_requests_running": count}
+        )
+        assert said in up().stderr
+    assert "run for 2 s more; Ctrl-C again ends everything now" in up().stderr
+
+
+@pytest.mark.parametrize("name", ["--target", "--drafter"])
+def test_broken_folder_is_named_before_anything_starts(name: str, tmp_path: Path) -> None:
+    result = up(name, str(tmp_path))
+    assert (result.exit_code, str(result.exception)) == (1, f"{tmp_path} is empty")
+
+
+def test_port_is_free_unless_something_listens_there() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert not REAL_IS_FREE(listener.getsockname()[1])
+    assert REAL_IS_FREE(0)
 
 
 def test_nothing_in_a_log_is_obeyed_by_a_terminal() -> None:
     assert "verifier a␛[2J text=[/x] �1m\n" in up().stderr
+
+
+def test_misspelt_variable_is_answered_with_the_one_that_was_meant() -> None:
+    assert meant("DRAFTWIRE_VERIFIER_DEVISE") == "; did you mean DRAFTWIRE_VERIFIER_DEVICE?"
+    assert meant("DRAFTWIRE_ADRESS") == "; did you mean DRAFTWIRE_ADDRESS?"
+    assert meant("DRAFTWIRE_SOMETHING_ELSE_ENTIRELY") == ""

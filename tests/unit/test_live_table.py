@@ -113,6 +113,23 @@ def test_row_shows_what_a_service_has_and_leaves_the_rest_empty() -> None:
     assert row.cells() == ["verifier", "serving", "2", "", "25.0", "0.750", "2.50", "", "12.5%"]
 
 
+def test_narrow_terminal_shows_what_matters_most_and_cuts_nothing() -> None:
+    for width, shown, missing in (
+        (120, ["draft", "use"], []),
+        (80, ["tokens/s"], []),
+        (60, ["tokens/s"], ["blocks/s"]),
+        (24, [], ["/s"]),
+    ):
+        screen = io.StringIO()
+        console = Console(file=screen, width=width, height=40, force_terminal=False)
+        console.print(LiveTable(console, COLORS).render())
+        text = screen.getvalue()
+        assert all(name in text for name in ("verifier", "starting", *shown)), width
+        assert not any(name in text for name in missing), width
+        assert "…" not in text
+        assert all(len(line) <= width for line in text.splitlines())
+
+
 def test_newest_lines_stand_below_and_never_more_than_the_terminal_has_room_for() -> None:
     for height in (40, NUM_OTHER_LINES + 2, 5):
         screen = io.StringIO()

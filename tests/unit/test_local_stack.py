@@ -105,6 +105,28 @@ def test_address_has_the_scheme_that_the_gateway_says(play: Play) -> None:
             assert stack.http_address == f"{scheme}://127.0.0.1:3"
 
 
+def test_gateway_starts_while_models_load_and_is_told_their_ports(play: Play) -> None:
+    loading = "say('server_listening', port=7, metrics_port=None); import time; time.sleep(0.3); serve(port=7)"
+    lines: list[str] = []
+    gateway = "say('arguments', given=sys.argv); serve()"
+    names = {"verifier": loading, "drafter": loading, "gateway": gateway}
+    with play(names, on_log=lambda name, line: lines.append(str(line))) as stack:
+        assert stack.services["verifier"].is_serving
+    asked = next(index for index, line in enumerate(lines) if "gateway.arguments" in line)
+    assert "--verifier=127.0.0.1:7" in lines[asked]
+    assert "--drafter=127.0.0.1:7" in lines[asked]
+    served = [index for index, line in enumerate(lines) if "verifier.server_started" in line]
+    assert served > [asked], "it does not wait for the models"
+
+
+def test_killed_stack_stops_at_once(play: Play) -> None:
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); serve(); time.sleep(60)"
+    with play({"verifier": deaf}) as stack:
+        started = time.monotonic()
+        stack.kill()
+    assert time.monotonic() - started < 10.0
+
+
 def test_wait_names_the_service_that_ended(play: Play) -> None:
     with play({"verifier": "serve()", "drafter": "serve()"}) as stack:
         stack.services["drafter"].process.kill()

@@ -11,7 +11,8 @@ import { readEvents } from "./sse.js";
  * @property {number | null} [draft_logprob] The same for the drafter; null without a draft token.
  *
  * @typedef {object} Choice
- * @property {string} text
+ * @property {string} [text] Of a completion.
+ * @property {{content?: string | null}} [delta] Of an answer in a conversation.
  * @property {{num_draft_tokens: number, tokens?: Token[]}} [draftwire] Details of the chunk, which is one round.
  *
  * @typedef {object} Metrics
@@ -58,15 +59,16 @@ export async function fetchModels(token) {
 /**
  * Yields the chunks of a completion.
  *
+ * @param {string} path Of the route.
  * @param {object} body
  * @param {string} token Bearer token; may be empty.
  * @param {AbortSignal} signal
  * @returns {AsyncGenerator<Chunk, void>}
  * @throws {ApiError} The request was refused or failed, or the stream ended too early.
  */
-export async function* streamCompletion(body, token, signal) {
+export async function* streamCompletion(path, body, token, signal) {
   const options = { ...body, stream: true, stream_options: { include_usage: true } };
-  const response = await request("v1/completions", {
+  const response = await request(path, {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers(token) },
     body: JSON.stringify(options),

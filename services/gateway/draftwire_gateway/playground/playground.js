@@ -6,13 +6,16 @@ import { clearComparison, compare } from "./comparison.js";
 import { oncePerFrame } from "./frames.js";
 import { inspect } from "./inspector.js";
 import { element, format, input } from "./page.js";
+import { asCurl, asPython, pathOf } from "./snippets.js";
+import { drawStrip } from "./strip.js";
 import { SOURCES, Tally } from "./tally.js";
 import { followTheme } from "./theme.js";
 import { TokenText } from "./tokens.js";
 
 /**
  * @typedef {import("./comparison.js").Outcome} Outcome
- * @typedef {Record<string, unknown> & {prompt: string}} CompletionRequest
+ * @typedef {Record<string, unknown>} Body
+ * @typedef {{prompt: string, isChat: boolean, body: Body}} CompletionRequest
  */
 
 const speculative = new TokenText(element("speculative"), inspect);
@@ -36,37 +39,70 @@ function drawFigures() {
     count.textContent = String(tally.bySource[count.getAttribute("data-count") ?? ""]);
   }
   drawChart(tally);
+  drawStrip(tally);
 }
 
 const showFigures = oncePerFrame(drawFigures);
 
-/** @returns {CompletionRequest} */
+/** What the form asks for, as a program would. @returns {CompletionRequest} */
 function readForm() {
-  // The seed is drawn here so that the plain run can use the same. Larger integers are not exact in JavaScript.
-  const hasRandomSeed = input("seed").value === "";
-  const length = input("num_speculative_tokens").value;
-  if (input("seed").value === "") input("seed").placeholder = String(crypto.getRandomValues(new Uint32Array(1))[0]);
-  return {
+  const prompt = input("prompt").value;
+  const isChat = input("chat").checked;
+  const [seed, length, stop] = ["seed", "num_speculative_tokens", "stop_text"].map((id) => input(id).value);
+  const body = {
     ...(target === undefined ? {} : { model: target }),
-    prompt: input("prompt").value,
+    ...(isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
     max_tokens: Number(input("max_tokens").value),
     temperature: Number(input("temperature").value),
     top_p: Number(input("top_p").value),
-    seed: Number(input("seed").value || input("seed").placeholder),
-    has_random_seed: hasRandomSeed,
+    ...(seed === "" ? {} : { seed: Number(seed) }),
+    ...(stop === "" ? {} : { stop: [stop.replaceAll("\\n", "\n")] }),
     ...(length === "" ? {} : { num_speculative_tokens: Number(length) }),
     rejection_sample_method: input("rejection_sample_method").value,
-    logprobs: 0,
+  };
+  return { prompt, isChat, body };
+}
+
+/**
+ * Adds what the page needs to show the run.
+ *
+ * @param {CompletionRequest} request
+ * @returns {CompletionRequest}
+ */
+function detailed({ prompt, isChat, body }) {
+  // The seed is drawn here so that the plain run can use the same. Larger integers are not exact in JavaScript.
+  if (!("seed" in body)) input("seed").placeholder = String(crypto.getRandomValues(new Uint32Array(1))[0]);
+  const details = {
+    seed: body.seed ?? Number(input("seed").placeholder),
+    has_random_seed: !("seed" in body),
+    ...(isChat ? { logprobs: true, top_logprobs: 0 } : { logprobs: 0 }),
     logprobs_mode: "processed",
     token_details: true,
     cache_salt: crypto.getRandomValues(new Uint32Array(2)).join("-"),
   };
+  return { prompt, isChat, body: { ...body, ...details } };
+}
+
+/**
+ * Copies the request of the form.
+ *
+ * @param {(snippet: import("./snippets.js").Snippet) => string} write
+ */
+async function copy(write) {
+  const { isChat, body } = readForm();
+  const needsToken = !element("token_field").hidden;
+  try {
+    await navigator.clipboard.writeText(write({ origin: location.origin, isChat, body, needsToken }));
+    say("Copied.");
+  } catch {
+    complain(new ApiError("The browser does not let this page copy."));
+  }
 }
 
 /** Runs the request of the form, and shows the outcome. */
 async function run() {
   if (running || !(/** @type {HTMLFormElement} */ (element("form")).reportValidity())) return;
-  const request = readForm();
+  const request = detailed(readForm());
   running = new AbortController();
   setState("running");
   try {
@@ -90,12 +126,13 @@ async function runBoth(request, signal) {
   say("Running.");
   const first = await complete(request, speculative, tally, signal);
   say(summary(first.tally));
-  if (!input("compare").checked || request.num_speculative_tokens === 0) return;
+  const { body } = request;
+  if (!input("compare").checked || body.num_speculative_tokens === 0) return;
   say(`${summary(first.tally)} Now the same prompt, plainly.`);
   // Another salt prevents a prefix cache hit, so that the plain run has a prefill of its own.
-  const again = { ...request, num_speculative_tokens: 0, cache_salt: `${request.cache_salt}-plain` };
+  const again = { ...request, body: { ...body, num_speculative_tokens: 0, cache_salt: `${body.cache_salt}-plain` } };
   const second = await complete(again, plain, new Tally(), signal);
-  const mustBeEqual = request.temperature === 0 || request.rejection_sample_method === "coupled";
+  const mustBeEqual = body.temperature === 0 || body.rejection_sample_method === "coupled";
   compare(first, second, mustBeEqual);
   say(`${summary(first.tally)} Plain decoding: ${format(second.tally.tokensPerSecond, 1)} tokens/s.`);
 }
@@ -110,15 +147,17 @@ async function runBoth(request, signal) {
  * @returns {Promise<Outcome>}
  */
 async function complete(request, text, counts, signal) {
-  text.begin(request.prompt);
+  text.begin(request.isChat ? `${request.prompt}\n\n` : request.prompt);
   let whole = "";
   try {
-    for await (const chunk of streamCompletion(request, input("token").value.trim(), signal)) {
+    const path = pathOf(request.isChat);
+    for await (const chunk of streamCompletion(path, request.body, input("token").value.trim(), signal)) {
       const choice = chunk.choices[0];
-      if (choice?.text || choice?.draftwire?.tokens?.length) {
+      const added = choice?.text ?? choice?.delta?.content ?? "";
+      if (added || choice?.draftwire?.tokens?.length) {
         const { num_draft_tokens: numDraftTokens = 0, tokens = [] } = choice.draftwire ?? {};
-        const round = { numDraftTokens, tokens, text: choice.text };
-        whole += choice.text;
+        const round = { numDraftTokens, tokens, text: added };
+        whole += added;
         counts.add(round);
         text.add(round);
       }
@@ -207,6 +246,8 @@ element("form").addEventListener("submit", (event) => {
   run();
 });
 element("stop").addEventListener("click", () => running?.abort());
+element("copy_curl").addEventListener("click", () => copy(asCurl));
+element("copy_python").addEventListener("click", () => copy(asPython));
 input("token").addEventListener("change", showModels);
 document.addEventListener("keydown", onKey);
 followTheme(/** @type {HTMLSelectElement} */ (element("theme")));

@@ -8,6 +8,9 @@
 
 export const SOURCES = /** @type {const} */ (["accepted", "recovered", "bonus", "plain"]);
 
+/** Rounds that the strip shows. */
+const NUM_LATEST = 120;
+
 export class Tally {
   constructor() {
     this.numTokens = 0;
@@ -22,6 +25,8 @@ export class Tally {
     this.bySource = Object.fromEntries(SOURCES.map((source) => [source, 0]));
     /** Rounds by how many draft tokens they judged. @type {number[]} */
     this.byLength = [];
+    /** The latest rounds, oldest first. @type {{drafted: number, accepted: number}[]} */
+    this.latest = [];
     this.firstTokenMs = NaN;
     this.durationMs = NaN;
     /** @type {Metrics | null} */
@@ -40,6 +45,7 @@ export class Tally {
     for (const token of round.tokens) this.bySource[token.source] += 1;
     const numAccepted = round.tokens.filter((token) => token.source === "accepted").length;
     this.numAccepted += numAccepted;
+    this.latest = [...this.latest, { drafted: round.numDraftTokens, accepted: numAccepted }].slice(-NUM_LATEST);
     for (let place = 0; place < round.numDraftTokens; place += 1) {
       this.judged[place] = (this.judged[place] ?? 0) + 1;
       this.accepted[place] = (this.accepted[place] ?? 0) + (place < numAccepted ? 1 : 0);
