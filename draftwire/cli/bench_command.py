@@ -16,7 +16,7 @@ from draftwire.cli.bench_explanation import explanation_fields, print_explanatio
 from draftwire.cli.connection_options import ConnectionOptions
 from draftwire.cli.option_groups import with_options
 from draftwire.cli.request_options import MAX_TOKENS, RequestOptions
-from draftwire.errors import InvalidRequestError
+from draftwire.errors import DraftwireError, InvalidRequestError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -127,7 +127,7 @@ def bench(
         beside_plain=beside_plain,
     )
     with connection.open_async() as client, _progress(make_console(stderr=True)) as progress:
-        columns, explanation = asyncio.run(_measure(client, plan, connection.wait, progress))
+        columns, explanation = asyncio.run(_measure(client, plan, connection.wait, progress, explain))
     results: dict[str, Any] = {
         "requests": requests,
         "concurrency": plan.concurrency,
@@ -149,8 +149,8 @@ def bench(
         return
     console = make_console()
     _print_table(console, results)
-    if len(columns) == 2 and results["speedup"]["median"] < 1.0:
-        console.print(why_slower(arguments["num_speculative_tokens"], explanation, plan.concurrency), soft_wrap=True)
+    if len(columns) == 2 and results["speedup"]["median"] < 1.0 and explanation is not None:
+        console.print(why_slower(arguments, explanation, plan.concurrency), soft_wrap=True)
     if explain:
         print_explanation(console, explanation, plan.concurrency)
 
@@ -191,10 +191,10 @@ def _prompt_of(line: str) -> "Prompt":
 
 
 async def _measure(
-    client: "AsyncClient", plan: BenchPlan, wait_s: float, progress: "Progress"
+    client: "AsyncClient", plan: BenchPlan, wait_s: float, progress: "Progress", explain: bool
 ) -> "tuple[dict[str, list[Run]], Any]":
-    """Returns the runs of each column, and the server's `ExplainSpeculationResponse`. The columns alternate, so that
-    other load on the machine affects both.
+    """Returns the runs of each column, and the server's `ExplainSpeculationResponse`; None if it has none and nobody
+    asks for it. The columns alternate, so that other load on the machine affects both.
     """
     from draftwire.client.measuring import measure
 
@@ -210,7 +210,12 @@ async def _measure(
                 progress.update(bar, description=f"{name}, run {run + 1} of {plan.num_runs}")
                 jobs = plan.jobs(run, options, plan.num_requests)
                 columns[name].append(await measure(client, jobs, plan.concurrency, lambda: progress.advance(bar)))
-        return columns, await client.explain_speculation()
+        try:
+            return columns, await client.explain_speculation()
+        except DraftwireError:  # of a server that does not know of it
+            if explain:
+                raise
+            return columns, None
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

@@ -3,7 +3,7 @@
 Explanations are messages of `draftwire/v1/gateway.proto`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -37,17 +37,19 @@ def print_explanation(console: "Console", explanation: Any, concurrency: int) ->
         _print_choice(console, choice, load)
 
 
-def why_slower(num_draft_tokens: int | None, explanation: Any, concurrency: int) -> str:
+def why_slower(options: Mapping[str, Any], explanation: Any, concurrency: int) -> str:
     """Returns one line on why speculation was slower than plain decoding, and what to try.
 
     Args:
-        num_draft_tokens: that each round was to have; None was chosen.
+        options: of the requests.
         explanation: of the server.
         concurrency: sessions at a time.
     """
-    if num_draft_tokens is not None:
-        rounds = f"{num_draft_tokens} draft tokens a round cost more here than they save"
+    if options["num_speculative_tokens"] is not None:
+        rounds = f"{options['num_speculative_tokens']} draft tokens a round cost more here than they save"
         return f"{rounds}: without --num-speculative-tokens the server chooses how many"
+    if options["seed"] is not None:
+        return "requests with a seed have drafts of a fixed length: without --seed the server chooses how long"
     if not explanation.is_adaptive:
         return (
             "drafts cost more here than they save, and the server does not choose: start it with speculation=adaptive"

@@ -1,7 +1,7 @@
 """`draftwire demo`: start the services, stream one completion, stop; by default with the embedded pair."""
 
 from contextlib import ExitStack
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,16 @@ from draftwire.cli.up_command import (
 )
 from draftwire.cli.writer import Display, TextWriter
 
+if TYPE_CHECKING:
+    from draftwire.client import Completion
+
+
+def gain(completion: "Completion", plain: "Completion") -> str:
+    """Returns what is said of a completion beside the same prompt decoded plainly."""
+    speeds = [each.tokens_per_second for each in (completion, plain)]
+    ratio = speeds[0] / speeds[1]
+    return f"{ratio:.2f} times as fast as plain decoding: {speeds[0]:.0f} tokens/s in place of {speeds[1]:.0f}"
+
 
 @with_options
 def demo(
@@ -30,7 +40,7 @@ def demo(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     num_speculative_tokens: SpeculativeOption = None,
 ) -> None:
-    """Start everything on free ports, stream one completion, print what it took, stop everything."""
+    """Start everything on free ports, stream one completion, print what it took and what it gained, stop everything."""
     from draftwire.cli.console import make_console
     from draftwire.cli.local_stack import LocalStack
     from draftwire.client import Client
@@ -47,6 +57,10 @@ def demo(
         client.generate(prompt, max_tokens=8)  # the first request pays for lazy initialisation
         stream = client.stream(prompt, max_tokens=max_tokens, temperature=temperature, token_details=writer.is_colored)
         write_completions(stream, prompt, writer, display, is_single=True)
+        drafted = stream.completion is not None and stream.completion.statistics.num_draft_tokens > 0
+        if stream.completion is not None and drafted and not display.quiet:
+            plain = client.generate(prompt, max_tokens=max_tokens, temperature=temperature, num_speculative_tokens=0)
+            console.print(gain(stream.completion, plain), soft_wrap=True)
     if not display.quiet:
         console.print(
             f"next: [bold]draftwire up[/bold], then open {PAGE}, or in another terminal: draftwire generate",

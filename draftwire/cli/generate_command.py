@@ -67,7 +67,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         if prompt_file is not None:
             return prompt_file.read_bytes().decode()
         return sys.stdin.buffer.read().decode() if prompt == "-" else str(prompt)
-    except (OSError, UnicodeError) as error:
+    except (OSError, UnicodeError, AttributeError) as error:  # without standard input, there is no `sys.stdin`
         raise InvalidRequestError(f"the prompt cannot be read: {error}") from error
 
 
@@ -75,21 +75,24 @@ def write_completions(
     stream: "CompletionStream", prompt: str, writer: TextWriter, display: Display, is_single: bool
 ) -> None:
     """Writes the completions of a stream: a single one piece by piece, several at the end."""
-    has_begun = False  # nothing is written before there is something: a gateway may refuse, or not be there
+    has_begun = False
+
+    def begin() -> None:  # not before there is something to write: a gateway may refuse, or not be there
+        nonlocal has_begun
+        if not has_begun:
+            has_begun = True
+            writer.legend()
+            writer.text(prompt if is_single else "")
+
     try:
         for piece in stream:
-            if not has_begun:
-                has_begun = True
-                writer.legend()
-                writer.text(prompt if is_single else "")
+            begin()
             if is_single:
                 writer.tokens(piece.text, piece.token_texts, piece.sources)
     except (DraftwireError, KeyboardInterrupt):
         writer.break_line()
         raise
-    if not has_begun:
-        writer.legend()
-        writer.text(prompt if is_single else "")
+    begin()
     for completion in stream.completions:
         if not is_single:
             writer.text(f"choice {completion.choice}:\n{prompt}")

@@ -1,6 +1,7 @@
 """Drafter, verifier and gateway as three processes on this machine."""
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from draftwire.cli.options import variable
 from draftwire.errors import UnavailableError
 
 LogLine = Mapping[str, Any]
@@ -156,7 +158,8 @@ class LocalStack:
         if name == "gateway":
             defaults["http_port"] = 0
             # It waits for models that load, which is timed here.
-            defaults["startup_timeout_s"] = LONGEST_START_S if self._start_timeout_s is None else self._start_timeout_s
+            longest_s = LONGEST_START_S if self._start_timeout_s is None else self._start_timeout_s
+            defaults["startup_timeout_s"] = os.environ.get(variable(name, "startup_timeout_s"), longest_s)
         options = {**defaults, **peers, **self._options[name]}
         arguments = [_argument(key.replace("_", "-"), value) for key, value in options.items()]
         process = subprocess.Popen(

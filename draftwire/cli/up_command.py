@@ -1,9 +1,7 @@
 """`draftwire up`: the three services on this machine, with one command."""
 
-import errno
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -18,8 +16,10 @@ from draftwire.cli.colors import visible
 from draftwire.cli.connection_options import DEFAULT_ADDRESS
 from draftwire.cli.exits import FAILED, end
 from draftwire.cli.options import variable
+from draftwire.drafting.model_free.names import are_text_drafters
 from draftwire.errors import InvalidRequestError
 from draftwire.models.folder import check_model
+from draftwire.runtime.addresses import is_taken
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -190,13 +190,7 @@ def _port_options(
 
 def is_free(port: int) -> bool:
     """Whether nothing on this machine listens on a port; 0 stands for a free one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            return error.errno != errno.EADDRINUSE
-    return True
+    return not is_taken("127.0.0.1", port)
 
 
 class Screen:
@@ -247,8 +241,9 @@ def stack_options(
     models = {"verifier": target or embedded_model("target")}
     if drafter != NO_DRAFTER:
         models["drafter"] = drafter or embedded_model("drafter")
-    for model in models.values():
-        check_model(model)
+    strategy = str(_or_variable("drafter", "strategy", ""))
+    for service, model in models.items():
+        check_model(model, needs_weights=service == "verifier" or not are_text_drafters(strategy))
     # On one machine bytes are nearly free, and the mass that a sparse distribution leaves out costs acceptance.
     drafts = {"draft_mass": 0.99, "draft_max_support": 512}
     options: dict[str, dict[str, Any]] = {"gateway": {}}

@@ -49,7 +49,7 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
     for one in addresses:
         if one.startswith(("http://", "https://")):
             raise InvalidRequestError(
-                f"address: {one} is of HTTP; name the gateway's gRPC port as host:port, such as {DEFAULT_ADDRESS}"
+                f"address: {one} is an HTTP address; name the gateway's gRPC port, such as {DEFAULT_ADDRESS}"
             )
     return addresses
 

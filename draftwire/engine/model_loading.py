@@ -11,7 +11,7 @@ from draftwire.models.cached_model import CachedModel, DraftModel, SequenceModel
 from draftwire.models.card import ModelCard
 from draftwire.models.decoder import Decoder, check_decoder, decoder_of
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
-from draftwire.models.loading import LoadedModel, load_model
+from draftwire.models.loading import LoadedModel, load_lean_model, load_model
 from draftwire.models.parallel.layer_groups import LayerParallelism, written
 from draftwire.models.parallel.layer_parallel import LayerParallelDecoder
 from draftwire.models.script import Script, is_scripted
@@ -55,7 +55,10 @@ def load_draft_model(
 def _load(settings: ModelSettings) -> LoadedModel:
     check_decoder(settings.decoder)
     torch.set_num_threads(settings.threads)
-    return load_model(settings.model, settings.dtype, settings.device, settings.revision)
+    lean = None
+    if settings.decoder != "transformers":
+        lean = load_lean_model(settings.model, settings.dtype, settings.device)
+    return lean or load_model(settings.model, settings.dtype, settings.device, settings.revision)
 
 
 def _cached(

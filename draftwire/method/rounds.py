@@ -278,7 +278,7 @@ class TargetSessionSpec:
     reports_draft_logprobs: bool = False
     """Whether the verifier also reports the drafter's log-probabilities."""
     watched: LocalDraft | None = None
-    """What the verifier could draft: verdicts of other rounds tell how that would have fared."""
+    """What the verifier could draft: verdicts of rounds in which it does not report how that would have fared."""
 
 
 @dataclass(frozen=True, slots=True)

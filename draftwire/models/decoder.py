@@ -1,14 +1,17 @@
 """Decoders compute forward passes: our own code for the Llama family, transformers' for all other models."""
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.lean_decoder import LeanDecoder, why_not_lean
-from draftwire.models.paged_attention import IMPLEMENTATION, PackedStep
+from draftwire.models.lean_model import LeanModel
+from draftwire.models.paged_attention import IMPLEMENTATION, PackedStep, paged_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DECODERS = ("auto", "lean", "transformers")
 
@@ -40,8 +43,11 @@ class Decoder(Protocol):
 class TransformersDecoder:
     """Decoder for any causal language model of transformers whose attention can be replaced."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         """Takes over a model in evaluation mode, on its device, and replaces its attention."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(IMPLEMENTATION, paged_attention)
         model.set_attn_implementation(IMPLEMENTATION)
         self._model: Any = model
         self.device = model.device
@@ -70,7 +76,7 @@ def check_decoder(kind: str) -> None:
         raise InvalidRequestError(f"decoder must be one of {', '.join(DECODERS)}, not {kind!r}")
 
 
-def decoder_of(model: PreTrainedModel, kind: str = "auto", consumes: bool = False) -> Decoder:
+def decoder_of(model: "PreTrainedModel | LeanModel", kind: str = "auto", consumes: bool = False) -> Decoder:
     """Returns a decoder for a model.
 
     Args:
@@ -85,4 +91,7 @@ def decoder_of(model: PreTrainedModel, kind: str = "auto", consumes: bool = Fals
     reason = why_not_lean(model)
     if kind == "lean" and reason:
         raise InvalidRequestError(f"the lean decoder cannot run {model.name_or_path}: {reason}")
-    return TransformersDecoder(model) if kind == "transformers" or reason else LeanDecoder(model, consumes)
+    if kind != "transformers" and not reason:
+        return LeanDecoder(model, consumes)
+    assert not isinstance(model, LeanModel), "it is read for the lean decoder alone"
+    return TransformersDecoder(model)

@@ -6,7 +6,12 @@ from typing import Any
 
 from draftwire.errors import InvalidRequestError
 
+CONFIG = "config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+"""Files of the weights: transformers reads the first one if both are there."""
+NAMED_WEIGHTS = "transformers_weights"
+"""Entry of a configuration that names another file."""
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 """Files of which a tokenizer needs at least one."""
 POINTER = b"version https://git-lfs"
@@ -32,37 +37,52 @@ def check_folder(folder: Path, *, needs_weights: bool = True) -> None:
         needs_weights: whether its weights are read too, and not its tokenizer alone.
 
     Raises:
-        InvalidRequestError: a file is missing, a git-lfs pointer, cut short or no JSON; the message names it.
+        InvalidRequestError: a file is missing, a git-lfs pointer, cut short or no JSON, or cannot be read; the message
+            names it.
     """
     if not folder.is_dir():
         raise InvalidRequestError(f"no model folder at {folder}")
+    try:
+        _check_files(folder, needs_weights)
+    except OSError as error:
+        raise InvalidRequestError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """Returns the files that a model's weights are read from; those that an index lists may be missing.
+
+    Raises:
+        InvalidRequestError: there are none, or the index cannot be read.
+        OSError: the folder cannot be read.
+    """
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    if (folder / WEIGHTS_INDEX).exists():
+        places = _json_of(folder / WEIGHTS_INDEX).get("weight_map")
+        if isinstance(places, dict) and places and all(isinstance(name, str) for name in places.values()):
+            return [folder / name for name in sorted(set(places.values()))]
+        raise InvalidRequestError(f"{folder / WEIGHTS_INDEX} has no weight_map from tensors to files")
+    others = sorted(file.name for pattern in OTHER_FORMATS for file in folder.glob(pattern))
+    has = f" ({', '.join(others[:3])} cannot be read: convert it to safetensors)" if others else ""
+    raise InvalidRequestError(f"{folder} has no weights: {WEIGHTS} is missing{has}")
+
+
+def _check_files(folder: Path, needs_weights: bool) -> None:
     if not any(folder.iterdir()):
         raise InvalidRequestError(f"{folder} is empty")
-    _check_json(folder, "config.json", "the configuration of a Hugging Face model")
+    if not (folder / CONFIG).exists():
+        raise InvalidRequestError(f"{folder} has no {CONFIG}, the configuration of a Hugging Face model")
+    config = _json_of(folder / CONFIG)
     found = [name for name in TOKENIZERS if (folder / name).exists()]
     if not found:
         raise InvalidRequestError(f"{folder} has no tokenizer: {TOKENIZERS[0]} is missing")
     for name in found:
         _check_pointer(folder / name)
-    if needs_weights:
-        _check_weights(folder)
-
-
-def _check_weights(folder: Path) -> None:
-    names = [WEIGHTS]
-    if (folder / WEIGHTS_INDEX).exists():
-        index = _check_json(folder, WEIGHTS_INDEX, "the list of the weights' files")
-        names = sorted(set(index.get("weight_map", {}).values()))
-    elif not (folder / WEIGHTS).exists():
-        names = sorted(file.name for file in folder.glob("*.safetensors"))
-    if not names:
-        others = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern)]
-        has = f" ({', '.join(sorted(others)[:3])} cannot be read: convert it to safetensors)" if others else ""
-        raise InvalidRequestError(f"{folder} has no weights: {WEIGHTS} is missing{has}")
-    for name in names:
-        path = folder / name
+    if not needs_weights or NAMED_WEIGHTS in config:
+        return
+    for path in weights_files(folder):
         if not path.exists():
-            raise InvalidRequestError(f"{folder} lacks {name}, which {WEIGHTS_INDEX} lists")
+            raise InvalidRequestError(f"{folder} lacks {path.name}, which {WEIGHTS_INDEX} lists")
         _check_pointer(path)
         _check_length(path)
 
@@ -86,14 +106,11 @@ def _check_length(path: Path) -> None:
         raise InvalidRequestError(f"{path} is cut short: it has {size:,} of at least {expected:,} bytes")
 
 
-def _check_json(folder: Path, name: str, what: str) -> dict[str, Any]:
-    path = folder / name
-    if not path.exists():
-        raise InvalidRequestError(f"{folder} has no {name}, {what}")
+def _json_of(path: Path) -> dict[str, Any]:
     _check_pointer(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRequestError(f"{path} is no JSON object")
@@ -101,10 +118,6 @@ def _check_json(folder: Path, name: str, what: str) -> dict[str, Any]:
 
 
 def _check_pointer(path: Path) -> None:
-    try:
-        with path.open("rb") as file:
-            is_pointer = file.read(len(POINTER)) == POINTER
-    except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}") from error
-    if is_pointer:
-        raise InvalidRequestError(f"{path} is a git-lfs pointer: run git lfs pull")
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise InvalidRequestError(f"{path} is a git-lfs pointer: run git lfs pull")

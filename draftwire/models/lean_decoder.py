@@ -1,39 +1,31 @@
 """The forward pass of the Llama family, reduced to its tensor operations.
 
-Runs the weights of a transformers model: Llama, Mistral, Qwen2 and Qwen3, whose layers differ by biases, by norms of
-queries and keys, and by sliding windows. Projections with the same input are fused, no module is called, and layers do
-no look-ups or branches of their own.
+Runs the weights of Llama, Mistral, Qwen2 and Qwen3, whose layers differ by biases, by norms of queries and keys, and by
+sliding windows; they are in modules of transformers, or in those of `LeanModel`, which have the same names. Projections
+with the same input are fused, no module is called, and layers do no look-ups or branches of their own.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, silu
-from transformers import PreTrainedModel
 
+from draftwire.models.lean_model import STEADY_ROTATIONS, LeanModel, why_other
 from draftwire.models.linear import Linear, is_streamed, repeated
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 from draftwire.models.parallel.process_group import ProcessGroup
 
-FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of `model_type` in a model's configuration."""
-
-STEADY_ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Types of rotary position embeddings whose angles do not depend on the sequence length."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def why_not_lean(model: PreTrainedModel) -> str:
+def why_not_lean(model: "PreTrainedModel | LeanModel") -> str:
     """Returns the reason why `LeanDecoder` does not support a model; empty if it does."""
-    config = model.config
-    if config.model_type not in FAMILY:
-        return f"models of type {config.model_type} have layers of their own"
-    if getattr(config, "quantization_config", None) is not None:
-        return "it is quantised"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}"
+    if reason := why_other(model.config):
+        return reason
     rotation = getattr(model.model.rotary_emb, "rope_type", None)
     if rotation not in STEADY_ROTATIONS:
         return f"its position embeddings are of kind {rotation}"
@@ -135,7 +127,7 @@ class LeanDecoder:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel | LeanModel",
         consumes: bool = False,
         group: ProcessGroup | None = None,
         without_attention: Collection[int] = (),

@@ -4,21 +4,20 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from draftwire.errors import InvalidRequestError
 from draftwire.method.devices import prepare
 from draftwire.models.card import ModelCard, context_length_of, path_of, stop_token_ids_of
 from draftwire.models.description import ModelDescription
+from draftwire.models.lean_model import KNOWN_LAYERS, LeanModel, read_weights, why_not_read
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16")
 """Capabilities of CPUs that multiply bfloat16."""
@@ -33,7 +32,7 @@ FINGERPRINT_ENTRIES = 64
 class LoadedModel:
     """A model with its card."""
 
-    model: PreTrainedModel
+    model: "PreTrainedModel | LeanModel"
     card: ModelCard
 
     @property
@@ -60,16 +59,52 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     path = path_of(name, dtype)
     prepare(device)
     disable_progress_bar()  # would write into the log
-    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     loaded: Any = _load_weights(path, dtype, device, revision)
     check_layers(name, loaded)
-    model: PreTrainedModel = loaded.eval()
+    return _described(loaded.eval(), name, path, revision)
+
+
+def load_lean_model(name: str, dtype: str = "auto", device: str = "cpu") -> LoadedModel | None:
+    """Loads a model of the Llama family for the lean decoder, without transformers' modelling code.
+
+    Args:
+        name: as for `load_model`.
+        dtype: as for `load_model`.
+        device: a torch device.
+
+    Returns:
+        The model that `load_model` would load, as far as the lean decoder can tell; None if that is left to it: for
+        models on the hub, on other devices than a CPU, and for which `why_not_read` finds a reason.
+
+    Raises:
+        InvalidRequestError: the dtype is unknown, the device is missing, or the folder is or lacks something.
+        OSError: the files cannot be read.
+    """
+    path = path_of(name, dtype)
+    prepare(device)
+    if not Path(path).is_dir() or torch.device(device).type != "cpu":
+        return None
+    config = AutoConfig.from_pretrained(path)
+    model = None if why_not_read(config) else read_weights(Path(path), config)
+    if model is None:
+        return None
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    except OSError:  # there is none
+        model.generation_config = GenerationConfig.from_model_config(config)
+    num_parameters = sum(weight.numel() for weight in model.parameters())
+    model.to(_dtype_on_cpu(config, num_parameters) if dtype == "auto" else getattr(torch, dtype))
+    return _described(model, name, path, None)
+
+
+def _described(model: Any, name: str, path: str, revision: str | None) -> LoadedModel:
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     card = ModelCard.of(
         tokenizer,
         name=Path(path).name if Path(path).is_dir() else name,
         revision=getattr(model.config, "_commit_hash", None) or "",
         dtype=str(model.dtype).removeprefix("torch."),
-        vocab_size=loaded.get_output_embeddings().weight.shape[0],
+        vocab_size=model.get_output_embeddings().weight.shape[0],
         context_length=context_length_of(model.config, name),
         stop_token_ids=stop_token_ids_of(getattr(model.generation_config, "eos_token_id", None), tokenizer),
         weights_fingerprint=weights_fingerprint(model),
@@ -77,8 +112,10 @@ def load_model(name: str, dtype: str = "auto", device: str = "cpu", revision: st
     return LoadedModel(model, card)
 
 
-def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> PreTrainedModel:
+def _load_weights(path: str, dtype: str, device: str, revision: str | None) -> "PreTrainedModel":
     """Returns a model on its device."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+
     config = AutoConfig.from_pretrained(path, revision=revision)
     if dtype == "auto" and torch.device(device).type == "cpu":
         dtype = str(dtype_on_cpu(config)).removeprefix("torch.")
@@ -97,16 +134,26 @@ def dtype_on_cpu(config: Any) -> torch.dtype:
 
     Else float32: other CPUs convert bfloat16 in every product, and reading a small model takes no time.
     """
+    if not _may_be_bfloat16(config):
+        return torch.float32
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        network: Any = AutoModelForCausalLM.from_config(config)
+    return _dtype_on_cpu(config, sum(weight.numel() for weight in network.parameters()))
+
+
+def _dtype_on_cpu(config: Any, num_parameters: int) -> torch.dtype:
+    return torch.bfloat16 if _may_be_bfloat16(config) and num_parameters >= LARGE_PARAMETERS else torch.float32
+
+
+def _may_be_bfloat16(config: Any) -> bool:
+    """Whether a checkpoint is stored in bfloat16, and this CPU multiplies it."""
     capabilities: Mapping[str, Any] = getattr(
         torch.cpu, "get_capabilities", dict
     )()  # older releases of torch do not say
     multiplies = any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
-    if getattr(config, "dtype", None) is not torch.bfloat16 or not multiplies:
-        return torch.float32
-    with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(config)
-    num_parameters = sum(weight.numel() for weight in network.parameters())
-    return torch.bfloat16 if num_parameters >= LARGE_PARAMETERS else torch.float32
+    return getattr(config, "dtype", None) is torch.bfloat16 and multiplies
 
 
 def weights_fingerprint(model: torch.nn.Module) -> bytes:
@@ -125,7 +172,7 @@ def weights_fingerprint(model: torch.nn.Module) -> bytes:
     return digest.digest()
 
 
-def check_layers(name: str, model: PreTrainedModel) -> None:
+def check_layers(name: str, model: "PreTrainedModel") -> None:
     """Refuses models with a state that cannot be rolled back, or an unsupported kind of attention.
 
     Kinds that `paged_attention` itself detects are not looked for.
@@ -133,7 +180,7 @@ def check_layers(name: str, model: PreTrainedModel) -> None:
     if getattr(model, "_is_stateful", False):
         raise InvalidRequestError(f"{name} keeps a recurrent state, which speculative decoding cannot roll back")
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - {*KNOWN_LAYERS}
     if kinds:
         raise InvalidRequestError(f"{name} has layers of a kind that is not supported: {', '.join(sorted(kinds))}")
     if getattr(config, "attention_chunk_size", None):

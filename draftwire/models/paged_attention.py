@@ -4,7 +4,8 @@ The linear layers of a model are independent of the sequence that a token belong
 step at once, without padding. Attention is not: here the new keys and values are written to their slots in the cache,
 and a layer is computed as the step's layout (`packing`) says.
 
-Registered with transformers as an attention implementation: every model whose layers call it is supported.
+Registered with transformers as an attention implementation (`TransformersDecoder`): every model whose layers call it is
+supported.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from draftwire.errors import InvalidRequestError
 from draftwire.models.kv_storage import KvStorage
@@ -376,6 +376,3 @@ def _store(new: Tensor, stored: Tensor, slots: Tensor) -> None:
 def _take(source: Tensor, index: Tensor) -> Tensor:
     """Returns `source[index]`; several times as fast as indexing on a CPU."""
     return source.index_select(0, index.flatten()).view(*index.shape, *source.shape[1:])
-
-
-AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -1,7 +1,10 @@
 """Hosts of addresses, and whether they are on this machine."""
 
+import errno
 import re
+import socket
 from collections.abc import Collection
+from contextlib import suppress
 from ipaddress import IPv6Address, ip_address, ip_network
 from urllib.parse import unquote, urlsplit
 
@@ -29,6 +32,24 @@ def is_named_here(host: str, names: Collection[str] = ()) -> bool:
         return name in ("localhost", *names) or bool(ip_address(name))
     except ValueError:
         return False
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether something listens on a port of this machine already; 0 stands for any free one. Other faults of host or
+    port are none of a taken one.
+    """
+    if not port:
+        return False
+    with suppress(socket.gaierror):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(address)
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        return True
+    return False
 
 
 def host_of(address: str) -> str:

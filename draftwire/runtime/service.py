@@ -1,11 +1,8 @@
 """A service in an event loop: bind, load, serve, drain, stop. Several can live in one loop."""
 
 import asyncio
-import errno
-import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from draftwire.errors import UnavailableError
-from draftwire.runtime.addresses import host_and_port
+from draftwire.runtime.addresses import host_and_port, is_taken
 from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.channels import server_options
 from draftwire.runtime.interceptor import Admit, ServiceGate, admit_all
@@ -219,28 +216,15 @@ async def start(service: Service) -> Running:
 def _bind(server: grpc.aio.Server, service: Service) -> int:
     host, port = service.settings.host, service.settings.port
     address = host_and_port(host, port)
+    failure = UnavailableError(f"cannot listen on {address}: is something else running there?")
+    if is_taken(host, port):  # which gRPC would log in its own way
+        raise failure
     try:
-        _check_free(host, port)
         if service.credentials is None:
             return int(server.add_insecure_port(address))
         return int(server.add_secure_port(address, service.credentials))
     except (RuntimeError, OSError) as error:
-        raise UnavailableError(f"cannot listen on {address}: is something else running there?") from error
-
-
-def _check_free(host: str, port: int) -> None:
-    """Raises an `OSError` if a port is taken, which gRPC would log in its own way. Other faults are left to gRPC."""
-    if not port:
-        return
-    with suppress(socket.gaierror):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(address)
-                except OSError as error:
-                    if error.errno == errno.EADDRINUSE:
-                        raise
+        raise failure from error
 
 
 async def _run(service: Service, listeners: Sequence[Listener]) -> None:

@@ -85,8 +85,8 @@ class OpenTargetSessionRequest(_message.Message):
 
     @_builtins.property
     def watched(self) -> Global___LocalDraft:
-        """What the verifier could draft by itself: verdicts of rounds in which it does not tell how that would have fared, see
-        Verdict.watched. Absent: nothing is watched. Only for verifiers that name local_strategies.
+        """What the verifier could draft by itself: verdicts of rounds in which it does not draft report how this would have
+        fared, see Verdict.watched. Absent: nothing is watched. Only for verifiers that name local_strategies.
         """
 
     def __init__(

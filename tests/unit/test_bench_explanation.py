@@ -119,10 +119,12 @@ def test_server_that_chooses_nothing_says_so() -> None:
 
 
 def test_benchmark_below_one_says_why_and_what_to_try() -> None:
-    def why(number: int | None, *loads: LoadChoice, is_adaptive: bool = True) -> str:
-        return why_slower(number, ExplainSpeculationResponse(is_adaptive=is_adaptive, choices=[choice_of(*loads)]), 4)
+    def why(number: int | None, *loads: LoadChoice, is_adaptive: bool = True, seed: int | None = None) -> str:
+        explanation = ExplainSpeculationResponse(is_adaptive=is_adaptive, choices=[choice_of(*loads)])
+        return why_slower({"num_speculative_tokens": number, "seed": seed}, explanation, 4)
 
     assert why(8, load_of(0.3, 0)).endswith("without --num-speculative-tokens the server chooses how many")
+    assert why(None, seed=5).endswith("without --seed the server chooses how long")
     assert why(None, is_adaptive=False).endswith("start it with speculation=adaptive")
     assert "drafts do not pay here" in why(None, load_of(0.3, 0))
     assert "still have been finding out" in why(None, load_of(0.8, 2))

@@ -20,7 +20,7 @@ from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import decoder_of
 from draftwire.models.kv_cache import BLOCK_SIZE, CachedSequence, blocks_for, slots_of
 from draftwire.models.kv_storage import KvStorage
-from draftwire.models.lean_decoder import FAMILY
+from draftwire.models.lean_model import FAMILY
 from draftwire.models.packing import Segment, pack
 from draftwire.models.paged_attention import AttentionShape, PackedStep
 

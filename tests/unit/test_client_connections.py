@@ -70,7 +70,7 @@ def test_addresses_are_a_list_or_separated_by_commas_and_none_is_empty() -> None
         for address in addresses:
             with pytest.raises(InvalidRequestError, match="address"):
                 kind(address)
-    with pytest.raises(InvalidRequestError, match="http://a:8000 is of HTTP; name the gateway's gRPC port"):
+    with pytest.raises(InvalidRequestError, match="http://a:8000 is an HTTP address; name the gateway's gRPC port"):
         addresses_of("b:1,http://a:8000")
     assert addresses_of(" a:1, b:2") == addresses_of(("a:1", "b:2 ")) == ["a:1", "b:2"]
 

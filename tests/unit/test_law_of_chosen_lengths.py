@@ -21,7 +21,9 @@ from draftwire.checking.emissions import Emissions, completed_law, num_codes
 from draftwire.checking.emissions import largest_deviation as deviation_of
 from draftwire.checking.toy_models import Pair, adversarial_pairs, random_pairs
 from draftwire.checking.whole_round import Round
+from draftwire.method.rounds import WatchedGuess
 from draftwire.verification import RULES
+from draftwire_gateway.speculation.arms import DraftSource
 from draftwire_gateway.speculation.pair_chooser import PairChooser
 from draftwire_gateway.speculation.session_length import SessionLength
 
@@ -52,22 +54,37 @@ def hashed(past: Rounds, text: Text) -> int:
 
 
 def of_the_product(past: Rounds, text: Text) -> int:
-    """What the gateway's chooser says, with windows so short that it tries everything."""
-    pair = PairChooser(3, 2)
+    """What the gateway's chooser says, with windows so short that it tries everything, drafts of the verifier too: what
+    it guesses in place of a draft is a length as well here.
+    """
+    pair = PairChooser(3, 2, (DraftSource.DRAFTER, DraftSource.VERIFIER))
     session = SessionLength(pair)
-    length, now = session.next_length(0, 3, 0.0), 0.0
+
+    def next_length(number: int) -> int:
+        return session.next_length(number, 3, now) or session.next_own_length(number, 3, now)
+
+    now, begun = 0.0, 0
+    length = next_length(0)
     for number, (drafted, accepted) in enumerate(past):
-        took = 0.5 + 0.1 * accepted
-        session.observe(round_times(number, now, now + took, drafted, accepted, 0.1 * drafted, 0.1))
-        now += took
-        length = session.next_length(number + 1, 3, now)
+        took, tokens = 0.5 + 0.1 * accepted, text[begun : begun + accepted + 1]
+        watched = watched_after(text[:begun], tokens)
+        session.observe(round_times(number, now, now + took, drafted, accepted, 0.1 * drafted, 0.1, watched=watched))
+        now, begun = now + took, begun + len(tokens)
+        length = next_length(number + 1)
     return length
 
 
 def by_a_watched_guess(past: Rounds, text: Text) -> int:
     """Whether the text has gone on as it did after the last token like its own last ones."""
-    guesses = [text[text[:place].index(text[place - 1]) + 1] for place in range(1, len(text))]
-    return 2 if guesses and guesses[-1] == text[-1] else 1
+    return 2 if watched_after(text[:-1], text[-1:]).num_right else 1
+
+
+def watched_after(text: Text, tokens: Text) -> WatchedGuess:
+    """How what followed the latest earlier place of the last token would have fared as a guess of some tokens."""
+    places = [place for place in range(1, len(text)) if text[place - 1] == text[-1]]
+    if not places:
+        return WatchedGuess(False)
+    return WatchedGuess(True, int(text[places[-1]] == tokens[0]))
 
 
 CHOICES = (alternating, after_successes, after_failures, hashed, of_the_product, by_a_watched_guess)

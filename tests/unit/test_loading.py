@@ -1,12 +1,26 @@
 """Any causal language model in a Hugging Face folder can be loaded and served exactly, or is refused."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, WINDOW, randomize, save_tiny_model, tiny_network, tiny_shape
+from safetensors.torch import load_file, save_file
+from tiny_models import (
+    ARCHITECTURES,
+    FAMILY_SHAPE,
+    FAMILY_WINDOW,
+    LLAMA3,
+    WINDOW,
+    family_network,
+    randomize,
+    save_tiny_model,
+    tiny_network,
+    tiny_shape,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -27,7 +41,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.models import loading
 from draftwire.models.cached_model import CachedModel, Reading
 from draftwire.models.decoder import TransformersDecoder, decoder_of
-from draftwire.models.loading import LoadedModel, load_model
+from draftwire.models.loading import LoadedModel, load_lean_model, load_model
 from draftwire.models.tokenizer import load_tokenizer, tokenizer_files
 
 torch.set_num_threads(1)
@@ -241,5 +255,93 @@ def test_quantised_model_is_made_on_its_device_and_run_by_transformers(
 
 @pytest.mark.parametrize("device", ["cuda:7", "gpu", "meta"])
 def test_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> None:
-    with pytest.raises(InvalidRequestError, match=f"device '{device}' cannot be used: "):
-        load_model(save(tiny_network("llama", VOCAB_SIZE), tmp_path), device=device)
+    path = save(tiny_network("llama", VOCAB_SIZE), tmp_path)
+    for load in (load_model, load_lean_model):
+        with pytest.raises(InvalidRequestError, match=f"device '{device}' cannot be used: "):
+            load(path, device=device)
+
+
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
+READ_ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, llama3, tied": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "mistral": ("mistral", {"sliding_window": 24}),
+    "qwen2 with windows, yarn": (
+        "qwen2",
+        FAMILY_WINDOW | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "qwen3, linear": (
+        "qwen3",
+        FAMILY_WINDOW | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}},
+    ),
+}
+
+
+def family_member(case: str, folder: Path, **changes: Any) -> str:
+    kind, shape = READ_ALIKE[case]
+    return save(family_network(kind, **(FAMILY_SHAPE | HEADS | {"vocab_size": VOCAB_SIZE} | shape | changes)), folder)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("case", READ_ALIKE)
+def test_model_that_is_read_without_transformers_is_the_same(case: str, tmp_path: Path) -> None:
+    path = family_member(case, tmp_path)
+    theirs, own = load_model(path), load_lean_model(path)
+    assert own is not None
+    assert own.description == theirs.description, "fingerprint, type, context and stop tokens too"
+    weights, expected = own.model.state_dict(), theirs.model.state_dict()
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    ids = [3, 5, 7, 2, 8]
+    logits = []
+    for loaded in (theirs, own):
+        model = CachedModel(decoder_of(loaded.model), 64)
+        logits.append(model.read([Reading(model.cache.open(ids), ids, len(ids))]))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("has_whole", [False, True])
+def test_weights_in_several_files_are_read_as_transformers_reads_them(has_whole: bool, tmp_path: Path) -> None:
+    path = family_member("llama", tmp_path)
+    other = family_network("llama", 6, **(FAMILY_SHAPE | HEADS | {"vocab_size": VOCAB_SIZE}))
+    if not has_whole:
+        (tmp_path / "model.safetensors").unlink()
+    other.save_pretrained(tmp_path / "parts", max_shard_size="40KB")
+    for file in (tmp_path / "parts").glob("model*"):
+        file.rename(tmp_path / file.name)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    own, theirs = load_lean_model(path), load_model(path)
+    assert own is not None
+    assert own.description.weights_fingerprint == theirs.description.weights_fingerprint
+
+
+def test_what_cannot_be_read_alike_is_left_to_transformers(tmp_path: Path) -> None:
+    assert load_lean_model(save(tiny_network("gemma2", VOCAB_SIZE), tmp_path / "gemma2")) is None
+    assert load_lean_model(family_member("llama", tmp_path / "gelu", hidden_act="gelu")) is None
+    path = family_member("llama", tmp_path / "more")
+    weights = load_file(tmp_path / "more" / "model.safetensors")
+    save_file(weights | {"model.extra": torch.zeros(1)}, tmp_path / "more" / "model.safetensors")
+    assert load_lean_model(path) is None
+    assert load_lean_model("some/model-on-the-hub") is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "auto"])
+def test_dtype_of_a_model_that_is_read_is_the_one_that_is_asked_for(dtype: str, tmp_path: Path) -> None:
+    path = family_member("llama", tmp_path, tie_word_embeddings=True)
+    own = load_lean_model(path, dtype)
+    assert own is not None
+    assert own.description.dtype == ("float32" if dtype == "auto" else dtype)
+    assert len({weight.data_ptr() for weight in own.model.state_dict().values()}) == len(list(own.model.parameters()))
+
+
+def test_services_of_the_family_import_no_modelling_code() -> None:
+    program = (
+        "import sys; import draftwire_verifier.core, draftwire_drafter.core;"
+        "from draftwire.models.loading import load_lean_model;"
+        "assert load_lean_model('models/target') is not None;"
+        "print([name for name in ('transformers.modeling_utils', 'transformers.generation.utils') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=True)
+    assert ended.stdout == "[]\n"

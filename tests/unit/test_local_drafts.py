@@ -187,7 +187,7 @@ def test_guess_that_was_drafted_or_not_asked_for_is_not_watched() -> None:
     assert decide(scheduler, step, [3, 4, 9]).watched is None
     step, block = local(scheduler)
     assert block is None
-    assert decide(scheduler, step, [8]).watched is None, "nothing was guessed where it was asked to draft"
+    assert decide(scheduler, step, [8]).watched == WatchedGuess(False), "nothing was guessed"
     scheduler, session = repeating()
     scheduler.run_plain(PlainRun(session.fence, 1))
     step, _ = local(scheduler)
@@ -203,6 +203,19 @@ def test_guess_of_a_text_that_is_still_being_read_says_nothing() -> None:
         step, _ = local(scheduler)
         told.append(decide(scheduler, step, [7]).watched)
     assert told == [None, WatchedGuess(False, 0)]
+
+
+def test_longer_texts_are_not_watched_since_they_take_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwire_verifier.local_drafts.MAX_WATCHED", len(REPEATING) + 1)
+    scheduler, session = watching()
+    told = []
+    for token in (3, 4, 1):
+        scheduler.run_plain(PlainRun(session.fence, 1))
+        step, _ = local(scheduler)
+        told.append(decide(scheduler, step, [token]).watched)
+    assert told == [WatchedGuess(True, 1), WatchedGuess(True, 1), None]
+    assert session.local is not None
+    assert session.local.text.length == len(REPEATING) + 1
 
 
 @pytest.mark.parametrize("watched", [LocalDraft("clairvoyance", 3), LocalDraft("suffix", 0), LocalDraft("suffix", 4)])

@@ -25,10 +25,10 @@ def model(tmp_path: Path) -> Path:
 def test_whole_folder_is_taken_and_so_is_a_name_on_the_hub(model: Path) -> None:
     check_model(str(model))
     check_model("Qwen/Qwen2.5-0.5B")
-    (model / "model.safetensors").rename(model / "other.safetensors")
-    check_folder(model)
-    (model / "other.safetensors").unlink()
+    (model / "model.safetensors").unlink()
     check_folder(model, needs_weights=False)
+    (model / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
+    check_folder(model)
 
 
 def replaced(name: str, content: bytes) -> Callable[[Path], object]:
@@ -43,8 +43,14 @@ def with_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def with_odd_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
+
+
 def with_index(folder: Path) -> None:
-    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -68,6 +74,7 @@ def with_index(folder: Path) -> None:
         (removed("tokenizer.json"), "has no tokenizer: tokenizer.json is missing"),
         (removed("model.safetensors"), "has no weights: model.safetensors is missing"),
         (with_pickle, "has no weights: model.safetensors is missing (pytorch_model.bin cannot be read: convert it"),
+        (with_odd_index, "model.safetensors.index.json has no weight_map from tensors to files"),
         (with_index, "lacks model-2.safetensors, which model.safetensors.index.json lists"),
     ],
 )

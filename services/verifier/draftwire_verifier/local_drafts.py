@@ -15,6 +15,8 @@ from draftwire.method.quantization import Encoding
 from draftwire.method.rounds import Fence, LocalDraft, ReceivedBlock, TargetSessionSpec, WatchedGuess
 from draftwire.requests.session_parameters import SessionParameters
 
+MAX_WATCHED = 8192
+"""Tokens of a text up to which guesses are watched that nobody asks for: an index takes some 500 bytes for each."""
 NO_DRAFTER = -1
 """Identity of the sender of a local block: no drafter has it."""
 
@@ -80,7 +82,8 @@ class LocalText:
     def watch(
         self, committed: Sequence[int], token_ids: Sequence[int], spec: TargetSessionSpec, vocab_size: int
     ) -> WatchedGuess | None:
-        """Returns how a draft would have fared in a round without one; None if the text was not read yet.
+        """Returns how a draft would have fared in a round without one; None if the text was not read yet, or is longer
+        than `MAX_WATCHED`.
 
         Args:
             committed: all tokens before the round.
@@ -88,7 +91,9 @@ class LocalText:
             spec: of the session, which says what is watched.
             vocab_size: of the target.
         """
-        if spec.watched is None or spec.watched.strategy != self.strategy or not self._reads(committed):
+        if spec.watched is None or spec.watched.strategy != self.strategy or len(committed) > MAX_WATCHED:
+            return None
+        if not self._reads(committed):
             return None
         guessed = self._guess(spec.watched.num_draft_tokens, committed, spec, vocab_size)
         num_right = 0

@@ -344,7 +344,7 @@ class Scheduler(SessionBook[TargetSession, Step]):
     def _commit(self, item: StepItem, judgement: Judgement, started_at: float, verify_us: int) -> Verdict:
         session, block = item.session, item.block
         fence, watched = session.fence, None
-        if session.local is not None and not (session.plain_rounds_left and session.local.num_draft_tokens):
+        if session.local is not None and not (block and block.local_strategy):
             watched = session.local.watch(session.committed.ids, judgement.token_ids, session.spec, self.vocab_size)
         session.committed.append(judgement.token_ids)
         session.round += 1

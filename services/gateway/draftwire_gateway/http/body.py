@@ -23,25 +23,34 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, NUMBERS, SamplingParams
 from draftwire.requests.structured_output import MAX_CHOICES as MAX_FORM_CHOICES
 from draftwire_gateway.http.json_parsing import NAME, parse
+from draftwire_gateway.http.neutral_fields import without_neutral
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.session.generation import MAX_CHOICES, MAX_DRAFTERS, MAX_STOP_STRINGS
 from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
 
 UNSUPPORTED = {
     "audio": "the output is text",
+    "detokenize": "the output is text",
+    "early_stopping": "tokens are drawn",
     "function_call": "functions are described with tools",
     "functions": "functions are described with tools",
-    "metadata": "nothing is stored",
+    "include_stop_str_in_output": "a stop string ends the text before it",
+    "length_penalty": "tokens are drawn",
+    "metadata": "nothing is stored, and it has to be an object",
     "modalities": "input and output are text",
     "moderation": "texts are not judged",
     "parallel_tool_calls": "the output is text, tool calls in it are not read",
     "prediction": "a drafter predicts, see num_speculative_tokens",
+    "priority": "all requests are served alike",
     "prompt_cache_key": "prefixes are shared by content, see cache_salt",
     "prompt_cache_options": "prefixes are shared by content, see cache_salt",
     "prompt_cache_retention": "prefixes are shared by content, see cache_salt",
     "reasoning_effort": "what a chat template knows of is said with chat_template_kwargs",
+    "request_id": "it has to be a text",
     "safety_identifier": "texts are not judged",
     "service_tier": "all requests are served alike",
+    "skip_special_tokens": "control tokens are never text",
+    "spaces_between_special_tokens": "control tokens are never text",
     "store": "nothing is stored",
     "suffix": "the model goes on with the prompt",
     "use_beam_search": "tokens are drawn",
@@ -150,6 +159,8 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     """Whether a last chunk reports the token usage."""
+    continuous_usage_stats: bool = False
+    """Has no effect here: the usage comes with the last chunk."""
     include_obfuscation: Literal[False] = False
     """Padding of chunks, which is not supported."""
 
@@ -213,6 +224,12 @@ class GenerateBody(SamplingNumbers, Strict):
     structured_output: OutputForm | None = None
     token_details: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, given: Any) -> Any:
+        """Drops what asks for what happens anyway; before unknown keys are looked for."""
+        return without_neutral(given, frozenset(cls.model_fields)) if isinstance(given, dict) else given
+
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerateBody":
         if self.stream_options is not None and not self.stream:
@@ -269,6 +286,8 @@ class ChatMessage(Strict):
     name: str = ""
     tool_calls: Annotated[list[MessageToolCall], FirstFault(), _at_most(MAX_TOOL_CALLS)] = []
     tool_call_id: str = ""
+    reasoning_content: str = ""
+    """Has no effect here: templates leave out how earlier answers were found."""
 
     @model_validator(mode="after")
     def _check_content(self) -> "ChatMessage":

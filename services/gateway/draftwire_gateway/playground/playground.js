@@ -89,6 +89,7 @@ function detailed({ prompt, isChat, body }) {
  * @param {(snippet: import("./snippets.js").Snippet) => string} write
  */
 async function copy(write) {
+  if (!(/** @type {HTMLFormElement} */ (element("form")).reportValidity())) return;
   const { isChat, body } = readForm();
   const needsToken = !element("token_field").hidden;
   try {

@@ -65,7 +65,7 @@ class ExpectedVerdict:
         _require(verdict.num_near_ties <= num_tokens, "counts more near-ties than tokens")
         _require(verdict.num_cached_tokens <= prefix_len, "counts more cached tokens than there are")
         if verdict.watched is not None:
-            _require(self._generation.adapts_length, "tells of guesses that were not to be watched")
+            _require(self._generation.adapts_length, "reports guesses that were not to be watched")
             most_right = num_tokens if verdict.watched.has_guess else 0
             _require(verdict.watched.num_right <= most_right, "has guessed more tokens than there are")
         is_wanted, has_details = self._generation.logprobs.logprobs is not None, self._generation.token_details

@@ -46,6 +46,8 @@ class AcceptanceEstimate:
         """Rounds for which a draft was asked, and those with one; old ones fade."""
         self.num_drafts = 0
         """Drafts that were added, forgotten ones included."""
+        self.num_rounds = 0
+        """Rounds that were added, those without a draft too."""
         self.num_surprises = 0
         """How often the latest drafts fared differently, so that all others were forgotten."""
 
@@ -100,6 +102,7 @@ class AcceptanceEstimate:
         return 1.0 + self.share * sum(self.survival(num_draft_tokens))
 
     def _count_round(self, *, is_given: bool) -> None:
+        self.num_rounds += 1
         self._num_asked = FADING * self._num_asked + 1.0
         self._num_given = FADING * self._num_given + is_given
 

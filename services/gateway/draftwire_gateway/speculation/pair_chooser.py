@@ -401,7 +401,7 @@ class PairChooser:
         """Whether nothing tells what an arm that was not measured is worth: all else is inferred from plain decoding,
         and a length from others of its source.
         """
-        return arm.source is None or self.acceptance[arm.source].num_drafts == 0
+        return arm.source is None or self.acceptance[arm.source].num_rounds == 0
 
     def _lost_s(self, state: LoadState, arm: Arm, load: int) -> float:
         """Returns the time in which the chosen arm would make the tokens that a probe of another one costs."""

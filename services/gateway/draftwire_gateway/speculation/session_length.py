@@ -139,12 +139,9 @@ def _learn(acceptance: AcceptanceEstimate, times: RoundTimes, source: DraftSourc
     if source is DraftSource.DRAFTER:
         if arm.source is source and times.num_draft_tokens and not _is_verifiers(times):
             acceptance.add(times.num_draft_tokens, times.num_accepted_tokens)
-    elif arm.source is source:
+    elif arm.source is source and times.local_strategy:
         # A guess may be shorter, at no cost but its rows: what was not guessed counts as not accepted.
-        if times.local_strategy:
-            acceptance.add(arm.length, times.num_accepted_tokens)
-        elif not times.is_first:
-            acceptance.add_missing()
+        acceptance.add(arm.length, times.num_accepted_tokens)
     elif times.watched is not None:
         if times.watched.has_guess:
             acceptance.add(min(times.num_tokens, MAX_CHOSEN_LENGTH), times.watched.num_right)

@@ -1,0 +1,136 @@
+"""What a newcomer waits for, and the first number that is shown: `draftwire demo`, `up`, `generate` and `bench`.
+
+    python -m benchmarks.first_minute --output benchmarks/results/first_minute.json
+
+Times are from the start of a command, as from Enter, with files in the system's cache; with `--cold` that is emptied
+before each start, where this process may do so. `up` and `demo` run several times, on free ports.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.report import write_report
+
+ROOT = Path(__file__).parents[1]
+COMMAND = (sys.executable, "-m", "draftwire.cli")
+PORTS = ("--verifier-port", "0", "--drafter-port", "0", "--http-port", "0", "--port", "0")
+READY = re.compile(r"ready on (\S+?);")
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+UP_SECONDS = 120.0
+
+
+def empty_cache() -> None:
+    """Makes the next start read all files anew. Needs root."""
+    os.sync()
+    DROP_CACHES.write_text("3")
+
+
+def demo_s() -> dict[str, float]:
+    """Returns how long `draftwire demo` takes to its first generated text, and in all, seconds."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [*COMMAND, "demo", "--color", "always"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)  # nothing is written before the first token
+    first_s = time.monotonic() - began
+    _, said = process.communicate(timeout=UP_SECONDS)
+    gain = re.search(r"([\d.]+) times as fast as plain decoding", said.decode())
+    assert gain is not None, said.decode()
+    return {"first_token_s": first_s, "whole_s": time.monotonic() - began, "times_plain": float(gain[1])}
+
+
+@contextmanager
+def up() -> Iterator[tuple[subprocess.Popen[str], str, float]]:
+    """Yields a running `draftwire up`, the address of its gateway, and how long that took, seconds."""
+    began = time.monotonic()
+    process = subprocess.Popen([*COMMAND, "up", *PORTS], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stderr is not None
+    try:
+        lines = iter(process.stderr.readline, "")
+        said = ""
+        for line in lines:
+            said = line
+            if found := READY.search(line):
+                break
+        else:
+            raise RuntimeError(f"up ended: {said}")
+        yield process, found[1], time.monotonic() - began
+    finally:
+        process.kill()
+        process.wait()
+
+
+def first_token_s(address: str) -> float:
+    """Returns how long `draftwire generate` takes to its first text, seconds."""
+    began = time.monotonic()
+    arguments = [*COMMAND, "generate", "import os", "--max-tokens", "20", "--address", address]
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT)
+    assert process.stdout is not None
+    process.stdout.read(1)
+    first_s = time.monotonic() - began
+    process.communicate(timeout=UP_SECONDS)
+    return first_s
+
+
+def up_s() -> dict[str, float]:
+    """Returns how long `draftwire up` takes to be ready, then the first token of a command, and Ctrl-C, seconds."""
+    with up() as (process, address, ready_s):
+        token_s = first_token_s(address)
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=UP_SECONDS)
+        return {"ready_s": ready_s, "first_token_s": token_s, "stopped_s": time.monotonic() - began}
+
+
+def bench(temperature: float) -> dict[str, Any]:
+    """Returns the ratio that `draftwire bench` prints on a fresh `up`."""
+    with up() as (_, address, _):
+        arguments = [*COMMAND, "bench", "--address", address, "--temperature", str(temperature), "--json"]
+        printed = subprocess.run(arguments, stdout=subprocess.PIPE, check=True, cwd=ROOT).stdout
+        ratio: dict[str, Any] = json.loads(printed)["speedup"]
+        return ratio
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Returns the median of each figure."""
+    return {name: round(median(run[name] for run in runs), 3) for name in runs[0]}
+
+
+def main() -> None:
+    """Measures, and prints and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="of demo and up")
+    parser.add_argument("--cold", action="store_true", help="empty the system's cache of files before each")
+    parser.add_argument("--no-bench", action="store_true", help="leave out `draftwire bench`")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    prepare = empty_cache if arguments.cold else lambda: None
+    demos, ups = [], []
+    for _ in range(arguments.runs):
+        prepare()
+        demos.append(demo_s())
+        prepare()
+        ups.append(up_s())
+    figures: dict[str, Any] = {
+        "demo": medians(demos),
+        "up": medians(ups),
+    }
+    if not arguments.no_bench:
+        figures["bench"] = {f"temperature {value:g}": bench(value) for value in (1.0, 0.0)}
+    write_report(arguments, figures)
+
+
+if __name__ == "__main__":
+    main()

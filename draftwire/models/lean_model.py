@@ -1,0 +1,194 @@
+"""Models of the Llama family as `LeanDecoder` reads them: weights and where they belong, without a forward pass.
+
+Read from a folder without transformers' modelling code, whose import takes longer than a small model does. The modules
+have the names that transformers gives them, so that weights files fit, and fingerprints are the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from draftwire.models.folder import NAMED_WEIGHTS, weights_files
+
+FAMILY = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of `model_type` in a model's configuration."""
+
+STEADY_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Types of rotary position embeddings whose angles do not depend on the sequence length."""
+
+KNOWN_LAYERS = ("full_attention", "sliding_attention")
+"""Kinds of attention layers in a configuration."""
+
+
+class LeanModel(nn.Module):
+    """The weights of a causal language model."""
+
+    def __init__(self, config: Any) -> None:
+        """Makes modules for a configuration of transformers that `why_not_read` finds nothing against."""
+        super().__init__()
+        self.config = config
+        self.name_or_path = str(config.name_or_path)
+        self.generation_config: Any = None
+        self.model = _Base(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.lm_head.weight.dtype
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Returns the output layer, as models of transformers do."""
+        return self.lm_head
+
+
+class _Base(nn.Module):
+    """All but the output layer."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = _Norm(config.hidden_size, config)
+        self.rotary_emb = _rotation_of(config)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = _Norm(config.hidden_size, config)
+        self.self_attn = _Attention(config, index)
+        self.post_attention_layernorm = _Norm(config.hidden_size, config)
+        self.mlp = _Mlp(config)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        size, queries, keys = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        head = head_size(config)
+        has_biases = config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
+        self.q_proj = nn.Linear(size, queries * head, bias=has_biases)
+        self.k_proj = nn.Linear(size, keys * head, bias=has_biases)
+        self.v_proj = nn.Linear(size, keys * head, bias=has_biases)
+        self.o_proj = nn.Linear(queries * head, size, bias=has_biases and config.model_type != "qwen2")
+        if config.model_type == "qwen3":
+            self.q_norm, self.k_norm = _Norm(head, config), _Norm(head, config)
+        self.scaling = head**-0.5
+        kinds = getattr(config, "layer_types", None) or []
+        is_sliding = index < len(kinds) and kinds[index] == "sliding_attention"
+        self.sliding_window = config.sliding_window if is_sliding else None
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        outer, inner = config.hidden_size, config.intermediate_size
+        has_biases = bool(getattr(config, "mlp_bias", False))
+        self.gate_proj = nn.Linear(outer, inner, bias=has_biases)
+        self.up_proj = nn.Linear(outer, inner, bias=has_biases)
+        self.down_proj = nn.Linear(inner, outer, bias=has_biases)
+
+
+class _Norm(nn.Module):
+    def __init__(self, size: int, config: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.variance_epsilon = config.rms_norm_eps
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotation:
+    """Rotary position embedding."""
+
+    rope_type: str
+    inv_freq: Tensor
+    """`[head_size / 2] float32`: angles of a step, radians."""
+    attention_scaling: float
+    """Factor of sines and cosines."""
+
+
+def _rotation_of(config: Any) -> _Rotation:
+    kind = config.rope_parameters["rope_type"]
+    with torch.device("cpu"):
+        if kind == "default":
+            size = head_size(config)
+            places = torch.arange(0, size, 2, dtype=torch.float) / size
+            return _Rotation(kind, 1.0 / (config.rope_parameters["rope_theta"] ** places), 1.0)
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config)
+        return _Rotation(kind, frequencies, float(scaling))
+
+
+def head_size(config: Any) -> int:
+    """Returns the size of an attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def why_other(config: Any) -> str:
+    """Returns the reason why models of a configuration have other layers than the family's; empty if they have not."""
+    if config.model_type not in FAMILY:
+        return f"models of type {config.model_type} have layers of their own"
+    if getattr(config, "quantization_config", None) is not None:
+        return "it is quantised"
+    return "" if config.hidden_act == "silu" else f"its activation is {config.hidden_act}"
+
+
+def why_not_read(config: Any) -> str:
+    """Returns the reason why a model of a configuration is left to transformers; empty if `read_weights` reads it."""
+    if reason := why_other(config):
+        return reason
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in STEADY_ROTATIONS:
+        return f"its position embeddings are of kind {rope.get('rope_type')}"
+    kinds = getattr(config, "layer_types", None) or ()
+    if not all(kind in KNOWN_LAYERS for kind in kinds) or getattr(config, "attention_chunk_size", None):
+        return "it has layers of other kinds"
+    if getattr(config, NAMED_WEIGHTS, None):
+        return "its weights have a name of their own"
+    return ""
+
+
+def read_weights(folder: Path, config: Any) -> LeanModel | None:
+    """Returns the model in a folder, with weights of the file's types; None if the files hold others than it needs.
+
+    Args:
+        folder: of a model that `check_folder` takes.
+        config: its configuration; see `why_not_read`.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    with torch.device("meta"):
+        model = LeanModel(config)
+    weights = {name: tensor for name, tensor in _tensors_of(folder) if not name.endswith("rotary_emb.inv_freq")}
+    if config.tie_word_embeddings:
+        if "lm_head.weight" in weights:
+            return None  # which of the two counts is for transformers to say
+        weights["lm_head.weight"] = weights.get("model.embed_tokens.weight", torch.empty(0))
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if {name: tensor.shape for name, tensor in weights.items()} != expected:
+        return None
+    model.load_state_dict(weights, assign=True)
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model.requires_grad_(False).eval()
+
+
+def _tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for path in weights_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118  # which is no mapping
+                yield key, file.get_tensor(key)
