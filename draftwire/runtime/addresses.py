@@ -42,13 +42,13 @@ def is_taken(host: str, port: int) -> bool:
         return False
     with suppress(socket.gaierror):
         for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
+            try:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(address)
-                except OSError as error:
-                    if error.errno == errno.EADDRINUSE:
-                        return True
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return True
     return False
 
 
