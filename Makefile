@@ -5,7 +5,7 @@ PROTOS := $(wildcard protos/draftwire/v1/*.proto)
 SOURCES := draftwire services examples tests benchmarks
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo up test test-fast test-slow evidence check-rules fuzz chaos attacks mutants chart images pictures lint format types protos protos-check install clean
+.PHONY: demo up test test-fast test-slow test-clients evidence check-rules fuzz chaos attacks mutants chart images pictures lint format types protos protos-check install clean
 
 demo: $(INSTALLED)  ## start the three services, stream one completion, stop them
 	$(BIN)/draftwire demo
@@ -21,6 +21,9 @@ test-fast: $(INSTALLED)  ## unit and contract tests only, at most 3 minutes
 
 test-slow: $(INSTALLED)  ## the other tests, at most 30 minutes
 	$(BIN)/python -m tests.tiers slow
+
+test-clients: $(INSTALLED)  ## by hand: clients of other projects, in an environment of their own
+	$(BIN)/python -m tests.clients
 
 evidence: $(INSTALLED)  ## by hand, an hour and a half: other random examples, a million broken blocks, chaos, memory, laws of 20,000, attacks
 	$(BIN)/python -m pytest tests/unit tests/contract -n 2 -m "not slow" --hypothesis-profile=random

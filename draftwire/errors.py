@@ -21,6 +21,14 @@ class InvalidRequestError(DraftwireError):
     """A parameter is missing, out of range or not supported. Retrying does not help."""
 
 
+class ContextLengthError(InvalidRequestError):
+    """A prompt, or what is to be generated after it, does not fit the model's context."""
+
+    def __init__(self, context_length: int, fault: str) -> None:
+        # Clients recognise the error by these words.
+        super().__init__(f"This model's maximum context length is {context_length} tokens; {fault}")
+
+
 class UnauthenticatedError(DraftwireError):
     """The caller sent no valid token. The message does not say why."""
 

@@ -22,6 +22,7 @@ from draftwire.errors import InvalidRequestError
 from draftwire.requests.lark_extensions import find_extension
 from draftwire.requests.schema_intersections import MAX_INTERSECTION, intersection_size
 from draftwire.requests.structured_output import Form, StructuredOutput
+from draftwire.requests.tool_calls import ToolCallForm, grammar_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -352,12 +353,43 @@ class FormCompiler:
         return Automaton(make, self._possible, self._stop_token_ids)
 
     def _compiled(self, wanted: StructuredOutput) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, _grammar(wanted), log_level=0, limits=_limits())
+        matcher = LLMatcher(self._tokenizer, self._grammar(wanted), log_level=0, limits=_limits())
         faults = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if faults:
             raise InvalidRequestError(f"structured_output: {wanted.form.value}: {_reason(faults[0])}")
         self._automaton(lambda: matcher).masks(())  # some forms fail only here: limits exceeded, or no text matches
         return matcher
+
+    def _grammar(self, wanted: StructuredOutput) -> str:
+        """Converts a form to the library's grammar."""
+        text = wanted.texts[0]
+        match wanted.form:
+            case Form.JSON_SCHEMA:
+                schema = _schema(text)
+                has_layout = bool(schema.get("x-guidance"))
+                return LLMatcher.grammar_from_json_schema(
+                    json.dumps(schema), defaults=None if has_layout else {"whitespace_pattern": WHITESPACE}
+                )
+            case Form.REGEX:
+                return LLMatcher.grammar_from_regex(text)
+            case Form.CHOICES:
+                return LLMatcher.grammar_from_regex("|".join(_literal(text) for text in wanted.texts))
+            case Form.GRAMMAR:
+                if text.lstrip().startswith("{"):  # would be read as the library's own notation
+                    raise InvalidRequestError("structured_output: grammar: rules are expected, not JSON")
+                extension = find_extension(text)
+                if extension is not None:
+                    raise InvalidRequestError(f"structured_output: grammar: {_shortened(extension)} is not supported")
+                return LLMatcher.grammar_from_lark(text)
+            case Form.TOOL_CALLS:
+                return LLMatcher.grammar_from_lark(
+                    grammar_of(ToolCallForm.from_json(text), _schema_with_layout, self._added_token)
+                )
+
+    def _added_token(self, text: str) -> int | None:
+        """Returns the added token of a text, which the library never makes of other text; None if it is no such."""
+        tokens = self._tokenizer.tokenize_str(text, parse_special=True)
+        return tokens[0] if len(tokens) == 1 and self._tokenizer.is_special_token(tokens[0]) else None
 
 
 def num_alike(known: list[int], ids: list[int]) -> int:
@@ -377,28 +409,6 @@ def num_alike(known: list[int], ids: list[int]) -> int:
 def _check_time(until: float) -> None:
     if time.thread_time() > until:
         raise InvalidRequestError("structured_output: the form costs too much to follow")
-
-
-def _grammar(wanted: StructuredOutput) -> str:
-    """Converts a form to the library's grammar."""
-    match wanted.form:
-        case Form.JSON_SCHEMA:
-            schema = _schema(wanted.texts[0])
-            has_layout = bool(schema.get("x-guidance"))
-            return LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), defaults=None if has_layout else {"whitespace_pattern": WHITESPACE}
-            )
-        case Form.REGEX:
-            return LLMatcher.grammar_from_regex(wanted.texts[0])
-        case Form.CHOICES:
-            return LLMatcher.grammar_from_regex("|".join(_literal(text) for text in wanted.texts))
-        case Form.GRAMMAR:
-            if wanted.texts[0].lstrip().startswith("{"):  # would be read as the library's own notation
-                raise InvalidRequestError("structured_output: grammar: rules are expected, not JSON")
-            extension = find_extension(wanted.texts[0])
-            if extension is not None:
-                raise InvalidRequestError(f"structured_output: grammar: {_shortened(extension)} is not supported")
-            return LLMatcher.grammar_from_lark(wanted.texts[0])
 
 
 def _literal(text: str) -> str:
@@ -426,6 +436,12 @@ def _schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise InvalidRequestError("structured_output: json_schema is not a JSON object")
     return schema
+
+
+def _schema_with_layout(text: str) -> dict[str, Any]:
+    """Parses a JSON schema, and adds the whitespace that its texts may have unless it says so itself."""
+    schema = _schema(text)
+    return schema if schema.get("x-guidance") else {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
 def _unsupported(schema: Any, is_root: bool = False) -> Iterator[str]:

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from draftwire.errors import InvalidRequestError
+from draftwire.requests.tool_calls import MAX_TOOL_CALLS_AT_ONCE, SYNTAXES, CallableTool, ToolCallForm
 
 MAX_FORM_BYTES = 65_536
 """Upper bound of the bytes of a form, all its texts together."""
@@ -20,6 +21,7 @@ class Form(Enum):
     REGEX = "regex"
     CHOICES = "choices"
     GRAMMAR = "grammar"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class StructuredOutput:
 
     form: Form
     texts: tuple[str, ...]
-    """The schema, the expression or the grammar; for `Form.CHOICES` all choices."""
+    """The schema, the expression, the grammar or the JSON of a `ToolCallForm`; for `Form.CHOICES` all choices."""
 
     @classmethod
     def json(cls, schema: str | Mapping[str, Any]) -> "StructuredOutput":
@@ -53,6 +55,25 @@ class StructuredOutput:
     def grammar(cls, grammar: str) -> "StructuredOutput":
         """Returns the form of sentences of a context-free grammar in Lark syntax; its first rule is "start"."""
         return cls(Form.GRAMMAR, (grammar,))
+
+    @classmethod
+    def tool_calls(
+        cls, syntax: str, tools: Mapping[str, str], *, at_least: int = 1, at_most: int = MAX_TOOL_CALLS_AT_ONCE
+    ) -> "StructuredOutput":
+        """Returns the form of texts in which every tool call is valid.
+
+        Args:
+            syntax: how calls are written: "hermes", "llama3_json", "mistral", or "json" for a list of calls.
+            tools: the JSON schema of the arguments by the name of the function.
+            at_least: fewest calls, 0 or 1. With 1 the text has nothing else than calls.
+            at_most: most calls.
+        """
+        known = SYNTAXES.get(syntax)
+        if known is None:
+            names = ", ".join(SYNTAXES)
+            raise InvalidRequestError(f"structured_output: tool_calls: the syntax is one of {names}, not {syntax!r}")
+        callable_tools = tuple(CallableTool(name, parameters) for name, parameters in tools.items())
+        return cls(Form.TOOL_CALLS, (ToolCallForm(known, callable_tools, at_least, at_most).to_json(),))
 
     def __post_init__(self) -> None:
         name = self.form.value

@@ -18,12 +18,14 @@ from typing_extensions import override
 
 from draftwire.errors import InvalidRequestError, UnavailableError
 from draftwire.runtime.call_limits import ARRIVAL_SECONDS, Arrivals, CallCounter, CallLimits
+from draftwire.runtime.error_details import details_of
 from draftwire.runtime.message_scan import MALFORMED, SCANNED_BYTES, check_num_fields
 from draftwire.runtime.status import hints, is_expected, status_of
 
 log = structlog.get_logger()
 
 Metadata = Iterable[tuple[str, str | bytes]]
+Trailing = tuple[tuple[str, str | bytes], ...]
 Admit = Callable[[str, Metadata], AbstractContextManager[None]]
 """Gets the name and the metadata of a call, and returns what the call holds while its request arrives. Raises, also on
 entry, to refuse the call."""
@@ -100,7 +102,8 @@ class ServiceGate(grpc.aio.ServerInterceptor):
             except Exception as error:
                 if not is_expected(error):
                     log.exception("rpc.method_failed", method=method)
-                status = (*status_of(error), hints(error))
+                trailing: Trailing = (*hints(error), *(details_of(error) if self._is_public else ()))
+                status = (*status_of(error), trailing)
                 error.__traceback__ = None  # see `_abort`: tasks keep their exceptions, and frames keep tasks
             await _abort(context, *status)
             return None
@@ -153,7 +156,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
             return await inner(request, context)
 
 
-async def _abort(context: Context, code: grpc.StatusCode, message: str, trailing: tuple[tuple[str, str], ...]) -> None:
+async def _abort(context: Context, code: grpc.StatusCode, message: str, trailing: Trailing) -> None:
     """Ends a call with a status.
 
     gRPC keeps the exception with the call, to raise it again when the method returns. By its traceback the two would

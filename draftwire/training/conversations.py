@@ -10,14 +10,23 @@ MAX_CODE_LINES = 40
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}{{ 'System:\\nFunctions:\\n' }}"
+    "{% for tool in tools %}{{ tool.function | tojson + '\\n' }}{% endfor %}{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ 'Assistant:\\n' + message['content'] + eos_token + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{{ 'Assistant:\\n' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}"
+    """{{ '\\n<tool_call>\\n{"name": ' + call.function.name | tojson + ', "arguments": ' }}"""
+    "{{ call.function.arguments | tojson + '}\\n</tool_call>' }}"
+    "{% endfor %}{{ eos_token + '\\n' }}"
     "{% elif message['role'] == 'system' %}{{ 'System:\\n' + message['content'] + '\\n' }}"
     "{% else %}{{ 'User:\\n' + message['content'] + '\\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
 )
-"""In the language of transformers' chat templates: a message is its role, a colon, a line break and its content."""
+"""In the language of transformers' chat templates: a message is its role, a colon, a line break and its content.
+
+Functions and calls are written too, as models do that were trained for them; the models of this repository were not.
+"""
 
 
 def conversations(files: Iterable[SourceFile]) -> Iterator[str]:

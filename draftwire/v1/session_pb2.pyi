@@ -172,12 +172,17 @@ class StructuredOutput(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """The text is JSON that is valid against this JSON schema, itself written in JSON."""
     regex: _builtins.str
     """The whole text matches this regular expression, in the syntax of Rust's regex crate."""
     grammar: _builtins.str
     """The text is a sentence of this context-free grammar, written as for Lark; its first rule is "start"."""
+    tool_calls: _builtins.str
+    """The text calls tools, or may: JSON of how a family of models writes calls, of the functions with the schemas of
+    their arguments, and of how many calls there may be; made by StructuredOutput.tool_calls.
+    """
     @_builtins.property
     def choices(self) -> Global___StructuredOutputChoices:
         """The text is one of these."""
@@ -189,12 +194,13 @@ class StructuredOutput(_message.Message):
         regex: _builtins.str = ...,
         choices: Global___StructuredOutputChoices | None = ...,
         grammar: _builtins.str = ...,
+        tool_calls: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "tool_calls", b"tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "form", b"form", "grammar", b"grammar", "json_schema", b"json_schema", "regex", b"regex", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "regex", "choices", "grammar"]  # noqa: Y015
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "regex", "choices", "grammar", "tool_calls"]  # noqa: Y015
     _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
 

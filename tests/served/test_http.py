@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from tiny_models import save_spelling_model
 from transformers import AutoTokenizer
 
+import draftwire
 from benchmarks.law import stack_options
 from draftwire.client import Client, Completion, StructuredOutput
 from draftwire_gateway.http.choice_deltas import IMPOSSIBLE
@@ -22,10 +23,12 @@ from draftwire_gateway.http.response_models import (
     ChatCompletion,
     ChatCompletionChunk,
     CompletionChunk,
+    DetokenizedBody,
     HealthBody,
     ListedModel,
     ListedModels,
     TextCompletion,
+    TokenizedBody,
 )
 from tests.in_process import InProcessStack
 
@@ -614,14 +617,61 @@ def ask(client: openai.OpenAI, kind: str, model: str) -> Any:
     return client.completions.create(model=model, prompt="hello", max_tokens=2)
 
 
-def test_models_are_the_target_and_then_the_drafters(client: openai.OpenAI) -> None:
-    target, drafter = client.models.list().data
-    assert (target.id, target.owned_by, target.draftwire["role"]) == ("target", "draftwire", "target")
-    assert target.draftwire["context_length"] == 256
-    assert (drafter.id, drafter.draftwire["role"]) == ("drafter", "drafter")
-    assert client.models.retrieve("drafter") == drafter
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("gpt")
+def test_models_are_the_target_alone(client: openai.OpenAI) -> None:
+    (target,) = client.models.list().data
+    assert (target.id, target.owned_by, target.max_model_len) == ("target", "draftwire", 256)
+    assert client.models.retrieve("target") == target
+    for other in ("drafter", "gpt"):
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(other)
+
+
+def test_text_that_does_not_fit_the_context_is_refused_as_clients_look_for_it(client: openai.OpenAI) -> None:
+    for asked in ({"prompt": "a" * 300}, {"prompt": "hello", "max_tokens": 300}):
+        with pytest.raises(
+            openai.BadRequestError, match="This model's maximum context length is 256 tokens"
+        ) as refused:
+            client.completions.create(model="target", **asked)
+        assert refused.value.code == "context_length_exceeded"
+        assert refused.value.param == ("max_tokens" if "max_tokens" in asked else "prompt")
+
+
+def post(running: InProcessStack, path: str, asked: dict[str, Any]) -> Any:
+    data = json.dumps(asked).encode()
+    status, _, content = fetch(f"{running.http_address}{path}", data, content_type="application/json")
+    return status, json.loads(content)
+
+
+def test_texts_become_ids_and_texts_again(running: InProcessStack) -> None:
+    said = {"prompt": "hello", "return_token_strs": True}
+    status, answer = post(running, "/tokenize", said)
+    TokenizedBody.model_validate(answer)
+    assert (status, answer["count"], answer["max_model_len"]) == (200, 5, 256)
+    assert answer["token_strs"] == list("hello")
+    status, back = post(running, "/detokenize", {"tokens": answer["tokens"], "model": "target"})
+    DetokenizedBody.model_validate(back)
+    assert (status, back) == (200, {"prompt": "hello"})
+    _, rendered = post(running, "/tokenize", {"messages": [USER]})
+    prompt = "user:hello;assistant:"
+    assert rendered["tokens"] == post(running, "/tokenize", {"prompt": prompt})[1]["tokens"]
+    for path, asked, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
+        ("/detokenize", {"tokens": [999]}, None),
+        ("/tokenize", {"prompt": "a", "modle": "x"}, "modle"),
+    ):
+        status, refused = post(running, path, asked)
+        assert (status, refused["error"]["param"]) == (400, param)
+    assert post(running, "/tokenize", {"prompt": "a", "model": "gpt"})[0] == 404
+
+
+def test_probes_of_others_are_answered(running: InProcessStack) -> None:
+    assert json.loads(fetch(f"{running.http_address}/version")[2]) == {"version": draftwire.__version__}
+    assert json.loads(fetch(f"{running.http_address}/ping")[2]) == {"status": "ok"}
+    for path in ("/health", "/ping"):
+        request = urllib.request.Request(f"{running.http_address}{path}", method="HEAD")
+        with urllib.request.urlopen(request) as answer:
+            assert (answer.status, answer.read()) == (200, b"")
 
 
 # What there is besides

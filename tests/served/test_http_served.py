@@ -38,7 +38,7 @@ def scripted() -> Iterator[InProcessStack]:
     options = {
         "verifier": {"model": SCRIPT},
         "drafter": {"model": SCRIPT},
-        "gateway": {"max_requests": 8, "max_message_bytes": 2**20},
+        "gateway": {"max_requests": 8, "max_waiting_requests": 0, "max_message_bytes": 2**20},
     }
     with InProcessStack(options) as stack:
         yield stack

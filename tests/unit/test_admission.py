@@ -1,71 +1,167 @@
-"""Room: what was reserved is there, what was not is refused, and accounts add up."""
+"""Who waits is served in turn, and nobody waits for what is there."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from itertools import pairwise
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from gateway_fakes import in_virtual_time
 
-from draftwire.engine.admission import ClosedEarly, Room
-from draftwire.errors import NoRoomError, ProtocolViolationError
-from draftwire.models.kv_cache import BLOCK_SIZE, KvCache, blocks_for
+from draftwire.errors import NoRoomError
+from draftwire_gateway.admission import Admission, Place
 
 
-def test_sessions_are_admitted_up_to_the_limit_and_released_once() -> None:
-    room = Room(max_sessions=2, kv_cache_tokens=1000)
-    room.reserve((1, 0), 1)
-    room.reserve((1, 1), 1)  # another epoch is another session
-    with pytest.raises(NoRoomError, match="2 sessions"):
-        room.reserve((3, 0), 1)
-    room.release((1, 0))
-    with pytest.raises(KeyError):
-        room.release((1, 0))
-    room.reserve((3, 0), 1)
+class Verifier:
+    """Has room for so many requests, and refuses others."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.num_open = 0
+        self.num_refusals = 0
 
 
-@pytest.mark.parametrize(("max_sessions", "num_tokens"), [(1, 1), (9, 17)])
-def test_refusal_changes_nothing_and_says_when_to_try_again(max_sessions: int, num_tokens: int) -> None:
-    room = Room(max_sessions, kv_cache_tokens=64)
-    room.reserve((1, 0), 33)
-    with pytest.raises(NoRoomError) as refused:
-        room.reserve((2, 0), num_tokens)
-    assert refused.value.retry_after_s > 0.0
-    assert room.num_free_blocks == 1
-    room.release((1, 0))
-    assert room.usage == 0.0
+async def serve(
+    admission: Admission, verifier: Verifier, served: list[str], caller: str, name: str = "", *, seconds: float = 1.0
+) -> None:
+    """One request: is opened when the verifier has room, and runs for a second."""
+    async with admission.place(1, caller) as place:
+        while verifier.num_open >= verifier.room:
+            verifier.num_refusals += 1
+            await admission.wait_for_room(place, NoRoomError("full"))
+        verifier.num_open += 1
+        admission.mark_open(place)
+        served.append(name or caller)
+        await asyncio.sleep(seconds)
+        verifier.num_open -= 1
 
 
-@given(
-    kv_cache_tokens=st.integers(1, 200),
-    wishes=st.lists(st.tuples(st.integers(1, 80), st.booleans()), max_size=30),
-)
-@example(kv_cache_tokens=10 * BLOCK_SIZE, wishes=[(7 * BLOCK_SIZE, False), (3 * BLOCK_SIZE + 1, False), (48, False)])
-def test_cache_has_room_for_whatever_was_admitted(kv_cache_tokens: int, wishes: list[tuple[int, bool]]) -> None:
-    """Sessions use all that they reserved, in whole blocks; the cache of the same size never refuses one of them."""
-    room, cache = Room(max_sessions=5, kv_cache_tokens=kv_cache_tokens), KvCache(kv_cache_tokens)
-    admitted = {}
-    for number, (num_tokens, leaves_another) in enumerate(wishes):
-        if leaves_another and admitted:
-            key = next(iter(admitted))
-            room.release(key)
-            cache.close(admitted.pop(key))
-        fits = len(admitted) < 5 and blocks_for(num_tokens) <= cache.num_free_blocks
-        if fits:
-            room.reserve((number, 0), num_tokens)
-            admitted[number, 0] = cache.open()
-            cache.append(admitted[number, 0], num_tokens)
-        else:
-            with pytest.raises(NoRoomError):
-                room.reserve((number, 0), num_tokens)
-        assert room.num_free_blocks == cache.num_free_blocks
-        assert room.usage == pytest.approx(1.0 - cache.num_free_blocks / cache.num_blocks)
-    cache.check_integrity()
+@in_virtual_time
+async def test_three_hundred_at_once_are_all_served_at_the_rate_of_the_places() -> None:
+    admission, verifier, served = Admission(256, 1024, 300.0), Verifier(64), list[str]()
+    async with asyncio.TaskGroup() as group:
+        for number in range(300):
+            group.create_task(serve(admission, verifier, served, "", str(number)))
+    assert served == list(map(str, range(300))), "in order of arrival"
+    assert asyncio.get_running_loop().time() == pytest.approx(5.0, abs=0.1), "300 of 64 at a time"
+    assert verifier.num_refusals < 300, "after the first refusals places are tried one by one"
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
 
 
-def test_only_so_many_sessions_that_were_closed_early_are_remembered() -> None:
-    closed = ClosedEarly(bound=3)
-    for session_id in range(5):
-        closed.add((session_id, 0))
-    for session_id in (0, 1):
-        closed.refuse((session_id, 0))
-    for session_id in (2, 3, 4):
-        with pytest.raises(ProtocolViolationError):
-            closed.refuse((session_id, 0))
+@in_virtual_time
+async def test_callers_take_turns_however_many_requests_one_has() -> None:
+    admission, verifier, served = Admission(2, 1024, 300.0), Verifier(2), list[str]()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(40):
+            group.create_task(serve(admission, verifier, served, "flood"))
+        await asyncio.sleep(0.5)
+        for _ in range(3):
+            group.create_task(serve(admission, verifier, served, "other"))
+    places = [place for place, caller in enumerate(served) if caller == "other"]
+    assert places[0] <= 3
+    assert all(after - before <= 2 for before, after in pairwise(places))
+
+
+@in_virtual_time
+async def test_turns_are_fair_too_where_verifiers_are_what_is_full() -> None:
+    admission, verifier, served = Admission(256, 1024, 300.0), Verifier(2), list[str]()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(40):
+            group.create_task(serve(admission, verifier, served, "flood"))
+        await asyncio.sleep(0.5)
+        for _ in range(3):
+            group.create_task(serve(admission, verifier, served, "other"))
+    places = [place for place, caller in enumerate(served) if caller == "other"]
+    assert places[-1] <= 9
+
+
+@in_virtual_time
+async def test_request_is_refused_when_the_queue_is_full_or_it_has_waited_too_long() -> None:
+    admission = Admission(2, 1, 10.0)
+    async with admission.place(2, ""):
+        waiting = asyncio.create_task(admission.place(1, "").__aenter__())
+        await asyncio.sleep(1.0)
+        assert admission.num_waiting == 1
+        with pytest.raises(NoRoomError, match="2 requests are running, of 2 at most and 1 wait, of 1"):
+            admission.refuse_if_full()
+        with pytest.raises(NoRoomError, match="2 requests are running"):
+            await admission.place(1, "").__aenter__()
+        with pytest.raises(NoRoomError, match="has waited 10 s"):
+            await waiting
+        assert asyncio.get_running_loop().time() == 10.0
+        assert admission.num_waiting == 0
+    assert admission.num_running == 0
+
+
+@in_virtual_time
+async def test_refusal_of_a_verifier_is_the_error_where_nobody_may_wait_or_the_time_is_over() -> None:
+    for max_waiting, seconds in ((0, 0.0), (5, 10.0)):
+        admission, started = Admission(2, max_waiting, 10.0), asyncio.get_running_loop().time()
+        with pytest.raises(NoRoomError, match="full"):
+            await serve(admission, Verifier(0), [], "")
+        assert asyncio.get_running_loop().time() - started == pytest.approx(seconds)
+        assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+
+@in_virtual_time
+async def test_room_that_others_left_is_found_within_a_second() -> None:
+    """Another gateway had it: nothing ends here."""
+    admission, verifier, served = Admission(4, 4, 300.0), Verifier(0), list[str]()
+    task = asyncio.create_task(serve(admission, verifier, served, ""))
+    await asyncio.sleep(5.5)
+    verifier.room = 1
+    await task
+    assert asyncio.get_running_loop().time() <= 7.5
+
+
+@in_virtual_time
+async def test_large_request_is_not_overtaken_for_ever() -> None:
+    admission, order = Admission(4, 100, 300.0), list[str]()
+
+    async def run(num_choices: int, name: str) -> None:
+        async with admission.place(num_choices, ""):
+            order.append(name)
+            await asyncio.sleep(1.0)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run(3, "first"))
+        await asyncio.sleep(0.1)
+        group.create_task(run(4, "large"))
+        for number in range(5):
+            group.create_task(run(1, f"small {number}"))
+    assert order[:2] == ["first", "large"]
+
+
+@in_virtual_time
+async def test_whoever_leaves_the_queue_takes_nobodys_place() -> None:
+    admission = Admission(1, 100, 300.0)
+    entered = list[int]()
+
+    async def run(number: int) -> None:
+        async with admission.place(1, ""):
+            entered.append(number)
+            await asyncio.sleep(1.0)
+
+    tasks = [asyncio.create_task(run(number)) for number in range(4)]
+    await asyncio.sleep(0.5)
+    tasks[1].cancel()
+    await asyncio.sleep(0.6)  # the third is running
+    tasks[2].cancel()
+    await asyncio.wait(tasks)
+    assert entered == [0, 2, 3]
+    assert (admission.num_running, admission.num_waiting) == (0, 0)
+
+
+@in_virtual_time
+async def test_turn_that_comes_as_its_request_is_cancelled_goes_to_the_next() -> None:
+    admission = Admission(1, 100, 300.0)
+    async with AsyncExitStack() as running:
+        await running.enter_async_context(admission.place(1, ""))
+        waiting: list[asyncio.Task[Place]] = [
+            asyncio.create_task(running.enter_async_context(admission.place(1, ""))) for _ in range(2)
+        ]
+        await asyncio.sleep(0.1)
+        assert admission.num_waiting == 2
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        assert (admission.num_running, admission.num_waiting) == (1, 0)

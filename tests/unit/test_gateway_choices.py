@@ -48,7 +48,7 @@ PLAIN = LoopSettings(plain_run_rounds=4)
 
 def make_core(targets: Any, drafters: Sequence[FakeDrafter] = (), **config: Any) -> GatewayCore:
     peers = targets if isinstance(targets, FakePeers) else FakePeers([targets], drafters)
-    core = GatewayCore(GatewayConfig(**({"loop": PLAIN} | config)), peers)
+    core = GatewayCore(GatewayConfig(**({"loop": PLAIN, "max_waiting_requests": 0} | config)), peers)
     core.description, core._tokenizer = describe("target"), LetterTokenizer()  # type: ignore[assignment]
     return core
 
@@ -75,8 +75,14 @@ class Came:
 
 
 async def admitted(core: GatewayCore, choices: Sequence[Generation]) -> dict[int, Came]:
-    with core.admit(len(choices)):
-        return await collect(core.generate(choices))
+    return await collect(events_of(core, choices))
+
+
+async def events_of(core: GatewayCore, choices: Sequence[Generation]) -> AsyncGenerator[ChoiceEvent]:
+    """Yields the events of an admitted request."""
+    async with core.admit(len(choices)) as place, aclosing(core.generate(choices, place)) as events:
+        async for event in events:
+            yield event
 
 
 async def collect(
@@ -102,7 +108,7 @@ async def collect(
 
 def generated(core: GatewayCore, choices: Sequence[Generation]) -> dict[int, Came]:
     """Generates in virtual time."""
-    return run(collect(core.generate(choices)))
+    return run(collect(events_of(core, choices)))
 
 
 def assert_whole(found: dict[int, Came], count: int) -> None:
@@ -174,12 +180,12 @@ def test_choice_that_was_complete_before_leaves_the_prompt_to_the_next(was_finis
     noted = openings(target)
     first, *others = make_choices(4)
     before = [] if was_finished else [replace(first, generated_ids=tuple(STORY[:20]))]
-    found = asyncio.run(collect(make_core(target).generate([*before, *others])))  # texts are skipped on a thread
+    found = asyncio.run(collect(events_of(make_core(target), [*before, *others])))  # texts are skipped on a thread
     assert {choice: came.ids for choice, came in found.items() if came.ids} == dict.fromkeys((1, 2, 3), STORY[:20])
     assert noted[0] == (1, 0)
     assert sorted(choice for choice, _ in noted[1:]) == [2, 3]
     assert all(num_verdicts >= 1 for _, num_verdicts in noted[1:]), "the prompt is read once"
-    assert run(collect(make_core(target).generate([]))) == {}, "if all are"
+    assert run(collect(events_of(make_core(target), []))) == {}, "if all are"
 
 
 class TurningPeers(FakePeers):
@@ -207,7 +213,7 @@ def test_resumed_choices_go_on_each_behind_its_own_tokens() -> None:
     generations = [
         make_generation(choice=choice, generated_ids=tuple(STORY[:length])) for choice, length in enumerate([3, 0, 20])
     ]
-    found = asyncio.run(collect(make_core(target).generate(generations)))  # texts are skipped on a thread
+    found = asyncio.run(collect(events_of(make_core(target), generations)))  # texts are skipped on a thread
     assert [found[choice].ids for choice in range(3)] == [STORY[3:20], STORY[:20], []]
     assert {spec.parameters.choice: spec.first_round for spec in target.attempts} == {0: 3, 1: 0}
 
@@ -226,7 +232,7 @@ def test_time_of_every_choice_counts_from_the_arrival_of_the_request(monkeypatch
 
 async def test_prompts_come_back_before_all_else_under_their_first_choices() -> None:
     generations = [make_generation(choice=choice, prompt_index=choice, echo=choice != 1) for choice in range(3)]
-    told = [said async for said in make_core(FakeTarget()).generate(generations)]
+    told = [said async for said in events_of(make_core(FakeTarget()), generations)]
     assert [(said.generation.choice, said.event) for said in told[:2]] == [
         (choice, PromptEcho(PROMPT, text_of(PROMPT))) for choice in (0, 2)
     ]
@@ -246,7 +252,7 @@ def test_prompt_is_reported_once_and_before_all_tokens_of_its_choices() -> None:
 
 
 def test_choices_of_no_tokens_need_no_verifier() -> None:
-    found = run(collect(make_core(FakePeers([])).generate(make_choices(2, max_tokens=0))))
+    found = run(collect(events_of(make_core(FakePeers([])), make_choices(2, max_tokens=0))))
     assert [(came.ids, came.text, came.end.reason) for came in found.values()] == [([], "", FinishReason.LENGTH)] * 2
 
 
@@ -302,7 +308,7 @@ def test_interruption_says_how_many_tokens_the_choice_had_that_failed_and_what_c
     target.next_fate = fate
     found: dict[int, Came] = {}
     with pytest.raises(CompletionInterruptedError) as interruption:
-        run(collect(make_core(target).generate(make_choices(3, max_tokens=100)), found))
+        run(collect(events_of(make_core(target), make_choices(3, max_tokens=100)), found))
     counts = [len(came.ids) for came in found.values()]
     assert interruption.value.num_generated_tokens in counts
     assert sum(counts) >= 28
@@ -313,7 +319,7 @@ def test_what_waits_to_be_read_is_told_before_a_failure() -> None:
     target.on_opening = lambda spec: InvalidRequestError("no") if spec.parameters.choice == 1 else None
     found: dict[int, Came] = {}
     with pytest.raises(InvalidRequestError):
-        run(collect(make_core(target).generate(make_choices(2, max_tokens=100)), found, pause_s=10.0))
+        run(collect(events_of(make_core(target), make_choices(2, max_tokens=100)), found, pause_s=10.0))
     assert len(found[0].ids) > 1
 
 
@@ -326,7 +332,7 @@ async def test_request_that_is_left_leaves_nothing(num_events: int) -> None:
     target = slow_target(1.0)
     drafter = FakeDrafter(target)
     core = make_core(target, [drafter])
-    async with aclosing(core.generate(make_choices(4, max_tokens=100))) as events:
+    async with aclosing(events_of(core, make_choices(4, max_tokens=100))) as events:
         for _ in range(num_events):
             await anext(events)
     assert all_is_closed(target)
@@ -339,7 +345,7 @@ async def test_request_that_is_left_leaves_nothing(num_events: int) -> None:
 async def test_cancelling_the_task_that_reads_ends_all_choices() -> None:
     target = slow_target(1.0)
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(collect(make_core(target).generate(make_choices(4, max_tokens=100))), 10.0)
+        await asyncio.wait_for(collect(events_of(make_core(target), make_choices(4, max_tokens=100))), 10.0)
     assert all_is_closed(target)
     assert (len(asyncio.all_tasks()), len(target.sessions)) == (1, 4)
 
@@ -348,11 +354,11 @@ async def test_cancelling_the_task_that_reads_ends_all_choices() -> None:
 async def test_slow_reader_holds_up_its_own_choices_and_no_other_request() -> None:
     count, rounds = 8, PLAIN.plain_run_rounds
     slow, other = FakeTarget(), FakeTarget(address="target:2")
-    events = make_core(slow).generate(make_choices(count, max_tokens=150))
+    events = events_of(make_core(slow), make_choices(count, max_tokens=150))
     await anext(events)
     await asyncio.sleep(1_000.0)
     num_verdicts = len(slow.verdicts)
-    assert_whole(await collect(make_core(other).generate(make_choices(2))), 2)
+    assert_whole(await collect(events_of(make_core(other), make_choices(2))), 2)
     # What waits to be read, one event in each hand, and what was asked for before that came in.
     assert num_verdicts <= 1 + MAX_UNREAD_EVENTS + count * (1 + 2 * rounds)
     found = await collect(events)
@@ -396,7 +402,7 @@ def test_room_that_comes_just_after_it_was_asked_for_is_asked_for_again() -> Non
         await opening(spec, inbox)
 
     opening, target.open = target.open, refuse_late  # type: ignore[method-assign]
-    found = run(collect(make_core(target, loop=settings).generate(make_choices(2))))
+    found = run(collect(events_of(make_core(target, loop=settings), make_choices(2))))
     assert_whole(found, 2)
 
 
@@ -448,7 +454,7 @@ def test_resumed_first_choice_is_not_overtaken_by_a_fresh_one_of_another_prompt(
     target.on_opening = lambda spec: noting(spec) or limiting(spec)
     first, other = make_choices(1, prompts=2)
     resumed = replace(first, generated_ids=tuple(STORY[:3]))
-    found = asyncio.run(collect(make_core(target).generate([resumed, other])))
+    found = asyncio.run(collect(events_of(make_core(target), [resumed, other])))
     assert ([found[choice].ids for choice in range(2)], noted[0][0]) == ([STORY[3:20], STORY[:20]], 0)
 
 
@@ -457,7 +463,7 @@ async def test_first_choice_is_refused_at_once_where_there_is_no_room() -> None:
     target = FakeTarget()
     limit(target, 0)
     with pytest.raises(NoRoomError):
-        await collect(make_core(target).generate(make_choices(3, prompts=2)))
+        await collect(events_of(make_core(target), make_choices(3, prompts=2)))
     assert now() == 0.0
     assert all_is_closed(target)
 
@@ -469,7 +475,7 @@ async def test_room_that_does_not_come_is_given_up_when_nothing_of_the_request_r
     target.on_opening = lambda spec: NoRoomError("full") if spec.parameters.choice else None
     with pytest.raises(NoRoomError):
         await collect(
-            make_core(target, loop=LoopSettings(failover_timeout_s=failover_timeout_s)).generate(make_choices(2))
+            events_of(make_core(target, loop=LoopSettings(failover_timeout_s=failover_timeout_s)), make_choices(2))
         )
     assert 20 * 2.0 <= now() < 20 * 2.0 + 2 * failover_timeout_s + 5.0
     assert len(target.attempts) < 80, "with pauses in between"
@@ -510,14 +516,16 @@ async def test_every_choice_counts_and_nothing_starts_where_they_do_not_fit() ->
     assert len(await admitted(core, make_choices(4))) == 4
 
 
-def test_request_counts_from_before_it_is_prepared_until_it_ends_however_it_ends() -> None:
+async def test_request_counts_from_before_it_is_prepared_until_it_ends_however_it_ends() -> None:
     core = make_core(FakeTarget(), max_requests=3)
-    with core.admit(2):
+    async with core.admit(2):
         assert core.num_requests == 2
-        with pytest.raises(NoRoomError), core.admit(2):
-            raise AssertionError("is not prepared")
-        with pytest.raises(ValueError, match="no ids"), core.admit(1):
-            raise ValueError("no ids")
+        with pytest.raises(NoRoomError):
+            async with core.admit(2):
+                raise AssertionError("is not prepared")
+        with pytest.raises(ValueError, match="no ids"):
+            async with core.admit(1):
+                raise ValueError("no ids")
         assert core.num_requests == 2
     assert core.num_requests == 0
 
@@ -530,7 +538,7 @@ def test_results_are_counted_for_each_choice() -> None:
     assert (count_of(core, "length"), count_of(core, "stop"), count_of(core, "failed")) == (1, 2, 0)
 
 
-def test_requests_are_counted_by_what_they_cost_and_how_they_were_refused() -> None:
+async def test_requests_are_counted_by_what_they_cost_and_how_they_were_refused() -> None:
     target = FakeTarget(accepts=[2] * 100)
     core = make_core(target, [FakeDrafter(target)], max_requests=3)
     core.metrics.of_model.model_name = "target"
@@ -539,13 +547,14 @@ def test_requests_are_counted_by_what_they_cost_and_how_they_were_refused() -> N
         return core.metrics.registry.get_sample_value(f"draftwire:{name}", labels)
 
     of_model = {"model_name": "target", "engine": "0"}
-    with core.admit(2):
+    async with core.admit(2):
         assert read("num_requests_running", **of_model) == 2.0
-        with pytest.raises(NoRoomError), core.admit(2):
-            pass
+        with pytest.raises(NoRoomError):
+            async with core.admit(2):
+                pass
     assert read("num_requests_running", **of_model) == 0.0
     assert read("requests_refused_total", by="gateway") == 2.0
-    run(admitted(core, make_choices(2)))
+    await admitted(core, make_choices(2))
     assert read("prompt_tokens_total", **of_model) == len(PROMPT), "both choices have one prompt"
     assert (read("generation_tokens_total", **of_model), read("round_tokens_total")) == (40.0, 40.0)
     assert read("time_to_first_token_seconds_count", **of_model) == 2.0
@@ -555,5 +564,6 @@ def test_requests_are_counted_by_what_they_cost_and_how_they_were_refused() -> N
     assert rounds == len(target.verdicts)
     target.on_opening = lambda spec: NoRoomError("full")
     with pytest.raises(NoRoomError):
-        run(admitted(core, make_choices(1)))
-    assert (read("requests_refused_total", by="verifier"), count_of(core, "failed")) == (1.0, 1.0)
+        await admitted(core, make_choices(1))
+    assert (read("requests_refused_total", by="verifier"), count_of(core, "refused")) == (1.0, 1.0)
+    assert count_of(core, "failed") == 0.0

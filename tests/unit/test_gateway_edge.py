@@ -1,5 +1,6 @@
 """The gateway's edge: what is refused before anything is made of a request."""
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from draftwire_gateway.auth.tokens import TokenEntry, digest_of
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import CompletionBody
+from draftwire_gateway.http.choice_deltas import ResponseOptions
 from draftwire_gateway.http.routes import Completions
 from draftwire_gateway.server import GENERATE, GatewayServicer
 from draftwire_gateway.text.tokenizer_pool import TokenizerPool
@@ -41,7 +43,7 @@ class CountingTokenizer:
         self.num_requests: list[int] = []
         self._core = core
 
-    def __call__(self, text: str) -> Any:
+    def __call__(self, text: str, **options: bool) -> Any:
         self.num_requests.append(self._core.num_requests)
         raise InvalidRequestError(f"no ids of {text}")
 
@@ -61,17 +63,19 @@ async def generate(core: GatewayCore, request: gateway_pb2.GenerateRequest) -> N
 
 async def test_full_gateway_reads_no_prompt_and_choices_that_are_finished_count() -> None:
     """Their prompts are read all the same, so one who says that all are finished would have room without end."""
-    core, tokenizer = make_core(max_requests=4)
+    core, tokenizer = make_core(max_requests=4, max_waiting_requests=0)
     finished = [gateway_pb2.GeneratedChoice(choice=choice, is_finished=True) for choice in range(4)]
     for before in ([], finished[:1], finished):
         request = gateway_pb2.GenerateRequest(text="abc", num_choices=4, generated_choices=before)
-        with core.admit(1), pytest.raises(NoRoomError):
-            await generate(core, request)
+        async with core.admit(1):
+            with pytest.raises(NoRoomError):
+                await generate(core, request)
     assert tokenizer.num_requests == []
     for before in ([], finished[:3]):
         request = gateway_pb2.GenerateRequest(text="abc", num_choices=3, generated_choices=before)
-        with core.admit(1), pytest.raises(InvalidRequestError, match="no ids of abc"):
-            await generate(core, request)
+        async with core.admit(1):
+            with pytest.raises(InvalidRequestError, match="no ids of abc"):
+                await generate(core, request)
     assert tokenizer.num_requests == [4, 4], "it counts while it is prepared"
     assert core.num_requests == 0
 
@@ -109,16 +113,16 @@ def servicer_for(core: GatewayCore, path: Path, **limits: Any) -> GatewayService
     return GatewayServicer(core, None, Access(path))  # type: ignore[arg-type]
 
 
-async def test_completion_has_a_place_while_its_request_arrives_and_no_longer(tmp_path: Path) -> None:
-    """Of its caller and of the gateway: so nobody has more requests on the way than may run."""
-    core, _ = make_core(max_requests=2)
+async def test_completion_counts_for_its_caller_while_its_request_arrives_and_no_longer(tmp_path: Path) -> None:
+    core, _ = make_core(max_requests=2, max_waiting_requests=0)
     servicer = servicer_for(core, tmp_path / "tokens.toml", max_sessions=1)
-    with servicer.admit(GENERATE, SHOWN):
-        assert core.num_requests == 1
-        with pytest.raises(NoRoomError, match="1 requests of alice"), servicer.admit(GENERATE, SHOWN):
-            pass
-    assert core.num_requests == 0
-    with core.admit(2):
+    with (
+        servicer.admit(GENERATE, SHOWN),
+        pytest.raises(NoRoomError, match="1 requests of alice"),
+        servicer.admit(GENERATE, SHOWN),
+    ):
+        pass
+    async with core.admit(2):
         with pytest.raises(NoRoomError, match="2 requests are running"), servicer.admit(GENERATE, SHOWN):
             pass
         with servicer.admit("/draftwire.v1.GatewayService/GetServer", SHOWN):
@@ -143,7 +147,24 @@ async def test_place_is_given_back_when_the_request_does_not_arrive(tmp_path: Pa
     with pytest.raises(ConnectionError), servicer.admit(GENERATE, SHOWN):
         raise ConnectionError
     with servicer.admit(GENERATE, SHOWN):
-        assert core.num_requests == 1
+        pass
+
+
+async def test_requests_that_wait_take_a_bounded_amount_together() -> None:
+    core, _ = make_core(max_requests=1)
+    request = gateway_pb2.GenerateRequest(text="a" * 2**20)
+    servicer = GatewayServicer(core, None, Access(None))  # type: ignore[arg-type]
+    async with core.admit(1):
+        waiting = [asyncio.create_task(servicer.Generate(request, Context())) for _ in range(60)]  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        refused = [task for task in waiting if task.done()]
+        assert len(waiting) - len(refused) == core.admission.num_waiting == 47, "three quarters of 64 MiB"
+        for task in refused:
+            assert isinstance(task.exception(), NoRoomError)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert core.num_requests == 0
 
 
 async def test_sessions_carry_what_their_form_costs_and_the_caller_pays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,5 +205,5 @@ async def test_prompts_are_tokenised_in_the_turn_of_the_token_that_came_with_the
             await servicer.Generate(request, Context())  # type: ignore[arg-type]
     body = CompletionBody(model="target", prompt=["abc"])
     with pytest.raises(InvalidRequestError, match="seen"):
-        await Completions().requested(body, core, "bob")
+        await Completions().requested(body, ResponseOptions(1), core, "bob")
     assert callers == ["alice", "alice", "bob"]

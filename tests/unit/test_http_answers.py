@@ -28,7 +28,7 @@ from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
 
 GENERATION = Generation([1], SamplingParams(), 5, (), frozenset(), 3, 4, RuleFacts("token"))
-ENDINGS = [Ending(GENERATION, "stop", Statistics(num_generated_tokens=2), "")]
+ENDINGS = [Ending(GENERATION, Statistics(num_generated_tokens=2), "")]
 
 
 def told(index: int) -> ReportedToken:
@@ -66,7 +66,9 @@ def logprobs_as_they_should_be(shape: ResponseFormatter, tokens: list[ReportedTo
 @pytest.mark.parametrize("num_tokens", [0, 1, SLICE, SLICE + 1, 3 * SLICE])
 def test_parts_joined_are_the_whole_answer(shape: ResponseFormatter, num_tokens: int) -> None:
     pieces = [piece(2, num_tokens), piece(0, num_tokens), piece(1, 1)]
-    parts = list(ResponseWriter(shape, ResponseOptions(3, 20, details=True), "m").answer(pieces, ENDINGS))
+    parts = list(
+        ResponseWriter(shape, ResponseOptions(3, 20, details=True), "m", reports_usage=False).answer(pieces, ENDINGS)
+    )
     whole = "".join(parts)
     answer = json.loads(whole)
     assert json.dumps(answer, ensure_ascii=False, separators=(",", ":")) == whole, "nothing twice, nothing between"
@@ -145,8 +147,8 @@ async def streamed(
             raise error
 
     maker: Any = SimpleNamespace(endings=ENDINGS)
-    writer = ResponseWriter(CompletionFormatter(), ResponseOptions(1), "m")
-    await _stream(made(), maker, writer, sent, reports_usage=reports_usage)
+    writer = ResponseWriter(CompletionFormatter(), ResponseOptions(1), "m", reports_usage=reports_usage)
+    await _stream(made(), maker, writer, sent)
 
 
 async def test_stream_that_fails_before_its_first_piece_has_sent_nothing() -> None:
@@ -251,7 +253,6 @@ def test_likeliest_tokens_of_completions_have_the_drawn_one_with_them(
 ) -> None:
     tokens = [ReportedToken("first", None, [], 0), ReportedToken("drawn", -7.0, top, 0)]
     one = ChoiceDelta(0, "firstdrawn", tokens, reason="stop")
-    answer = json.loads(
-        "".join(ResponseWriter(CompletionFormatter(), ResponseOptions(1, 2), "m").answer([one], ENDINGS))
-    )
+    writer = ResponseWriter(CompletionFormatter(), ResponseOptions(1, 2), "m", reports_usage=False)
+    answer = json.loads("".join(writer.answer([one], ENDINGS)))
     assert answer["choices"][0]["logprobs"]["top_logprobs"] == [None, expected]

@@ -6,7 +6,7 @@ import threading
 import tracemalloc
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from draftwire.errors import NoRoomError, UnauthenticatedError
+from draftwire_gateway.body_budget import PATIENCE_SECONDS, SMALL_BYTES, BodyBudget, BodyShare
 from draftwire_gateway.http import body_reading, json_parsing
 from draftwire_gateway.http.body import CompletionBody
-from draftwire_gateway.http.body_budget import PATIENCE_SECONDS, SMALL_BYTES, BodyBudget, BodyShare
 from draftwire_gateway.http.body_reading import MAX_PARSERS, PIECE_BYTES, BodyReader
 from draftwire_gateway.http.json_parsing import MAX_OBJECTS, parse
 from draftwire_gateway.http.refusal import RefusedError
@@ -209,7 +209,7 @@ async def test_only_so_many_bodies_are_parsed_at_once(monkeypatch: pytest.Monkey
     running, most, lock = 0, 0, threading.Lock()
     full = threading.Barrier(MAX_PARSERS)
 
-    def parsed(kind: Any, data: bytes) -> CompletionBody:
+    def parsed(kind: Any, data: bytes, ignored: Any) -> CompletionBody:
         nonlocal running, most
         with lock:
             running += 1
@@ -316,6 +316,7 @@ class Core:
     """As much of a core as a route asks for; what it generates is nothing."""
 
     description = SimpleNamespace(name="m")
+    model_names = ("m",)
 
     def __init__(self, budget: BodyBudget) -> None:
         self.metrics = SimpleNamespace(requests_refused=SimpleNamespace(labels=lambda _: self))
@@ -332,8 +333,8 @@ class Core:
         if self.is_full:
             raise NoRoomError("full")
 
-    @contextmanager
-    def admit(self, num_choices: int) -> Iterator[None]:
+    @asynccontextmanager
+    async def admit(self, num_choices: int, caller: str = "") -> AsyncIterator[None]:
         self.refuse_if_full(num_choices)
         yield
 
@@ -344,7 +345,7 @@ class Core:
     async def check_form(self, generations: Any, form_payer: str) -> Any:
         return generations
 
-    async def generate(self, generations: Any, traceparent: str) -> AsyncIterator[Any]:
+    async def generate(self, generations: Any, place: Any, traceparent: str) -> AsyncIterator[Any]:
         self.taken.append(self._budget.num_bytes)
         self.bodies = [body() for body in self.bodies]
         return

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
+from draftwire.requests.tool_calls import PLAIN_LIST, SYNTAXES
 from draftwire.runtime.settings import (
     LEAST_MESSAGE_BYTES,
     ConnectionSettings,
@@ -18,6 +19,8 @@ NO_DRAFTER = NO_LOCAL_DRAFTS = "none"
 """Value of the option `drafter` for no drafter, and of `local_drafts` for verifiers that draft nothing."""
 AUTO_LOCAL_DRAFTS = "auto"
 """Value of `local_drafts`: what each verifier can."""
+AUTO_TOOL_SYNTAX, NO_TOOL_SYNTAX = "auto", "none"
+"""Values of `tool_call_syntax`: as the chat template says, and tool calls stay text."""
 
 DEFAULT_VERIFIER, DEFAULT_DRAFTER = "127.0.0.1:50052", "127.0.0.1:50053"
 
@@ -26,6 +29,10 @@ DNS_PREFIX = "dns:///"
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 """Valid names of services and namespaces in Kubernetes."""
+
+ANY_ORIGIN = "*"
+ORIGIN = re.compile(r"https?://[A-Za-z0-9_.\[\]:-]+")
+MODEL_NAME = re.compile(r"[^\s,][^,\n]{0,255}")
 
 HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 """Valid names of hosts, in lower case."""
@@ -104,6 +111,16 @@ class GatewayConfig:
     """Names, separated by commas, under which HTTP is answered, beside localhost and IP addresses: other names in the
     header host are refused, as are pages of other origins. By default all names are taken, but for localhost alone
     where the gateway listens on this machine alone and no tokens are needed."""
+    allowed_origins: str | None = None
+    """Origins, separated by commas, whose pages may call the HTTP edge from a browser (CORS), such as
+    https://chat.example.com; "*" for all. By default none."""
+    served_model_name: str | None = None
+    """Names, separated by commas, under which HTTP serves the target in the place of its own."""
+    chat_template: Path | None = None
+    """File of a chat template in the place of the target's own."""
+    unknown_parameters: str = "refuse"
+    """What becomes of parameters of HTTP requests that mean nothing here: "refuse", or "ignore", with a line in the log
+    the first time that one is seen."""
     verifier: str | None = None
     """host:port of each verifier, separated by commas; by default 127.0.0.1:50052. Drafters are told the same
     addresses. dns:///name:port stands for all addresses of a name, which is looked up again every few seconds."""
@@ -123,10 +140,18 @@ class GatewayConfig:
     """Most that a request may ask for."""
     rejection_sample_method: str = "block"
     """Verification rule where a request does not say: block, token or coupled. Lossy rules have to be asked for."""
+    tool_call_syntax: str = AUTO_TOOL_SYNTAX
+    """How the target writes tool calls, which HTTP reads: "hermes", "llama3_json", "mistral"; "auto", as the chat
+    template writes those of earlier answers; or "none", as text."""
     startup_timeout_s: float = 120.0
     """How long the first verifier and the first drafter may take to come up."""
     max_requests: int = 256
-    """Requests that may run at once, each choice counted; more are refused with RESOURCE_EXHAUSTED."""
+    """Requests that may run at once, each choice counted; more wait."""
+    max_waiting_requests: int = 1024
+    """Requests that may wait for others to end, each choice counted; more are refused with RESOURCE_EXHAUSTED. 0: none
+    waits."""
+    max_wait_s: float = 300.0
+    """How long a request may wait."""
     max_request_bytes: int = 8 * 2**20
     """Largest request of a user over gRPC, bytes: a prompt as long as the context (5 bytes x tokens), and what it
     resumes. max_message_bytes limits it too."""
@@ -136,6 +161,9 @@ class GatewayConfig:
     tracing: TracingSettings = field(default_factory=TracingSettings)
     trace_sample_ratio: float = 1.0
     """Share of the requests that are traced, 0 to 1, of those that do not say whether they are to be."""
+    api_key: str | None = None
+    """One bearer token that callers must show. In the environment, which other users of the machine cannot read, it is
+    safer than on a command line; tokens_file has several, with limits."""
     tokens_file: Path | None = None
     """TOML file of the bearer tokens that callers must show, and their limits; without it nobody needs one. Read again
     when it changes."""
@@ -145,6 +173,15 @@ class GatewayConfig:
         require(is_port, f"http_port must be in 0..65535, not {self.http_port}")
         for name in self.allowed_hosts:
             require(HOST_NAME.fullmatch(name) is not None, f"http_allowed_hosts: {name!r} is not a name of a host")
+        for origin in self.origins:
+            is_origin = origin == ANY_ORIGIN or ORIGIN.fullmatch(origin) is not None
+            require(is_origin, f"allowed_origins: {origin!r} is not an origin, such as https://chat.example.com")
+        require(all(map(MODEL_NAME.fullmatch, self.served_names)), "served_model_name: a name has 1 to 256 characters")
+        known = ("refuse", "ignore")
+        is_known = self.unknown_parameters in known
+        require(is_known, f"unknown_parameters must be refuse or ignore, not {self.unknown_parameters!r}")
+        require(self.api_key is None or self.tokens_file is None, "api_key and tokens_file both say who may call")
+        require(self.api_key is None or len(self.api_key) >= 8, "api_key must have 8 characters at least")
         self.tls.check_listening(self.server.host)
         has_issuer = self.tls.tls_ca is not None or not self.tls.tls_require_client_cert
         require(has_issuer, "tls_require_client_cert needs tls_ca, which says whose certificates are believed")
@@ -165,8 +202,14 @@ class GatewayConfig:
         is_known = self.local_drafts in (AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS) or are_text_drafters(self.local_drafts)
         known_drafts = ", ".join((AUTO_LOCAL_DRAFTS, *TEXT_DRAFTER_NAMES))
         require(is_known, f"local_drafts must be {known_drafts} or {NO_LOCAL_DRAFTS}, not {self.local_drafts!r}")
+        known_syntaxes = (AUTO_TOOL_SYNTAX, *(name for name in SYNTAXES if name != PLAIN_LIST.name), NO_TOOL_SYNTAX)
+        is_known = self.tool_call_syntax in known_syntaxes
+        names = ", ".join(known_syntaxes)
+        require(is_known, f"tool_call_syntax must be one of {names}, not {self.tool_call_syntax!r}")
         require(self.startup_timeout_s > 0.0, "startup_timeout_s must be positive")
         require(self.max_requests >= 1, "max_requests must be at least 1")
+        require(self.max_waiting_requests >= 0, "max_waiting_requests must not be negative")
+        require(self.max_wait_s > 0.0, "max_wait_s must be positive")
         is_valid = LEAST_MESSAGE_BYTES <= self.max_request_bytes < 2**31
         require(is_valid, "max_request_bytes must be 1 MiB to 2 GiB")
         require(0.0 <= self.trace_sample_ratio <= 1.0, "trace_sample_ratio must be in 0..1")
@@ -178,6 +221,21 @@ class GatewayConfig:
         """The names of `http_allowed_hosts`, in lower case; empty where that is not set."""
         names = () if self.http_allowed_hosts is None else self.http_allowed_hosts.lower().split(",")
         return frozenset(name.strip() for name in names)
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The origins of `allowed_origins`."""
+        return () if self.allowed_origins is None else tuple(map(str.strip, self.allowed_origins.split(",")))
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names of `served_model_name`."""
+        return () if self.served_model_name is None else tuple(map(str.strip, self.served_model_name.split(",")))
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether callers must show a bearer token."""
+        return self.tokens_file is not None or self.api_key is not None
 
     @property
     def verifiers(self) -> tuple[str, ...]:

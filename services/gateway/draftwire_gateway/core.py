@@ -1,19 +1,23 @@
 """The gateway without its gRPC and HTTP edges: admission, tokenisation and the generation of requests."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX, parts_of
-from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.errors import ContextLengthError, InvalidRequestError, NoRoomError
 from draftwire.models.description import ModelDescription
 from draftwire.models.tokenizer import load_tokenizer
 from draftwire.requests.automaton import FormVocabulary
+from draftwire.requests.tool_calls import SYNTAXES, ToolSyntax, syntax_of_template
 from draftwire.runtime.form_sandbox import FormSandbox
-from draftwire_gateway.config import AUTO_LOCAL_DRAFTS, NO_LOCAL_DRAFTS, GatewayConfig
+from draftwire.runtime.watched_files import read_bytes
+from draftwire_gateway.admission import Admission, Place
+from draftwire_gateway.config import AUTO_LOCAL_DRAFTS, AUTO_TOOL_SYNTAX, NO_LOCAL_DRAFTS, GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
 from draftwire_gateway.request_record import RequestRecord
 from draftwire_gateway.session.choices import ChoiceEvent, ChoiceRunner, PromptEcho
@@ -50,16 +54,23 @@ class GatewayCore:
         """Choose the lengths of drafts."""
         self.tracing: RequestTracing | None = None
         """Decides which requests are traced; None traces none. Set before the first request."""
-        self.num_requests = 0
-        """Choices of requests that run or are being prepared."""
-        self.metrics.num_running.set_function(lambda: self.num_requests)
+        self.admission = Admission(config.max_requests, config.max_waiting_requests, config.max_wait_s)
+        self.metrics.num_running.set_function(lambda: self.admission.num_running)
+        self.metrics.num_waiting.set_function(lambda: self.admission.num_waiting)
         self.description: ModelDescription
         """The target model."""
+        self.tool_syntax: ToolSyntax | None = None
+        """How the target writes tool calls; None if that is not known, or calls are not to be read."""
         self._tokenizer: PreTrainedTokenizerBase
         self._tokenizers: TokenizerPool
         self._chat_template: ChatTemplate
         self._forms = FormSandbox(self._form_vocabulary)
         self._token_texts: dict[int, str] = {}
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names under which HTTP serves the target, the first of which it lists first."""
+        return self.config.served_names or (self.description.name,)
 
     @property
     def target(self) -> ModelDescription:
@@ -92,9 +103,12 @@ class GatewayCore:
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
         """Sets the target model and loads its tokenizer and chat template."""
         self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
+        if self.config.chat_template is not None:
+            self._tokenizer.chat_template = read_bytes(self.config.chat_template, "chat_template").decode()
         self._tokenizers = TokenizerPool(self._tokenizer, description)
         TextStream(self._tokenizer, [], ())  # reads the vocabulary, which takes long if it is large
         self._chat_template = ChatTemplate(self._tokenizer, description.name)
+        self.tool_syntax = _tool_syntax(self.config.tool_call_syntax, self._tokenizer)
         self.metrics.of_model.model_name = description.name
 
     def stop(self) -> None:
@@ -105,41 +119,53 @@ class GatewayCore:
         description = self.description
         return FormVocabulary.of(self._tokenizer, description.vocab_size, description.stop_token_ids)
 
+    @property
+    def num_requests(self) -> int:
+        """Choices of requests that run, are being prepared or wait."""
+        return self.admission.num_running + self.admission.num_waiting
+
     def refuse_if_full(self, num_choices: int = 1) -> None:
-        """Refuses a request for whose choices there is no room now; of one that is not read yet, at least one is known.
+        """Refuses a request that would neither run nor wait; of one that is not read yet, at least one choice is known.
 
         Raises:
-            NoRoomError: too many requests are running.
+            NoRoomError: too many requests run and wait.
         """
-        most = self.config.max_requests
-        if self.num_requests + num_choices > most:
+        try:
+            self.admission.refuse_if_full(num_choices)
+        except NoRoomError:
             self.metrics.requests_refused.labels("gateway").inc(num_choices)
-            raise NoRoomError(f"{self.num_requests} requests are running, of {most} at most; retry in a second")
+            raise
 
-    @contextmanager
-    def admit(self, num_choices: int) -> Iterator[None]:
-        """Admits a request and counts its choices, from before its prompts are tokenised until it has ended.
+    @asynccontextmanager
+    async def admit(self, num_choices: int, caller: str = "") -> AsyncIterator[Place]:
+        """Admits a request, as soon as there is a place, until it has ended. Its prompts are tokenised within.
+
+        Args:
+            num_choices: choices of the request, over all prompts.
+            caller: name of the token's holder; callers take turns.
 
         Raises:
             InvalidRequestError: the request has more choices than may ever run at once.
-            NoRoomError: too many requests are running.
+            NoRoomError: too many requests run and wait, or this one waited too long.
         """
         most = self.config.max_requests
         if num_choices > most:
             raise InvalidRequestError(f"num_choices: {num_choices} choices in all; at most {most} may run at once")
-        self.refuse_if_full(num_choices)
-        self.num_requests += num_choices
-        try:
-            yield
-        finally:
-            self.num_requests -= num_choices
+        async with AsyncExitStack() as cleanup:
+            try:
+                place = await cleanup.enter_async_context(self.admission.place(num_choices, caller))
+            except NoRoomError:
+                self.metrics.requests_refused.labels("gateway").inc(num_choices)
+                raise
+            yield place
 
-    async def tokenize(self, text: str, caller: str = "") -> list[int]:
-        """Returns the token ids of a prompt, with the special tokens that the target's tokenizer puts in front.
+    async def tokenize(self, text: str, caller: str = "", *, with_special: bool = True) -> list[int]:
+        """Returns the token ids of a prompt.
 
         Args:
             text: the prompt.
             caller: name of the token's holder; callers take turns.
+            with_special: whether the special tokens come first that the target's tokenizer puts in front.
 
         Raises:
             InvalidRequestError: the text is empty, certainly longer than the context, or takes too long.
@@ -147,7 +173,7 @@ class GatewayCore:
         """
         if not text:
             raise InvalidRequestError("the prompt is empty")
-        return await self._tokenizers.encode(text, caller)
+        return await self._tokenizers.encode(text, caller, add_special_tokens=with_special)
 
     async def render_chat(self, conversation: Conversation, caller: str = "") -> list[int]:
         """Returns the token ids of a conversation, rendered by the target's chat template up to the answer.
@@ -172,6 +198,19 @@ class GatewayCore:
             text = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
             self._token_texts[token_id] = text
         return text
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Returns the text of token ids, special tokens included.
+
+        Raises:
+            InvalidRequestError: there are more ids than the context has, or one is none of the target's.
+        """
+        target = self.description
+        if len(token_ids) > target.context_length:
+            raise ContextLengthError(target.context_length, f"tokens has {len(token_ids)}")
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < target.vocab_size:
+            raise InvalidRequestError(f"tokens must be in 0..{target.vocab_size - 1}")
+        return await asyncio.to_thread(decoded, self._tokenizer, token_ids, with_special=True)
 
     async def text_lengths(self, token_ids: list[int]) -> list[int]:
         """Returns, for each token, how many characters of the text of all of them it makes final."""
@@ -204,18 +243,19 @@ class GatewayCore:
         cost = await self._forms.measure(form, caller)
         return [replace(generation, form_memory_bytes=cost.memory_bytes) for generation in generations]
 
-    async def generate(self, generations: Sequence[Generation], traceparent: str = "") -> AsyncGenerator[ChoiceEvent]:
+    async def generate(
+        self, generations: Sequence[Generation], place: Place, traceparent: str = ""
+    ) -> AsyncGenerator[ChoiceEvent]:
         """Runs the choices of one request, and yields their events: echoes of prompts first.
-
-        To be called within `admit`.
 
         Args:
             generations: the choices.
+            place: what `admit` yielded.
             traceparent: the request's traceparent header, not validated; empty if there is none.
 
         Raises:
             InvalidRequestError: the verifier refuses the request; its limits may be lower than the gateway's.
-            NoRoomError: no verifier has room.
+            NoRoomError: no verifier had room for as long as a request may wait.
             UnavailableError: no verifier can be reached.
         """
         trace = self.tracing.begin(traceparent, len(generations)) if self.tracing is not None else None
@@ -229,13 +269,21 @@ class GatewayCore:
             for generation in generations:
                 if generation.echo:
                     yield ChoiceEvent(generation, await self._echo(generation.prompt_ids))
-            async with aclosing(ChoiceRunner(generations, make_loop).run()) as events:
+            runner = ChoiceRunner(
+                generations,
+                make_loop,
+                wait_for_room=partial(self.admission.wait_for_room, place),
+                on_open=partial(self.admission.mark_open, place),
+            )
+            async with aclosing(runner.run()) as events:
                 async for event in events:
                     record.add(event)
                     yield event
 
     async def _make_loop(self, generation: Generation, trace: RequestSpans | None) -> GenerationLoop:
-        text = TextStream(self._tokenizer, generation.prompt_ids, generation.stop, generation.token_details)
+        text = TextStream(
+            self._tokenizer, generation.prompt_ids, generation.stop, generation.token_details, generation.shown_tokens
+        )
         if generation.generated_ids:  # on a thread, since they may be many
             await asyncio.to_thread(text.skip, list(generation.generated_ids), generation.stop_token_ids)
         spans = trace.choice(generation) if trace is not None else None
@@ -244,6 +292,17 @@ class GatewayCore:
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))
+
+
+def _tool_syntax(option: str, tokenizer: PreTrainedTokenizerBase) -> ToolSyntax | None:
+    """Returns what an option `tool_call_syntax` stands for."""
+    if option != AUTO_TOOL_SYNTAX:
+        return SYNTAXES.get(option)
+    try:
+        template = tokenizer.get_chat_template(tools=[])
+    except ValueError:
+        return None
+    return syntax_of_template(template)
 
 
 def local_strategies(local_drafts: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing_extensions import override
 from draftwire.runtime.metrics import LONG_SECONDS, PREFIX, ServiceMetrics
 from draftwire_gateway.session.round_times import RoundTimes, WhyPlain
 
-RESULTS = ("stop", "length", "cancelled", "invalid", "failed")
+RESULTS = ("stop", "length", "cancelled", "invalid", "refused", "failed")
 """Values of the label `result`: how a choice of a request ended."""
 PARTS = ("lost", "prefill", "draft", "wire", "queue", "verify", "gateway")
 """Parts of a round's time; see `RoundTimes`. `draft` includes the drafter's calibration here."""
@@ -111,6 +111,11 @@ class GatewayMetrics(ServiceMetrics):
         self.num_running = Gauge(
             PREFIX + "num_requests_running",
             "Choices of requests that run or are prepared.",
+            registry=self.of_model.registry,
+        )
+        self.num_waiting = Gauge(
+            PREFIX + "num_requests_waiting",
+            "Choices of requests that wait for a place, or for room at a verifier.",
             registry=self.of_model.registry,
         )
 

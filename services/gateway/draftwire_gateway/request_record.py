@@ -86,6 +86,8 @@ def _result_of(error: BaseException | None) -> str:
             return "finished"
         case InvalidRequestError():
             return "invalid"
+        case NoRoomError():
+            return "refused"
         case asyncio.CancelledError() | GeneratorExit():
             return "cancelled"
         case _:

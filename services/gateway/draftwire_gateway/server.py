@@ -6,7 +6,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from typing import Any
 
 import grpc
@@ -29,6 +29,7 @@ from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.runtime.unknown_fields import refuse_unknown_fields
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
 from draftwire_gateway.auth.access import Access, payer
+from draftwire_gateway.body_budget import BodyBudget
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import MAX_IDS_ON_LOOP, GatewayCore
 from draftwire_gateway.http.app import make_app
@@ -85,20 +86,23 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._core = core
         self._pool = pool
         self._access = access
+        self._waiting = BodyBudget()
+        """What requests take that wait for a place."""
 
     @contextmanager
     def admit(self, method: str, metadata: Metadata) -> Iterator[None]:
-        """Decides on a call by its metadata. A completion has the place of one choice while its request arrives.
+        """Decides on a call by its metadata, before its request is received.
 
         Raises:
             UnauthenticatedError: the caller shows no valid token.
-            NoRoomError: the caller has reached a limit, or too many requests are running.
+            NoRoomError: the caller has reached a limit, or too many requests run and wait.
         """
         caller = self._access.authenticate(_single(metadata, "authorization"))
         if method != GENERATE:
             yield
             return
-        with caller.request(), self._core.admit(1):
+        self._core.refuse_if_full()
+        with caller.request():
             yield
 
     @override
@@ -111,10 +115,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._check_sizes(request)
         refuse_unknown_fields(request)
         num_choices = _num_choices(request)
-        with caller.request(num_choices), self._core.admit(num_choices):
+        async with AsyncExitStack() as running:
+            running.enter_context(caller.request(num_choices))
+            with self._waiting.share(caller.name) as share:
+                share.take(request.ByteSize())
+                place = await running.enter_async_context(self._core.admit(num_choices, caller.name))
             generations = await self._core.complete(await self._requested(request, caller.name))
             generations = await self._core.check_form(generations, payer(caller, host_of_peer(context.peer())))
-            async with aclosing(self._core.generate(generations, _metadata(context, "traceparent") or "")) as events:
+            traceparent = _metadata(context, "traceparent") or ""
+            async with aclosing(self._core.generate(generations, place, traceparent)) as events:
                 async for event in events:
                     response = _event_to_proto(event)
                     caller.charge(len(response.delta.token_ids))
@@ -399,7 +408,7 @@ async def _serve(config: GatewayConfig) -> int:
 async def make_service(config: GatewayConfig) -> Service:
     """Assembles a gateway service, without starting it."""
     tls = watch_tls(config.tls)
-    access = Access(config.tokens_file)
+    access = Access(config.tokens_file, api_key=config.api_key)
     limits = (Dialler(config.connections, config.tls, tls), config.startup_timeout_s)
     sources = await sources_of(config)
     most = config.max_speculative_tokens
@@ -446,7 +455,9 @@ async def make_service(config: GatewayConfig) -> Service:
         grpc_names=("draftwire.v1.GatewayService",),
         settings=config.server,
         connections=config.connections,
-        limits=CallLimits(max_request_bytes, config.max_requests + SPARE_CALLS, is_public=True),
+        limits=CallLimits(
+            max_request_bytes, config.max_requests + config.max_waiting_requests + SPARE_CALLS, is_public=True
+        ),
         admit=servicer.admit,
         credentials=server_credentials(tls, config.tls),
         metrics=core.metrics,
@@ -465,7 +476,7 @@ def _http_listeners(
     """Returns the listener of the HTTP edge, if it has a port."""
     if config.http_port is None:
         return []
-    max_connections = max(MAX_HTTP_CONNECTIONS, 4 * config.max_requests)
+    max_connections = max(MAX_HTTP_CONNECTIONS, 4 * config.max_requests + config.max_waiting_requests)
     context = server_context(tls, config.tls)
     endpoint = HttpEndpoint(config.server.host, config.http_port, context, max_connections=max_connections)
     return [

@@ -18,6 +18,9 @@ log = structlog.get_logger()
 MESSAGE = "a bearer token is needed that is good here: authorization: Bearer <token>"
 """Message of every authentication failure, so that it does not reveal the reason."""
 
+API_KEY_NAME = "api-key"
+"""Name of the holder of the only token."""
+
 BUSY_RETRY_S = 1.0
 """Retry hint while too many requests of a caller run: it is unknown when one ends."""
 
@@ -114,12 +117,13 @@ class Access:
     All methods run on the event loop.
     """
 
-    def __init__(self, tokens_file: Path | None, clock: Clock = time.monotonic) -> None:
+    def __init__(self, tokens_file: Path | None, clock: Clock = time.monotonic, *, api_key: str | None = None) -> None:
         """Reads the file.
 
         Args:
-            tokens_file: see `draftwire_gateway.auth.tokens`; None accepts every caller.
+            tokens_file: see `draftwire_gateway.auth.tokens`; None accepts every caller who shows `api_key`.
             clock: seconds.
+            api_key: the only token, without limits; None accepts every caller if there is no file.
 
         Raises:
             InvalidRequestError: the file is invalid; the message names the file and the fault.
@@ -132,6 +136,8 @@ class Access:
         if tokens_file is not None:
             self._file = WatchedFiles("tokens", [tokens_file], lambda: _read(tokens_file))
             self._load(self._file.current())
+        elif api_key is not None:
+            self._load((TokenEntry(API_KEY_NAME, digest_of(api_key)),))
 
     def authenticate(self, authorization: str | None) -> Caller:
         """Returns the caller.
@@ -142,15 +148,16 @@ class Access:
         Raises:
             UnauthenticatedError: the header holds no valid token.
         """
-        if self._file is None:
+        if self._file is not None:
+            entries = self._file.current()
+            if entries is not self._entries:
+                self._load(entries)
+        elif not self._entries:
             return self._everybody
-        entries = self._file.current()
-        if entries is not self._entries:
-            self._load(entries)
         scheme, _, token = (authorization or "").partition(" ")
         digest = digest_of(token.strip()).encode()
         found: TokenEntry | None = None
-        for entry in entries:  # always all entries, so that the time does not reveal which one matched
+        for entry in self._entries:  # always all entries, so that the time does not reveal which one matched
             if hmac.compare_digest(entry.sha256.encode(), digest):
                 found = entry
         if found is None or scheme.lower() != "bearer":

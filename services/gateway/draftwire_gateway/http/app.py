@@ -9,8 +9,10 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route as StarletteRoute
 
+import draftwire
 from draftwire.runtime.addresses import is_loopback
 from draftwire.runtime.metrics_endpoint import MetricsPage
 from draftwire_gateway.auth.access import Access
@@ -23,8 +25,9 @@ from draftwire_gateway.http.openapi_document import openapi_document
 from draftwire_gateway.http.playground_pages import HEADERS, Page, read_pages
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.request_guard import Gate, Guard
-from draftwire_gateway.http.routes import Chat, Completions
+from draftwire_gateway.http.routes import Chat, Completions, Responses, Route
 from draftwire_gateway.http.streaming import GeneratingRoute
+from draftwire_gateway.http.text_routes import BodyRoute, Detokenize, TextRoute, Tokenize
 
 
 def make_app(
@@ -40,14 +43,34 @@ def make_app(
         pages: static files by path; by default, those of the playground.
     """
     app = FastAPI(title="draftwire", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Guard, gate=gate, hosts=_hosts(core.config))
+    app.add_middleware(Guard, gate=gate, hosts=_hosts(core.config), origins=core.config.origins)
+    if core.config.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=core.config.origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "retry-after-ms"],
+        )
     app.add_exception_handler(HTTPException, _no_route)
-    bodies = BodyReader(core.config.connections.max_message_bytes)
-    for path, route in (("/v1/completions", Completions()), ("/v1/chat/completions", Chat())):
+    bodies = BodyReader(
+        core.config.connections.max_message_bytes, ignores_unknown=core.config.unknown_parameters == "ignore"
+    )
+    routes: dict[str, Route[Any]] = {
+        "/v1/completions": Completions(),
+        "/v1/chat/completions": Chat(),
+        "/v1/responses": Responses(),
+    }
+    for path, route in routes.items():
         answer: GeneratingRoute[Any] = GeneratingRoute(route, core, drafters, access, bodies)
         app.router.routes.append(StarletteRoute(path, answer, methods=["POST"]))
     _add_description(app)
-    _add_models(app, ModelList(core, drafters), access)
+    text_routes: dict[str, TextRoute[Any]] = {"/tokenize": Tokenize(), "/detokenize": Detokenize()}
+    for path, text_route in text_routes.items():
+        app.router.routes.append(
+            StarletteRoute(path, BodyRoute(text_route, core, drafters, access, bodies), methods=["POST"])
+        )
+    _add_models(app, ModelList(core), access)
     _add_state(app, core, access, gate)
     for path, page in (read_pages() if pages is None else pages).items():
         app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)
@@ -56,7 +79,7 @@ def make_app(
 
 def _hosts(config: GatewayConfig) -> frozenset[str] | None:
     """Returns the names under which HTTP is answered; None if under all: see `GatewayConfig.http_allowed_hosts`."""
-    believes_this_machine = config.tokens_file is None and is_loopback(config.server.host)
+    believes_this_machine = not config.needs_tokens and is_loopback(config.server.host)
     return config.allowed_hosts if config.allowed_hosts or believes_this_machine else None
 
 
@@ -88,7 +111,12 @@ def _add_models(app: FastAPI, models: ModelList, access: Access) -> None:
 def _add_state(app: FastAPI, core: GatewayCore, access: Access, gate: Gate) -> None:
     page = MetricsPage(core.metrics.registry)
 
-    @app.get("/health", response_model=None)
+    @app.get("/version", response_model=None)
+    async def version() -> Response:
+        return _json({"version": draftwire.__version__})
+
+    @app.api_route("/ping", methods=["GET", "HEAD", "POST"], response_model=None)
+    @app.api_route("/health", methods=["GET", "HEAD"], response_model=None)
     async def health() -> Response:
         if not gate.refusal:
             return _json({"status": "ok"})

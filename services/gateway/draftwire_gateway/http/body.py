@@ -15,6 +15,7 @@ from pydantic import (
     FailFast,
     Field,
     ValidationError,
+    ValidationInfo,
     create_model,
     model_validator,
 )
@@ -30,6 +31,8 @@ from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CALL
 
 UNSUPPORTED = {
     "audio": "the output is text",
+    "background": "nothing is stored",
+    "conversation": "nothing is stored: send the whole conversation",
     "detokenize": "the output is text",
     "early_stopping": "tokens are drawn",
     "function_call": "functions are described with tools",
@@ -37,14 +40,16 @@ UNSUPPORTED = {
     "include_stop_str_in_output": "a stop string ends the text before it",
     "length_penalty": "tokens are drawn",
     "metadata": "nothing is stored, and it has to be an object",
+    "max_tool_calls": "tools are called by the client",
     "modalities": "input and output are text",
     "moderation": "texts are not judged",
-    "parallel_tool_calls": "the output is text, tool calls in it are not read",
+    "previous_response_id": "nothing is stored: send the whole conversation",
     "prediction": "a drafter predicts, see num_speculative_tokens",
     "priority": "all requests are served alike",
     "prompt_cache_key": "prefixes are shared by content, see cache_salt",
     "prompt_cache_options": "prefixes are shared by content, see cache_salt",
     "prompt_cache_retention": "prefixes are shared by content, see cache_salt",
+    "reasoning": "what a chat template knows of is said with chat_template_kwargs",
     "reasoning_effort": "what a chat template knows of is said with chat_template_kwargs",
     "request_id": "it has to be a text",
     "safety_identifier": "texts are not judged",
@@ -53,6 +58,7 @@ UNSUPPORTED = {
     "spaces_between_special_tokens": "control tokens are never text",
     "store": "nothing is stored",
     "suffix": "the model goes on with the prompt",
+    "truncation": "prompts are never cut",
     "use_beam_search": "tokens are drawn",
     "verbosity": "what a chat template knows of is said with chat_template_kwargs",
     "web_search_options": "nothing is searched",
@@ -62,8 +68,8 @@ UNSUPPORTED = {
 _DIGITS = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
-def _value_error(message: str) -> PydanticCustomError:
-    # Pydantic treats braces as placeholders.
+def value_error(message: str) -> PydanticCustomError:
+    """Returns a fault for a validator to raise, whose message is shown. Pydantic treats braces as placeholders."""
     return PydanticCustomError("value", message.replace("{", "(").replace("}", ")"))
 
 
@@ -80,14 +86,18 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        """Drops keys whose value is null, and all unknown keys but the first."""
+    def _without_nulls(cls, given: Any, info: ValidationInfo) -> Any:
+        """Drops keys whose value is null, and all unknown keys but the first, or all if they are to be ignored."""
         if not isinstance(given, dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         present = {key: value for key, value in given.items() if value is not None}
-        unknown = next((key for key in present if key not in known), None)
-        return {key: value for key, value in present.items() if key in known or key == unknown}
+        unknown = [key for key in present if key not in known]
+        ignored: set[str] | None = info.context
+        if ignored is not None:
+            ignored.update(key for key in unknown if NAME.fullmatch(key))
+            unknown = []
+        return {key: value for key, value in present.items() if key in known or key in unknown[:1]}
 
 
 def _as_list(given: Any) -> Any:
@@ -107,19 +117,19 @@ def _as_json(given: Any) -> Any:
     return dumped(given) if isinstance(given, dict) else given
 
 
-def _as_object(given: Any) -> str:
+def as_object(given: Any) -> str:
     """Serialises an object of any content: during validation, so that a large one is serialised on a thread."""
     if not isinstance(given, dict):
-        raise _value_error("has to be an object")
+        raise value_error("has to be an object")
     return dumped(given)
 
 
 def _refuse_over(given: Sized, most: int) -> None:
     if len(given) > most:
-        raise _value_error(f"takes at most {most}, not {len(given)}")
+        raise value_error(f"takes at most {most}, not {len(given)}")
 
 
-def _at_most(most: int) -> BeforeValidator:
+def at_most(most: int) -> BeforeValidator:
     """Returns a validator that refuses a list with more entries before they are validated."""
 
     def check(given: Any) -> Any:
@@ -141,16 +151,16 @@ def _as_prompts(given: Any) -> list[str | list[int]]:
         _refuse_over(given, MAX_CHOICES)
     if isinstance(given, list) and given and (all(isinstance(one, str) for one in given) or all(map(_are_ids, given))):
         return given
-    raise _value_error("has to be a text, token ids, or a list of either, and not empty")
+    raise value_error("has to be a text, token ids, or a list of either, and not empty")
 
 
 def _as_biases(given: Any) -> Any:
     if not isinstance(given, dict):
-        raise _value_error("has to be an object from token ids to numbers")
+        raise value_error("has to be an object from token ids to numbers")
     _refuse_over(given, MAX_BIASED_TOKENS)
     for token, bias in given.items():
         if not (isinstance(token, str) and _DIGITS.fullmatch(token)) or type(bias) not in (int, float):
-            raise _value_error("has to be an object from token ids, as strings, to numbers")
+            raise value_error("has to be an object from token ids, as strings, to numbers")
     return {int(token): float(bias) for token, bias in given.items()}
 
 
@@ -168,19 +178,19 @@ class StreamOptions(Strict):
 class OutputForm(Strict):
     """Structured output; exactly one of the fields is set."""
 
-    json_schema: Annotated[str | None, BeforeValidator(_as_object, dict[str, Any])] = Field(None, alias="json")
+    json_schema: Annotated[str | None, BeforeValidator(as_object, dict[str, Any])] = Field(None, alias="json")
     regex: str | None = None
-    choice: Annotated[list[str], FirstFault(), _at_most(MAX_FORM_CHOICES)] | None = None
+    choice: Annotated[list[str], FirstFault(), at_most(MAX_FORM_CHOICES)] | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")
     def _check_exactly_one(self) -> "OutputForm":
         if len(self.model_fields_set) != 1:
-            raise _value_error("takes exactly one of json, regex, choice and grammar")
+            raise value_error("takes exactly one of json, regex, choice and grammar")
         return self
 
 
-TokenIds = Annotated[list[int], FirstFault(), _at_most(MAX_ALLOWED_TOKENS)]
+TokenIds = Annotated[list[int], FirstFault(), at_most(MAX_ALLOWED_TOKENS)]
 """A set of tokens, at most as large as the largest vocabularies."""
 
 
@@ -201,9 +211,7 @@ class GenerateBody(SamplingNumbers, Strict):
 
     model: str
     n: int = 1
-    stop: Annotated[
-        list[str], FirstFault(), _at_most(MAX_STOP_STRINGS), BeforeValidator(_as_list, str | list[str])
-    ] = []
+    stop: Annotated[list[str], FirstFault(), at_most(MAX_STOP_STRINGS), BeforeValidator(_as_list, str | list[str])] = []
     seed: int | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_as_biases, dict[str, float])] = {}
     stream: bool = False
@@ -213,7 +221,7 @@ class GenerateBody(SamplingNumbers, Strict):
     # Not in OpenAI's API; named as in gRPC.
     has_random_seed: bool = False
     num_speculative_tokens: int | None = None
-    drafter: Annotated[list[str], FirstFault(), _at_most(MAX_DRAFTERS), BeforeValidator(_as_list, str | list[str])] = []
+    drafter: Annotated[list[str], FirstFault(), at_most(MAX_DRAFTERS), BeforeValidator(_as_list, str | list[str])] = []
     rejection_sample_method: str | None = None
     allowed_token_ids: TokenIds | None = None
     stop_token_ids: TokenIds = []
@@ -233,7 +241,7 @@ class GenerateBody(SamplingNumbers, Strict):
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerateBody":
         if self.stream_options is not None and not self.stream:
-            raise _value_error("stream_options: says nothing without stream")
+            raise value_error("stream_options: says nothing without stream")
         return self
 
 
@@ -252,7 +260,7 @@ class CompletionBody(GenerateBody):
     @model_validator(mode="after")
     def _check_best_of(self) -> "CompletionBody":
         if self.best_of is not None and self.best_of != self.n:
-            raise _value_error("best_of: is not supported unless it equals n, because no completion is left out")
+            raise value_error("best_of: is not supported unless it equals n, because no completion is left out")
         return self
 
 
@@ -284,7 +292,7 @@ class ChatMessage(Strict):
     role: str
     content: Annotated[list[TextPart], FirstFault(), BeforeValidator(_as_parts, str | list[TextPart])] = []
     name: str = ""
-    tool_calls: Annotated[list[MessageToolCall], FirstFault(), _at_most(MAX_TOOL_CALLS)] = []
+    tool_calls: Annotated[list[MessageToolCall], FirstFault(), at_most(MAX_TOOL_CALLS)] = []
     tool_call_id: str = ""
     reasoning_content: str = ""
     """Has no effect here: templates leave out how earlier answers were found."""
@@ -292,7 +300,7 @@ class ChatMessage(Strict):
     @model_validator(mode="after")
     def _check_content(self) -> "ChatMessage":
         if "content" not in self.model_fields_set and not self.tool_calls:
-            raise _value_error("has no content")
+            raise value_error("has no content")
         return self
 
 
@@ -301,10 +309,10 @@ class Function(Strict):
 
     name: str
     description: str = ""
-    parameters: Annotated[str, BeforeValidator(_as_object, dict[str, Any])] = ""
+    parameters: Annotated[str, BeforeValidator(as_object, dict[str, Any])] = ""
     """JSON schema; empty if left out."""
-    strict: Literal[False] = False
-    """Not supported: tool calls are not parsed, so they cannot be constrained."""
+    strict: bool = False
+    """Whether the arguments of every call follow the schema, also where the model is free to call or not."""
 
 
 class ToolBody(Strict):
@@ -314,6 +322,19 @@ class ToolBody(Strict):
     function: Function
 
 
+class NamedFunction(Strict):
+    """The function that has to be called."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """A `tool_choice` that names one."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class JsonSchema(Strict):
     """The schema of a `response_format`."""
 
@@ -321,7 +342,7 @@ class JsonSchema(Strict):
     """Has no effect here."""
     description: str = ""
     """Has no effect here."""
-    json_schema: Annotated[str, BeforeValidator(_as_object, dict[str, Any])] = Field(alias="schema")
+    json_schema: Annotated[str, BeforeValidator(as_object, dict[str, Any])] = Field(alias="schema")
     strict: bool = True
     """Has no effect here: texts always follow the schema."""
 
@@ -335,54 +356,121 @@ class ResponseFormat(Strict):
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise _value_error("json_schema comes with the type json_schema, and with no other")
+            raise value_error("json_schema comes with the type json_schema, and with no other")
         return self
 
 
-class ChatBody(GenerateBody):
+Messages = Annotated[list[ChatMessage], FirstFault(), at_most(MAX_CHAT_MESSAGES)]
+
+
+class Conversing(Strict):
+    """What a chat template renders, but for the messages."""
+
+    tools: Annotated[list[ToolBody], FirstFault(), at_most(MAX_TOOLS)] = []
+    chat_template_kwargs: Annotated[str, BeforeValidator(as_object, dict[str, Any])] = "{}"
+    continue_final_message: bool = False
+
+
+class ChatBody(GenerateBody, Conversing):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], FirstFault(), _at_most(MAX_CHAT_MESSAGES)]
+    messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: Annotated[list[ToolBody], FirstFault(), _at_most(MAX_TOOLS)] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    """Whether an answer may have several calls."""
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: Annotated[str, BeforeValidator(_as_object, dict[str, Any])] = "{}"
-    continue_final_message: bool = False
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> "ChatBody":
+    def _check(self) -> "ChatBody":
+        self.check_combinations()
+        return self
+
+    def check_combinations(self) -> None:
+        """Refuses parameters that contradict each other."""
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
-            raise _value_error("max_completion_tokens: says something else than max_tokens")
+            raise value_error("max_completion_tokens: says something else than max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
-            raise _value_error("top_logprobs: says nothing without logprobs")
+            raise value_error("top_logprobs: says nothing without logprobs")
         if not self.messages:
-            raise _value_error("messages: is empty")
+            raise value_error("messages: is empty")
         num_calls = sum(len(message.tool_calls) for message in self.messages)
         if num_calls > MAX_TOOL_CALLS:
-            raise _value_error(f"tool_calls: takes at most {MAX_TOOL_CALLS}, not {num_calls}")
+            raise value_error(f"tool_calls: takes at most {MAX_TOOL_CALLS}, not {num_calls}")
         formats = self.response_format is not None and self.response_format.type != "text"
         if formats and self.structured_output is not None:
-            raise _value_error("response_format: cannot be beside structured_output")
+            raise value_error("response_format: cannot be beside structured_output")
+        if self.must_call:
+            if not self.tools:
+                raise value_error("tool_choice: says nothing without tools")
+            if self.has_form:
+                raise value_error("tool_choice: the answer cannot be calls and have another form")
+
+    @property
+    def has_form(self) -> bool:
+        """Whether the request prescribes a form of the text itself."""
+        formats = self.response_format is not None and self.response_format.type != "text"
+        return formats or self.structured_output is not None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be tool calls."""
+        return self.tool_choice not in ("auto", "none")
+
+    @property
+    def offered_tools(self) -> list[ToolBody]:
+        """Tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+
+class TokenizeBody(Conversing):
+    """Body of POST /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages = []
+    add_special_tokens: bool = True
+    """Whether the tokens come first that the tokenizer puts before a text; a conversation has those of its template."""
+    add_generation_prompt: Literal[True] = True
+    """Conversations always end where the answer begins, unless `continue_final_message` is set."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_exactly_one(self) -> "TokenizeBody":
+        if (self.prompt is None) == (not self.messages):
+            raise value_error("prompt: a prompt or messages are needed, and not both")
         return self
 
 
+class DetokenizeBody(Strict):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
 Body = TypeVar("Body", bound=GenerateBody)
+AnyBody = TypeVar("AnyBody", bound=Strict)
 
 
-def read(kind: type[Body], data: bytes | bytearray) -> Body:
+def read(kind: type[AnyBody], data: bytes | bytearray, ignored: set[str] | None = None) -> AnyBody:
     """Parses and validates the body of a request. For a large one to be called on a thread.
+
+    Args:
+        kind: model of the body.
+        data: as it came.
+        ignored: takes the names of unknown parameters, which are left out then; None refuses them.
 
     Raises:
         RefusedError: the body is not JSON, or is invalid for the route. The message quotes only names and numbers.
     """
     given = parse(data)
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(given, context=ignored)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
         # A misspelt name is more useful than the field that is missing because of it.

@@ -2,10 +2,11 @@
 
 import asyncio
 
+import structlog
 from starlette.types import Receive, Scope
 
-from draftwire_gateway.http.body import Body, read
-from draftwire_gateway.http.body_budget import BodyBudget, BodyShare
+from draftwire_gateway.body_budget import BodyBudget, BodyShare
+from draftwire_gateway.http.body import AnyBody, read
 from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.text.tokenizer_pool import MAX_PROMPT_CHARACTERS
 
@@ -19,8 +20,12 @@ MAX_BODY_ON_LOOP = 64 * 2**10
 """Bytes. Larger bodies are parsed on a thread."""
 MAX_PARSERS = 2
 """Bodies that are parsed at once on threads: each takes up to 29 times its length meanwhile."""
+MAX_IGNORED_NAMES = 256
+"""Names of ignored parameters that are logged."""
 
 _MAX_DIGITS = 20
+
+log = structlog.get_logger()
 
 
 def header(scope: Scope, name: str) -> str | None:
@@ -32,18 +37,21 @@ def header(scope: Scope, name: str) -> str | None:
 class BodyReader:
     """Reads and parses the bodies of all requests of a gateway. Runs on the event loop."""
 
-    def __init__(self, most_bytes: int, budget: BodyBudget | None = None) -> None:
+    def __init__(self, most_bytes: int, budget: BodyBudget | None = None, *, ignores_unknown: bool = False) -> None:
         """Reads nothing yet.
 
         Args:
             most_bytes: largest body.
             budget: of all bodies together.
+            ignores_unknown: whether unknown parameters are ignored, each with a line in the log the first time.
         """
+        self._ignores_unknown = ignores_unknown
+        self._ignored: set[str] = set()
         self.budget = BodyBudget() if budget is None else budget
         self._most_bytes = min(most_bytes, MAX_BODY_BYTES)
         self._parsers = asyncio.Semaphore(MAX_PARSERS)
 
-    async def read(self, kind: type[Body], scope: Scope, receive: Receive, share: BodyShare) -> Body:
+    async def read(self, kind: type[AnyBody], scope: Scope, receive: Receive, share: BodyShare) -> AnyBody:
         """Returns the validated body of a request. What it takes is taken for the share, before it is read.
 
         Raises:
@@ -51,10 +59,21 @@ class BodyReader:
             NoRoomError: all bodies together take too much.
         """
         data = await self._received(scope, receive, share)
+        ignored: set[str] | None = set() if self._ignores_unknown else None
         if len(data) <= MAX_BODY_ON_LOOP:
-            return read(kind, data)
-        async with self._parsers:
-            return await asyncio.to_thread(read, kind, data)
+            body = read(kind, data, ignored)
+        else:
+            async with self._parsers:
+                body = await asyncio.to_thread(read, kind, data, ignored)
+        if ignored:
+            self._log_ignored(ignored)
+        return body
+
+    def _log_ignored(self, names: set[str]) -> None:
+        new = sorted(names - self._ignored)[: MAX_IGNORED_NAMES - len(self._ignored)]
+        self._ignored.update(new)
+        for name in new:
+            log.warning("gateway.parameter_ignored", name=name)
 
     async def _received(self, scope: Scope, receive: Receive, share: BodyShare) -> bytearray:
         declared = self._declared(scope)

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
 from draftwire.requests.logprobs import PromptPart, TokenLogprob
+from draftwire_gateway.http.tool_use import ToolUse
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish
 from draftwire_gateway.session.generation import Generation
 from draftwire_gateway.session.statistics import Statistics
+from draftwire_gateway.text.tool_call_reader import CallDelta, ToolCallReader
 
 IMPOSSIBLE = -9999.0
 """Log-probability of an impossible token, as in OpenAI's API. JSON has no infinity."""
@@ -28,10 +30,9 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Finish reason and statistics of a choice."""
+    """Statistics of a choice that has ended."""
 
     generation: Generation
-    reason: str
     statistics: Statistics
     drafter_error: str
 
@@ -65,6 +66,8 @@ class ChoiceDelta:
     rounds: list[dict[str, int]] = field(default_factory=list)
     reason: str | None = None
     """Finish reason; None until the choice has ended."""
+    calls: list[CallDelta] = field(default_factory=list)
+    """Tool calls that were read in the text, which is without them."""
 
     def add(self, other: "ChoiceDelta") -> None:
         """Appends a later delta."""
@@ -73,6 +76,11 @@ class ChoiceDelta:
         self.prompt += other.prompt
         self.details += other.details
         self.rounds += other.rounds
+        for call in other.calls:
+            if call.id:
+                self.calls.append(replace(call))
+            else:
+                self.calls[call.index].arguments += call.arguments
         self.reason = other.reason or self.reason
 
 
@@ -87,6 +95,8 @@ class ResponseOptions:
     num_prompt_top: int | None = None
     """The same for the tokens of the prompt."""
     details: bool = False
+    tools: ToolUse | None = None
+    """How tool calls are read; None if all is text."""
 
 
 class DeltaMaker:
@@ -102,6 +112,8 @@ class DeltaMaker:
         """Text offsets of the tokens of each echoed prompt."""
         self._reported: set[int] = set()
         """Prompts whose first token was reported."""
+        self._readers: dict[int, ToolCallReader] = {}
+        """Of the choices, if tool calls are read."""
         self.endings: list[Ending] = []
 
     async def deltas(self, choice_event: ChoiceEvent) -> list[ChoiceDelta]:
@@ -111,19 +123,35 @@ class DeltaMaker:
             case Delta() as delta:
                 return [self._generated(generation.choice, delta)]
             case Finish() as finish:
-                reason = finish.reason.value
-                self.endings.append(Ending(generation, reason, finish.statistics, finish.drafter_error))
-                return [ChoiceDelta(generation.choice, prompt=self._first_of_prompt(generation), reason=reason)]
+                self.endings.append(Ending(generation, finish.statistics, finish.drafter_error))
+                return [self._finished(generation, finish.reason.value)]
             case PromptEcho() as echo:
                 return await self._echo(generation, echo)
             case PromptPart() as part:
                 return self._prompt(generation, part)
+
+    def _finished(self, generation: Generation, reason: str) -> ChoiceDelta:
+        delta = ChoiceDelta(generation.choice, prompt=self._first_of_prompt(generation), reason=reason)
+        if self._options.tools is not None:
+            reader = self._reader(generation.choice, self._options.tools)
+            read = reader.finish()
+            delta.text, delta.calls = read.text, read.calls
+            delta.reason = self._options.tools.finish_reason(reason, reader.num_calls)
+        return delta
+
+    def _reader(self, choice: int, tools: ToolUse) -> ToolCallReader:
+        if choice not in self._readers:
+            self._readers[choice] = tools.reader()
+        return self._readers[choice]
 
     def _generated(self, choice: int, delta: Delta) -> ChoiceDelta:
         start = self._lengths.get(choice, 0)
         self._lengths[choice] = start + len(delta.text)
         ends = list(accumulate(delta.text_lengths))
         choice_delta = ChoiceDelta(choice, delta.text)
+        if self._options.tools is not None:
+            read = self._reader(choice, self._options.tools).push(delta.text)
+            choice_delta.text, choice_delta.calls = read.text, read.calls
         if self._options.num_top is not None:
             lengths = delta.text_lengths or [0] * len(delta.logprobs)
             offsets = [start + end - length for end, length in zip(accumulate(lengths), lengths, strict=True)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from draftwire.errors import (
+    ContextLengthError,
     DraftwireError,
     InvalidRequestError,
     ModelMismatchError,
@@ -26,7 +27,7 @@ UNAVAILABLE_RETRY_S = 1.0
 HTTP_NAMES = {"num_choices": "n", "template_arguments": "chat_template_kwargs"}
 """HTTP names of the parameters that have another name in gRPC."""
 
-_WORD = re.compile(r"[a-z_]+")
+_WORD = re.compile(r"[a-z_]+(?![a-z_'])")
 _PARAMETERS = frozenset([*CompletionBody.model_fields, *ChatBody.model_fields])
 
 
@@ -42,6 +43,7 @@ _INTERNAL = _Kind(500, "api_error", "internal_error")
 _INVALID = _Kind(400, "invalid_request_error")
 _TABLE: dict[type[BaseException], _Kind] = {
     InvalidRequestError: _INVALID,
+    ContextLengthError: _Kind(400, "invalid_request_error", "context_length_exceeded"),
     UnauthenticatedError: _Kind(401, "authentication_error", "invalid_api_key"),
     UnknownSessionError: _Kind(
         503, "service_unavailable_error", "session_lost"
@@ -83,7 +85,7 @@ def body_of(error: BaseException) -> bytes:
     kind = _kind_of(cause)
     is_own = isinstance(cause, DraftwireError | RefusedError)
     message = _with_names(HTTP_NAMES, str(cause)) if is_own else _OPAQUE
-    param = cause.param if isinstance(cause, RefusedError) else _param_of(message) if kind is _INVALID else None
+    param = cause.param if isinstance(cause, RefusedError) else _param_of(message) if kind.status == 400 else None
     fields = {"message": message, "type": kind.type, "param": param, "code": kind.code}
     return json.dumps({"error": fields}).encode()
 
@@ -91,7 +93,7 @@ def body_of(error: BaseException) -> bytes:
 def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> RefusedError:
     """Returns an error whose message uses a route's parameter names: the keys of `names` become their values."""
     message = _with_names(names, str(error))
-    return RefusedError(400, message, param=_param_of(message))
+    return RefusedError(400, message, code=_kind_of(error).code, param=_param_of(message))
 
 
 def _with_names(names: Mapping[str, str], message: str) -> str:

@@ -1,4 +1,4 @@
-"""GET /v1/models: the target, and the models of the drafters that are connected."""
+"""GET /v1/models: the target, under each of its names. Drafters only draft, and are not listed."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,32 +9,31 @@ from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.refusal import RefusedError
 
 
-class ListedDrafter(Protocol):
-    """A drafter in the list of models."""
+class NamedDrafter(Protocol):
+    """A connected drafter."""
 
     @property
     def description(self) -> ModelDescription:
         """The draft model."""
 
 
-ListDrafters = Callable[[], Sequence[ListedDrafter]]
+ListDrafters = Callable[[], Sequence[NamedDrafter]]
 
 
 class ModelList:
-    """The target and the models of the connected drafters."""
+    """The models that can be asked."""
 
-    def __init__(self, core: GatewayCore, drafters: ListDrafters) -> None:
-        """Stores the sources of the models; the current time becomes their creation time."""
+    def __init__(self, core: GatewayCore) -> None:
+        """Stores the source of the models; the current time becomes their creation time."""
         self._core = core
-        self._drafters = drafters
         self._since = int(time.time())
 
     def all(self) -> dict[str, Any]:
-        """Returns all models, the target first."""
+        """Returns all models."""
         return {"object": "list", "data": list(self._objects())}
 
     def one(self, name: str) -> dict[str, Any]:
-        """Returns the model of a name; the target, if a drafter's model has the same name.
+        """Returns the model of a name.
 
         Raises:
             RefusedError: there is no model of this name.
@@ -45,30 +44,22 @@ class ModelList:
         raise RefusedError(404, "there is no such model here", code="model_not_found", param="model")
 
     def _objects(self) -> Iterator[dict[str, Any]]:
-        core = self._core
-        speculation = {
+        core, target = self._core, self._core.description
+        own = {
+            "vocab_size": target.vocab_size,
+            "dtype": target.dtype,
+            "revision": target.revision,
             "num_speculative_tokens": core.defaults.num_speculative_tokens,
             "max_speculative_tokens": core.defaults.max_speculative_tokens,
             "rejection_sample_method": core.defaults.rule,
         }
-        yield self._object(core.description, "target", speculation)
-        drafters = {drafter.description.name: drafter.description for drafter in self._drafters()}
-        for _, description in sorted(drafters.items()):
-            yield self._object(description, "drafter", {})
-
-    def _object(self, model: ModelDescription, role: str, more: dict[str, Any]) -> dict[str, Any]:
-        own = {
-            "role": role,
-            "context_length": model.context_length,
-            "vocab_size": model.vocab_size,
-            "dtype": model.dtype,
-            "revision": model.revision,
-            **more,
-        }
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": self._since,
-            "owned_by": "draftwire",
-            "draftwire": own,
-        }
+        for name in core.model_names:
+            yield {
+                "id": name,
+                "object": "model",
+                "created": self._since,
+                "owned_by": "draftwire",
+                "root": target.name,
+                "max_model_len": target.context_length,
+                "draftwire": own,
+            }

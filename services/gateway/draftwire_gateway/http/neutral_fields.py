@@ -32,6 +32,11 @@ NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "request_id": _is_text,
     "safety_identifier": _is_text,
     "store": _is(False),
+    # Of /v1/responses.
+    "background": _is(False),
+    "include": lambda given: isinstance(given, list) and set(map(str, given)) <= {"reasoning.encrypted_content"},
+    "reasoning": lambda given: isinstance(given, dict) and not any(value is not None for value in given.values()),
+    "truncation": _is("disabled"),
     # How it is served: all requests alike, tokens are drawn, text is text.
     "best_of": _is(1),
     "detokenize": _is(True),
@@ -39,7 +44,6 @@ NEUTRAL: Mapping[str, Callable[[Any], bool]] = {
     "include_stop_str_in_output": _is(False),
     "length_penalty": _is_one,
     "modalities": _is(["text"]),
-    "parallel_tool_calls": _is(True, False),
     "priority": _is(0),
     "service_tier": _is("auto", "default"),
     "skip_special_tokens": _is(True),

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from draftwire_gateway.http.choice_deltas import IMPOSSIBLE, ChoiceDelta, Ending, ReportedToken, ResponseOptions
 from draftwire_gateway.http.usage import metrics_of, usage_of
 from draftwire_gateway.text.text import REPLACEMENT
+from draftwire_gateway.text.tool_call_reader import CallDelta
 
 Object = dict[str, Any]
 
@@ -84,14 +85,22 @@ class ChatFormatter:
     id_prefix = "chatcmpl-"
 
     def of_whole(self, delta: ChoiceDelta) -> Object:
-        """Returns the message of a finished choice."""
-        return {"message": {"role": "assistant", "content": delta.text}}
+        """Returns the message of a finished choice; the content is null if there are only tool calls."""
+        message: Object = {"role": "assistant", "content": delta.text if delta.text or not delta.calls else None}
+        if delta.calls:
+            message["tool_calls"] = [_call(call) for call in delta.calls]
+        return {"message": message}
 
     def of_chunk(self, delta: ChoiceDelta, *, is_first: bool) -> Object:
-        """Returns the new text of a choice's message. The first chunk holds the role; the last may have no text."""
+        """Returns what is new of a choice's message. The first chunk holds the role; the last may have no text."""
         message: Object = {"role": "assistant"} if is_first else {}
-        if delta.reason is None or delta.text or is_first:
+        if delta.text or (not delta.calls and (delta.reason is None or is_first)):
             message["content"] = delta.text
+        if delta.calls:
+            message["tool_calls"] = [
+                {"index": call.index, **(_call(call) if call.id else {"function": {"arguments": call.arguments}})}
+                for call in delta.calls
+            ]
         return {"delta": message}
 
     def logprobs(self, tokens: Sequence[ReportedToken]) -> Object:
@@ -109,6 +118,10 @@ def _likeliest_and_drawn(token: ReportedToken) -> dict[str, float] | None:
     return logprobs
 
 
+def _call(call: CallDelta) -> Object:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 def _chat_entry(token: ReportedToken) -> Object:
     entry = _with_bytes(token.text, IMPOSSIBLE if token.logprob is None else token.logprob)
     return {**entry, "top_logprobs": [_with_bytes(text, logprob) for text, logprob in token.top]}
@@ -119,13 +132,39 @@ def _with_bytes(text: str, logprob: float) -> Object:
     return {"token": text, "logprob": logprob, "bytes": None if REPLACEMENT in text else list(text.encode())}
 
 
-class ResponseWriter:
-    """Serialises the response to one request."""
+class Writer(Protocol):
+    """Serialises the response to one request, as a whole or as server-sent events."""
 
-    def __init__(self, formatter: ResponseFormatter, options: ResponseOptions, model: str) -> None:
-        """Draws the response's id; `model` is the name of the model."""
+    def answer(self, deltas: Sequence[ChoiceDelta], endings: Sequence[Ending]) -> Iterator[str]:
+        """Yields a whole response in parts, each of which takes milliseconds."""
+
+    def begin(self) -> bytes:
+        """Returns what a stream begins with."""
+
+    def chunk(self, delta: ChoiceDelta) -> bytes:
+        """Returns new results of a choice."""
+
+    def end(self, endings: Sequence[Ending]) -> bytes:
+        """Returns what a stream ends with."""
+
+
+class ResponseWriter:
+    """Serialises a response of /v1/completions or /v1/chat/completions."""
+
+    def __init__(
+        self, formatter: ResponseFormatter, options: ResponseOptions, model: str, *, reports_usage: bool
+    ) -> None:
+        """Draws the response's id.
+
+        Args:
+            formatter: of the route.
+            options: what is reported.
+            model: name of the model.
+            reports_usage: whether the last chunk reports usage and metrics; all others then hold `"usage": null`.
+        """
         self._formatter = formatter
         self._options = options
+        self._reports_usage = reports_usage
         self._head = {"id": formatter.id_prefix + secrets.token_hex(16), "created": int(time.time()), "model": model}
         # The common start of all chunks is serialised once: there is a chunk for every round.
         self._chunk_head = _dumped({**self._head, "object": formatter.chunk})[:-1] + ',"choices":['
@@ -144,13 +183,12 @@ class ResponseWriter:
             separator = ","
         yield "]," + _dumped({"usage": usage_of(endings), "metrics": metrics_of(endings)})[1:]
 
-    def chunk(self, delta: ChoiceDelta, *, reports_usage: bool) -> bytes:
-        """Returns a chunk as a server-sent event.
+    def begin(self) -> bytes:
+        """Returns nothing: the first chunk begins the stream."""
+        return b""
 
-        Args:
-            delta: new results of a choice.
-            reports_usage: whether the last chunk will report the usage; all others then hold `"usage": null`.
-        """
+    def chunk(self, delta: ChoiceDelta) -> bytes:
+        """Returns a chunk as a server-sent event."""
         is_first = delta.choice not in self._begun
         self._begun.add(delta.choice)
         choice = self._choice(delta, self._formatter.of_chunk(delta, is_first=is_first))
@@ -159,12 +197,14 @@ class ResponseWriter:
         if self._options.details:
             num_draft_tokens = sum(counts["num_draft_tokens"] for counts in delta.rounds)
             choice["draftwire"] = {"num_draft_tokens": num_draft_tokens, "tokens": delta.details}
-        return event(self._chunk_head + _dumped(choice) + ('],"usage":null}' if reports_usage else "]}"))
+        return event(self._chunk_head + _dumped(choice) + ('],"usage":null}' if self._reports_usage else "]}"))
 
-    def cost(self, endings: Sequence[Ending]) -> bytes:
-        """Returns the server-sent event with usage and metrics of the request."""
+    def end(self, endings: Sequence[Ending]) -> bytes:
+        """Returns the event with usage and metrics, if it is wanted, and the last event of all streams."""
+        if not self._reports_usage:
+            return END
         cost = {"usage": usage_of(endings), "metrics": metrics_of(endings)}
-        return event(self._chunk_head + "]," + _dumped(cost)[1:])
+        return event(self._chunk_head + "]," + _dumped(cost)[1:]) + END
 
     def _choice(self, delta: ChoiceDelta, fields: Object) -> Object:
         choice = {"index": delta.choice, **fields, "logprobs": None, "finish_reason": delta.reason}
@@ -199,9 +239,9 @@ def _in_parts(value: object) -> Iterator[str]:
         yield _dumped(value)
 
 
-def event(data: str) -> bytes:
-    """Returns a server-sent event."""
-    return f"data: {data}\n\n".encode()
+def event(data: str, name: str = "") -> bytes:
+    """Returns a server-sent event, which may have a name."""
+    return (f"event: {name}\n" * bool(name) + f"data: {data}\n\n").encode()
 
 
 END = event("[DONE]")

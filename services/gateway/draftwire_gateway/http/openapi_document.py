@@ -13,17 +13,22 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import draftwire
-from draftwire_gateway.http.body import ChatBody, CompletionBody
+from draftwire_gateway.http.body import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from draftwire_gateway.http.response_models import (
     ChatCompletion,
     ChatCompletionChunk,
     CompletionChunk,
+    DetokenizedBody,
     ErrorBody,
     HealthBody,
     ListedModel,
     ListedModels,
+    ResponseBody,
     TextCompletion,
+    TokenizedBody,
+    VersionBody,
 )
+from draftwire_gateway.http.responses_body import ResponsesBody
 
 _SCHEMAS = "#/components/schemas/"
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -63,9 +68,24 @@ def _declared() -> APIRouter:
         """Answers a conversation."""
         raise NotImplementedError
 
+    @router.post("/v1/responses", dependencies=[_TOKEN])
+    def respond(body: ResponsesBody) -> ResponseBody:
+        """Answers a conversation; with `stream`, in events named `response.*`. Nothing is stored."""
+        raise NotImplementedError
+
+    @router.post("/tokenize", dependencies=[_TOKEN])
+    def tokenize(body: TokenizeBody) -> TokenizedBody:
+        """Returns the token ids of a text or a conversation."""
+        raise NotImplementedError
+
+    @router.post("/detokenize", dependencies=[_TOKEN])
+    def detokenize(body: DetokenizeBody) -> DetokenizedBody:
+        """Returns the text of token ids."""
+        raise NotImplementedError
+
     @router.get("/v1/models", dependencies=[_TOKEN])
     def list_models() -> ListedModels:
-        """Lists the target and the models of the drafters that are connected."""
+        """Lists the target, under each of its names."""
         raise NotImplementedError
 
     @router.get("/v1/models/{name}", dependencies=[_TOKEN])
@@ -73,9 +93,17 @@ def _declared() -> APIRouter:
         """Returns one of the models."""
         raise NotImplementedError
 
-    @router.get("/health", responses={503: {"model": HealthBody, "description": "It loads or drains"}})
+    unready: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "description": "It loads or drains"}}
+
+    @router.get("/ping", responses=unready)
+    @router.get("/health", responses=unready)
     def health() -> HealthBody:
         """Says whether requests are taken."""
+        raise NotImplementedError
+
+    @router.get("/version")
+    def version() -> VersionBody:
+        """Returns the gateway's version."""
         raise NotImplementedError
 
     return router

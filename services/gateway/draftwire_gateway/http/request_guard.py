@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwire.errors import UnavailableError
 from draftwire.runtime.addresses import is_named_here
+from draftwire_gateway.config import ANY_ORIGIN
 from draftwire_gateway.http.body_reading import header
 from draftwire_gateway.http.error_bodies import body_of, headers_of, is_expected, status_of
 from draftwire_gateway.http.openai_types import event
@@ -22,6 +23,20 @@ log = structlog.get_logger()
 
 MOST_IN_A_TURN = 16
 """Requests that are begun in one turn of the event loop; more wait for the next one, behind all other work."""
+KNOWN_ROUTES = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/ping",
+        "/version",
+        "/metrics",
+    }
+)
 FINAL_ERROR_SECONDS = 1.0
 """How long a stream that is cut waits for the client to read the error."""
 
@@ -69,7 +84,9 @@ class Turns:
 class Guard:
     """ASGI middleware around the routes."""
 
-    def __init__(self, app: ASGIApp, gate: Gate, *, hosts: Collection[str] | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, gate: Gate, *, hosts: Collection[str] | None = None, origins: Collection[str] = ()
+    ) -> None:
         """Wraps an application.
 
         Args:
@@ -77,10 +94,12 @@ class Guard:
             gate: whether the service is ready.
             hosts: names under which requests are answered, beside localhost and IP addresses; those under other names
                 and from pages of other origins are refused (DNS rebinding, CSRF). None refuses neither.
+            origins: other origins whose pages may call; `ANY_ORIGIN` for all.
         """
         self._app = app
         self._gate = gate
         self._hosts = hosts
+        self._origins = origins
         self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,8 +111,8 @@ class Guard:
         try:
             await self._turns.wait()
             if self._hosts is not None:
-                refuse_other_origins(scope, self._hosts)
-            if self._gate.refusal and scope["path"].startswith("/v1/"):
+                refuse_other_origins(scope, self._hosts, self._origins)
+            if self._gate.refusal and scope["path"].startswith(("/v1/", "/tokenize", "/detokenize")):
                 raise UnavailableError(f"service is {self._gate.refusal}")
             await self._app(scope, receive, answer.send)
         except asyncio.CancelledError:  # the drain has ended
@@ -148,10 +167,10 @@ class _Answer:
 def _route_of(scope: Scope) -> str:
     """Returns the path if it is a known route; other paths are user data, and are not logged."""
     path = str(scope["path"])
-    return path if path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics") else "another"
+    return path if path in KNOWN_ROUTES else "another"
 
 
-def refuse_other_origins(scope: Scope, hosts: Collection[str]) -> None:
+def refuse_other_origins(scope: Scope, hosts: Collection[str], origins: Collection[str] = ()) -> None:
     """Refuses requests from browser pages of other origins, including those by DNS rebinding.
 
     Raises:
@@ -165,5 +184,6 @@ def refuse_other_origins(scope: Scope, hosts: Collection[str]) -> None:
         message = "host: this gateway answers under localhost, IP addresses and its http_allowed_hosts alone"
         raise RefusedError(403, message, code="host_not_allowed")
     origin = header(scope, "origin")
-    if origin is not None and origin.partition("://")[2].lower() != host.lower():
+    is_allowed = origin in origins or ANY_ORIGIN in origins
+    if origin is not None and not is_allowed and origin.partition("://")[2].lower() != host.lower():
         raise RefusedError(403, "origin: pages of other origins are not answered", code="origin_not_allowed")

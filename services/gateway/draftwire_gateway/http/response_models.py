@@ -1,10 +1,11 @@
 """What responses hold, as `/openapi.json` describes it. `openai_types` writes them; tests compare the two."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 FinishedBy = Literal["stop", "length"]
+AnswerFinishedBy = Literal["stop", "length", "tool_calls"]
 
 
 class Described(BaseModel):
@@ -200,11 +201,46 @@ class CompletionChunkChoice(AnyChoice):
     draftwire: ChunkDetails | None = None
 
 
+class CalledFunctionBody(Described):
+    """A function that the model calls."""
+
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ToolCallBody(Described):
+    """A tool call of an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionBody
+
+
+class FunctionDelta(Described):
+    """What is new of a call; the name comes with its first part."""
+
+    name: str = ""
+    arguments: str
+    """To be joined."""
+
+
+class ToolCallDelta(Described):
+    """A tool call, or the next part of one."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
 class AssistantMessage(Described):
     """An answer."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null if there are only tool calls."""
+    tool_calls: list[ToolCallBody] = []
 
 
 class AssistantDelta(Described):
@@ -212,6 +248,7 @@ class AssistantDelta(Described):
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    tool_calls: list[ToolCallDelta] = []
 
 
 class ChatChoice(AnyChoice):
@@ -219,7 +256,7 @@ class ChatChoice(AnyChoice):
 
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishedBy
+    finish_reason: AnswerFinishedBy
     draftwire: WholeDetails | None = None
 
 
@@ -228,7 +265,7 @@ class ChatChunkChoice(AnyChoice):
 
     delta: AssistantDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishedBy | None
+    finish_reason: AnswerFinishedBy | None
     draftwire: ChunkDetails | None = None
 
 
@@ -277,34 +314,142 @@ class ChatCompletionChunk(ResponseHead):
     metrics: MetricsBody | None = None
 
 
+class OutputText(Described):
+    """Text of an answer of /v1/responses."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    """Always empty, as the following."""
+    logprobs: list[None]
+
+
+class OutputMessage(Described):
+    """A message of an answer of /v1/responses."""
+
+    type: Literal["message"]
+    id: str
+    status: Literal["completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class OutputCall(Described):
+    """A tool call of an answer of /v1/responses."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    """With which its output is sent back."""
+    name: str
+    arguments: str
+    """JSON."""
+    status: Literal["completed", "incomplete"]
+
+
+class IncompleteDetails(Described):
+    """Why an answer is not complete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class OutputUsage(CompletionUsage):
+    """Of the generated tokens."""
+
+    reasoning_tokens: Literal[0]
+
+
+class ResponsesUsage(Described):
+    """Tokens of a request to /v1/responses."""
+
+    input_tokens: int
+    input_tokens_details: PromptUsage
+    output_tokens: int
+    output_tokens_details: OutputUsage
+    total_tokens: int
+
+
+class ResponseBody(Described):
+    """Response of POST /v1/responses. Nothing of it is stored."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    incomplete_details: IncompleteDetails | None
+    output: list[OutputMessage | OutputCall]
+    usage: ResponsesUsage
+    metrics: MetricsBody
+    instructions: str | None
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    text: dict[str, dict[str, str]]
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    background: Literal[False]
+    store: Literal[False]
+    truncation: Literal["disabled"]
+    service_tier: Literal["default"]
+    metadata: dict[str, str]
+    error: None
+
+
 class ModelFacts(Described):
     """What a model is here."""
 
-    role: Literal["target", "drafter"]
-    context_length: int
     vocab_size: int
     dtype: str
     revision: str
-    num_speculative_tokens: int | None = None
-    max_speculative_tokens: int | None = None
-    rejection_sample_method: str | None = None
+    num_speculative_tokens: int
+    max_speculative_tokens: int
+    rejection_sample_method: str
 
 
 class ListedModel(Described):
-    """A model. The target is the one that can be asked."""
+    """A model that can be asked."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    """The model's own name, whatever names it is served under."""
+    max_model_len: int
+    """Tokens of prompt and completion together."""
     draftwire: ModelFacts
 
 
 class ListedModels(Described):
-    """The target, then the models of the drafters that are connected."""
+    """The target, under each of its names."""
 
     object: Literal["list"]
     data: list[ListedModel]
+
+
+class VersionBody(Described):
+    """Version of the gateway."""
+
+    version: str
+
+
+class TokenizedBody(Described):
+    """Tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    """Text of each, with `return_token_strs`."""
+
+
+class DetokenizedBody(Described):
+    """Text of tokens."""
+
+    prompt: str
 
 
 class HealthBody(Described):

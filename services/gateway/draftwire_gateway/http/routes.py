@@ -1,7 +1,7 @@
-"""The two generating routes: conversion of their bodies to requests of the core."""
+"""The generating routes: conversion of their bodies to requests of the core."""
 
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol
 
 from draftwire.errors import InvalidRequestError
@@ -13,39 +13,54 @@ from draftwire_gateway.http.body import (
     ChatBody,
     ChatMessage,
     CompletionBody,
+    Conversing,
     GenerateBody,
     OutputForm,
     ToolBody,
 )
 from draftwire_gateway.http.choice_deltas import ResponseOptions
 from draftwire_gateway.http.error_bodies import HTTP_NAMES, renamed
-from draftwire_gateway.http.openai_types import ChatFormatter, CompletionFormatter, ResponseFormatter
+from draftwire_gateway.http.openai_types import (
+    ChatFormatter,
+    CompletionFormatter,
+    ResponseFormatter,
+    ResponseWriter,
+    Writer,
+)
 from draftwire_gateway.http.refusal import RefusedError
+from draftwire_gateway.http.responses_body import ResponsesBody
+from draftwire_gateway.http.responses_writer import ResponsesWriter
+from draftwire_gateway.http.tool_use import tool_use
 from draftwire_gateway.session.generation import RequestedGeneration
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
 
 class Route(Protocol, Generic[Body]):
-    """One of the two routes that generate text."""
+    """A route that generates text."""
 
     @property
     def body(self) -> type[Body]:
         """Model of the request body."""
 
-    @property
-    def formatter(self) -> ResponseFormatter:
-        """Format of the response."""
-
     def num_prompts(self, body: Body) -> int:
         """Returns the number of prompts."""
 
-    def options(self, body: Body) -> ResponseOptions:
-        """Returns what the response reports beside the text."""
+    def options(self, body: Body, core: GatewayCore) -> ResponseOptions:
+        """Returns what the response reports beside the text, and how its text is read.
+
+        Raises:
+            InvalidRequestError: the body asks for what cannot be had.
+        """
+
+    def writer(self, body: Body, options: ResponseOptions) -> Writer:
+        """Returns what writes the response."""
 
     def names(self, body: Body) -> Mapping[str, str]:
         """Returns this route's names of parameters that the core's errors name differently."""
 
-    async def requested(self, body: Body, core: GatewayCore, caller: str) -> RequestedGeneration:
+    async def requested(
+        self, body: Body, options: ResponseOptions, core: GatewayCore, caller: str
+    ) -> RequestedGeneration:
         """Tokenises the prompts, and returns the request for the core.
 
         Raises:
@@ -59,21 +74,26 @@ class Completions:
     """POST /v1/completions."""
 
     body: type[CompletionBody] = CompletionBody
-    formatter: ResponseFormatter = field(default_factory=CompletionFormatter)
 
     def num_prompts(self, body: CompletionBody) -> int:
         """Returns the number of prompts."""
         return len(body.prompt)
 
-    def options(self, body: CompletionBody) -> ResponseOptions:
+    def options(self, body: CompletionBody, core: GatewayCore) -> ResponseOptions:
         """Returns what the response reports beside the text."""
         return ResponseOptions(body.n, body.logprobs, body.prompt_logprobs, body.token_details)
+
+    def writer(self, body: CompletionBody, options: ResponseOptions) -> Writer:
+        """Returns what writes the response."""
+        return _writer(CompletionFormatter(), body, options)
 
     def names(self, body: CompletionBody) -> Mapping[str, str]:
         """Returns the HTTP names of parameters."""
         return HTTP_NAMES
 
-    async def requested(self, body: CompletionBody, core: GatewayCore, caller: str) -> RequestedGeneration:
+    async def requested(
+        self, body: CompletionBody, options: ResponseOptions, core: GatewayCore, caller: str
+    ) -> RequestedGeneration:
         """Tokenises the prompts that are text, and returns the request for the core."""
         prompts = [await core.tokenize(prompt, caller) if isinstance(prompt, str) else prompt for prompt in body.prompt]
         # An echo with log-probabilities includes those of the prompt.
@@ -96,26 +116,36 @@ class Chat:
     """POST /v1/chat/completions."""
 
     body: type[ChatBody] = ChatBody
-    formatter: ResponseFormatter = field(default_factory=ChatFormatter)
 
     def num_prompts(self, body: ChatBody) -> int:
         """Returns 1: a request holds one conversation."""
         return 1
 
-    def options(self, body: ChatBody) -> ResponseOptions:
-        """Returns what the response reports beside the text."""
-        return ResponseOptions(body.n, _num_top(body), body.prompt_logprobs, body.token_details)
+    def options(self, body: ChatBody, core: GatewayCore) -> ResponseOptions:
+        """Returns what the response reports beside the text, and how tool calls are read."""
+        tools = tool_use(body, core.tool_syntax)
+        return ResponseOptions(body.n, _num_top(body), body.prompt_logprobs, body.token_details, tools)
+
+    def writer(self, body: ChatBody, options: ResponseOptions) -> Writer:
+        """Returns what writes the response."""
+        return _writer(ChatFormatter(), body, options)
 
     def names(self, body: ChatBody) -> Mapping[str, str]:
-        """Returns the HTTP names of parameters; the prompt is `messages`."""
+        """Returns the HTTP names of parameters; the prompt is `messages`, the form may be that of tool calls."""
         length = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return {**HTTP_NAMES, **length, "the prompt": "messages"}
+        form = {"structured_output": "tools"} if body.offered_tools and not body.has_form else {}
+        return {**HTTP_NAMES, **length, **form, "the prompt": "messages"}
 
-    async def requested(self, body: ChatBody, core: GatewayCore, caller: str) -> RequestedGeneration:
+    async def requested(
+        self, body: ChatBody, options: ResponseOptions, core: GatewayCore, caller: str
+    ) -> RequestedGeneration:
         """Renders the conversation, and returns the request for the core."""
+        tools = options.tools
+        form = _chat_form(body) if tools is None else tools.form
         return RequestedGeneration(
-            prompts=[await core.render_chat(_conversation(body), caller)],
-            sampling=_sampling(body, _chat_form(body)),
+            prompts=[await core.render_chat(conversation_of(body, body.messages, body.offered_tools), caller)],
+            sampling=_sampling(body, form),
+            shown_tokens=frozenset() if tools is None else tools.shown_tokens,
             caller=caller,
             max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             logprobs=_num_top(body),
@@ -123,6 +153,40 @@ class Chat:
             token_details=body.token_details,
             **_common(body),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """POST /v1/responses: a conversation in other words."""
+
+    body: type[ResponsesBody] = ResponsesBody
+
+    def num_prompts(self, body: ResponsesBody) -> int:
+        """Returns 1: a request holds one conversation."""
+        return 1
+
+    def options(self, body: ResponsesBody, core: GatewayCore) -> ResponseOptions:
+        """Returns how tool calls are read."""
+        return Chat().options(body.chat, core)
+
+    def writer(self, body: ResponsesBody, options: ResponseOptions) -> Writer:
+        """Returns what writes the response."""
+        return ResponsesWriter(body)
+
+    def names(self, body: ResponsesBody) -> Mapping[str, str]:
+        """Returns the names of parameters that are another route's."""
+        return {**Chat().names(body.chat), "max_tokens": "max_output_tokens", "the prompt": "input"}
+
+    async def requested(
+        self, body: ResponsesBody, options: ResponseOptions, core: GatewayCore, caller: str
+    ) -> RequestedGeneration:
+        """Renders the conversation, and returns the request for the core."""
+        return await Chat().requested(body.chat, options, core, caller)
+
+
+def _writer(formatter: ResponseFormatter, body: GenerateBody, options: ResponseOptions) -> Writer:
+    reports_usage = body.stream_options is not None and body.stream_options.include_usage
+    return ResponseWriter(formatter, options, body.model, reports_usage=reports_usage)
 
 
 async def in_names(names: Mapping[str, str], work: Coroutine[Any, Any, None]) -> None:
@@ -189,10 +253,11 @@ def _num_top(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _conversation(body: ChatBody) -> Conversation:
+def conversation_of(body: Conversing, messages: Sequence[ChatMessage], tools: Sequence[ToolBody]) -> Conversation:
+    """Returns what a chat template renders for a request."""
     return Conversation(
-        turns=tuple(map(_turn, body.messages)),
-        tools=tuple(map(_tool, body.tools)) if body.tool_choice == "auto" else (),
+        turns=tuple(map(_turn, messages)),
+        tools=tuple(map(_tool, tools)),
         template_arguments="" if body.chat_template_kwargs == "{}" else body.chat_template_kwargs,
         continues_last=body.continue_final_message,
     )
@@ -213,11 +278,11 @@ def _tool(tool: ToolBody) -> Tool:
     return Tool(function.name, function.description, function.parameters)
 
 
-def model_fault(model: str, target: str, drafters: Sequence[str]) -> RefusedError | None:
-    """Returns why a request cannot name this model; None if it can."""
-    if model == target:
+def model_fault(model: str, names: Sequence[str], drafters: Sequence[str]) -> RefusedError | None:
+    """Returns why a request cannot name this model; None if it is one of the target's names."""
+    if model in names:
         return None
     if model in drafters:
-        message = f"model: this is the model of a drafter, and drafters only draft; ask for {target}"
+        message = f"model: this is the model of a drafter, and drafters only draft; ask for {names[0]}"
         return RefusedError(400, message, code="model_is_a_drafter", param="model")
-    return RefusedError(404, f"there is no such model here; ask for {target}", code="model_not_found", param="model")
+    return RefusedError(404, f"there is no such model here; ask for {names[0]}", code="model_not_found", param="model")

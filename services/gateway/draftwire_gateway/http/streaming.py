@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic
@@ -10,14 +10,15 @@ from typing import Any, Generic
 from starlette.types import Message, Receive, Scope, Send
 
 from draftwire.errors import NoRoomError
+from draftwire_gateway.admission import Place
 from draftwire_gateway.auth.access import Access, Caller, payer
+from draftwire_gateway.body_budget import BodyShare
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import Body, GenerateBody
-from draftwire_gateway.http.body_budget import BodyShare
 from draftwire_gateway.http.body_reading import BodyReader, header
 from draftwire_gateway.http.choice_deltas import ChoiceDelta, DeltaMaker
 from draftwire_gateway.http.model_list import ListDrafters
-from draftwire_gateway.http.openai_types import END, ResponseWriter
+from draftwire_gateway.http.openai_types import Writer
 from draftwire_gateway.http.routes import Route, in_names, model_fault
 from draftwire_gateway.session.committed_text import Delta
 from draftwire_gateway.session.generation import Generation, check_num_choices
@@ -37,8 +38,6 @@ class Delivery:
 
     streams: bool
     """Whether deltas are sent as they come."""
-    reports_usage: bool
-    """Whether the last chunk of a stream reports the token usage."""
     traceparent: str
     host: str
     """Address of the client, without the port; empty if it is unknown."""
@@ -46,9 +45,8 @@ class Delivery:
     @staticmethod
     def of(body: GenerateBody, scope: Scope) -> "Delivery":
         """Returns what a body asks for."""
-        reports_usage = body.stream_options is not None and body.stream_options.include_usage
         host, _ = scope.get("client") or ("", 0)
-        return Delivery(body.stream, reports_usage, header(scope, "traceparent") or "", host)
+        return Delivery(body.stream, header(scope, "traceparent") or "", host)
 
 
 class GeneratingRoute(Generic[Body]):
@@ -82,8 +80,8 @@ class GeneratingRoute(Generic[Body]):
         self._core.refuse_if_full()
         with self._bodies.budget.share(caller.name) as share:
             body = await self._read(scope, receive, share)
-            target = self._core.description.name
-            fault = model_fault(body.model, target, [drafter.description.name for drafter in self._drafters()])
+            drafters = [drafter.description.name for drafter in self._drafters()]
+            fault = model_fault(body.model, self._core.model_names, drafters)
             if fault is not None:
                 raise fault
             names = self._route.names(body)
@@ -101,17 +99,21 @@ class GeneratingRoute(Generic[Body]):
     async def _answer(self, body: Body, share: BodyShare, caller: Caller, delivery: Delivery, send: Send) -> None:
         num_prompts = self._route.num_prompts(body)
         num_choices = num_prompts * check_num_choices(num_prompts, body.n)
-        with caller.request(num_choices), self._core.admit(num_choices):
-            generations = await self._core.complete(await self._route.requested(body, self._core, caller.name))
-            generations = await self._core.check_form(generations, payer(caller, delivery.host))
-            options = self._route.options(body)
+        async with AsyncExitStack() as running:
+            running.enter_context(caller.request(num_choices))
+            place = await running.enter_async_context(self._core.admit(num_choices, caller.name))
+            options = self._route.options(body, self._core)
+            writer = self._route.writer(body, options)
+            requested = await self._route.requested(body, options, self._core, caller.name)
             del body
+            generations = await self._core.complete(requested)
+            generations = await self._core.check_form(generations, payer(caller, delivery.host))
+            del requested
             share.give_back()
             maker = DeltaMaker(options, self._core)
-            writer = ResponseWriter(self._route.formatter, options, self._core.description.name)
-            async with aclosing(self._deltas(generations, maker, caller, delivery.traceparent)) as deltas:
+            async with aclosing(self._deltas(generations, place, maker, caller, delivery.traceparent)) as deltas:
                 if delivery.streams:
-                    await _stream(deltas, maker, writer, send, reports_usage=delivery.reports_usage)
+                    await _stream(deltas, maker, writer, send)
                     return
                 whole = {generation.choice: ChoiceDelta(generation.choice) for generation in generations}
                 async for delta in deltas:
@@ -119,10 +121,10 @@ class GeneratingRoute(Generic[Body]):
             await send_whole(send, writer.answer(list(whole.values()), maker.endings))
 
     async def _deltas(
-        self, generations: Sequence[Generation], maker: DeltaMaker, caller: Caller, traceparent: str
+        self, generations: Sequence[Generation], place: Place, maker: DeltaMaker, caller: Caller, traceparent: str
     ) -> AsyncGenerator[ChoiceDelta]:
         """Yields the deltas of all choices, and charges the caller for their tokens."""
-        async with aclosing(self._core.generate(generations, traceparent)) as events:
+        async with aclosing(self._core.generate(generations, place, traceparent)) as events:
             async for event in events:
                 if isinstance(event.event, Delta):
                     caller.charge(len(event.event.token_ids))
@@ -130,18 +132,17 @@ class GeneratingRoute(Generic[Body]):
                     yield delta
 
 
-async def _stream(
-    deltas: AsyncIterator[ChoiceDelta], maker: DeltaMaker, writer: ResponseWriter, send: Send, *, reports_usage: bool
-) -> None:
+async def _stream(deltas: AsyncIterator[ChoiceDelta], maker: DeltaMaker, writer: Writer, send: Send) -> None:
     """Sends each delta at once. The status is sent with the first one: until then, an error sets the status."""
+    start = writer.begin()
     has_begun = False
     async for delta in deltas:
         if not has_begun:
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             has_begun = True
-        await send(_part(writer.chunk(delta, reports_usage=reports_usage)))
-    end = writer.cost(maker.endings) + END if reports_usage else END
-    await send(_part(end, is_last=True))
+        await send(_part(start + writer.chunk(delta)))
+        start = b""
+    await send(_part(writer.end(maker.endings), is_last=True))
 
 
 async def send_whole(send: Send, texts: Iterator[str]) -> None:

@@ -94,10 +94,26 @@ MakeLoop = Callable[[Generation], Awaitable[GenerationLoop]]
 class ChoiceRunner:
     """Runs the choices of one request. Use once."""
 
-    def __init__(self, generations: Sequence[Generation], make_loop: MakeLoop) -> None:
-        """Starts nothing before `run`."""
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        make_loop: MakeLoop,
+        wait_for_room: Callable[[NoRoomError], Awaitable[None]],
+        on_open: Callable[[], None],
+    ) -> None:
+        """Starts nothing before `run`.
+
+        Args:
+            generations: the choices.
+            make_loop: makes the loop of a choice, anew for each attempt.
+            wait_for_room: called when no verifier has room for the request's first session. Returns when it is to be
+                tried again, or raises the refusal.
+            on_open: called when the first session is open.
+        """
         self._generations = generations
         self._make_loop = make_loop
+        self._wait_for_room = wait_for_room
+        self._on_open = on_open
         self._arrived_at = time.perf_counter()
         self._events: asyncio.Queue[ChoiceEvent | _End] = asyncio.Queue(MAX_UNREAD_EVENTS)
         self._gate = _Gate()
@@ -147,8 +163,8 @@ class ChoiceRunner:
     async def _run_with_retries(self, generation: Generation, prompt: _SharedPrompt) -> None:
         """Runs one choice, and retries it while verifiers are full.
 
-        The first choice of a request is refused if there is no room, as a request of one choice is. The others wait for
-        room: for `failover_timeout_s`, and for as long as other choices run, which free capacity when they end.
+        The first choice of a request waits among all requests. The others wait for room: for `failover_timeout_s`, and
+        for as long as other choices run, which free capacity when they end.
         """
         while True:
             others_ran = bool(self._running)  # one that ends meanwhile may free capacity just after the refusal
@@ -156,6 +172,9 @@ class ChoiceRunner:
                 await self._run_choice(generation, prompt)
                 return
             except NoRoomError as error:
+                if not self._gate.is_open:
+                    await self._wait_for_room(error)
+                    continue
                 if not others_ran and not self._running:
                     raise
                 await asyncio.sleep(min(max(FIRST_PAUSE_S, error.retry_after_s), LONGEST_NAMED_PAUSE_S))
@@ -183,3 +202,4 @@ class ChoiceRunner:
     def _mark_open(self, generation: Generation) -> None:
         self._running.add(generation.choice)
         self._gate.open()
+        self._on_open()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from draftwire.drafting.model_free.names import JOINT, TEXT_DRAFTER_NAMES, parts_of
-from draftwire.errors import InvalidRequestError
+from draftwire.errors import ContextLengthError, InvalidRequestError
 from draftwire.method.keys import MAX_SEED, new_seed
 from draftwire.models.description import ModelDescription
 from draftwire.requests.logprobs import NO_LOGPROBS, LogprobsMode, LogprobsRequest
@@ -77,6 +77,8 @@ class RequestedGeneration:
     logprobs_mode: str | None = None
     echo: bool = False
     token_details: bool = False
+    shown_tokens: frozenset[str] = frozenset()
+    """Special tokens that have text in the completions."""
 
     @property
     def num_ids(self) -> int:
@@ -122,6 +124,8 @@ class Generation:
     """By which the verifier drafts by itself where no drafter does, if it can."""
     has_repeatable_seed: bool = False
     """Whether equal requests draw equal numbers, and the text depends on what is drafted."""
+    shown_tokens: frozenset[str] = frozenset()
+    """Special tokens that have text."""
 
     @property
     def is_lossy(self) -> bool:
@@ -201,6 +205,7 @@ def complete_request(
         cache_salt=_salt_of(request),
         logprobs=_wanted_logprobs(request),
         token_details=request.token_details,
+        shown_tokens=request.shown_tokens,
     )
     before = _generated_by_choice(request, len(request.prompts) * num_choices)
     generations: list[Generation] = []
@@ -269,18 +274,19 @@ def _max_tokens(request: RequestedGeneration, prompt_ids: list[int], name: str, 
     if prompt_len == 0:
         raise InvalidRequestError(f"{name} is empty")
     if prompt_len >= target.context_length:
-        raise InvalidRequestError(
-            f"{name} has {prompt_len} tokens; the context of {target.name} is {target.context_length} tokens, "
-            "and room for one more is needed"
+        raise ContextLengthError(
+            target.context_length, f"{name} has {prompt_len} tokens, and room for one more is needed"
         )
     if not _are_ids(prompt_ids, target):
         raise InvalidRequestError(f"token ids of {name} must be in 0..{target.vocab_size - 1}")
     room = target.context_length - prompt_len
     max_tokens = room if request.max_tokens is None else request.max_tokens
-    if not 0 <= max_tokens <= room:
-        raise InvalidRequestError(
-            f"max_tokens must be in 0..{room}, what the {prompt_len} tokens of {name} leave of the context, "
-            f"not {max_tokens}"
+    if max_tokens < 0:
+        raise InvalidRequestError(f"max_tokens must not be negative, as {max_tokens} is")
+    if max_tokens > room:
+        raise ContextLengthError(
+            target.context_length,
+            f"max_tokens must be in 0..{room}, what the {prompt_len} tokens of {name} leave, not {max_tokens}",
         )
     if not request.sampling.min_tokens <= max_tokens:
         raise InvalidRequestError(f"min_tokens must be at most max_tokens, {max_tokens}")

@@ -1,5 +1,6 @@
 """Incremental detokenisation and stop strings: text is emitted only when later tokens cannot change it."""
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,9 +25,9 @@ PROMPT_TAIL = 64
 """Tokens at the end of the prompt among which context is looked for: the last ones may have no text."""
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
-    """Decodes token ids, without special tokens."""
-    return str(tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+def decoded(tokenizer: PreTrainedTokenizerBase, token_ids: list[int], *, with_special: bool = False) -> str:
+    """Decodes token ids, by default without special tokens."""
+    return str(tokenizer.decode(token_ids, skip_special_tokens=not with_special, clean_up_tokenization_spaces=False))
 
 
 @lru_cache(maxsize=4)
@@ -47,10 +48,12 @@ class IncrementalDetokenizer:
     invalid, decoding the whole list would replace the valid characters of the same run too, which were emitted.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int]) -> None:
-        """Starts after a prompt, whose text is not emitted."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], shown: Collection[str] = ()) -> None:
+        """Starts after a prompt, whose text is not emitted. `shown` are special tokens that have text here."""
         self._tokenizer = tokenizer
         self._ids_with_text = _ids_with_text(tokenizer)
+        ids = {tokenizer.get_added_vocab().get(token) for token in shown}
+        self._shown_ids = frozenset(token for token in ids if token is not None) - self._ids_with_text
         context = self._visible(prompt_ids[-PROMPT_TAIL:])
         tails = [context[-length:] for length in PROMPT_TOKENS]
         self._window = next((tail for tail in tails if REPLACEMENT not in self._decode(tail)), tails[0])
@@ -108,10 +111,11 @@ class IncrementalDetokenizer:
         self._shown = len(self._decode(self._window)) - num_held
 
     def _visible(self, token_ids: list[int]) -> list[int]:
-        return [token_id for token_id in token_ids if token_id in self._ids_with_text]
+        has_text, shown = self._ids_with_text, self._shown_ids
+        return [token_id for token_id in token_ids if token_id in has_text or token_id in shown]
 
     def _decode(self, ids: list[int]) -> str:
-        return decoded(self._tokenizer, ids)
+        return decoded(self._tokenizer, ids, with_special=bool(self._shown_ids))
 
 
 class StopStrings:
@@ -136,7 +140,7 @@ class StopStrings:
             self.stopped, self._held = True, ""
             _, start = min(found)
             return text[:start]
-        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        held = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -146,8 +150,8 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
+def overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest suffix of `text` that is a proper prefix of a stop string."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length
@@ -173,6 +177,7 @@ class TextStream:
         prompt_ids: list[int],
         stops: tuple[str, ...],
         per_token: bool = False,
+        shown: Collection[str] = (),
     ) -> None:
         """Starts after a prompt.
 
@@ -181,8 +186,9 @@ class TextStream:
             prompt_ids: the prompt.
             stops: stop strings.
             per_token: whether to report text lengths per token, which decodes tokens one by one.
+            shown: special tokens that have text here; others never have.
         """
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids, shown)
         self._stops = StopStrings(stops)
         self._per_token = per_token
 

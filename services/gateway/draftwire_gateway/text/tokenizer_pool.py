@@ -4,7 +4,7 @@ import asyncio
 
 from transformers import PreTrainedTokenizerBase
 
-from draftwire.errors import InvalidRequestError, NoRoomError
+from draftwire.errors import ContextLengthError, InvalidRequestError, NoRoomError
 from draftwire.models.description import ModelDescription
 from draftwire.runtime.time_limits import Deadline
 from draftwire_gateway.text.character_bound import characters_per_token
@@ -76,7 +76,6 @@ class TokenizerPool:
             raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
         length = self._model.context_length
         if self._per_token is not None and num_characters > length * self._per_token:
-            raise InvalidRequestError(
-                f"the prompt has {num_characters} characters; the context of {self._model.name} is {length} tokens, "
-                f"of at most {self._per_token} characters each"
+            raise ContextLengthError(
+                length, f"the prompt has {num_characters} characters, of which a token has {self._per_token} at most"
             )

@@ -1,0 +1,243 @@
+"""Body of POST /v1/responses, which is a conversation of /v1/chat/completions in other words."""
+
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from draftwire_gateway.http.body import (
+    CalledFunction,
+    ChatBody,
+    ChatMessage,
+    FirstFault,
+    Function,
+    GenerateBody,
+    JsonSchema,
+    MessageToolCall,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    Strict,
+    TextPart,
+    ToolBody,
+    as_object,
+    at_most,
+    value_error,
+)
+from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOLS
+
+SYSTEM_ROLES = {"developer": "system"}
+"""Roles that have another name in chat templates."""
+
+
+def _nothing(_given: Any) -> tuple[()]:
+    return ()
+
+
+Unused = Annotated[tuple[()], BeforeValidator(_nothing, list[Any])]
+"""A list that clients send back, and that has no effect here."""
+
+
+class ContentPart(Strict):
+    """A part of a message, which is always text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Unused = ()
+    """Of an earlier answer; has no effect here."""
+    logprobs: Unused = ()
+    """Of an earlier answer; has no effect here."""
+
+
+def _as_parts(given: Any) -> Any:
+    return [{"type": "input_text", "text": given}] if isinstance(given, str) else given
+
+
+Content = Annotated[list[ContentPart], FirstFault(), BeforeValidator(_as_parts, str | list[ContentPart])]
+
+
+class MessageItem(Strict):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: str
+    content: Content
+    id: str = ""
+    status: str = ""
+    phase: str = ""
+
+
+class CallItem(Strict):
+    """A tool call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str = ""
+    status: str = ""
+
+
+class CallOutputItem(Strict):
+    """What a tool call returned."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str = ""
+    status: str = ""
+
+
+class ReasoningItem(Strict):
+    """How an earlier answer was found; has no effect here, as templates leave it out."""
+
+    type: Literal["reasoning"]
+    id: str = ""
+    summary: Unused = ()
+    content: Unused = ()
+    encrypted_content: str = ""
+    status: str = ""
+
+
+Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
+
+
+def _as_items(given: Any) -> Any:
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if isinstance(given, list):  # the type of a message may be left out
+        return [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in given]
+    return given
+
+
+class FunctionTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str = ""
+    parameters: Annotated[str, BeforeValidator(as_object, dict[str, Any])] = ""
+    strict: bool = False
+    """Whether the arguments of every call follow the schema, also where the model is free to call or not."""
+
+
+Tools = Annotated[list[FunctionTool], FirstFault(), at_most(MAX_TOOLS)]
+
+
+class NamedFunctionTool(Strict):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    """Form of the text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    """Has no effect here."""
+    description: str = ""
+    """Has no effect here."""
+    json_schema: Annotated[str, BeforeValidator(as_object, dict[str, Any])] = Field("", alias="schema")
+    strict: bool = True
+    """Has no effect here: texts always follow the schema."""
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "TextFormat":
+        if (self.type == "json_schema") != bool(self.json_schema):
+            raise value_error("schema comes with the type json_schema, and with no other")
+        return self
+
+
+class TextOptions(Strict):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(GenerateBody):
+    """Body of POST /v1/responses."""
+
+    input: Annotated[list[Item], FirstFault(), at_most(MAX_CHAT_MESSAGES), BeforeValidator(_as_items, str | list[Item])]
+    n: Literal[1] = 1
+    token_details: Literal[False] = False
+    """Not reported by this route, as the following."""
+    prompt_logprobs: None = None
+    logprobs_mode: None = None
+    instructions: str = ""
+    max_output_tokens: int | None = None
+    text: TextOptions = TextOptions()
+    tools: Tools = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | NamedFunctionTool = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: Annotated[str, BeforeValidator(as_object, dict[str, Any])] = "{}"
+
+    @model_validator(mode="after")
+    def _check_conversation(self) -> "ResponsesBody":
+        self.chat.check_combinations()
+        return self
+
+    @cached_property
+    def chat(self) -> ChatBody:
+        """The same request of /v1/chat/completions."""
+        common = {name: getattr(self, name) for name in GenerateBody.model_fields}
+        choice = self.tool_choice
+        return ChatBody.model_construct(
+            **common,
+            messages=_messages(self),
+            max_tokens=self.max_output_tokens,
+            tools=list(map(_tool, self.tools)),
+            tool_choice=choice
+            if isinstance(choice, str)
+            else NamedTool(type="function", function=NamedFunction(name=choice.name)),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=_format(self.text.format),
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+def _messages(body: ResponsesBody) -> list[ChatMessage]:
+    """Returns the conversation. Calls that follow each other, or an answer, are of one message."""
+    messages: list[ChatMessage] = []
+    if body.instructions:
+        messages.append(_message("system", body.instructions))
+    for item in body.input:
+        match item:
+            case MessageItem():
+                messages.append(_message(SYSTEM_ROLES.get(item.role, item.role), _text(item.content)))
+            case CallOutputItem():
+                messages.append(_message("tool", _text(item.output), tool_call_id=item.call_id))
+            case CallItem():
+                function = CalledFunction(name=item.name, arguments=item.arguments)
+                calls = [MessageToolCall(id=item.call_id, function=function)]
+                last = messages[-1] if messages and messages[-1].role == "assistant" else None
+                if last is None:
+                    messages.append(_message("assistant", "", tool_calls=calls))
+                else:
+                    messages[-1] = last.model_copy(update={"tool_calls": [*last.tool_calls, *calls]})
+            case ReasoningItem():
+                pass
+    return messages
+
+
+def _message(role: str, text: str, **more: Any) -> ChatMessage:
+    return ChatMessage(role=role, content=[TextPart(type="text", text=text)], **more)
+
+
+def _text(content: list[ContentPart]) -> str:
+    return "".join(part.text for part in content)
+
+
+def _tool(tool: FunctionTool) -> ToolBody:
+    function = Function.model_construct(
+        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return ToolBody.model_construct(type="function", function=function)
+
+
+def _format(wanted: TextFormat | None) -> ResponseFormat | None:
+    if wanted is None:
+        return None
+    schema = JsonSchema.model_construct(json_schema=wanted.json_schema) if wanted.type == "json_schema" else None
+    return ResponseFormat.model_construct(type=wanted.type, json_schema=schema)

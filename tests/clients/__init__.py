@@ -1,0 +1,1 @@
+"""Clients of other projects against running services: each feature as their users would use it."""
