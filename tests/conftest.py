@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+collect_ignore = ["clients"]
+"""Of an environment of its own: `make test-clients`."""
+
 # Read when torch is imported: idle torch threads must sleep, for the tests start more processes than there are cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # And one thread each: processes that take two threads on two cores run fifty times slower.

@@ -16,6 +16,7 @@ from draftwire.cli.local_stack import LocalStack
 from draftwire.cli.up_command import embedded_model, stack_options
 
 FOLDER = Path(__file__).parent
+CASES = FOLDER / "cases"
 BUILD = FOLDER.parents[1] / "build" / "clients"
 REPORT = BUILD / "report.xml"
 FEATURES = ("text", "streaming", "tools", "streamed tools", "schema", "responses")
@@ -52,8 +53,25 @@ def main() -> int:
     python = environment()
     options = stack_options(embedded_model("target"), embedded_model("drafter"), 8)
     with LocalStack(options) as stack:
-        variables = {**os.environ, "DRAFTWIRE_URL": f"{stack.http_address}/v1", "OPENAI_API_KEY": "none"}
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", FOLDER, FOLDER]
+        variables = {
+            **os.environ,
+            "DRAFTWIRE_URL": f"{stack.http_address}/v1",
+            "OPENAI_API_KEY": "none",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        }
+        command = [
+            python,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            os.devnull,
+            "--confcutdir",
+            CASES,
+            CASES,
+        ]
         status = subprocess.run([*command, f"--junitxml={REPORT}", *sys.argv[1:]], env=variables, check=False)
     print(table())
     return status.returncode

@@ -196,7 +196,7 @@ def test_arguments_of_certain_calls_come_at_once_and_those_of_others_when_they_a
         reader = ToolCallReader(HERMES, NAMES, lambda: "id", is_certain=is_certain)
         return [[call.arguments for call in reader.push(part).calls] for part in parts]
 
-    assert arguments(is_certain=True) == [["", '{"ci'], ['ty": "Ro'], ['me"}'], []]
+    assert arguments(is_certain=True) == [['{"ci'], ['ty": "Ro'], ['me"}'], []]
     assert arguments(is_certain=False) == [[], [], ['{"city": "Rome"}'], []]
 
 

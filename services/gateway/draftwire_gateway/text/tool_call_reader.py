@@ -199,9 +199,11 @@ class ToolCallReader:
             self._begun = self._add(read, head.group(1), "")
         end = self._end_of_value(head.end())
         arguments = self._buffer[head.end() : end]
-        if len(arguments) > self._num_sent:
-            read.calls.append(CallDelta(self._begun.index, "", "", arguments[self._num_sent :]))
-            self._num_sent = len(arguments)
+        new, self._num_sent = arguments[self._num_sent :], len(arguments)
+        if read.calls and read.calls[-1] is self._begun:  # clients take one part of a call at a time
+            self._begun.arguments += new
+        elif new:
+            read.calls.append(CallDelta(self._begun.index, "", "", new))
         brace = -1 if end is None else self._buffer.find("}", end)
         if brace < 0:
             return False

@@ -1,6 +1,7 @@
 """OpenAI's Agents SDK, by chat completions and by responses."""
 
 import asyncio
+from typing import Annotated
 
 import openai
 from agents import (
@@ -13,13 +14,14 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from pydantic import Field
 
 set_tracing_disabled(True)
 SEEN: list[tuple[str, int]] = []
 
 
 @function_tool
-def person(name: str, age: int) -> str:
+def person(name: Annotated[str, Field(max_length=12)], age: Annotated[int, Field(ge=0, le=120)]) -> str:
     """Looks somebody up."""
     SEEN.append((name, age))
     return "nobody"
@@ -32,7 +34,7 @@ def agent_of(url: str, model: str, kind: type, **settings: object) -> Agent:
         instructions="Be short.",
         tools=[person],
         model=kind(model=model, openai_client=client),
-        model_settings=ModelSettings(max_tokens=200, **settings),
+        model_settings=ModelSettings(max_tokens=1000, parallel_tool_calls=False, **settings),
     )
 
 
