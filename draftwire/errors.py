@@ -24,9 +24,10 @@ class InvalidRequestError(DraftwireError):
 class ContextLengthError(InvalidRequestError):
     """A prompt, or what is to be generated after it, does not fit the model's context."""
 
-    def __init__(self, context_length: int, fault: str) -> None:
-        # Clients recognise the error by these words.
-        super().__init__(f"This model's maximum context length is {context_length} tokens; {fault}")
+    @classmethod
+    def of(cls, context_length: int, fault: str) -> "ContextLengthError":
+        """Returns an error in the words by which clients recognise it."""
+        return cls(f"This model's maximum context length is {context_length} tokens; {fault}")
 
 
 class UnauthenticatedError(DraftwireError):

@@ -15,6 +15,7 @@ from draftwire.errors import (
     MAX_RETRY_AFTER_S,
     BlockViolationError,
     CompletionInterruptedError,
+    ContextLengthError,
     DraftwireError,
     GroupLostError,
     InvalidRequestError,
@@ -45,6 +46,7 @@ Code = grpc.StatusCode
 EXPECTED: dict[type[DraftwireError], grpc.StatusCode] = {
     InvalidRequestError: Code.INVALID_ARGUMENT,
     BlockViolationError: Code.INVALID_ARGUMENT,
+    ContextLengthError: Code.INVALID_ARGUMENT,
     GroupLostError: Code.UNAVAILABLE,
     UnauthenticatedError: Code.UNAUTHENTICATED,
     WrongRoleError: Code.PERMISSION_DENIED,

@@ -158,7 +158,7 @@ async def test_requests_that_wait_take_a_bounded_amount_together() -> None:
         waiting = [asyncio.create_task(servicer.Generate(request, Context())) for _ in range(60)]  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         refused = [task for task in waiting if task.done()]
-        assert len(waiting) - len(refused) == core.admission.num_waiting == 47, "three quarters of 64 MiB"
+        assert len(waiting) - len(refused) == core.queue.num_waiting == 47, "three quarters of 64 MiB"
         for task in refused:
             assert isinstance(task.exception(), NoRoomError)
     for task in waiting:

@@ -12,6 +12,10 @@ from draftwire_gateway.http.refusal import RefusedError
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 ASKS_FOR_NOTHING: dict[str, list[Any]] = {
+    "background": [False],
+    "include": [[], ["reasoning.encrypted_content"]],
+    "reasoning": [{}, {"effort": None}],
+    "truncation": ["disabled"],
     "best_of": [1],
     "detokenize": [True],
     "early_stopping": [False],
@@ -19,7 +23,6 @@ ASKS_FOR_NOTHING: dict[str, list[Any]] = {
     "length_penalty": [1, 1.0],
     "metadata": [{}, {"a": "b"}],
     "modalities": [["text"]],
-    "parallel_tool_calls": [True, False],
     "priority": [0],
     "prompt_cache_key": ["", "k"],
     "request_id": ["r"],
@@ -31,6 +34,10 @@ ASKS_FOR_NOTHING: dict[str, list[Any]] = {
     "use_beam_search": [False],
 }
 ASKS_FOR_SOMETHING: dict[str, list[Any]] = {
+    "background": [True],
+    "include": [["message.output_text.logprobs"], "a"],
+    "reasoning": [{"effort": "low"}, "low"],
+    "truncation": ["auto"],
     "best_of": [2, True],
     "detokenize": [False],
     "early_stopping": [True],
@@ -38,7 +45,6 @@ ASKS_FOR_SOMETHING: dict[str, list[Any]] = {
     "length_penalty": [0.5, True],
     "metadata": ["a"],
     "modalities": [["text", "audio"], "text"],
-    "parallel_tool_calls": ["yes"],
     "priority": [1],
     "prompt_cache_key": [1],
     "request_id": [1],

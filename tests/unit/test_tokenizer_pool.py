@@ -226,7 +226,7 @@ async def test_prompt_of_more_characters_than_the_context_can_hold_is_not_tokeni
 
     pool, text = pool_of(Counting()), "a" * (CONTEXT_LENGTH * bound + excess)
     if excess:
-        with pytest.raises(InvalidRequestError, match=f"{len(text)} characters; the context of target is 100 tokens"):
+        with pytest.raises(InvalidRequestError, match=f"{len(text)} characters, of which a token has 3 at most"):
             await pool.encode(text, "")
     else:
         assert len(await pool.encode(text, "")) >= CONTEXT_LENGTH

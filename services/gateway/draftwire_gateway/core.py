@@ -16,9 +16,9 @@ from draftwire.requests.automaton import FormVocabulary
 from draftwire.requests.tool_calls import SYNTAXES, ToolSyntax, syntax_of_template
 from draftwire.runtime.form_sandbox import FormSandbox
 from draftwire.runtime.watched_files import read_bytes
-from draftwire_gateway.admission import Admission, Place
 from draftwire_gateway.config import AUTO_LOCAL_DRAFTS, AUTO_TOOL_SYNTAX, NO_LOCAL_DRAFTS, GatewayConfig
 from draftwire_gateway.metrics import GatewayMetrics
+from draftwire_gateway.request_queue import QueuePlace, RequestQueue
 from draftwire_gateway.request_record import RequestRecord
 from draftwire_gateway.session.choices import ChoiceEvent, ChoiceRunner, PromptEcho
 from draftwire_gateway.session.generation import (
@@ -54,9 +54,9 @@ class GatewayCore:
         """Choose the lengths of drafts."""
         self.tracing: RequestTracing | None = None
         """Decides which requests are traced; None traces none. Set before the first request."""
-        self.admission = Admission(config.max_requests, config.max_waiting_requests, config.max_wait_s)
-        self.metrics.num_running.set_function(lambda: self.admission.num_running)
-        self.metrics.num_waiting.set_function(lambda: self.admission.num_waiting)
+        self.queue = RequestQueue(config.max_requests, config.max_waiting_requests, config.max_wait_s)
+        self.metrics.num_running.set_function(lambda: self.queue.num_running)
+        self.metrics.num_waiting.set_function(lambda: self.queue.num_waiting)
         self.description: ModelDescription
         """The target model."""
         self.tool_syntax: ToolSyntax | None = None
@@ -122,7 +122,7 @@ class GatewayCore:
     @property
     def num_requests(self) -> int:
         """Choices of requests that run, are being prepared or wait."""
-        return self.admission.num_running + self.admission.num_waiting
+        return self.queue.num_running + self.queue.num_waiting
 
     def refuse_if_full(self, num_choices: int = 1) -> None:
         """Refuses a request that would neither run nor wait; of one that is not read yet, at least one choice is known.
@@ -131,13 +131,13 @@ class GatewayCore:
             NoRoomError: too many requests run and wait.
         """
         try:
-            self.admission.refuse_if_full(num_choices)
+            self.queue.refuse_if_full(num_choices)
         except NoRoomError:
             self.metrics.requests_refused.labels("gateway").inc(num_choices)
             raise
 
     @asynccontextmanager
-    async def admit(self, num_choices: int, caller: str = "") -> AsyncIterator[Place]:
+    async def admit(self, num_choices: int, caller: str = "") -> AsyncIterator[QueuePlace]:
         """Admits a request, as soon as there is a place, until it has ended. Its prompts are tokenised within.
 
         Args:
@@ -153,7 +153,7 @@ class GatewayCore:
             raise InvalidRequestError(f"num_choices: {num_choices} choices in all; at most {most} may run at once")
         async with AsyncExitStack() as cleanup:
             try:
-                place = await cleanup.enter_async_context(self.admission.place(num_choices, caller))
+                place = await cleanup.enter_async_context(self.queue.place(num_choices, caller))
             except NoRoomError:
                 self.metrics.requests_refused.labels("gateway").inc(num_choices)
                 raise
@@ -207,7 +207,7 @@ class GatewayCore:
         """
         target = self.description
         if len(token_ids) > target.context_length:
-            raise ContextLengthError(target.context_length, f"tokens has {len(token_ids)}")
+            raise ContextLengthError.of(target.context_length, f"tokens has {len(token_ids)}")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < target.vocab_size:
             raise InvalidRequestError(f"tokens must be in 0..{target.vocab_size - 1}")
         return await asyncio.to_thread(decoded, self._tokenizer, token_ids, with_special=True)
@@ -244,7 +244,7 @@ class GatewayCore:
         return [replace(generation, form_memory_bytes=cost.memory_bytes) for generation in generations]
 
     async def generate(
-        self, generations: Sequence[Generation], place: Place, traceparent: str = ""
+        self, generations: Sequence[Generation], place: QueuePlace, traceparent: str = ""
     ) -> AsyncGenerator[ChoiceEvent]:
         """Runs the choices of one request, and yields their events: echoes of prompts first.
 
@@ -272,8 +272,8 @@ class GatewayCore:
             runner = ChoiceRunner(
                 generations,
                 make_loop,
-                wait_for_room=partial(self.admission.wait_for_room, place),
-                on_open=partial(self.admission.mark_open, place),
+                wait_for_room=partial(self.queue.wait_for_room, place),
+                on_open=partial(self.queue.mark_open, place),
             )
             async with aclosing(runner.run()) as events:
                 async for event in events:

@@ -37,6 +37,7 @@ UNSUPPORTED = {
     "early_stopping": "tokens are drawn",
     "function_call": "functions are described with tools",
     "functions": "functions are described with tools",
+    "include": "answers have what other parameters ask for",
     "include_stop_str_in_output": "a stop string ends the text before it",
     "length_penalty": "tokens are drawn",
     "metadata": "nothing is stored, and it has to be an object",

@@ -150,7 +150,7 @@ class TextFormat(Strict):
         return self
 
 
-class TextOptions(Strict):
+class OutputTextOptions(Strict):
     """Options of the text."""
 
     format: TextFormat | None = None
@@ -167,7 +167,7 @@ class ResponsesBody(GenerateBody):
     logprobs_mode: None = None
     instructions: str = ""
     max_output_tokens: int | None = None
-    text: TextOptions = TextOptions()
+    text: OutputTextOptions = OutputTextOptions()
     tools: Tools = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | NamedFunctionTool = "auto"
     parallel_tool_calls: bool = True

@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from draftwire_gateway.http.choice_deltas import ChoiceDelta, Ending
-from draftwire_gateway.http.openai_types import event
+from draftwire_gateway.http.openai_types import Object, event
 from draftwire_gateway.http.responses_body import ResponsesBody
 from draftwire_gateway.http.usage import metrics_of, usage_of
 from draftwire_gateway.text.tool_call_reader import CallDelta
-
-Object = dict[str, Any]
 
 
 class ResponsesWriter:

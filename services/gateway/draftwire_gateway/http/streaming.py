@@ -10,7 +10,6 @@ from typing import Any, Generic
 from starlette.types import Message, Receive, Scope, Send
 
 from draftwire.errors import NoRoomError
-from draftwire_gateway.admission import Place
 from draftwire_gateway.auth.access import Access, Caller, payer
 from draftwire_gateway.body_budget import BodyShare
 from draftwire_gateway.core import GatewayCore
@@ -20,6 +19,7 @@ from draftwire_gateway.http.choice_deltas import ChoiceDelta, DeltaMaker
 from draftwire_gateway.http.model_list import ListDrafters
 from draftwire_gateway.http.openai_types import Writer
 from draftwire_gateway.http.routes import Route, in_names, model_fault
+from draftwire_gateway.request_queue import QueuePlace
 from draftwire_gateway.session.committed_text import Delta
 from draftwire_gateway.session.generation import Generation, check_num_choices
 
@@ -121,7 +121,7 @@ class GeneratingRoute(Generic[Body]):
             await send_whole(send, writer.answer(list(whole.values()), maker.endings))
 
     async def _deltas(
-        self, generations: Sequence[Generation], place: Place, maker: DeltaMaker, caller: Caller, traceparent: str
+        self, generations: Sequence[Generation], place: QueuePlace, maker: DeltaMaker, caller: Caller, traceparent: str
     ) -> AsyncGenerator[ChoiceDelta]:
         """Yields the deltas of all choices, and charges the caller for their tokens."""
         async with aclosing(self._core.generate(generations, place, traceparent)) as events:

@@ -274,7 +274,7 @@ def _max_tokens(request: RequestedGeneration, prompt_ids: list[int], name: str, 
     if prompt_len == 0:
         raise InvalidRequestError(f"{name} is empty")
     if prompt_len >= target.context_length:
-        raise ContextLengthError(
+        raise ContextLengthError.of(
             target.context_length, f"{name} has {prompt_len} tokens, and room for one more is needed"
         )
     if not _are_ids(prompt_ids, target):
@@ -284,7 +284,7 @@ def _max_tokens(request: RequestedGeneration, prompt_ids: list[int], name: str, 
     if max_tokens < 0:
         raise InvalidRequestError(f"max_tokens must not be negative, as {max_tokens} is")
     if max_tokens > room:
-        raise ContextLengthError(
+        raise ContextLengthError.of(
             target.context_length,
             f"max_tokens must be in 0..{room}, what the {prompt_len} tokens of {name} leave, not {max_tokens}",
         )

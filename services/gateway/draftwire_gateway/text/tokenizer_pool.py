@@ -76,6 +76,6 @@ class TokenizerPool:
             raise InvalidRequestError(f"the prompt has more than {MAX_PROMPT_CHARACTERS} characters")
         length = self._model.context_length
         if self._per_token is not None and num_characters > length * self._per_token:
-            raise ContextLengthError(
+            raise ContextLengthError.of(
                 length, f"the prompt has {num_characters} characters, of which a token has {self._per_token} at most"
             )

@@ -8,7 +8,7 @@ import pytest
 from gateway_fakes import in_virtual_time
 
 from draftwire.errors import NoRoomError
-from draftwire_gateway.admission import Admission, Place
+from draftwire_gateway.request_queue import QueuePlace, RequestQueue
 
 
 class Verifier:
@@ -21,15 +21,15 @@ class Verifier:
 
 
 async def serve(
-    admission: Admission, verifier: Verifier, served: list[str], caller: str, name: str = "", *, seconds: float = 1.0
+    queue: RequestQueue, verifier: Verifier, served: list[str], caller: str, name: str = "", *, seconds: float = 1.0
 ) -> None:
     """One request: is opened when the verifier has room, and runs for a second."""
-    async with admission.place(1, caller) as place:
+    async with queue.place(1, caller) as place:
         while verifier.num_open >= verifier.room:
             verifier.num_refusals += 1
-            await admission.wait_for_room(place, NoRoomError("full"))
+            await queue.wait_for_room(place, NoRoomError("full"))
         verifier.num_open += 1
-        admission.mark_open(place)
+        queue.mark_open(place)
         served.append(name or caller)
         await asyncio.sleep(seconds)
         verifier.num_open -= 1
@@ -37,25 +37,25 @@ async def serve(
 
 @in_virtual_time
 async def test_three_hundred_at_once_are_all_served_at_the_rate_of_the_places() -> None:
-    admission, verifier, served = Admission(256, 1024, 300.0), Verifier(64), list[str]()
+    queue, verifier, served = RequestQueue(256, 1024, 300.0), Verifier(64), list[str]()
     async with asyncio.TaskGroup() as group:
         for number in range(300):
-            group.create_task(serve(admission, verifier, served, "", str(number)))
+            group.create_task(serve(queue, verifier, served, "", str(number)))
     assert served == list(map(str, range(300))), "in order of arrival"
     assert asyncio.get_running_loop().time() == pytest.approx(5.0, abs=0.1), "300 of 64 at a time"
     assert verifier.num_refusals < 300, "after the first refusals places are tried one by one"
-    assert (admission.num_running, admission.num_waiting) == (0, 0)
+    assert (queue.num_running, queue.num_waiting) == (0, 0)
 
 
 @in_virtual_time
 async def test_callers_take_turns_however_many_requests_one_has() -> None:
-    admission, verifier, served = Admission(2, 1024, 300.0), Verifier(2), list[str]()
+    queue, verifier, served = RequestQueue(2, 1024, 300.0), Verifier(2), list[str]()
     async with asyncio.TaskGroup() as group:
         for _ in range(40):
-            group.create_task(serve(admission, verifier, served, "flood"))
+            group.create_task(serve(queue, verifier, served, "flood"))
         await asyncio.sleep(0.5)
         for _ in range(3):
-            group.create_task(serve(admission, verifier, served, "other"))
+            group.create_task(serve(queue, verifier, served, "other"))
     places = [place for place, caller in enumerate(served) if caller == "other"]
     assert places[0] <= 3
     assert all(after - before <= 2 for before, after in pairwise(places))
@@ -63,50 +63,50 @@ async def test_callers_take_turns_however_many_requests_one_has() -> None:
 
 @in_virtual_time
 async def test_turns_are_fair_too_where_verifiers_are_what_is_full() -> None:
-    admission, verifier, served = Admission(256, 1024, 300.0), Verifier(2), list[str]()
+    queue, verifier, served = RequestQueue(256, 1024, 300.0), Verifier(2), list[str]()
     async with asyncio.TaskGroup() as group:
         for _ in range(40):
-            group.create_task(serve(admission, verifier, served, "flood"))
+            group.create_task(serve(queue, verifier, served, "flood"))
         await asyncio.sleep(0.5)
         for _ in range(3):
-            group.create_task(serve(admission, verifier, served, "other"))
+            group.create_task(serve(queue, verifier, served, "other"))
     places = [place for place, caller in enumerate(served) if caller == "other"]
     assert places[-1] <= 9
 
 
 @in_virtual_time
 async def test_request_is_refused_when_the_queue_is_full_or_it_has_waited_too_long() -> None:
-    admission = Admission(2, 1, 10.0)
-    async with admission.place(2, ""):
-        waiting = asyncio.create_task(admission.place(1, "").__aenter__())
+    queue = RequestQueue(2, 1, 10.0)
+    async with queue.place(2, ""):
+        waiting = asyncio.create_task(queue.place(1, "").__aenter__())
         await asyncio.sleep(1.0)
-        assert admission.num_waiting == 1
+        assert queue.num_waiting == 1
         with pytest.raises(NoRoomError, match="2 requests are running, of 2 at most and 1 wait, of 1"):
-            admission.refuse_if_full()
+            queue.refuse_if_full()
         with pytest.raises(NoRoomError, match="2 requests are running"):
-            await admission.place(1, "").__aenter__()
+            await queue.place(1, "").__aenter__()
         with pytest.raises(NoRoomError, match="has waited 10 s"):
             await waiting
         assert asyncio.get_running_loop().time() == 10.0
-        assert admission.num_waiting == 0
-    assert admission.num_running == 0
+        assert queue.num_waiting == 0
+    assert queue.num_running == 0
 
 
 @in_virtual_time
 async def test_refusal_of_a_verifier_is_the_error_where_nobody_may_wait_or_the_time_is_over() -> None:
     for max_waiting, seconds in ((0, 0.0), (5, 10.0)):
-        admission, started = Admission(2, max_waiting, 10.0), asyncio.get_running_loop().time()
+        queue, started = RequestQueue(2, max_waiting, 10.0), asyncio.get_running_loop().time()
         with pytest.raises(NoRoomError, match="full"):
-            await serve(admission, Verifier(0), [], "")
+            await serve(queue, Verifier(0), [], "")
         assert asyncio.get_running_loop().time() - started == pytest.approx(seconds)
-        assert (admission.num_running, admission.num_waiting) == (0, 0)
+        assert (queue.num_running, queue.num_waiting) == (0, 0)
 
 
 @in_virtual_time
 async def test_room_that_others_left_is_found_within_a_second() -> None:
     """Another gateway had it: nothing ends here."""
-    admission, verifier, served = Admission(4, 4, 300.0), Verifier(0), list[str]()
-    task = asyncio.create_task(serve(admission, verifier, served, ""))
+    queue, verifier, served = RequestQueue(4, 4, 300.0), Verifier(0), list[str]()
+    task = asyncio.create_task(serve(queue, verifier, served, ""))
     await asyncio.sleep(5.5)
     verifier.room = 1
     await task
@@ -115,10 +115,10 @@ async def test_room_that_others_left_is_found_within_a_second() -> None:
 
 @in_virtual_time
 async def test_large_request_is_not_overtaken_for_ever() -> None:
-    admission, order = Admission(4, 100, 300.0), list[str]()
+    queue, order = RequestQueue(4, 100, 300.0), list[str]()
 
     async def run(num_choices: int, name: str) -> None:
-        async with admission.place(num_choices, ""):
+        async with queue.place(num_choices, ""):
             order.append(name)
             await asyncio.sleep(1.0)
 
@@ -133,11 +133,11 @@ async def test_large_request_is_not_overtaken_for_ever() -> None:
 
 @in_virtual_time
 async def test_whoever_leaves_the_queue_takes_nobodys_place() -> None:
-    admission = Admission(1, 100, 300.0)
+    queue = RequestQueue(1, 100, 300.0)
     entered = list[int]()
 
     async def run(number: int) -> None:
-        async with admission.place(1, ""):
+        async with queue.place(1, ""):
             entered.append(number)
             await asyncio.sleep(1.0)
 
@@ -148,20 +148,20 @@ async def test_whoever_leaves_the_queue_takes_nobodys_place() -> None:
     tasks[2].cancel()
     await asyncio.wait(tasks)
     assert entered == [0, 2, 3]
-    assert (admission.num_running, admission.num_waiting) == (0, 0)
+    assert (queue.num_running, queue.num_waiting) == (0, 0)
 
 
 @in_virtual_time
 async def test_turn_that_comes_as_its_request_is_cancelled_goes_to_the_next() -> None:
-    admission = Admission(1, 100, 300.0)
+    queue = RequestQueue(1, 100, 300.0)
     async with AsyncExitStack() as running:
-        await running.enter_async_context(admission.place(1, ""))
-        waiting: list[asyncio.Task[Place]] = [
-            asyncio.create_task(running.enter_async_context(admission.place(1, ""))) for _ in range(2)
+        await running.enter_async_context(queue.place(1, ""))
+        waiting: list[asyncio.Task[QueuePlace]] = [
+            asyncio.create_task(running.enter_async_context(queue.place(1, ""))) for _ in range(2)
         ]
         await asyncio.sleep(0.1)
-        assert admission.num_waiting == 2
+        assert queue.num_waiting == 2
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
-        assert (admission.num_running, admission.num_waiting) == (1, 0)
+        assert (queue.num_running, queue.num_waiting) == (1, 0)

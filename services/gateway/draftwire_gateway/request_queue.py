@@ -19,7 +19,7 @@ RETRY_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class QueuePlace:
     """One request's place among those that run, or in the queue."""
 
     number: int
@@ -33,7 +33,7 @@ class Place:
     turn: asyncio.Future[None] | None = None
     """Set while it waits."""
 
-    def __lt__(self, other: "Place") -> bool:
+    def __lt__(self, other: "QueuePlace") -> bool:
         return self.number < other.number
 
 
@@ -41,20 +41,20 @@ class Place:
 class _Queue:
     """Waiting places: callers in turn, each in order of arrival."""
 
-    places: dict[str, list[Place]] = field(default_factory=dict)
+    places: dict[str, list[QueuePlace]] = field(default_factory=dict)
     """By caller, the next one first."""
 
-    def first(self) -> Place | None:
+    def first(self) -> QueuePlace | None:
         """Returns whose turn it is."""
         return next((places[0] for places in self.places.values()), None)
 
-    def add(self, place: Place, *, is_next: bool) -> None:
+    def add(self, place: QueuePlace, *, is_next: bool) -> None:
         """Adds a place; with `is_next` it is its caller's turn."""
         heapq.heappush(self.places.setdefault(place.caller, []), place)
         if is_next:
             self.places = {place.caller: self.places.pop(place.caller), **self.places}
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: QueuePlace) -> None:
         """Removes a place, which need not be the first."""
         places = self.places[place.caller]
         places.remove(place)
@@ -71,7 +71,7 @@ class _Queue:
             self.places[caller] = places
 
 
-class Admission:
+class RequestQueue:
     """Places and queue of a gateway. All methods run on the event loop."""
 
     def __init__(self, max_running: int, max_waiting: int, max_wait_s: float) -> None:
@@ -89,7 +89,7 @@ class Admission:
         self._queue = _Queue()
         self._is_careful = False
         """Whether a verifier has refused a request, and places are given one by one until nobody waits."""
-        self._probe: Place | None = None
+        self._probe: QueuePlace | None = None
         """The request that was let in last, while it is not known whether there is room for it."""
         self._is_full = False
         """Whether the last one was refused, and none has ended since."""
@@ -111,7 +111,7 @@ class Admission:
             )
 
     @asynccontextmanager
-    async def place(self, num_choices: int, caller: str) -> AsyncIterator[Place]:
+    async def place(self, num_choices: int, caller: str) -> AsyncIterator[QueuePlace]:
         """Yields a place as soon as there is one, and takes it back.
 
         Args:
@@ -123,7 +123,7 @@ class Admission:
         """
         self.refuse_if_full(num_choices)
         deadline = asyncio.get_running_loop().time() + self._max_wait_s
-        place = Place(next(self._numbers), num_choices, caller, deadline)
+        place = QueuePlace(next(self._numbers), num_choices, caller, deadline)
         try:
             if self._has_place(num_choices):
                 self._give(place)
@@ -135,7 +135,7 @@ class Admission:
             self._is_full = False
             self._let_in()
 
-    async def wait_for_room(self, place: Place, refusal: NoRoomError) -> None:
+    async def wait_for_room(self, place: QueuePlace, refusal: NoRoomError) -> None:
         """Waits after a verifier's refusal until another attempt may succeed. Others may run meanwhile.
 
         Raises:
@@ -151,7 +151,7 @@ class Admission:
         except NoRoomError:
             raise refusal from None
 
-    def mark_open(self, place: Place) -> None:
+    def mark_open(self, place: QueuePlace) -> None:
         """Notes that a verifier has room for a request."""
         if self._probe is place:
             self._probe = None
@@ -160,18 +160,18 @@ class Admission:
     def _has_place(self, num_choices: int) -> bool:
         return not self._queue.places and self.num_running + num_choices <= self._max_running
 
-    def _give(self, place: Place) -> None:
+    def _give(self, place: QueuePlace) -> None:
         place.is_held = True
         self.num_running += place.num_choices
 
-    def _release(self, place: Place) -> None:
+    def _release(self, place: QueuePlace) -> None:
         if self._probe is place:
             self._probe = None
         if place.is_held:
             place.is_held = False
             self.num_running -= place.num_choices
 
-    async def _wait(self, place: Place, *, is_next: bool) -> None:
+    async def _wait(self, place: QueuePlace, *, is_next: bool) -> None:
         place.turn = asyncio.get_running_loop().create_future()
         self._queue.add(place, is_next=is_next)
         self.num_waiting += place.num_choices
