@@ -72,12 +72,15 @@ def client(stack: "InProcessStack") -> "Iterator[Client]":
 
 @pytest.fixture(scope="session")
 def scripted_stack() -> "Iterator[InProcessStack]":
-    """No models: a script says what is accepted. The verifier has little room and takes its time."""
+    """No models: a script says what is accepted. The verifier has little room, for which nobody waits, and takes its
+    time.
+    """
     from benchmarks.law import stack_options
     from tests.in_process import InProcessStack
 
     options = stack_options(Path(SCRIPT), Path(SCRIPT))
     options["verifier"]["kv_cache_tokens"] = SCRIPTED_ROOM
+    options["gateway"]["max_waiting_requests"] = 0
     with InProcessStack(options) as running:
         yield running
 

@@ -29,7 +29,9 @@ LONG: dict[str, Any] = {"max_tokens": 4_000, "temperature": 0.0, "num_speculativ
 def slow_stack() -> Iterator[InProcessStack]:
     """A target that takes its time, and room for two."""
     model = {"model": SCRIPT}
-    with InProcessStack({"verifier": model, "drafter": model, "gateway": {"max_requests": 2}}) as running:
+    with InProcessStack(
+        {"verifier": model, "drafter": model, "gateway": {"max_requests": 2, "max_waiting_requests": 0}}
+    ) as running:
         yield running
 
 

@@ -45,10 +45,12 @@ PRINTED = {
         "docs/client.md",
         9,
     ): r"\d+ tokens/s, block efficiency \d\.\d\d\n\d+ of \d+ draft tokens accepted\n\[.+\] \d+ us .+",
+    ("docs/clients.md", 0): r".+",
     ("docs/failures.md", 0): r"0",
     ("docs/http.md", 0): r".+ \d\.\d+\n.+",
     ("docs/logprobs.md", 0): r"(\d+ -?\d\S* \[\(\d+, -?\d\S*\), \(\d+, -?\d\S*\)\]\n?){16}",
     ("docs/logprobs.md", 1): r"('.*' +\w+ +target [01]\.\d{3} drafter ([01]\.\d{3}|nan)\n?|\".+\n?){1,16}",
+    ("docs/tools.md", 0): r'(weather \{"city": ?"(Bonn|Rome)", ?"days": ?[1-9]\}\n?)+',
     ("docs/structured-output.md", 0): r"\{'name': '(Rex|Tom)', 'legs': -?\d+\}",
 }
 """What each prints, all of it."""

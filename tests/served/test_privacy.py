@@ -32,7 +32,12 @@ class Watched:
             {
                 "verifier": {"model": SCRIPT},
                 "drafter": {"model": SCRIPT},
-                "gateway": {"verdict_timeout_s": 5.0, "failover_timeout_s": 0.5, "max_requests": 2},
+                "gateway": {
+                    "verdict_timeout_s": 5.0,
+                    "failover_timeout_s": 0.5,
+                    "max_requests": 2,
+                    "max_waiting_requests": 0,
+                },
             },
             on_log=lambda service, line: self.lines.append({**line, "service": service}),
         )

@@ -232,6 +232,7 @@ def test_padded_vocabularies_over_the_same_tokens_work_together(tmp_path: Path) 
 def test_full_verifier_refuses_with_no_room(pair: tuple[Path, Path]) -> None:
     options = stack_options(*pair)
     options["verifier"]["max_sessions"] = 1
+    options["gateway"]["max_waiting_requests"] = 0
     with InProcessStack(options) as stack, Client(stack.address) as client:
         streams = [client.stream(PROMPT, max_tokens=60, num_speculative_tokens=0) for _ in range(8)]
         refused = 0

@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from draftwire.requests.parameters import MAX_ALLOWED_TOKENS, MAX_BIASED_TOKENS, NUMBERS, SamplingParams
 from draftwire.requests.structured_output import MAX_CHOICES as MAX_FORM_CHOICES
+from draftwire_gateway.http.event_ids import event_id_of
 from draftwire_gateway.http.json_parsing import NAME, parse
 from draftwire_gateway.http.neutral_fields import without_neutral
 from draftwire_gateway.http.refusal import RefusedError
@@ -195,6 +196,24 @@ TokenIds = Annotated[list[int], FirstFault(), at_most(MAX_ALLOWED_TOKENS)]
 """A set of tokens, at most as large as the largest vocabularies."""
 
 
+class GeneratedChoiceBody(Strict):
+    """What an interrupted response had of a choice."""
+
+    choice: int = 0
+    token_ids: Annotated[list[int], FirstFault()] = []
+    """The `token_ids` of all its chunks, with `return_token_ids`."""
+    is_finished: bool = False
+    """Whether its finish reason came: nothing of it is sent again."""
+    event_id: str | None = None
+    """The id of its last event, by which the ids are checked."""
+
+    @model_validator(mode="after")
+    def _check_event(self) -> "GeneratedChoiceBody":
+        if self.event_id is not None and self.event_id != event_id_of(self.choice, self.token_ids):
+            raise value_error("event_id is of an event after other tokens: one is lost, repeated or another choice's")
+        return self
+
+
 if TYPE_CHECKING:
 
     class SamplingNumbers:
@@ -232,6 +251,10 @@ class GenerateBody(SamplingNumbers, Strict):
     logprobs_mode: str | None = None
     structured_output: OutputForm | None = None
     token_details: bool = False
+    return_token_ids: bool = False
+    """Whether choices have `token_ids`, and events an id: what `generated_choices` needs."""
+    generated_choices: Annotated[list[GeneratedChoiceBody], FirstFault(), at_most(MAX_CHOICES)] = []
+    """What an interrupted response had: this one goes on after it."""
 
     @model_validator(mode="before")
     @classmethod

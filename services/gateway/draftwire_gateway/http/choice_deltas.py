@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from draftwire.requests.logprobs import PromptPart, TokenLogprob
+from draftwire_gateway.http.event_ids import EventIds
 from draftwire_gateway.http.tool_use import ToolUse
 from draftwire_gateway.session.choices import ChoiceEvent, PromptEcho
 from draftwire_gateway.session.committed_text import Delta, Finish
@@ -68,6 +69,10 @@ class ChoiceDelta:
     """Finish reason; None until the choice has ended."""
     calls: list[CallDelta] = field(default_factory=list)
     """Tool calls that were read in the text, which is without them."""
+    token_ids: list[int] = field(default_factory=list)
+    """Of the generated tokens, if they are requested."""
+    event_id: str = ""
+    """Of the event that these results are sent in, if that is requested."""
 
     def add(self, other: "ChoiceDelta") -> None:
         """Appends a later delta."""
@@ -76,6 +81,7 @@ class ChoiceDelta:
         self.prompt += other.prompt
         self.details += other.details
         self.rounds += other.rounds
+        self.token_ids += other.token_ids
         for call in other.calls:
             if call.id:
                 self.calls.append(replace(call))
@@ -97,6 +103,8 @@ class ResponseOptions:
     details: bool = False
     tools: ToolUse | None = None
     """How tool calls are read; None if all is text."""
+    returns_ids: bool = False
+    """Whether token ids are reported, and ids of events."""
 
 
 class DeltaMaker:
@@ -112,6 +120,7 @@ class DeltaMaker:
         """Text offsets of the tokens of each echoed prompt."""
         self._reported: set[int] = set()
         """Prompts whose first token was reported."""
+        self._event_ids: dict[int, EventIds] = {}
         self._readers: dict[int, ToolCallReader] = {}
         """Of the choices, if tool calls are read."""
         self.endings: list[Ending] = []
@@ -121,10 +130,10 @@ class DeltaMaker:
         generation = choice_event.generation
         match choice_event.event:
             case Delta() as delta:
-                return [self._generated(generation.choice, delta)]
+                return [self._with_ids(generation, self._generated(generation.choice, delta), delta.token_ids)]
             case Finish() as finish:
                 self.endings.append(Ending(generation, finish.statistics, finish.drafter_error))
-                return [self._finished(generation, finish.reason.value)]
+                return [self._with_ids(generation, self._finished(generation, finish.reason.value), [])]
             case PromptEcho() as echo:
                 return await self._echo(generation, echo)
             case PromptPart() as part:
@@ -137,6 +146,14 @@ class DeltaMaker:
             read = reader.finish()
             delta.text, delta.calls = read.text, read.calls
             delta.reason = self._options.tools.finish_reason(reason, reader.num_calls)
+        return delta
+
+    def _with_ids(self, generation: Generation, delta: ChoiceDelta, token_ids: list[int]) -> ChoiceDelta:
+        if self._options.returns_ids:
+            if generation.choice not in self._event_ids:
+                self._event_ids[generation.choice] = EventIds(generation.choice, generation.generated_ids)
+            delta.token_ids = token_ids
+            delta.event_id = self._event_ids[generation.choice].add(token_ids)
         return delta
 
     def _reader(self, choice: int, tools: ToolUse) -> ToolCallReader:

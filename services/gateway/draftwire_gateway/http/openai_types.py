@@ -197,7 +197,8 @@ class ResponseWriter:
         if self._options.details:
             num_draft_tokens = sum(counts["num_draft_tokens"] for counts in delta.rounds)
             choice["draftwire"] = {"num_draft_tokens": num_draft_tokens, "tokens": delta.details}
-        return event(self._chunk_head + _dumped(choice) + ('],"usage":null}' if self._reports_usage else "]}"))
+        data = self._chunk_head + _dumped(choice) + ('],"usage":null}' if self._reports_usage else "]}")
+        return event(data, event_id=delta.event_id)
 
     def end(self, endings: Sequence[Ending]) -> bytes:
         """Returns the event with usage and metrics, if it is wanted, and the last event of all streams."""
@@ -212,6 +213,8 @@ class ResponseWriter:
             choice["logprobs"] = self._formatter.logprobs(delta.tokens)
         if delta.prompt:
             choice["prompt_logprobs"] = delta.prompt
+        if self._options.returns_ids:
+            choice["token_ids"] = delta.token_ids
         return choice
 
 
@@ -239,9 +242,10 @@ def _in_parts(value: object) -> Iterator[str]:
         yield _dumped(value)
 
 
-def event(data: str, name: str = "") -> bytes:
-    """Returns a server-sent event, which may have a name."""
-    return (f"event: {name}\n" * bool(name) + f"data: {data}\n\n").encode()
+def event(data: str, name: str = "", event_id: str = "") -> bytes:
+    """Returns a server-sent event, which may have a name and an id."""
+    head = f"event: {name}\n" * bool(name) + f"id: {event_id}\n" * bool(event_id)
+    return f"{head}data: {data}\n\n".encode()
 
 
 END = event("[DONE]")

@@ -181,6 +181,8 @@ class AnyChoice(Described):
     index: int
     prompt_logprobs: list[PromptToken | None] = []
     """At the first choice of each prompt, with the parameter of this name; null for the first token."""
+    token_ids: list[int] = []
+    """Of the text, with `return_token_ids`."""
 
 
 class CompletionChoice(AnyChoice):

@@ -161,10 +161,6 @@ class ResponsesBody(GenerateBody):
 
     input: Annotated[list[Item], FirstFault(), at_most(MAX_CHAT_MESSAGES), BeforeValidator(_as_items, str | list[Item])]
     n: Literal[1] = 1
-    token_details: Literal[False] = False
-    """Not reported by this route, as the following."""
-    prompt_logprobs: None = None
-    logprobs_mode: None = None
     instructions: str = ""
     max_output_tokens: int | None = None
     text: OutputTextOptions = OutputTextOptions()
@@ -175,6 +171,9 @@ class ResponsesBody(GenerateBody):
 
     @model_validator(mode="after")
     def _check_conversation(self) -> "ResponsesBody":
+        for name in ("token_details", "return_token_ids", "prompt_logprobs", "generated_choices"):
+            if getattr(self, name):
+                raise value_error(f"{name}: means nothing on this route")
         self.chat.check_combinations()
         return self
 

@@ -31,7 +31,7 @@ from draftwire_gateway.http.refusal import RefusedError
 from draftwire_gateway.http.responses_body import ResponsesBody
 from draftwire_gateway.http.responses_writer import ResponsesWriter
 from draftwire_gateway.http.tool_use import tool_use
-from draftwire_gateway.session.generation import RequestedGeneration
+from draftwire_gateway.session.generation import GeneratedChoice, RequestedGeneration
 from draftwire_gateway.text.conversation import ChatTurn, Conversation, Tool, ToolCall
 
 
@@ -81,7 +81,8 @@ class Completions:
 
     def options(self, body: CompletionBody, core: GatewayCore) -> ResponseOptions:
         """Returns what the response reports beside the text."""
-        return ResponseOptions(body.n, body.logprobs, body.prompt_logprobs, body.token_details)
+        ids = body.return_token_ids
+        return ResponseOptions(body.n, body.logprobs, body.prompt_logprobs, body.token_details, returns_ids=ids)
 
     def writer(self, body: CompletionBody, options: ResponseOptions) -> Writer:
         """Returns what writes the response."""
@@ -124,7 +125,10 @@ class Chat:
     def options(self, body: ChatBody, core: GatewayCore) -> ResponseOptions:
         """Returns what the response reports beside the text, and how tool calls are read."""
         tools = tool_use(body, core.tool_syntax)
-        return ResponseOptions(body.n, _num_top(body), body.prompt_logprobs, body.token_details, tools)
+        if tools is not None and any(one.token_ids for one in body.generated_choices):
+            raise InvalidRequestError("generated_choices: answers in which tool calls are read cannot be resumed")
+        ids = body.return_token_ids
+        return ResponseOptions(body.n, _num_top(body), body.prompt_logprobs, body.token_details, tools, ids)
 
     def writer(self, body: ChatBody, options: ResponseOptions) -> Writer:
         """Returns what writes the response."""
@@ -214,6 +218,9 @@ def _common(body: GenerateBody) -> dict[str, Any]:
         "drafter": tuple(body.drafter),
         "rule": body.rejection_sample_method,
         "cache_salt": body.cache_salt,
+        "generated_choices": tuple(
+            GeneratedChoice(one.choice, tuple(one.token_ids), one.is_finished) for one in body.generated_choices
+        ),
         "logprobs_mode": body.logprobs_mode,
     }
 
