@@ -19,9 +19,9 @@ from draftwire.client import Client
 from tests.in_process import InProcessStack
 
 TOKENS = [*"abcdefghijklmnopqrstuvwxyz", "<e>"]
-MAX_TOKENS = 400
-NUM_TEXTS = 24
-CONCURRENCY = 6
+MAX_TOKENS = 300
+NUM_TEXTS = 10
+CONCURRENCY = 5
 SECONDS_BETWEEN_KILLS = 1.0
 MAX_SECONDS = 90.0
 
