@@ -14,9 +14,30 @@ from torch.nn.functional import linear
 TYPICAL_ROWS = 8
 """Number of rows that the packed layout is chosen for. A layout chosen for one row is slow for more."""
 
-LEAST_ROWS = 6 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 1
-"""Products of fewer rows with streamed weights are computed as of so many, which is faster where the library's kernels
-for one and two rows do not keep up with the memory; those for AVX2 do."""
+
+def least_rows(capability: str, cpu_info: str) -> int:
+    """Returns the number of rows as of which products with streamed weights are computed, if they have fewer.
+
+    The library's kernels for one row and two do not keep up with the memory on AMD's CPUs with AVX-512. On Intel's they
+    do, as those for AVX2, and more rows would take longer.
+
+    Args:
+        capability: instructions that torch uses, such as "AVX512".
+        cpu_info: beginning of /proc/cpuinfo.
+    """
+    return 6 if capability == "AVX512" and "AuthenticAMD" in cpu_info else 1
+
+
+def _cpu_info() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return file.read(4096)
+    except OSError:
+        return ""
+
+
+LEAST_ROWS = least_rows(torch.backends.cpu.get_cpu_capability(), _cpu_info())
+"""See `least_rows`."""
 
 STREAMED_BYTES = 2**27
 """The weights of a larger model are streamed: its products take as long as reading them. Those of smaller models are
