@@ -1,12 +1,15 @@
-"""A model's drafts that a text drafter continues, where the text goes on as it did before: several tokens for nothing.
+"""A model and a text drafter: where the text goes on as it did before, several tokens for nothing, or for one pass.
 
 Before each token of a block is drawn, what was kept so far is looked up: the committed tokens and the drawn ones. If so
 many of them match an earlier place that the text probably goes on like there, the rest of the block is guessed, and the
 model's passes for it are saved. A guess is certain of its tokens; a token that the model has drawn is never compared
 with one, since keeping it for being equal would change what it was drawn from.
 
-Source: the horizontal cascade of Chen et al. 2024, "Cascade Speculative Drafting" (arXiv 2312.11462); phrases after
-tokens of the model: Zhao et al. 2024, "Ouroboros" (arXiv 2402.13720).
+Where fewer match, the model draws as it would without a guess, but reads the guessed tokens beside the last one, since
+several take it as long as one. What it draws does not depend on them; those that it draws need no pass of their own.
+
+Source: the horizontal cascade, and the vertical one, of Chen et al. 2024, "Cascade Speculative Drafting" (arXiv
+2312.11462); phrases after tokens of the model: Zhao et al. 2024, "Ouroboros" (arXiv 2402.13720).
 """
 
 from collections.abc import Sequence
@@ -25,6 +28,10 @@ from draftwire.method.quantization import Encoding
 LEAST_MATCH = 8
 """Tokens that have to match before a guess takes over: then half of eight guessed tokens and more are accepted, as
 docs/model-free.md has it."""
+
+
+LEAST_READ_AHEAD = 2
+"""Tokens that have to match before a guess is read beside the last token."""
 
 
 class CascadeSequence:
@@ -61,6 +68,13 @@ class CascadeSequence:
         guess = self.text.guess(request, vocab_size, drafted)
         return guess.token_ids if guess.match_len >= LEAST_MATCH else []
 
+    def ahead(self, request: DraftRequest, vocab_size: int, drafted: list[int]) -> list[int]:
+        """Returns tokens that the model may draw next."""
+        if self.text.num_unread:
+            return []
+        guess = self.text.guess(request, vocab_size, drafted)
+        return guess.token_ids if guess.match_len >= LEAST_READ_AHEAD else []
+
 
 class CascadeDrafter:
     """A language model and a text drafter, as one strategy."""
@@ -90,7 +104,12 @@ class CascadeDrafter:
                     guessed[index] = Draft(token_ids, DraftDistributions(encoding, self._vocab_size(request)))
                     request = None
                 else:
-                    request = replace(request, ends_after=partial(self._takes_over, sequence, request))
+                    vocab_size = self._vocab_size(request)
+                    request = replace(
+                        request,
+                        ends_after=partial(self._takes_over, sequence, request),
+                        ahead=partial(sequence.ahead, request, vocab_size),
+                    )
             inner.append(Drafting(sequence.model, request, drafting.max_read))
         step = self._model.step(inner)
         drafts: list[Draft | DraftwireError | None] = []

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import is_
 from typing import cast
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftwire.drafting.drawing import BlockStart, Drawer
-from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
+from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep, nothing_ahead
 from draftwire.errors import DraftwireError, InvalidRequestError
 from draftwire.method.devices import upload
 from draftwire.method.quantization import Quantization
@@ -116,6 +117,48 @@ class LanguageModelSequence:
         return agreeing
 
 
+@dataclass(slots=True)
+class _Member:
+    """A sequence in a step that drafts."""
+
+    sequence: LanguageModelSequence
+    request: DraftRequest
+    ahead: list[int] = field(default_factory=list)
+    """Tokens that were read ahead of what is drawn, and are in the cache."""
+    rows: list[Tensor] = field(default_factory=list)
+    """`[vocab]` logits after each of them, which are good for a token whose text they are."""
+
+    def reading(self, unread: list[int], drawn: list[int]) -> Reading:
+        """Returns what to read for the next token: tokens that are certain, and those ahead of it.
+
+        Args:
+            unread: tokens of the text.
+            drawn: all tokens of the block, the last of which is the last of `unread`, if there are any.
+        """
+        cached = self.sequence.cached
+        most = self.request.num_tokens - len(drawn) - 1
+        can_read = most > 0 and self.sequence.model.extends_exactly
+        self.ahead = self.request.ahead(drawn)[:most] if can_read else []
+        return Reading(cached, [*unread, *self.ahead], 1 + len(self.ahead))
+
+    def row_after(self, token: int) -> Tensor | None:
+        """Returns the logits after a drawn token that was read ahead. Of another one there are none, nor of any after
+        it: then what was read is forgotten.
+        """
+        if self.ahead and self.ahead[0] == token:
+            del self.ahead[0]
+            return self.rows.pop(0)
+        self.forget_ahead()
+        return None
+
+    def forget_ahead(self) -> None:
+        """Takes the tokens that were read ahead, and are not drawn, out of the cache."""
+        if self.ahead:
+            cached = self.sequence.cached
+            self.sequence.model.cache.truncate(cached, cached.length - len(self.ahead))
+        self.ahead, self.rows = [], []
+
+
 class LanguageModelDrafter:
     """A causal language model as a drafting strategy."""
 
@@ -150,31 +193,32 @@ class LanguageModelDrafter:
     def step(self, draftings: Sequence[Drafting]) -> DraftStep:
         """Drafts for a batch: one forward pass for the tokens to read, then one for each drafted token."""
         started = time.perf_counter()
-        members: list[tuple[int, LanguageModelSequence, DraftRequest]] = []
+        members: dict[int, _Member] = {}
         parts: list[tuple[LanguageModelSequence, Reading]] = []
+        num_read = 0
         for index, drafting in enumerate(draftings):
             sequence = cast(LanguageModelSequence, drafting.sequence)
             unread = sequence.unread(drafting.max_read)
-            drafts = drafting.request is not None and len(unread) == sequence.num_unread
-            if unread:
-                parts.append((sequence, Reading(sequence.cached, unread, int(drafts))))
-            if drafts:
+            num_read += len(unread)
+            if drafting.request is not None and len(unread) == sequence.num_unread:
                 assert unread, "calibrate comes first"
-                members.append((index, sequence, cast(DraftRequest, drafting.request)))
+                members[index] = _Member(sequence, drafting.request)
+                parts.append((sequence, members[index].reading(unread, [])))
+            elif unread:
+                parts.append((sequence, Reading(sequence.cached, unread, 0)))
         if not parts:
             return DraftStep([None] * len(draftings))
         logits = self._read(parts)
-        num_read = sum(len(reading.token_ids) for _, reading in parts)
         if logits.is_cuda and max(len(reading.token_ids) for _, reading in parts) > PROMPT_TOKENS:
             torch.cuda.current_stream(logits.device).synchronize()  # the cost of prefill is measured here
         calibrated = time.perf_counter()
-        drafts_of, num_passes = self._draw(logits, [(sequence, request) for _, sequence, request in members])
+        drafts_of, num_passes = self._draw(logits, list(members.values()))
         results: list[Draft | DraftwireError | None] = [None] * len(draftings)
-        for (index, sequence, _), draft in zip(members, drafts_of, strict=True):
+        for (index, member), draft in zip(members.items(), drafts_of, strict=True):
             results[index] = draft
             if isinstance(draft, Draft):
-                sequence.ids += draft.token_ids
-                sequence.publish()
+                member.sequence.ids += draft.token_ids
+                member.sequence.publish()
         return DraftStep(results, num_read, calibrated - started, time.perf_counter() - calibrated, num_passes)
 
     def _read(self, parts: list[tuple[LanguageModelSequence, Reading]]) -> Tensor:
@@ -193,42 +237,69 @@ class LanguageModelDrafter:
             rows.update(zip(places, logits.split([reading.keep for reading in readings]), strict=True))
         return torch.cat([rows[place] for place in range(len(parts))])
 
-    def _draw(
-        self, logits: Tensor, members: list[tuple[LanguageModelSequence, DraftRequest]]
-    ) -> tuple[list[Draft | DraftwireError], int]:
+    def _draw(self, logits: Tensor, members: list[_Member]) -> tuple[list[Draft | DraftwireError], int]:
         """Draws blocks, position by position, and returns them with the number of forward passes.
 
         Drawn tokens feed the next forward pass on the device. The host waits for the device only where penalties, a
-        form or `ends_after` need the text. A block whose next logits are not finite ends there: a failure of the model
-        for that sequence alone. A block that is cut ends after its last drawn token, without a further forward pass.
+        form, `ends_after` or `ahead` need the text. A block whose next logits are not finite ends there: a failure of
+        the model for that sequence alone. A block that is cut ends after its last drawn token, without a further
+        forward pass.
 
         Args:
-            logits: `[members, vocab]`, after each member's committed tokens.
-            members: sequences with their requests.
+            logits: `[rows, vocab]`, after each member's committed tokens and what was read ahead of them.
+            members: those that draft.
         """
         drawer = Drawer(
-            [self._start(sequence, request) for sequence, request in members], self._quantization, self.model.device
+            [self._start(member.sequence, member.request) for member in members], self._quantization, self.model.device
         )
         texts = [
-            sequence.ids[request.prompt_len :] if request.automaton is not None else [] for sequence, request in members
+            member.sequence.ids[member.request.prompt_len :] if member.request.automaton is not None else []
+            for member in members
         ]
-        active = list(range(len(members)))  # the members of the rows of `logits`
-        num_passes = 0
+        active, num_passes = list(range(len(members))), 0
+        logits = _first_rows(logits, members)
         while active:
             for row, index in zip(logits, active, strict=True):
-                vocab_size = members[index][1].vocab_size
+                vocab_size = members[index].request.vocab_size
                 if vocab_size < len(row):
                     row[vocab_size:] = -torch.inf
-            spans = [_span(drawer, index, *members[index], texts[index]) for index in active]
-            probs = probabilities_of_spans(logits, spans).float()
-            tokens = drawer.draw(active, probs)
-            going = [row for row, index in enumerate(active) if _goes_on(drawer, index, members[index][1])]
+            spans = [_span(drawer, index, members[index], texts[index]) for index in active]
+            tokens = drawer.draw(active, probabilities_of_spans(logits, spans).float())
+            going = [row for row, index in enumerate(active) if _goes_on(drawer, index, members[index].request)]
             if len(going) < len(active):
                 active, tokens = [active[row] for row in going], tokens[upload(going, tokens.device, torch.int64)]
             if active:
-                logits = self.model.extend([members[index][0].cached for index in active], tokens)
-                num_passes += 1
+                logits, has_read = self._extend([members[index] for index in active], tokens, drawer, active)
+                num_passes += has_read
+        for member in members:
+            member.forget_ahead()
         return drawer.drafts(), num_passes
+
+    def _extend(
+        self, members: list[_Member], tokens: Tensor, drawer: Drawer, indices: list[int]
+    ) -> tuple[Tensor, bool]:
+        """Returns the logits after drawn tokens, `[members, vocab]`, and whether that took a forward pass.
+
+        Args:
+            members: those that draw another token.
+            tokens: the last that each has drawn.
+            drawer: has drawn them.
+            indices: of the members in the drawer.
+        """
+        if not self.model.extends_exactly or all(member.request.ahead is nothing_ahead for member in members):
+            return self.model.extend([member.sequence.cached for member in members], tokens), True
+        rows: list[Tensor | None] = []
+        readings: dict[int, Reading] = {}
+        for place, (member, index) in enumerate(zip(members, indices, strict=True)):
+            drawn = drawer.token_ids(index)
+            rows.append(member.row_after(drawn[-1]))
+            if rows[place] is None:
+                readings[place] = member.reading([drawn[-1]], drawn)
+        if readings:
+            read = _first_rows(self.model.read(list(readings.values())), [members[place] for place in readings])
+            for place, row in zip(readings, read, strict=True):
+                rows[place] = row
+        return torch.stack([row for row in rows if row is not None]), bool(readings)
 
     def _start(self, sequence: LanguageModelSequence, request: DraftRequest) -> BlockStart:
         return BlockStart(request, min(request.vocab_size, self.model.vocab_size), len(sequence.ids))
@@ -241,10 +312,21 @@ def _goes_on(drawer: Drawer, index: int, request: DraftRequest) -> bool:
     return request.ends_after is None or not request.ends_after(drawer.token_ids(index))
 
 
-def _span(
-    drawer: Drawer, index: int, sequence: LanguageModelSequence, request: DraftRequest, generated_ids: list[int]
-) -> Span:
+def _first_rows(logits: Tensor, members: list[_Member]) -> Tensor:
+    """Returns the logits for the next token of each member, and gives it those after what it has read ahead."""
+    if not any(member.ahead for member in members):
+        return logits
+    firsts, place = [], 0
+    for member in members:
+        firsts.append(place)
+        member.rows = list(logits[place + 1 : place + 1 + len(member.ahead)])
+        place += 1 + len(member.ahead)
+    return logits[upload(firsts, logits.device, torch.int64)]
+
+
+def _span(drawer: Drawer, index: int, member: _Member, generated_ids: list[int]) -> Span:
     """Returns the span of a block's next token. `generated_ids` are those before the block, if there is a form."""
+    sequence, request = member.sequence, member.request
     text = [*sequence.ids, *drawer.token_ids(index)] if request.sampling.penalizes else ()
     position, mask = drawer.position(index), _mask(drawer, index, generated_ids, request)
     stops, edits = request.stop_token_ids, sequence.edits(request)

@@ -16,6 +16,11 @@ def never() -> bool:
     return False
 
 
+def nothing_ahead(_drawn: list[int]) -> list[int]:
+    """Returns no tokens: the default of `DraftRequest.ahead`."""
+    return []
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
     """Request for one draft block."""
@@ -41,6 +46,9 @@ class DraftRequest:
     ends_after: Callable[[list[int]], bool] | None = None
     """Whether the block ends after some drawn tokens; asked with all of them before the next one is drawn. It may look
     at them, since they are all kept."""
+    ahead: Callable[[list[int]], list[int]] = nothing_ahead
+    """Tokens that may follow some drawn ones; asked with all of them. A model reads them beside the last drawn token,
+    and so has what it would read one by one if they are drawn. What is drawn does not depend on them."""
     is_cut: Callable[[], bool] = never
     """Whether to end the block early. Called on the torch thread after each token. A block that is cut ends before its
     next token is drawn and keeps all drawn tokens: dropping a token because of its value would bias the output."""

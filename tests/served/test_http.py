@@ -620,6 +620,7 @@ def ask(client: openai.OpenAI, kind: str, model: str) -> Any:
 def test_models_are_the_target_alone(client: openai.OpenAI) -> None:
     (target,) = client.models.list().data
     assert (target.id, target.owned_by, target.max_model_len) == ("target", "draftwire", 256)
+    assert target.draftwire["drafters"] == ["drafter"]
     assert client.models.retrieve("target") == target
     for other in ("drafter", "gpt"):
         with pytest.raises(openai.NotFoundError):

@@ -11,12 +11,7 @@ from playwright.sync_api import expect
 from draftwire_gateway.http.playground_pages import HEADERS, read_pages
 
 ORIGIN = "http://playground.test"
-MODELS = {
-    "data": [
-        {"id": "large", "draftwire": {"role": "target", "max_speculative_tokens": 16}},
-        {"id": "small", "draftwire": {"role": "drafter"}},
-    ]
-}
+MODELS = {"data": [{"id": "large", "draftwire": {"drafters": ["small"], "max_speculative_tokens": 16}}]}
 
 
 class ScriptedGateway:

@@ -9,7 +9,7 @@ import torch
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from draftwire.drafting.cascade_drafter import LEAST_MATCH, CascadeDrafter
+from draftwire.drafting.cascade_drafter import LEAST_MATCH, LEAST_READ_AHEAD, CascadeDrafter
 from draftwire.drafting.language_model import LanguageModelDrafter
 from draftwire.drafting.model_free.suffix import SuffixDrafter
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
@@ -89,14 +89,14 @@ def test_guess_takes_over_behind_a_drawn_token_that_makes_the_match_long_enough(
         by_model, step = draft_of(drafted(alone, RETURNING, asked)), drafted(cascade, RETURNING, asked)
         draft = draft_of(step)
         if by_model.token_ids[0] != STORY[LEAST_MATCH - 1]:
-            if draft.token_ids == by_model.token_ids:
-                assert draft.distributions == by_model.distributions
+            if draft.token_ids == by_model.token_ids:  # several rows in a pass are rounded otherwise than one
+                assert stated(draft) == pytest.approx(stated(by_model), abs=1e-2 if encoding is ENCODINGS[2] else 1e-4)
             continue
         taken += 1
         assert draft.token_ids == [*STORY[LEAST_MATCH - 1 :], *OTHER, *STORY][:6]
         assert step.num_passes == 0, "the pass that reads gave the only drawn token"
         own = stated(draft)
-        assert own[0] == stated(by_model)[0], "stated as the model drew it"
+        assert own[0] == pytest.approx(stated(by_model)[0], abs=1e-3), "stated as the model drew it"
         assert own[1:] == [0.0] * 5
     assert 0 < taken < 60
 
@@ -170,3 +170,20 @@ def test_certain_rows_are_added_to_every_encoding() -> None:
         assert said == [*before_said, 0.0, 0.0]
     for encoding in (Encoding.NONE, Encoding.ONE_HOT):
         assert with_certain(DraftDistributions(encoding, 4), [1]) == DraftDistributions(encoding, 4)
+
+
+def test_model_reads_a_short_match_ahead_and_draws_what_it_would_draw(model: CachedModel) -> None:
+    """Two tokens match, too few for a guess to take over; the model often draws what follows them there."""
+    text = [*STORY, *OTHER, *STORY[:LEAST_READ_AHEAD]]
+    often = SamplingParams(logit_bias=tuple((token, 6.0) for token in STORY[LEAST_READ_AHEAD : LEAST_MATCH - 2]))
+    alone, cascade = strategies(model, Encoding.SPARSE_UINT16)
+    num_passes = [0, 0]
+    for number in range(40):
+        asked = request(number, num_tokens=4, sampling=often)
+        steps = [drafted(strategy, text, asked) for strategy in (alone, cascade)]
+        drafts = [draft_of(step) for step in steps]
+        assert drafts[0].token_ids == drafts[1].token_ids
+        assert stated(drafts[0]) == pytest.approx(stated(drafts[1]), abs=1e-3)
+        num_passes = [total + step.num_passes for total, step in zip(num_passes, steps, strict=True)]
+    assert num_passes[0] == 40 * 3
+    assert 40 < num_passes[1] < 40 * 3 - 10

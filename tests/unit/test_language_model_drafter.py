@@ -605,3 +605,79 @@ def test_logits_that_are_not_finite_end_the_block_of_their_sequence_alone(
         assert isinstance(cut, Draft)
         assert cut.token_ids == whole.token_ids[: call - 1]
         assert cut.distributions.data == whole.distributions.data[: len(cut.distributions.data)]
+
+
+# Read ahead
+
+
+def guesser(kind: str, true_ids: list[int]) -> Callable[[list[int]], list[int]]:
+    """Guesses what follows drawn tokens: what will be drawn, another thing, or a part of it."""
+
+    def ahead(drawn: list[int]) -> list[int]:
+        following = true_ids[len(drawn) :]
+        wrong = [(token + 1) % VOCAB_SIZE for token in following]
+        return {
+            "right": following,
+            "wrong": wrong,
+            "the first alone": following[:1],
+            "right and then wrong": [*following[:2], *wrong[2:]],
+            "too much": [*following, *following, 1, 2, 3],
+            "nothing": [],
+        }[kind]
+
+    return ahead
+
+
+PASSES = {"right": 0, "too much": 0, "right and then wrong": 1, "wrong": 4, "the first alone": 2, "nothing": 4}
+"""Of a block of five tokens, after the committed ones are read."""
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("sampling", [GREEDY[0], SAMPLED[0], TEXTUAL], ids=str)
+@pytest.mark.parametrize("rule", ["block", "coupled"])
+def test_what_is_drawn_does_not_depend_on_what_is_read_ahead(
+    drafter: LanguageModelDrafter, sampling: SamplingParams, rule: str, kind: str
+) -> None:
+    """Nor do the following rounds: what was read ahead and not drawn is forgotten."""
+    committed = [*PROMPT]
+    sequence, plain = started(drafter, committed), started(drafter, committed)
+    for number in range(6):
+        wanted = request(5, sampling, number, rule=rule)
+        expected = drafted(drafter, plain, wanted)
+        (draft,) = (
+            step := drafter.step([Drafting(sequence, replace(wanted, ahead=guesser(kind, expected.token_ids)))])
+        ).drafts
+        assert isinstance(draft, Draft)
+        assert_equal(draft, expected)
+        assert step.num_passes == PASSES[kind]
+        assert sequence.cached.length <= len(sequence.ids)
+        new = [*expected.token_ids[: number % 6], (number * 5) % VOCAB_SIZE]
+        for one in (sequence, plain):
+            one.calibrate(len(committed), new)
+        committed += new
+
+
+def test_members_of_a_step_read_ahead_each_for_itself(drafter: LanguageModelDrafter) -> None:
+    """Beside others that do not, and end at other lengths."""
+    wanted = [request(1 + number % 5, SAMPLED[number % 2], number) for number in range(12)]
+    texts = [[number % VOCAB_SIZE, *PROMPT] for number in range(12)]
+    expected = [fresh(drafter, text, one) for text, one in zip(texts, wanted, strict=True)]
+    kinds = [*PASSES] * 2
+    asked = [
+        replace(one, ahead=guesser(kind, draft.token_ids)) if number % 3 else one
+        for number, (one, kind, draft) in enumerate(zip(wanted, kinds, expected, strict=True))
+    ]
+    draftings = [Drafting(started(drafter, text), one) for text, one in zip(texts, asked, strict=True)]
+    for draft, one in zip(drafter.step(draftings).drafts, expected, strict=True):
+        assert isinstance(draft, Draft)
+        assert_equal(draft, one)
+
+
+def test_block_that_is_cut_forgets_what_it_read_ahead(drafter: LanguageModelDrafter) -> None:
+    wanted = request(5)
+    expected = fresh(drafter, PROMPT, wanted)
+    sequence = started(drafter, PROMPT)
+    cut = replace(wanted, ahead=guesser("right", expected.token_ids), is_cut=cut_after(2))
+    draft = drafted(drafter, sequence, cut)
+    assert draft.token_ids == expected.token_ids[:2]
+    assert sequence.cached.length <= len(sequence.ids)

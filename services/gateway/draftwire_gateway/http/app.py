@@ -70,7 +70,7 @@ def make_app(
         app.router.routes.append(
             StarletteRoute(path, BodyRoute(text_route, core, drafters, access, bodies), methods=["POST"])
         )
-    _add_models(app, ModelList(core), access)
+    _add_models(app, ModelList(core, drafters), access)
     _add_state(app, core, access, gate)
     for path, page in (read_pages() if pages is None else pages).items():
         app.add_api_route(path, partial(_page, page), methods=["GET"], response_model=None)

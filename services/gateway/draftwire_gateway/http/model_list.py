@@ -1,4 +1,4 @@
-"""GET /v1/models: the target, under each of its names. Drafters only draft, and are not listed."""
+"""GET /v1/models: the target, under each of its names. Drafters only draft, and are no models of their own here."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +23,10 @@ ListDrafters = Callable[[], Sequence[NamedDrafter]]
 class ModelList:
     """The models that can be asked."""
 
-    def __init__(self, core: GatewayCore) -> None:
-        """Stores the source of the models; the current time becomes their creation time."""
+    def __init__(self, core: GatewayCore, drafters: ListDrafters) -> None:
+        """Stores the sources of the models; the current time becomes their creation time."""
         self._core = core
+        self._drafters = drafters
         self._since = int(time.time())
 
     def all(self) -> dict[str, Any]:
@@ -52,6 +53,7 @@ class ModelList:
             "num_speculative_tokens": core.defaults.num_speculative_tokens,
             "max_speculative_tokens": core.defaults.max_speculative_tokens,
             "rejection_sample_method": core.defaults.rule,
+            "drafters": sorted({drafter.description.name for drafter in self._drafters()}),
         }
         for name in core.model_names:
             yield {

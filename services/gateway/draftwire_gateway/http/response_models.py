@@ -409,6 +409,8 @@ class ModelFacts(Described):
     num_speculative_tokens: int
     max_speculative_tokens: int
     rejection_sample_method: str
+    drafters: list[str]
+    """Models of the connected drafters."""
 
 
 class ListedModel(Described):

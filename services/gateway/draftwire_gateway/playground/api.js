@@ -32,7 +32,7 @@ import { readEvents } from "./sse.js";
  * @property {{completion_tokens: number} | null} [usage] In the last chunk.
  * @property {{speculative_decoding: Metrics} | null} [metrics] In the last chunk.
  *
- * @typedef {{id: string, draftwire?: {role?: string, max_speculative_tokens?: number}}} Model
+ * @typedef {{id: string, draftwire?: {drafters?: string[], max_speculative_tokens?: number}}} Model
  */
 
 /** An error with a message for users. */

@@ -219,14 +219,12 @@ function setState(state) {
 /** Shows the models of the gateway. */
 async function showModels() {
   try {
-    const models = await fetchModels(input("token").value.trim());
-    const named = (/** @type {string} */ role) =>
-      models.filter((model) => model.draftwire?.role === role).map((model) => model.id);
-    target = named("target")[0];
-    const most = models.find((model) => model.id === target)?.draftwire?.max_speculative_tokens;
+    const [model] = await fetchModels(input("token").value.trim());
+    target = model?.id;
+    const most = model?.draftwire?.max_speculative_tokens;
     if (most !== undefined) input("num_speculative_tokens").max = String(most);
     element("target").textContent = target ?? "none";
-    element("drafter").textContent = named("drafter").join(", ") || "none";
+    element("drafter").textContent = model?.draftwire?.drafters?.join(", ") || "none";
     element("error").hidden = true;
   } catch (error) {
     complain(error instanceof ApiError ? error : new ApiError("The list of models cannot be read."));

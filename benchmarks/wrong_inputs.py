@@ -1,0 +1,116 @@
+"""What a newcomer reads after a mistake: twelve of them, each with the last line that is printed, and how long it took.
+
+python -m benchmarks.wrong_inputs --output benchmarks/results/wrong_inputs.json
+"""
+
+import argparse
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import write_report
+from draftwire.cli.up_command import embedded_model
+
+MAX_SECONDS = 60.0
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+Change = Callable[[Path], None]
+
+
+def _pointer(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").write_text(POINTER)
+
+
+def _cut_short(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def _without(pattern: str) -> Change:
+    def change(folder: Path) -> None:
+        for file in list(folder.glob(pattern)):
+            file.unlink()
+
+    return change
+
+
+FOLDERS: dict[str, Change] = {
+    "weights are a git-lfs pointer": _pointer,
+    "weights are cut short": _cut_short,
+    "no tokenizer": _without("tokenizer*"),
+    "no config": _without("config.json"),
+    "empty folder": _without("*"),
+}
+"""What is done to a copy of the target, which `up --target` gets."""
+
+COMMANDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "folder that is not there": (("up", "--target", "models/targt"), {}),
+    "no services run": (("generate", "hello", "--address", "127.0.0.1:1"), {}),
+    "address of HTTP": (("generate", "hello", "--address", "http://127.0.0.1:8000"), {}),
+    "address without a port": (("generate", "hello", "--address", "localhost"), {}),
+    "misspelt variable": (("serve", "gateway"), {"DRAFTWIRE_GATEWAY_PROT": "50051"}),
+    "number out of range": (("up", "--num-speculative-tokens", "99"), {}),
+}
+"""Arguments and variables."""
+
+
+@contextmanager
+def taken_port() -> Iterator[int]:
+    """Yields a port that something else listens on."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+def last_line(arguments: tuple[str, ...], variables: dict[str, str]) -> dict[str, Any]:
+    """Runs a command that has to fail; returns how it ended."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "draftwire.cli", *arguments]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=MAX_SECONDS, check=False, env={**os.environ, **variables}
+    )
+    lines = ended.stderr.strip().splitlines()
+    return {
+        "status": ended.returncode,
+        "seconds": time.perf_counter() - started,
+        "num_lines": len(lines),
+        "line": lines[-1] if lines else "",
+        "has_traceback": "Traceback" in ended.stderr,
+    }
+
+
+def main() -> None:
+    """Runs all, prints and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    free = ("--port", "0", "--http-port", "0")
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for mistake, change in FOLDERS.items():
+            folder = Path(name) / mistake.replace(" ", "-")
+            shutil.copytree(embedded_model("target"), folder)
+            change(folder)
+            found[mistake] = last_line(("up", "--target", str(folder), *free), {})
+        for mistake, (said, variables) in COMMANDS.items():
+            found[mistake] = last_line((*said, *(free if said[0] == "up" else ())), variables)
+        with taken_port() as port:
+            found["port that is taken"] = last_line(("up", "--port", str(port), "--http-port", "0"), {})
+    for mistake, ended in found.items():
+        print(f"{mistake:32} {ended['seconds']:5.2f} s  {ended['line']}", file=sys.stderr)
+    write_report(arguments, {"mistakes": found})
+
+
+if __name__ == "__main__":
+    main()
