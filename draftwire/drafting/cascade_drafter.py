@@ -63,17 +63,17 @@ class CascadeSequence:
 
     def guess(self, request: DraftRequest, vocab_size: int, drafted: Sequence[int] = ()) -> list[int]:
         """Returns the rest of a block if a guess takes over, or nothing."""
-        if self.text.num_unread or len(drafted) >= request.num_tokens:
-            return []
-        guess = self.text.guess(request, vocab_size, drafted)
-        return guess.token_ids if guess.match_len >= LEAST_MATCH else []
+        return self._guess(request, vocab_size, drafted, LEAST_MATCH)
 
     def ahead(self, request: DraftRequest, vocab_size: int, drafted: list[int]) -> list[int]:
         """Returns tokens that the model may draw next."""
-        if self.text.num_unread:
+        return self._guess(request, vocab_size, drafted, LEAST_READ_AHEAD)
+
+    def _guess(self, request: DraftRequest, vocab_size: int, drafted: Sequence[int], least_match: int) -> list[int]:
+        if self.text.num_unread or len(drafted) >= request.num_tokens:
             return []
         guess = self.text.guess(request, vocab_size, drafted)
-        return guess.token_ids if guess.match_len >= LEAST_READ_AHEAD else []
+        return guess.token_ids if guess.match_len >= least_match else []
 
 
 class CascadeDrafter:

@@ -175,7 +175,7 @@ def test_certain_rows_are_added_to_every_encoding() -> None:
 def test_model_reads_a_short_match_ahead_and_draws_what_it_would_draw(model: CachedModel) -> None:
     """Two tokens match, too few for a guess to take over; the model often draws what follows them there."""
     text = [*STORY, *OTHER, *STORY[:LEAST_READ_AHEAD]]
-    often = SamplingParams(logit_bias=tuple((token, 6.0) for token in STORY[LEAST_READ_AHEAD : LEAST_MATCH - 2]))
+    often = SamplingParams(logit_bias=((STORY[LEAST_READ_AHEAD], 8.0),))
     alone, cascade = strategies(model, Encoding.SPARSE_UINT16)
     num_passes = [0, 0]
     for number in range(40):
