@@ -2,8 +2,8 @@
 
     python -m benchmarks.pictures
 
-writes `docs/pictures/playground-light.png`, `docs/pictures/playground-dark.png` and `docs/pictures/generate.svg`. Needs
-chromium on PATH.
+writes `docs/pictures/playground-light.png` and `-dark.png`, those of a narrow page, `playground-narrow-light.png` and
+`-dark.png`, and `docs/pictures/generate.svg`. Needs chromium on PATH.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +29,10 @@ from draftwire.client import Client
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 PROMPT = "def merge_sorted(a, b):"
 SEED = 7
-SIZE: ViewportSize = {"width": 1280, "height": 860}
+SIZES: dict[str, ViewportSize] = {
+    "playground": {"width": 1280, "height": 860},
+    "playground-narrow": {"width": 375, "height": 812},
+}
 COLUMNS = 100
 Scheme = Literal["light", "dark"]
 SCHEMES: tuple[Scheme, ...] = ("light", "dark")
@@ -49,18 +53,18 @@ def main() -> None:
         with Client(stack.address) as client:
             client.generate(PROMPT, max_tokens=8)  # the first request pays for lazy initialisation
         draw_generate(stack.address, folder / "generate.svg")
-        for scheme in SCHEMES:
-            draw_playground(chromium, stack.http_address, scheme, folder / f"playground-{scheme}.png")
+        for (name, size), scheme in product(SIZES.items(), SCHEMES):
+            draw_playground(chromium, stack.http_address, size, scheme, folder / f"{name}-{scheme}.png")
     for path in sorted(folder.iterdir()):
         print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
 
 
-def draw_playground(chromium: str, address: str, scheme: Scheme, path: Path) -> None:
+def draw_playground(chromium: str, address: str, size: ViewportSize, scheme: Scheme, path: Path) -> None:
     """Runs the playground and takes a screenshot while hovering over a token."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         context = browser.new_context(
-            viewport=SIZE,
+            viewport=size,
             color_scheme=scheme,
             reduced_motion="reduce",
         )

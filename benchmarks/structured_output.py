@@ -1,4 +1,4 @@
-"""Validity and cost of structured output: JSON of several schemas beside free text and beside plain decoding.
+"""Validity and cost of structured output: JSON of several schemas, and tool calls, beside free and plain decoding.
 
     python -m benchmarks.structured_output --output benchmarks/results/structured_output.json
 
@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,29 @@ class Task:
     schema: dict[str, Any]
     is_valid: Callable[[Any], bool]
     """Whether a parsed value is valid against the schema; written by hand."""
+    tool: str = ""
+    """Name of the function whose arguments have the schema, if the text is to be a call of it."""
+
+    @property
+    def form(self) -> StructuredOutput:
+        """The form of the text."""
+        if self.tool:
+            return StructuredOutput.tool_calls("hermes", {self.tool: json.dumps(self.schema)}, at_most=1)
+        return StructuredOutput.json(self.schema)
+
+    def value_in(self, text: str) -> Any:
+        """Returns what a text says, parsed.
+
+        Raises:
+            ValueError: it is no JSON, or no call.
+        """
+        if not self.tool:
+            return json.loads(text)
+        start, end = "<tool_call>\n", "\n</tool_call>"
+        call = json.loads(text.removeprefix(start).removesuffix(end))
+        if not (text.startswith(start) and text.endswith(end)) or list(call) != ["name", "arguments"]:
+            raise ValueError("no call")
+        return call["arguments"]
 
 
 COORDINATE = {"type": "integer", "minimum": -99, "maximum": 99}
@@ -125,6 +148,7 @@ TASKS = {
         ),
     ),
 }
+TASKS["tool call"] = replace(TASKS["pet"], tool="pet")
 
 
 @dataclass(slots=True)
@@ -141,14 +165,14 @@ class Ways:
 def is_valid(completion: Completion, task: Task) -> bool:
     """Whether a text is JSON that is valid against its task's schema, and ended by a stop token."""
     try:
-        return completion.finish_reason == "stop" and bool(task.is_valid(json.loads(completion.text)))
+        return completion.finish_reason == "stop" and bool(task.is_valid(task.value_in(completion.text)))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return False
 
 
 def ask(client: Client, task: Task, outputs: int, block_length: int) -> Ways:
     """Requests one task in all ways."""
-    ways, form = Ways(), StructuredOutput.json(task.schema)
+    ways, form = Ways(), task.form
     for seed in progress(range(outputs), task.prompt.strip()):
         common: Any = {"temperature": 1.0, "seed": seed}
         one = client.generate(task.prompt, structured_output=form, num_speculative_tokens=block_length, **common)
@@ -177,7 +201,7 @@ def mask_times(compiler: FormCompiler, task: Task, completions: Sequence[Complet
     """Returns the mask time of each position of the texts, microseconds."""
     times: list[float] = []
     for completion in completions:
-        automaton = compiler.compile(StructuredOutput.json(task.schema))
+        automaton = compiler.compile(task.form)
         for end in range(len(completion.token_ids)):
             started = time.perf_counter()
             automaton.masks(completion.token_ids[:end])

@@ -241,7 +241,7 @@ def test_every_field_has_a_label_and_every_region_a_name(watched: WatchedPage) -
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("width", [1280, 375])
 def test_page_can_be_read_in_any_light_and_on_a_phone(
     browser: Any, stack: InProcessStack, tmp_path: Path, scheme: str, width: int
 ) -> None:
