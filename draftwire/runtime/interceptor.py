@@ -63,6 +63,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
 
     Attributes:
         refusal: state in which calls are refused, such as "loading"; empty while the service is ready.
+        is_live: whether the service can become ready without a restart.
     """
 
     def __init__(self, limits: CallLimits | None = None, admit: Admit = admit_all) -> None:
@@ -73,6 +74,7 @@ class ServiceGate(grpc.aio.ServerInterceptor):
             admit: decides on calls of the package's methods.
         """
         self.refusal = "loading"
+        self.is_live = True
         self._admit = admit
         limits = limits or CallLimits()
         self._calls = CallCounter("calls", limits.max_calls)

@@ -1,6 +1,10 @@
-"""`/metrics` of every service, over HTTP of its own, in the event loop."""
+"""`/metrics` of every service, over HTTP of its own, in the event loop, and `/livez` and `/readyz` for probes.
+
+A probe costs one small answer here, and no process, connection with TLS or gRPC in the container.
+"""
 
 import asyncio
+from typing import Protocol
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 from starlette.types import Receive, Scope, Send
@@ -35,12 +39,31 @@ class MetricsPage:
             return await asyncio.to_thread(generate_latest, self._registry)
 
 
-class MetricsApp:
-    """The ASGI application of `/metrics`, which it serves under every path."""
+class State(Protocol):
+    """What probes ask of a service."""
 
-    def __init__(self, page: MetricsPage, *, is_local: bool) -> None:
-        """Wraps a page; `is_local` says that this machine alone is to read it, so not a page of a browser here."""
+    @property
+    def refusal(self) -> str:
+        """Why it is not ready; empty if it is."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it can become ready without a restart."""
+
+
+class MetricsApp:
+    """The ASGI application of `/metrics`, `/livez` and `/readyz`."""
+
+    def __init__(self, page: MetricsPage, state: State, *, is_local: bool) -> None:
+        """Wraps a page.
+
+        Args:
+            page: the metrics.
+            state: of the service.
+            is_local: whether this machine alone is to read it, so not a page of a browser here.
+        """
         self._page = page
+        self._state = state
         self._is_local = is_local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,9 +72,9 @@ class MetricsApp:
         if self._is_local and host is not None and not is_named_here(host.decode("latin-1")):
             status, content = 403, b"host: answered under localhost and IP addresses alone\n"
         elif scope["method"] not in ("GET", "HEAD"):
-            status, content = 405, b"GET reads the metrics\n"
+            status, content = 405, b"only GET and HEAD are answered\n"
         else:
-            status, content = 200, await self._page.text()
+            status, content = await self._answer(scope["path"])
         headers = [
             (b"content-type", CONTENT_TYPE_PLAIN_0_0_4.encode()),
             (b"content-length", str(len(content)).encode()),
@@ -59,13 +82,25 @@ class MetricsApp:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
+    async def _answer(self, path: str) -> tuple[int, bytes]:
+        """Returns status and content of a page."""
+        state = self._state
+        match path:
+            case "/metrics":
+                return 200, await self._page.text()
+            case "/readyz":
+                return (503, f"{state.refusal}\n".encode()) if state.refusal else (200, b"ready\n")
+            case "/livez":
+                return (200, b"live\n") if state.is_live else (503, f"{state.refusal}\n".encode())
+        return 404, b"there are /metrics, /livez and /readyz\n"
+
 
 def metrics_listener(
     registry: CollectorRegistry, settings: ServerSettings, connections: ConnectionSettings
 ) -> HttpListener | None:
-    """Returns what serves `/metrics` on `metrics_port`; None where that is not set."""
+    """Returns what serves `/metrics` and probes on `metrics_port`; None where that is not set."""
     if settings.metrics_port is None:
         return None
-    app = MetricsApp(MetricsPage(registry), is_local=is_loopback(settings.host))
+    page, is_local = MetricsPage(registry), is_loopback(settings.host)
     endpoint = HttpEndpoint(settings.host, settings.metrics_port, name="metrics", max_connections=MAX_SCRAPERS)
-    return HttpListener(lambda _gate: app, endpoint, connections)
+    return HttpListener(lambda gate: MetricsApp(page, gate, is_local=is_local), endpoint, connections)

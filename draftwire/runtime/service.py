@@ -191,6 +191,7 @@ class Running:
             else:
                 log.warning(f"{service.name}.device_recovered")
             self._gate.refusal = "stuck in a call on its device" if watchdog.is_stuck else ""
+            self._gate.is_live = not watchdog.is_stuck
             for name in ("", *service.grpc_names):
                 await self._probe.set(name, NOT_SERVING if watchdog.is_stuck else SERVING)
 

@@ -95,10 +95,10 @@ def test_nothing_is_left_of_monitoring_where_it_is_off() -> None:
     kinds = {manifest["kind"] for manifest in rendered.manifests}
     assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
     for service in SERVICES:
-        for path in (f"container/{service}.ports", f"Service/{service}.spec.ports"):
-            names = [port["name"] for port in rendered.at(path)]
-            assert names == (["grpc", "http"] if service == "gateway" else ["grpc"])
-    assert "DRAFTWIRE_GATEWAY_METRICS_PORT" not in rendered.environment("gateway")
+        served = ["grpc", "http"] if service == "gateway" else ["grpc"]
+        assert [port["name"] for port in rendered.at(f"Service/{service}.spec.ports")] == served
+        names = [port["name"] for port in rendered.at(f"container/{service}.ports")]
+        assert names == [*served, "metrics"], "which the kubelet probes"
 
 
 def test_what_needs_an_operator_is_made_only_where_asked_for() -> None:

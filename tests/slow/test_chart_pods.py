@@ -1,17 +1,13 @@
 """What runs in the pods: options that the services take, as little might as they need, and time to end well."""
 
-import importlib
 import json
 import math
 from operator import attrgetter
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from chart import COMPONENT, SERVICES, VALUES, Manifest, configure, container_of, environment_of, expect, render
-from typer.testing import CliRunner
 
-from draftwire.cli.__main__ import app
 from draftwire.cli.options import CLIENT_VARIABLES, PREFIX, unknown_variables
 from draftwire.engine.ranks.followers import GOODBYE_SECONDS, LEAVE_SECONDS
 from draftwire.engine.ranks.guard import STOP_SECONDS
@@ -296,51 +292,19 @@ def test_gateway_is_out_of_its_service_before_it_refuses_requests() -> None:
     expect("tp8", {"container/gateway.lifecycle": None}, "gateway.preStopSeconds=0")
 
 
+@pytest.mark.parametrize("values", ["cpu-demo", "tp8"])
 @pytest.mark.parametrize("service", SERVICES)
-def test_kubelet_asks_itself_where_there_is_no_tls(service: str) -> None:
-    port = render("cpu-demo").at(f"container/{service}.ports.grpc.containerPort")
-    named = {"port": port, "service": f"draftwire.v1.{service.title()}Service"}
+def test_kubelet_asks_over_plain_http_whether_there_is_tls_or_not(service: str, values: str) -> None:
+    """So nothing is started in a container for it."""
+    ready, live = ({"path": path, "port": "metrics"} for path in ("/readyz", "/livez"))
+    rendered = render(values)
+    port = rendered.at(f"container/{service}.ports.metrics.containerPort")
+    assert rendered.environment(service)[f"DRAFTWIRE_{service.upper()}_METRICS_PORT"] == str(port)
     expect(
-        "cpu-demo",
+        values,
         {
-            f"container/{service}.startupProbe.grpc": named,
-            f"container/{service}.readinessProbe.grpc": named,
-            f"container/{service}.livenessProbe.grpc": {"port": port},
+            f"container/{service}.startupProbe.httpGet": ready,
+            f"container/{service}.readinessProbe.httpGet": ready,
+            f"container/{service}.livenessProbe.httpGet": live,
         },
     )
-
-
-@pytest.mark.parametrize("service", SERVICES)
-@pytest.mark.parametrize(("probe", "live"), [("startup", []), ("readiness", []), ("liveness", ["--live"])])
-def test_command_asks_with_the_certificate_of_the_service_where_there_is_tls(
-    service: str, probe: str, live: list[str]
-) -> None:
-    """It gives up a second before the kubelet does."""
-    rendered = render("tp8")
-    environment, prefix = rendered.environment(service), f"DRAFTWIRE_{service.upper()}_"
-    found = rendered.at(f"container/{service}.{probe}Probe")
-    assert "grpc" not in found
-    assert found["exec"]["command"] == [
-        *("draftwire", "health", service, f"--address=127.0.0.1:{environment[prefix + 'PORT']}", *live),
-        f"--timeout={found['timeoutSeconds'] - 1}",
-        f"--tls-ca={environment[prefix + 'TLS_CA']}",
-        f"--tls-cert={environment[prefix + 'TLS_CERT']}",
-        f"--tls-key={environment[prefix + 'TLS_KEY']}",
-        "--tls-target-name=draftwire.internal",
-    ]
-
-
-@pytest.mark.parametrize("service", SERVICES)
-def test_command_is_one_that_the_image_has(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = Mock()
-    monkeypatch.setattr("draftwire.client.health_check.check_health", check)
-    command = render("tp8").at(f"container/{service}.readinessProbe.exec.command")
-    assert CliRunner().invoke(app, command[1:]).exit_code == 0
-    assert check.call_args.args[1] == f"draftwire.v1.{service.title()}Service"
-
-
-@pytest.mark.parametrize("service", SERVICES)
-def test_health_is_asked_of_services_that_exist(service: str) -> None:
-    module = importlib.import_module(f"draftwire.v1.{service}_pb2")
-    name = render("cpu-demo").at(f"container/{service}.readinessProbe.grpc.service")
-    assert name in {each.full_name for each in module.DESCRIPTOR.services_by_name.values()}

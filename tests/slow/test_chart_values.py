@@ -18,6 +18,8 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 
 SET_BY_CHART = {
+    "api_key",  # values are no place for it: tokens.secret is
+    "chat_template",  # a file, which no pod has
     "discovery",
     "verifier_service",
     "drafter_service",

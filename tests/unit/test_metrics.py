@@ -254,8 +254,12 @@ def samples_of(text: str) -> list[str]:
     return [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
 
 
-def scraper_of(metrics: ServiceMetrics, *, is_local: bool = True) -> httpx2.AsyncClient:
-    app = MetricsApp(MetricsPage(metrics.registry), is_local=is_local)
+def scraper_of(
+    metrics: ServiceMetrics, *, is_local: bool = True, state: SimpleNamespace | None = None
+) -> httpx2.AsyncClient:
+    app = MetricsApp(
+        MetricsPage(metrics.registry), state or SimpleNamespace(refusal="", is_live=True), is_local=is_local
+    )
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://127.0.0.1:9052")
 
 
@@ -284,6 +288,23 @@ async def test_metrics_of_this_machine_are_read_by_no_page_under_another_name() 
             assert (await client.post("/metrics", headers={"host": host})).status_code == (
                 405 if status == 200 else 403
             )
+
+
+@pytest.mark.parametrize(
+    ("refusal", "is_live", "ready", "live"),
+    [("", True, 200, 200), ("loading", True, 503, 200), ("draining", True, 503, 200), ("stuck", False, 503, 503)],
+)
+async def test_probes_say_whether_a_service_is_ready_and_whether_it_lives(
+    refusal: str, is_live: bool, ready: int, live: int
+) -> None:
+    state = SimpleNamespace(refusal=refusal, is_live=is_live)
+    async with scraper_of(ServiceMetrics(), state=state) as client:
+        for path, status in (("/readyz", ready), ("/livez", live), ("/metrics", 200), ("/", 404), ("/health", 404)):
+            answer = await client.get(path)
+            assert answer.status_code == status, path
+            if status == 503:
+                assert refusal in answer.text
+            assert (await client.head(path)).status_code == status
 
 
 @pytest.mark.parametrize("num_scrapers", [8, 16])

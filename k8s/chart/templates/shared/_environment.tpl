@@ -8,10 +8,8 @@ one as 6.7e+07. */}}
   "port" (include "draftwire.port" .)
   "log_format" $root.Values.logFormat
   "drain_seconds" $values.drainSeconds
+  "metrics_port" (include "draftwire.metricsPort" .)
 -}}
-{{- if or (ne .service "gateway") $root.Values.monitoring.enabled -}}
-{{- $_ := set $options "metrics_port" (include "draftwire.metricsPort" .) -}}
-{{- end -}}
 {{- with $root.Values.tls -}}
 {{- if .enabled -}}
 {{- $_ := set $options "tls_cert" "/etc/draftwire/tls/tls.crt" -}}

@@ -65,9 +65,7 @@ spec:
         {{- if eq .service "gateway" }}
         - {name: http, containerPort: 8000}
         {{- end }}
-        {{- if .root.Values.monitoring.enabled }}
         - {name: metrics, containerPort: {{ include "draftwire.metricsPort" . }}}
-        {{- end }}
       {{- include "draftwire.probes" . | nindent 6 }}
       {{- end }}
       {{- with $values.preStopSeconds }}
@@ -109,53 +107,25 @@ capabilities: {drop: [ALL]}
 {{ toYaml $resources }}
 {{- end }}
 
-{{/* The empty name is the process (liveness), a service's name readiness. A call on the device that hangs fails both,
-and only a restart helps. While the model loads, only the startup probe counts. */}}
+{{/* Of the metrics port, over plain HTTP: a probe starts nothing in the container. A call on the device that hangs fails
+both, and only a restart helps. While the model loads, only the startup probe counts. */}}
 {{- define "draftwire.probes" -}}
-{{- $name := printf "draftwire.v1.%sService" (title .service) -}}
 {{- $startup := include "draftwire.startupSeconds" . | int -}}
 startupProbe:
-  {{- include "draftwire.probe" (merge (dict "name" $name) .) | nindent 2 }}
+  httpGet: {path: /readyz, port: metrics}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ div (add $startup 4) 5 }}
 readinessProbe:
-  {{- include "draftwire.probe" (merge (dict "name" $name) .) | nindent 2 }}
+  httpGet: {path: /readyz, port: metrics}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2
 livenessProbe:
-  {{- include "draftwire.probe" (merge (dict "name" "") .) | nindent 2 }}
+  httpGet: {path: /livez, port: metrics}
   periodSeconds: 15
   timeoutSeconds: 5
   failureThreshold: 3
-{{- end }}
-
-{{/* The kubelet's gRPC probes do not support TLS: with TLS, a command in the container checks the health, with the
-service's certificate, which verifiers and drafters require. */}}
-{{- define "draftwire.probe" -}}
-{{- if .root.Values.tls.enabled -}}
-exec:
-  command:
-    - draftwire
-    - health
-    - {{ .service }}
-    - --address=127.0.0.1:{{ include "draftwire.port" . }}
-    {{- if not .name }}
-    - --live
-    {{- end }}
-    - --timeout=4
-    - --tls-ca=/etc/draftwire/tls/ca.crt
-    - --tls-cert=/etc/draftwire/tls/tls.crt
-    - --tls-key=/etc/draftwire/tls/tls.key
-    - --tls-target-name={{ .root.Values.tls.targetName }}
-{{- else -}}
-grpc:
-  port: {{ include "draftwire.port" . }}
-  {{- with .name }}
-  service: {{ . }}
-  {{- end }}
-{{- end -}}
 {{- end }}
 
 {{- define "draftwire.mounts" -}}
