@@ -499,7 +499,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "form that cannot be read": ({"structured_output": {"regex": "("}}, "structured_output"),
     "no tokens allowed": ({"allowed_token_ids": []}, "allowed_token_ids"),
     "too long": ({"max_tokens": 300}, "max_tokens"),
-    "resumed": ({"generated_choices": []}, "generated_choices"),
     "unknown": ({"temprature": 1.0}, "temprature"),
     "use_beam_search": ({"use_beam_search": True}, "use_beam_search"),
     "prompt": ({"prompt": {"text": "x"}}, "prompt"),
@@ -664,6 +663,48 @@ def test_texts_become_ids_and_texts_again(running: InProcessStack) -> None:
         status, refused = post(running, path, asked)
         assert (status, refused["error"]["param"]) == (400, param)
     assert post(running, "/tokenize", {"prompt": "a", "model": "gpt"})[0] == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_interrupted_stream_goes_on_after_what_came_of_it(running: InProcessStack, path: str) -> None:
+    asked = {"model": "target", "max_tokens": 24, "seed": SEED, "stream": True, "return_token_ids": True, **COUPLED}
+    asked |= {"ignore_eos": True, "n": 2}
+    asked |= {"prompt": "hello"} if path == "/v1/completions" else {"messages": [USER]}
+    whole = events_of(running, path, asked)
+    expected = {choice: of_choice(whole, choice) for choice in range(2)}
+    assert [len(ids) for ids, _, _ in expected.values()] == [24, 24]
+    for num_seen in (1, 3, 7):
+        seen = whole[:num_seen]
+        parts = {choice: of_choice(seen, choice) for choice in range(2)}
+        before = [
+            {"choice": choice, "token_ids": ids, **({"event_id": last} if last else {})}
+            for choice, (ids, _, last) in parts.items()
+        ]
+        rest = events_of(running, path, {**asked, "generated_choices": before})
+        for choice, (ids, text, _) in parts.items():
+            more_ids, more_text, last = of_choice(rest, choice)
+            assert ([*ids, *more_ids], text + more_text, last) == expected[choice]
+
+
+def events_of(running: InProcessStack, path: str, asked: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns id and choice of each event of a stream."""
+    data = json.dumps(asked).encode()
+    status, _, content = fetch(f"{running.http_address}{path}", data, content_type="application/json")
+    assert status == 200, content
+    found = []
+    for event in content.decode().split("\n\n"):
+        fields = dict(line.partition(": ")[::2] for line in event.splitlines())
+        if fields.get("data", "[DONE]") != "[DONE]":
+            found.append((fields["id"], json.loads(fields["data"])["choices"][0]))
+    return found
+
+
+def of_choice(events: list[tuple[str, dict[str, Any]]], choice: int) -> tuple[list[int], str, str]:
+    """Returns ids and text of a choice, and the id of its last event."""
+    own = [(event_id, one) for event_id, one in events if one["index"] == choice]
+    ids = [token for _, one in own for token in one["token_ids"]]
+    text = "".join(one["text"] if "text" in one else one["delta"].get("content", "") for _, one in own)
+    return ids, text, own[-1][0] if own else ""
 
 
 def test_probes_of_others_are_answered(running: InProcessStack) -> None:
