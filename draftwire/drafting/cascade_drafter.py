@@ -18,7 +18,7 @@ from functools import partial
 from typing import cast
 
 from draftwire.drafting.language_model import LanguageModelDrafter, LanguageModelSequence
-from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE, TextDrafter
+from draftwire.drafting.model_free.text_drafter import READ_AT_ONCE, Guess, TextDrafter
 from draftwire.drafting.model_free_drafter import ModelFreeSequence
 from draftwire.drafting.strategy import Draft, Drafting, DraftRequest, DraftStep
 from draftwire.errors import DraftwireError
@@ -40,6 +40,8 @@ class CascadeSequence:
     def __init__(self, model: LanguageModelSequence, text: ModelFreeSequence) -> None:
         """Joins a session's sequences, which have the same committed tokens."""
         self.model, self.text = model, text
+        self._last: tuple[DraftRequest, int, Guess] | None = None
+        """The last guess, of which request, and after how many drawn tokens of its block."""
 
     @property
     def num_unread(self) -> int:
@@ -55,6 +57,7 @@ class CascadeSequence:
         """Commits tokens after the first `base_len`."""
         self.model.calibrate(base_len, token_ids)
         self.text.calibrate(base_len, token_ids)
+        self._last = None
 
     def close(self) -> None:
         """Frees what both hold."""
@@ -72,7 +75,9 @@ class CascadeSequence:
     def _guess(self, request: DraftRequest, vocab_size: int, drafted: Sequence[int], least_match: int) -> list[int]:
         if self.text.num_unread or len(drafted) >= request.num_tokens:
             return []
-        guess = self.text.guess(request, vocab_size, drafted)
+        if self._last is None or self._last[0] is not request or self._last[1] != len(drafted):
+            self._last = request, len(drafted), self.text.guess(request, vocab_size, drafted)
+        guess = self._last[2]
         return guess.token_ids if guess.match_len >= least_match else []
 
 

@@ -113,7 +113,7 @@ class ToolCallForm:
 
 def syntax_of_template(template: str) -> ToolSyntax | None:
     """Returns how a chat template writes the calls of earlier answers; None if it is none of the known ways."""
-    writes_json = re.search(r"""["']name["']|\bname\b.*\barguments\b""", template, re.DOTALL) is not None
+    writes_json = "name" in template and "arguments" in template
     has_tags = HERMES.opening in template and "<function=" not in template and "<arg_key>" not in template
     if has_tags and writes_json:
         return HERMES

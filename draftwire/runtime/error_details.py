@@ -36,7 +36,8 @@ REASONS: dict[type[BaseException], str] = {
 }
 """Reasons by class of error, the more special ones first."""
 
-_WORD = re.compile(r"[a-z_]+(?![a-z_'])")
+_NAME = re.compile(r"\b([a-z_]+)(?=:|\[| must| takes| has to)")
+"""What may be a name in a message, since it goes on about it."""
 
 
 def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
@@ -71,7 +72,7 @@ def _number(code: grpc.StatusCode) -> int:
 
 def _field_of(message: str) -> str:
     """Returns the first field that a message names; empty if it names none."""
-    return next((word for word in _WORD.findall(message) if word in _fields()), "")
+    return next((name for name in _NAME.findall(message) if name in _fields()), "")
 
 
 @cache

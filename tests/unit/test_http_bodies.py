@@ -325,6 +325,7 @@ class Core:
         self.taken: list[int] = []
         self.bodies: list[Any] = []
         self._budget = budget
+        self.queue = SimpleNamespace(has_place=lambda num_choices: True)
 
     def inc(self) -> None:
         self.num_refused += 1
@@ -340,7 +341,7 @@ class Core:
 
     async def complete(self, requested: Any) -> list[Any]:
         self.taken.append(self._budget.num_bytes)
-        return []
+        return [SimpleNamespace(choice=0)]
 
     async def check_form(self, generations: Any, form_payer: str) -> Any:
         return generations
@@ -357,8 +358,8 @@ class Noting(BodyReader):
 
     core: Core
 
-    async def read(self, *args: Any) -> Any:
-        body = await super().read(*args)
+    async def parse(self, *args: Any) -> Any:
+        body = await super().parse(*args)
         self.core.bodies.append(weakref.ref(body))
         return body
 
@@ -389,7 +390,7 @@ class Callers:
 def route_and_core(budget: BodyBudget) -> tuple[GeneratingRoute[Any], Core, Callers]:
     bodies, core, callers = Noting(2**20, budget), Core(budget), Callers()
     bodies.core = core
-    return GeneratingRoute(Completions(), core, list, callers, bodies), core, callers  # type: ignore[arg-type]
+    return GeneratingRoute(Completions(), core, list, callers, bodies, BodyBudget()), core, callers  # type: ignore[arg-type]
 
 
 async def ask(route: GeneratingRoute[Any], receive: Receive, token: bytes = b"Bearer good") -> None:

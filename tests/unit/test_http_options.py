@@ -21,7 +21,7 @@ from draftwire_gateway.http.body_reading import MAX_IGNORED_NAMES, BodyReader
 
 TARGET = Path(__file__).parents[2] / "models" / "target"
 ORIGIN = "https://chat.example.com"
-KEY = "a secret key"
+KEY = "a-secret-key"
 
 
 def client_for(**options: Any) -> Any:
@@ -86,6 +86,11 @@ async def test_pages_of_allowed_origins_alone_may_call(allowed: str | None, orig
 REFUSED = [
     {"allowed_origins": "chat.example.com"},
     {"allowed_origins": "https://a.example/path"},
+    {"allowed_origins": "https://Chat.example.com"},
+    {"allowed_origins": "https://chat.example.com:443"},
+    {"allowed_origins": "https://a:b:c"},
+    {"api_key": "a secret key with spaces"},
+    {"api_key": "geheimer-schlüssel"},
     {"served_model_name": "a,,b"},
     {"unknown_parameters": "drop"},
     {"api_key": "short"},
@@ -116,6 +121,16 @@ def test_unknown_parameters_are_left_out_where_they_are_to_be_ignored() -> None:
     assert (read_body.temperature, len(read_body.messages)) == (0.5, 1)
     with pytest.raises(Exception, match="temperature"):
         read(ChatBody, body(temperature="hot"), set())
+
+
+def test_template_that_is_none_is_refused_at_start(tmp_path: Path) -> None:
+    for number, data in enumerate((b"{% if %}", b"\xff")):
+        file = tmp_path / str(number)
+        file.write_bytes(data)
+        with pytest.raises(InvalidRequestError, match="chat_template"):
+            GatewayCore(GatewayConfig(chat_template=file), FakePeers([]))
+    with pytest.raises(InvalidRequestError, match="chat_template"):
+        GatewayCore(GatewayConfig(chat_template=tmp_path / "none"), FakePeers([]))
 
 
 async def test_names_of_ignored_parameters_are_logged_once_and_no_values() -> None:

@@ -165,3 +165,83 @@ async def test_turn_that_comes_as_its_request_is_cancelled_goes_to_the_next() ->
             task.cancel()
         await asyncio.wait(waiting)
         assert (queue.num_running, queue.num_waiting) == (1, 0)
+
+
+@in_virtual_time
+async def test_request_that_is_far_from_a_verifier_keeps_others_back_for_a_second_at_most() -> None:
+    """It may be rendered for long, or its client may not read."""
+    queue, verifier, served = RequestQueue(2, 100, 300.0), Verifier(1), list[str]()
+
+    async def slow() -> None:
+        async with queue.place(1, "slow"):
+            await asyncio.sleep(100.0)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(2):
+            group.create_task(serve(queue, verifier, served, "first"))
+        await asyncio.sleep(0.5)
+        hanging = group.create_task(slow())
+        group.create_task(serve(queue, verifier, served, "other"))
+        await asyncio.sleep(6.0)
+        assert served == ["first", "first", "other"]
+        hanging.cancel()
+
+
+@in_virtual_time
+async def test_large_request_of_one_caller_does_not_keep_others_out_and_is_served_in_the_end() -> None:
+    """A verifier of which the large one needs all: others overtake it for a while."""
+    queue, order = RequestQueue(64, 1000, 300.0), list[str]()
+    free = 4
+
+    async def run(caller: str, size: int) -> None:
+        nonlocal free
+        async with queue.place(1, caller) as place:
+            while free < size:
+                await queue.wait_for_room(place, NoRoomError("full"))
+            free -= size
+            queue.mark_open(place)
+            order.append(caller)
+            await asyncio.sleep(1.0)
+            free += size
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(60):
+            group.create_task(run(f"small {number % 3}", 1))
+            if number == 4:
+                group.create_task(run("large", 4))
+    place = order.index("large")
+    assert 5 < place < 60, "overtaken, but not by all"
+    assert (queue.num_running, queue.num_waiting) == (0, 0)
+
+
+@in_virtual_time
+async def test_verifier_cannot_have_requests_wait_for_an_hour() -> None:
+    queue, verifier = RequestQueue(4, 4, 3000.0), Verifier(0)
+
+    async def run() -> None:
+        async with queue.place(1, "") as place:
+            while verifier.num_open >= verifier.room:
+                await queue.wait_for_room(place, NoRoomError("full", retry_after_s=3600.0))
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(1.0)
+    verifier.room = 1
+    await task
+    assert asyncio.get_running_loop().time() <= 11.0
+
+
+@in_virtual_time
+async def test_whoever_leaves_the_queue_has_nobody_tried() -> None:
+    queue, verifier = RequestQueue(4, 100, 300.0), Verifier(0)
+    waiting = [asyncio.create_task(serve(queue, verifier, [], "a")) for _ in range(20)]
+    await asyncio.sleep(0.5)
+    before = verifier.num_refusals
+    for task in waiting[10:]:
+        task.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert verifier.num_refusals == before
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert (queue.num_running, queue.num_waiting) == (0, 0)

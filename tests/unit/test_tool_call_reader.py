@@ -1,6 +1,7 @@
 """Tool calls are read as the families' templates write them, however the text is cut; anything else stays text."""
 
 import json
+import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -23,10 +24,12 @@ HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n
 ROME: Calls = [("weather", {"city": "Rome"})]
 
 
-def read(syntax: ToolSyntax, parts: Sequence[str], *, is_certain: bool = False) -> tuple[str, Calls]:
+def read(
+    syntax: ToolSyntax, parts: Sequence[str], *, is_certain: bool = False, must_call: bool = False
+) -> tuple[str, Calls]:
     """Returns text and calls of an answer whose text comes in parts."""
     ids = map(str, count())
-    reader = ToolCallReader(syntax, NAMES, lambda: next(ids), is_certain=is_certain)
+    reader = ToolCallReader(syntax, NAMES, lambda: next(ids), is_certain=is_certain, must_call=must_call)
     text, calls = "", list[list[str]]()
     for read_text in [*map(reader.push, parts), reader.finish()]:
         text += read_text.text
@@ -151,6 +154,9 @@ MALFORMED = {
     "no object": (HERMES, "<tool_call>weather</tool_call>"),
     "cut": (HERMES, HERMES_CALL[:-20]),
     "marker alone": (HERMES, "so <tool_call>\n"),
+    "much space in it": (MISTRAL_SYNTAX, f"[TOOL_CALLS]weather{' ' * 300}{{}}"),
+    "space alone": (LLAMA3_JSON, " " * 600),
+    "space at the end": (HERMES, f"so{' ' * 600}"),
     "llama": (LLAMA3_JSON, '{"name": "wether", "parameters": {}}'),
     "llama, JSON of its own": (LLAMA3_JSON, '{"a": {"b": 1}} and more'),
     "mistral": (MISTRAL_SYNTAX, "so [TOOL_CALLS] none"),
@@ -218,3 +224,36 @@ def test_certain_call_that_is_cut_short_has_its_beginning_and_leaves_no_text() -
 )
 def test_templates_of_other_syntaxes_are_not_guessed_at(template: str) -> None:
     assert syntax_of_template(template) is None
+
+
+@pytest.mark.parametrize("cut", ["", "<tool_ca", "<tool_call>", "<tool_call>\n", '<tool_call>\n{"na'])
+def test_answer_that_has_to_be_calls_leaves_no_text_wherever_it_is_cut(cut: str) -> None:
+    assert read(HERMES, [cut], is_certain=True, must_call=True) == ("", [])
+    assert read(HERMES, list(cut), is_certain=True, must_call=True) == ("", [])
+
+
+@pytest.mark.parametrize(
+    "unit", ["<tool_call>{", '<tool_call>{"', "<tool_call>[", "<tool_call>{}", " ", "<", "<tool_call> "]
+)
+def test_time_is_proportional_to_the_text_whatever_it_is(unit: str) -> None:
+    """In parts of a few characters, and at once with an end that closes all."""
+
+    def seconds(count: int) -> float:
+        text = unit * count + "}" * count
+        parts = [text[start : start + 7] for start in range(0, len(text), 7)]
+        started = time.process_time()
+        read(HERMES, parts)
+        read(HERMES, [text])
+        return time.process_time() - started
+
+    short = min(seconds(500) for _ in range(3))
+    assert min(seconds(4_000) for _ in range(2)) < 8 * 4 * max(short, 0.002)
+
+
+def test_reader_tells_whether_the_last_call_is_whole() -> None:
+    reader = ToolCallReader(HERMES, NAMES, lambda: "id", is_certain=True)
+    seen = []
+    for part in ('<tool_call>\n{"name": "weather", "arguments": {"city"', ': "Rome"}', "}", "\n</tool_call>"):
+        reader.push(part)
+        seen.append(reader.is_within_call)
+    assert seen == [True, True, False, False]

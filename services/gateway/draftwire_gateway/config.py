@@ -31,7 +31,9 @@ LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 """Valid names of services and namespaces in Kubernetes."""
 
 ANY_ORIGIN = "*"
-ORIGIN = re.compile(r"https?://[A-Za-z0-9_.\[\]:-]+")
+ORIGIN = re.compile(r"(http://(?!.*:80$)|https://(?!.*:443$))[a-z0-9_.-]+(:[0-9]{1,5})?")
+"""As browsers write origins: in lower case, without the usual port."""
+API_KEY = re.compile(r"[!-~]{8,}")
 MODEL_NAME = re.compile(r"[^\s,][^,\n]{0,255}")
 
 HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
@@ -181,7 +183,8 @@ class GatewayConfig:
         is_known = self.unknown_parameters in known
         require(is_known, f"unknown_parameters must be refuse or ignore, not {self.unknown_parameters!r}")
         require(self.api_key is None or self.tokens_file is None, "api_key and tokens_file both say who may call")
-        require(self.api_key is None or len(self.api_key) >= 8, "api_key must have 8 characters at least")
+        is_key = self.api_key is None or API_KEY.fullmatch(self.api_key) is not None
+        require(is_key, "api_key must have 8 characters at least, of ASCII and without spaces")
         self.tls.check_listening(self.server.host)
         has_issuer = self.tls.tls_ca is not None or not self.tls.tls_require_client_cert
         require(has_issuer, "tls_require_client_cert needs tls_ca, which says whose certificates are believed")
@@ -225,12 +228,12 @@ class GatewayConfig:
     @property
     def origins(self) -> tuple[str, ...]:
         """The origins of `allowed_origins`."""
-        return () if self.allowed_origins is None else tuple(map(str.strip, self.allowed_origins.split(",")))
+        return () if self.allowed_origins is None else _parts(self.allowed_origins)
 
     @property
     def served_names(self) -> tuple[str, ...]:
         """The names of `served_model_name`."""
-        return () if self.served_model_name is None else tuple(map(str.strip, self.served_model_name.split(",")))
+        return () if self.served_model_name is None else _parts(self.served_model_name)
 
     @property
     def needs_tokens(self) -> bool:
@@ -240,14 +243,12 @@ class GatewayConfig:
     @property
     def verifiers(self) -> tuple[str, ...]:
         """host:port of each verifier, or DNS names, each with `DNS_PREFIX`."""
-        return _addresses(DEFAULT_VERIFIER if self.verifier is None else self.verifier)
+        return _parts(DEFAULT_VERIFIER if self.verifier is None else self.verifier)
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """The same for drafters; empty for plain decoding only."""
-        return (
-            () if self.drafter == NO_DRAFTER else _addresses(DEFAULT_DRAFTER if self.drafter is None else self.drafter)
-        )
+        return () if self.drafter == NO_DRAFTER else _parts(DEFAULT_DRAFTER if self.drafter is None else self.drafter)
 
     def _check_addresses(self, addresses: tuple[str, ...]) -> None:
         for address in addresses:
@@ -259,5 +260,5 @@ class GatewayConfig:
         require(num_names in (0, len(addresses)), f"{DNS_PREFIX} stands before all names of a list, or before none")
 
 
-def _addresses(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(address.strip() for address in text.split(",")))
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))

@@ -5,7 +5,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from draftwire.drafting.model_free.names import RETRIEVAL, SUFFIX, parts_of
@@ -32,7 +34,7 @@ from draftwire_gateway.session.ports import Peers
 from draftwire_gateway.session.round_times import combined
 from draftwire_gateway.session.spans import RequestSpans, RequestTracing
 from draftwire_gateway.speculation.pairs import Pairs
-from draftwire_gateway.text.chat import ChatTemplate
+from draftwire_gateway.text.chat import ChatTemplate, check_template
 from draftwire_gateway.text.control_tokens import is_marked
 from draftwire_gateway.text.conversation import Conversation
 from draftwire_gateway.text.text import TextStream, decoded
@@ -65,6 +67,7 @@ class GatewayCore:
         self._tokenizers: TokenizerPool
         self._chat_template: ChatTemplate
         self._forms = FormSandbox(self._form_vocabulary)
+        self._template_text = None if config.chat_template is None else _read_template(config.chat_template)
         self._token_texts: dict[int, str] = {}
 
     @property
@@ -103,8 +106,8 @@ class GatewayCore:
     def serve_model(self, description: ModelDescription, tokenizer_files: dict[str, bytes]) -> None:
         """Sets the target model and loads its tokenizer and chat template."""
         self.description, self._tokenizer = description, load_tokenizer(tokenizer_files)
-        if self.config.chat_template is not None:
-            self._tokenizer.chat_template = read_bytes(self.config.chat_template, "chat_template").decode()
+        if self._template_text is not None:
+            self._tokenizer.chat_template = self._template_text
         self._tokenizers = TokenizerPool(self._tokenizer, description)
         TextStream(self._tokenizer, [], ())  # reads the vocabulary, which takes long if it is large
         self._chat_template = ChatTemplate(self._tokenizer, description.name)
@@ -266,17 +269,18 @@ class GatewayCore:
                 record.begin_choice(generation.choice, loop.statistics)
                 return loop
 
-            for generation in generations:
-                if generation.echo:
-                    yield ChoiceEvent(generation, await self._echo(generation.prompt_ids))
             runner = ChoiceRunner(
                 generations,
                 make_loop,
                 wait_for_room=partial(self.queue.wait_for_room, place),
                 on_open=partial(self.queue.mark_open, place),
             )
+            echoes = [generation for generation in generations if generation.echo]
             async with aclosing(runner.run()) as events:
                 async for event in events:
+                    while echoes:  # not before a verifier has room: until then a refusal is no part of a text
+                        echo = echoes.pop(0)
+                        yield ChoiceEvent(echo, await self._echo(echo.prompt_ids))
                     record.add(event)
                     yield event
 
@@ -292,6 +296,20 @@ class GatewayCore:
 
     async def _echo(self, prompt_ids: list[int]) -> PromptEcho:
         return PromptEcho(prompt_ids, await asyncio.to_thread(decoded, self._tokenizer, prompt_ids))
+
+
+def _read_template(path: Path) -> str:
+    """Reads a chat template.
+
+    Raises:
+        InvalidRequestError: the file cannot be read, or is no template.
+    """
+    try:
+        text = read_bytes(path, "chat_template").decode()
+        check_template(text)
+    except (UnicodeDecodeError, jinja2.TemplateError) as error:
+        raise InvalidRequestError(f"chat_template: {path}: {error}") from error
+    return text
 
 
 def _tool_syntax(option: str, tokenizer: PreTrainedTokenizerBase) -> ToolSyntax | None:

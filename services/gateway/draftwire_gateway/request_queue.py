@@ -1,21 +1,26 @@
 """Who runs and who waits: places of running requests, and a queue for those for which there is none.
 
 Callers take turns, each in order of arrival. A verifier may have no room for a request that has a place: it then waits
-on, first in its turn. From then until nobody waits, requests are let in one at a time: whether there is room for the
-next shows when the one before has been taken or refused.
+on as the next of its caller, while others are tried. From then until nobody waits, requests are let in one at a time:
+whether there is room for the next shows when the one before has been taken or refused.
 """
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
 from draftwire.errors import NoRoomError
 
-RETRY_SECONDS = 1.0
-"""When a refused request is tried again, at the latest: other gateways may have left the verifier."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 10.0
+"""When refused requests are tried again, if none ends before: other gateways may have left the verifier. The second is
+the most that a verifier can ask for."""
+PROBE_SECONDS = 1.0
+"""How long others wait for the outcome of the request that was let in last: it may have a long way to a verifier."""
+MAX_OVERTAKEN = 8
+"""Refusals after which others no longer overtake a request: so large ones are served, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +37,8 @@ class QueuePlace:
     """Whether it may run."""
     turn: asyncio.Future[None] | None = None
     """Set while it waits."""
+    num_refusals: int = 0
+    """By verifiers."""
 
     def __lt__(self, other: "QueuePlace") -> bool:
         return self.number < other.number
@@ -44,31 +51,23 @@ class _Queue:
     places: dict[str, list[QueuePlace]] = field(default_factory=dict)
     """By caller, the next one first."""
 
-    def first(self) -> QueuePlace | None:
-        """Returns whose turn it is."""
-        return next((places[0] for places in self.places.values()), None)
+    def first(self, without: Container[str]) -> QueuePlace | None:
+        """Returns whose turn it is, if some callers are left out."""
+        return next((places[0] for caller, places in self.places.items() if caller not in without), None)
 
-    def add(self, place: QueuePlace, *, is_next: bool) -> None:
-        """Adds a place; with `is_next` it is its caller's turn."""
+    def add(self, place: QueuePlace) -> None:
+        """Adds a place; a caller that had none comes last."""
         heapq.heappush(self.places.setdefault(place.caller, []), place)
-        if is_next:
-            self.places = {place.caller: self.places.pop(place.caller), **self.places}
 
-    def remove(self, place: QueuePlace) -> None:
-        """Removes a place, which need not be the first."""
-        places = self.places[place.caller]
+    def remove(self, place: QueuePlace, *, has_had_turn: bool) -> None:
+        """Removes a place, which need not be the first; with `has_had_turn` its caller comes last now."""
+        places = self.places.pop(place.caller) if has_had_turn else self.places[place.caller]
         places.remove(place)
         heapq.heapify(places)
-        if not places:
-            del self.places[place.caller]
-
-    def pop(self) -> None:
-        """Removes the first place; its caller comes last now."""
-        caller = next(iter(self.places))
-        places = self.places.pop(caller)
-        heapq.heappop(places)
         if places:
-            self.places[caller] = places
+            self.places[place.caller] = places
+        else:
+            self.places.pop(place.caller, None)
 
 
 class RequestQueue:
@@ -91,12 +90,19 @@ class RequestQueue:
         """Whether a verifier has refused a request, and places are given one by one until nobody waits."""
         self._probe: QueuePlace | None = None
         """The request that was let in last, while it is not known whether there is room for it."""
-        self._is_full = False
-        """Whether the last one was refused, and none has ended since."""
+        self._refused: set[str] = set()
+        """Callers whose next request was refused, since a request has ended."""
+        self._overtaken: QueuePlace | None = None
+        """The request that nobody may overtake any more."""
+        self._retry: asyncio.TimerHandle | None = None
         self.num_running = 0
         """Choices with a place."""
         self.num_waiting = 0
         """Choices without one."""
+
+    def has_place(self, num_choices: int) -> bool:
+        """Whether a request would run at once."""
+        return not self._queue.places and self.num_running + num_choices <= self._max_running
 
     def refuse_if_full(self, num_choices: int = 1) -> None:
         """Refuses a request that would neither run nor wait.
@@ -104,7 +110,7 @@ class RequestQueue:
         Raises:
             NoRoomError: as many run and wait as may.
         """
-        if not self._has_place(num_choices) and self.num_waiting + num_choices > self._max_waiting:
+        if not self.has_place(num_choices) and self.num_waiting + num_choices > self._max_waiting:
             waiting = f" and {self.num_waiting} wait, of {self._max_waiting}" if self._max_waiting else ""
             raise NoRoomError(
                 f"{self.num_running} requests are running, of {self._max_running} at most{waiting}; retry in a second"
@@ -112,7 +118,7 @@ class RequestQueue:
 
     @asynccontextmanager
     async def place(self, num_choices: int, caller: str) -> AsyncIterator[QueuePlace]:
-        """Yields a place as soon as there is one, and takes it back.
+        """Yields a place as soon as there is one, and frees it at the end.
 
         Args:
             num_choices: choices of the request, at most as many as may run at once.
@@ -125,14 +131,17 @@ class RequestQueue:
         deadline = asyncio.get_running_loop().time() + self._max_wait_s
         place = QueuePlace(next(self._numbers), num_choices, caller, deadline)
         try:
-            if self._has_place(num_choices):
-                self._give(place)
+            if self.has_place(num_choices):
+                self._hold(place)
             else:
-                await self._wait(place, is_next=False)
+                await self._wait(place)
             yield place
         finally:
+            if place.is_held:
+                self._refused.clear()
             self._release(place)
-            self._is_full = False
+            if self._overtaken is place:
+                self._overtaken = None
             self._let_in()
 
     async def wait_for_room(self, place: QueuePlace, refusal: NoRoomError) -> None:
@@ -144,23 +153,26 @@ class RequestQueue:
         if not self._max_waiting:
             raise refusal
         self._release(place)
-        self._is_careful = self._is_full = True
-        asyncio.get_running_loop().call_later(max(RETRY_SECONDS, refusal.retry_after_s), self._retry)
+        self._is_careful = True
+        self._refused.add(place.caller)
+        place.num_refusals += 1
+        if place.num_refusals >= MAX_OVERTAKEN and self._overtaken is None:
+            self._overtaken = place
+        if self._retry is None:
+            pause_s = min(max(RETRY_SECONDS, refusal.retry_after_s), MAX_RETRY_SECONDS)
+            self._retry = asyncio.get_running_loop().call_later(pause_s, self._try_again)
         try:
-            await self._wait(place, is_next=True)
+            await self._wait(place)
         except NoRoomError:
             raise refusal from None
 
     def mark_open(self, place: QueuePlace) -> None:
         """Notes that a verifier has room for a request."""
-        if self._probe is place:
-            self._probe = None
-            self._let_in()
+        if self._overtaken is place:
+            self._overtaken = None
+        self._forget_probe(place)
 
-    def _has_place(self, num_choices: int) -> bool:
-        return not self._queue.places and self.num_running + num_choices <= self._max_running
-
-    def _give(self, place: QueuePlace) -> None:
+    def _hold(self, place: QueuePlace) -> None:
         place.is_held = True
         self.num_running += place.num_choices
 
@@ -171,10 +183,11 @@ class RequestQueue:
             place.is_held = False
             self.num_running -= place.num_choices
 
-    async def _wait(self, place: QueuePlace, *, is_next: bool) -> None:
+    async def _wait(self, place: QueuePlace) -> None:
         place.turn = asyncio.get_running_loop().create_future()
-        self._queue.add(place, is_next=is_next)
+        self._queue.add(place)
         self.num_waiting += place.num_choices
+        self._let_in()  # others, if this one was refused
         try:
             async with asyncio.timeout_at(place.deadline):
                 await place.turn
@@ -183,27 +196,41 @@ class RequestQueue:
                 raise NoRoomError(f"the request has waited {self._max_wait_s:g} s for others; retry later") from None
         finally:
             if not place.is_held:
-                self._queue.remove(place)
+                self._queue.remove(place, has_had_turn=False)
                 self.num_waiting -= place.num_choices
             place.turn = None
 
+    def _next(self) -> QueuePlace | None:
+        """Returns who may be let in; None if nobody waits, or all that wait were refused."""
+        if self._overtaken is not None and self._overtaken.turn is not None:
+            return None if self._overtaken.caller in self._refused else self._overtaken
+        return self._queue.first(self._refused)
+
     def _let_in(self) -> None:
-        """Gives places to those whose turn it is, as far as there are any."""
-        while (place := self._queue.first()) is not None:
+        """Lets those in whose turn it is, as far as there are places."""
+        while (place := self._next()) is not None:
             if self.num_running + place.num_choices > self._max_running:
                 return
-            if self._is_careful and (self._is_full or self._probe is not None):
+            if self._is_careful and self._probe is not None:
                 return
-            self._queue.pop()
+            self._queue.remove(place, has_had_turn=True)
             self.num_waiting -= place.num_choices
-            self._give(place)
+            self._hold(place)
             assert place.turn is not None, "who waits has a turn to wait for"
             if not place.turn.done():
                 place.turn.set_result(None)
             if self._is_careful:
                 self._probe = place
-        self._is_careful = False
+                asyncio.get_running_loop().call_later(PROBE_SECONDS, self._forget_probe, place)
+        if not self._queue.places:
+            self._is_careful = False
 
-    def _retry(self) -> None:
-        self._is_full = False
+    def _forget_probe(self, place: QueuePlace) -> None:
+        if self._probe is place:
+            self._probe = None
+            self._let_in()
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self._refused.clear()
         self._let_in()

@@ -16,6 +16,7 @@ import draftwire
 from draftwire.runtime.addresses import is_loopback
 from draftwire.runtime.metrics_endpoint import MetricsPage
 from draftwire_gateway.auth.access import Access
+from draftwire_gateway.body_budget import BodyBudget
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body_reading import BodyReader, header
@@ -56,13 +57,14 @@ def make_app(
     bodies = BodyReader(
         core.config.connections.max_message_bytes, ignores_unknown=core.config.unknown_parameters == "ignore"
     )
+    waiting = BodyBudget()
     routes: dict[str, Route[Any]] = {
         "/v1/completions": Completions(),
         "/v1/chat/completions": Chat(),
         "/v1/responses": Responses(),
     }
     for path, route in routes.items():
-        answer: GeneratingRoute[Any] = GeneratingRoute(route, core, drafters, access, bodies)
+        answer: GeneratingRoute[Any] = GeneratingRoute(route, core, drafters, access, bodies, waiting)
         app.router.routes.append(StarletteRoute(path, answer, methods=["POST"]))
     _add_description(app)
     text_routes: dict[str, TextRoute[Any]] = {"/tokenize": Tokenize(), "/detokenize": Detokenize()}

@@ -67,6 +67,11 @@ UNSUPPORTED = {
 }
 """Parameters of OpenAI and others that are not supported, and why."""
 
+ITEM_TYPES = frozenset({"message", "function_call", "function_call_output", "reasoning"})
+"""Types of the items of `input` of /v1/responses."""
+MAX_NAMES_IGNORED = 64
+"""Unknown keys of one object that are told; all are left out."""
+
 _DIGITS = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -97,7 +102,7 @@ class Strict(BaseModel):
         unknown = [key for key in present if key not in known]
         ignored: set[str] | None = info.context
         if ignored is not None:
-            ignored.update(key for key in unknown if NAME.fullmatch(key))
+            ignored.update(key for key in unknown[:MAX_NAMES_IGNORED] if NAME.fullmatch(key))
             unknown = []
         return {key: value for key, value in present.items() if key in known or key in unknown[:1]}
 
@@ -523,6 +528,8 @@ def _refusal(fault: ErrorDetails) -> RefusedError:
         )
     if fault["type"] == "missing":
         return RefusedError(400, f"{path} is missing", code="missing_required_parameter", param=path)
+    if fault["type"].startswith("union_tag"):  # its message quotes what was sent
+        return RefusedError(400, f"{path}: has no type that is known here", param=top)
     if not place:  # of a model validator: the message begins with the name
         name, _, message = fault["msg"].partition(": ")
         return RefusedError(400, f"{name} {message}", param=name)
@@ -532,9 +539,11 @@ def _refusal(fault: ErrorDetails) -> RefusedError:
 def _path(place: tuple[int | str, ...]) -> str:
     """Returns the path of a value, such as messages[0].content. Keys that are not valid names are left out."""
     path = ""
-    for part in place:
+    for before, part in zip((None, *place), place, strict=False):
         if isinstance(part, int):
             path += f"[{part}]"
+        elif isinstance(before, int) and part in ITEM_TYPES:  # which of several models was meant
+            continue
         elif NAME.fullmatch(part):
             path += f".{part}" if path else part
     return path

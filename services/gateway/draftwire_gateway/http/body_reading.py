@@ -52,13 +52,15 @@ class BodyReader:
         self._parsers = asyncio.Semaphore(MAX_PARSERS)
 
     async def read(self, kind: type[AnyBody], scope: Scope, receive: Receive, share: BodyShare) -> AnyBody:
-        """Returns the validated body of a request. What it takes is taken for the share, before it is read.
+        """Returns the validated body of a request: what `receive` returns, parsed."""
+        return await self.parse(kind, await self.receive(scope, receive, share))
+
+    async def parse(self, kind: type[AnyBody], data: bytearray) -> AnyBody:
+        """Returns the validated body of a request.
 
         Raises:
-            RefusedError: the content type is not JSON, the body is too large or too slow, or invalid for the route.
-            NoRoomError: all bodies together take too much.
+            RefusedError: the body is invalid for the route.
         """
-        data = await self._received(scope, receive, share)
         ignored: set[str] | None = set() if self._ignores_unknown else None
         if len(data) <= MAX_BODY_ON_LOOP:
             body = read(kind, data, ignored)
@@ -70,12 +72,20 @@ class BodyReader:
         return body
 
     def _log_ignored(self, names: set[str]) -> None:
+        if len(self._ignored) >= MAX_IGNORED_NAMES:
+            return
         new = sorted(names - self._ignored)[: MAX_IGNORED_NAMES - len(self._ignored)]
         self._ignored.update(new)
         for name in new:
             log.warning("gateway.parameter_ignored", name=name)
 
-    async def _received(self, scope: Scope, receive: Receive, share: BodyShare) -> bytearray:
+    async def receive(self, scope: Scope, receive: Receive, share: BodyShare) -> bytearray:
+        """Returns the body of a request as it came. What it takes is taken for the share, before it is read.
+
+        Raises:
+            RefusedError: the content type is not JSON, or the body is too large or too slow.
+            NoRoomError: all bodies together take too much.
+        """
         declared = self._declared(scope)
         if declared is not None:
             share.take(declared)

@@ -145,7 +145,7 @@ class DeltaMaker:
             reader = self._reader(generation.choice, self._options.tools)
             read = reader.finish()
             delta.text, delta.calls = read.text, read.calls
-            delta.reason = self._options.tools.finish_reason(reason, reader.num_calls)
+            delta.reason = self._options.tools.finish_reason(reason, reader)
         return delta
 
     def _with_ids(self, generation: Generation, delta: ChoiceDelta, token_ids: list[int]) -> ChoiceDelta:

@@ -24,7 +24,7 @@ from draftwire_gateway.http.body import (
     at_most,
     value_error,
 )
-from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOLS
+from draftwire_gateway.text.conversation import MAX_CHAT_MESSAGES, MAX_TOOL_CHARACTERS, MAX_TOOLS
 
 SYSTEM_ROLES = {"developer": "system"}
 """Roles that have another name in chat templates."""
@@ -174,6 +174,10 @@ class ResponsesBody(GenerateBody):
         for name in ("token_details", "return_token_ids", "prompt_logprobs", "generated_choices"):
             if getattr(self, name):
                 raise value_error(f"{name}: means nothing on this route")
+        if sum(len(tool.parameters) for tool in self.tools) > MAX_TOOL_CHARACTERS:
+            raise value_error(f"tools: takes at most {MAX_TOOL_CHARACTERS} characters")
+        if not self.chat.messages:
+            raise value_error("input: has no message")
         self.chat.check_combinations()
         return self
 

@@ -52,7 +52,8 @@ class ResponsesWriter:
             self._items.append(_message(delta.text))
         self._items += map(_call, delta.calls)
         for item in self._items:
-            item["status"] = _status(delta.reason)
+            item["status"] = "completed"
+        self._items[-1]["status"] = _status(delta.reason)
         self._reason = delta.reason or ""
         yield json.dumps(self._ended(endings), ensure_ascii=False)
 

@@ -9,9 +9,9 @@ from typing import Any, Generic
 
 from starlette.types import Message, Receive, Scope, Send
 
-from draftwire.errors import NoRoomError
+from draftwire.errors import InvalidRequestError, NoRoomError
 from draftwire_gateway.auth.access import Access, Caller, payer
-from draftwire_gateway.body_budget import BodyShare
+from draftwire_gateway.body_budget import BodyBudget, BodyShare
 from draftwire_gateway.core import GatewayCore
 from draftwire_gateway.http.body import Body, GenerateBody
 from draftwire_gateway.http.body_reading import BodyReader, header
@@ -56,7 +56,13 @@ class GeneratingRoute(Generic[Body]):
     """
 
     def __init__(
-        self, route: Route[Body], core: GatewayCore, drafters: ListDrafters, access: Access, bodies: BodyReader
+        self,
+        route: Route[Body],
+        core: GatewayCore,
+        drafters: ListDrafters,
+        access: Access,
+        bodies: BodyReader,
+        waiting: BodyBudget,
     ) -> None:
         """Stores its collaborators.
 
@@ -66,12 +72,14 @@ class GeneratingRoute(Generic[Body]):
             drafters: returns the connected drafters.
             access: authenticates callers.
             bodies: reads bodies; one for all routes.
+            waiting: of the bodies that wait for a place, as they came; one for all routes.
         """
         self._route = route
         self._core = core
         self._drafters = drafters
         self._access = access
         self._bodies = bodies
+        self._waiting = waiting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request. Nothing of its body is read for a caller who is unknown or has no room."""
@@ -79,34 +87,50 @@ class GeneratingRoute(Generic[Body]):
         caller.refuse_if_over()
         self._core.refuse_if_full()
         with self._bodies.budget.share(caller.name) as share:
-            body = await self._read(scope, receive, share)
+            data, body = await self._read(scope, receive, share)
             drafters = [drafter.description.name for drafter in self._drafters()]
             fault = model_fault(body.model, self._core.model_names, drafters)
             if fault is not None:
                 raise fault
             names = self._route.names(body)
-            work = self._answer(body, share, caller, Delivery.of(body, scope), send)
-            del body  # which is large, and of no use once it is a request
+            work = self._answer(data, body, share, caller, Delivery.of(body, scope), send)
+            del data, body  # which are large, and of no use once they are a request
             await _while_connected(receive, in_names(names, work))
 
-    async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> Body:
+    async def _read(self, scope: Scope, receive: Receive, share: BodyShare) -> tuple[bytearray, Body]:
+        """Returns a body, as it came and parsed."""
         try:
-            return await self._bodies.read(self._route.body, scope, receive, share)
+            data = await self._bodies.receive(scope, receive, share)
+            return data, await self._bodies.parse(self._route.body, data)
         except NoRoomError:
             self._core.metrics.requests_refused.labels("gateway").inc()
             raise
 
-    async def _answer(self, body: Body, share: BodyShare, caller: Caller, delivery: Delivery, send: Send) -> None:
+    async def _answer(
+        self, data: bytearray, body: Body, share: BodyShare, caller: Caller, delivery: Delivery, send: Send
+    ) -> None:
         num_prompts = self._route.num_prompts(body)
         num_choices = num_prompts * check_num_choices(num_prompts, body.n)
+        options = self._route.options(body, self._core)
         async with AsyncExitStack() as running:
             running.enter_context(caller.request(num_choices))
-            place = await running.enter_async_context(self._core.admit(num_choices, caller.name))
-            options = self._route.options(body, self._core)
+            admission = self._core.admit(num_choices, caller.name)
+            if self._core.queue.has_place(num_choices):
+                place = await running.enter_async_context(admission)
+            else:
+                del body  # which takes many times as much as its text
+                with self._waiting.share(caller.name) as waiting:
+                    waiting.take(len(data))
+                    share.give_back()
+                    place = await running.enter_async_context(admission)
+                body = await self._bodies.parse(self._route.body, data)
+            del data
             writer = self._route.writer(body, options)
             requested = await self._route.requested(body, options, self._core, caller.name)
             del body
             generations = await self._core.complete(requested)
+            if not generations:
+                raise InvalidRequestError("generated_choices: all are finished, so nothing is left to send")
             generations = await self._core.check_form(generations, payer(caller, delivery.host))
             del requested
             share.give_back()

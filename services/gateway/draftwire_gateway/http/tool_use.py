@@ -5,7 +5,7 @@ import string
 from dataclasses import dataclass
 
 from draftwire.errors import InvalidRequestError
-from draftwire.requests.structured_output import StructuredOutput
+from draftwire.requests.structured_output import MAX_FORM_BYTES, StructuredOutput
 from draftwire.requests.tool_calls import (
     ANY_ARGUMENTS,
     FUNCTION_NAME,
@@ -30,6 +30,8 @@ class ToolUse:
     names: frozenset[str]
     form: StructuredOutput | None
     """What makes calls certain to be valid; None where the model is free in what it writes."""
+    must_call: bool
+    """Whether the answer has nothing but calls."""
     is_named: bool
     """Whether the request says which function is called."""
 
@@ -42,11 +44,16 @@ class ToolUse:
 
     def reader(self) -> ToolCallReader:
         """Returns a reader of one answer."""
-        return ToolCallReader(self.syntax, self.names, new_call_id, is_certain=self.form is not None)
+        return ToolCallReader(
+            self.syntax, self.names, new_call_id, is_certain=self.form is not None, must_call=self.must_call
+        )
 
-    def finish_reason(self, reason: str, num_calls: int) -> str:
-        """Returns the reason as OpenAI's API has it: calls end an answer, unless they were asked for by name."""
-        return "tool_calls" if reason == "stop" and num_calls and not self.is_named else reason
+    def finish_reason(self, reason: str, reader: ToolCallReader) -> str:
+        """Returns the reason as OpenAI's API has it: calls end an answer, unless they were asked for by name, or a stop
+        string has cut the last one.
+        """
+        is_ended_by_calls = reason == "stop" and reader.num_calls and not reader.is_within_call
+        return "tool_calls" if is_ended_by_calls and not self.is_named else reason
 
 
 def tool_use(body: ChatBody, syntax: ToolSyntax | None) -> ToolUse | None:
@@ -74,7 +81,7 @@ def tool_use(body: ChatBody, syntax: ToolSyntax | None) -> ToolUse | None:
         syntax = PLAIN_LIST
     form = _form(body, syntax) if is_constrained else None
     names = frozenset(tool.function.name for tool in tools)
-    return ToolUse(syntax, names, form, isinstance(body.tool_choice, NamedTool))
+    return ToolUse(syntax, names, form, body.must_call, isinstance(body.tool_choice, NamedTool))
 
 
 def _form(body: ChatBody, syntax: ToolSyntax) -> StructuredOutput:
@@ -89,6 +96,10 @@ def _form(body: ChatBody, syntax: ToolSyntax) -> StructuredOutput:
         raise InvalidRequestError("tools: the name of a function has 1 to 64 letters, digits, _, - and .")
     if len(set(names)) < len(names):
         raise InvalidRequestError("tools: two functions have the same name")
+    if sum(len(tool.function.parameters) for tool in tools) > MAX_FORM_BYTES:  # before they are written anew
+        raise InvalidRequestError(
+            f"tools: the schemas that arguments have to follow take at most {MAX_FORM_BYTES} bytes"
+        )
     is_single = isinstance(body.tool_choice, NamedTool) or not body.parallel_tool_calls
     return StructuredOutput.tool_calls(
         syntax.name,

@@ -330,6 +330,15 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def check_template(source: str) -> None:
+    """Checks that a text can be parsed as a template.
+
+    Raises:
+        jinja2.TemplateError: it cannot.
+    """
+    _read_template(source)
+
+
 @lru_cache
 def _read_template(source: str) -> _Template:
     environment = ImmutableSandboxedEnvironment(extensions=[_Generation, "jinja2.ext.loopcontrols"])

@@ -5,22 +5,27 @@ one that a form has made certain is passed on as it is written.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from draftwire.requests.tool_calls import ToolSyntax
+from draftwire.requests.tool_calls import FUNCTION_NAME, ToolSyntax
 from draftwire_gateway.text.text import overlap
 
-_NAME = r"[A-Za-z0-9_.-]{1,64}"
+_NAME = FUNCTION_NAME.pattern
 _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*"({_NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 """A call whose arguments come next."""
 _NAMED = re.compile(rf"\s*({_NAME})(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{{)")
 """A call of later models of Mistral, whose arguments come next."""
 MAX_NAMED = 200
-"""Characters before the arguments of such a call."""
+"""Most characters before the arguments of such a call."""
+MAX_SPACE = 256
+"""Most white space that is held back, or that stands within what begins a call."""
+MAX_DEPTH = 64
+"""Most objects and lists within each other in a call; so a text of many markers is not looked through for each."""
 MARKS_IN_CALLS = ("[ARGS]", "[CALL_ID]")
 """Tokens within them."""
 
@@ -63,7 +68,13 @@ class ToolCallReader:
     """Splits the text of one answer into text and calls. What it makes of a text does not depend on its parts."""
 
     def __init__(
-        self, syntax: ToolSyntax, names: Collection[str], make_id: Callable[[], str], *, is_certain: bool
+        self,
+        syntax: ToolSyntax,
+        names: Collection[str],
+        make_id: Callable[[], str],
+        *,
+        is_certain: bool,
+        must_call: bool = False,
     ) -> None:
         """Starts before the text.
 
@@ -72,7 +83,9 @@ class ToolCallReader:
             names: functions that may be called.
             make_id: returns the id of a new call.
             is_certain: whether a form sees to it that whatever begins like a call is one.
+            must_call: whether the form has nothing but calls.
         """
+        self._must_call = must_call
         self._syntax = syntax
         self._names = names
         self._make_id = make_id
@@ -89,6 +102,11 @@ class ToolCallReader:
         self._num_sent = 0
         """Characters of these arguments that were passed on."""
         self.num_calls = 0
+
+    @property
+    def is_within_call(self) -> bool:
+        """Whether the last call has begun and is not whole."""
+        return self._begun is not None
 
     def push(self, text: str) -> ReadText:
         """Adds text, and returns what is certain now."""
@@ -109,7 +127,8 @@ class ToolCallReader:
         """Returns what is left at the end of the text."""
         left = self._raw + self._buffer
         is_end_of_calls = self._state is _State.AFTER or (self.num_calls > 0 and not left.strip())
-        is_cut_call = self._is_certain and self._state is _State.CALL
+        is_marked = self._state is _State.CALL or (self._state is _State.BEFORE and bool(self._raw))
+        is_cut_call = self._must_call or (self._is_certain and is_marked)
         return ReadText("" if is_end_of_calls or is_cut_call else left)
 
     def _read_text(self, read: ReadText) -> bool:
@@ -118,8 +137,9 @@ class ToolCallReader:
         held = overlap(self._buffer, self._syntax.opening)
         end = start if start >= 0 else len(self._buffer) - held
         text = self._buffer[:end]
-        read.text += text.rstrip()
-        kept = text[len(text.rstrip()) :]
+        num_kept = min(len(text) - len(text.rstrip()), MAX_SPACE)
+        kept = text[len(text) - num_kept :]
+        read.text += text[: len(text) - num_kept]
         if start < 0:
             self._buffer = kept + self._buffer[end:]
             return False
@@ -134,7 +154,7 @@ class ToolCallReader:
         syntax, given = self._syntax, self._buffer.lstrip()
         space = self._buffer[: len(self._buffer) - len(given)]
         if not given:
-            return False
+            return self._give_up(read) if len(space) > MAX_SPACE else False
         if not syntax.opening and syntax.prefix and not self._raw.strip():
             if given.startswith(syntax.prefix):
                 self._take(self._raw + space + syntax.prefix, given[len(syntax.prefix) :], _State.BEFORE)
@@ -158,9 +178,11 @@ class ToolCallReader:
             if "{" not in self._buffer and len(self._buffer) <= MAX_NAMED:
                 return False
             return self._give_up(read)
+        if head.end() > MAX_NAMED:
+            return self._give_up(read)
         end = self._end_of_value(head.end())
         if end is None:
-            return False
+            return self._give_up(read) if self._is_too_deep else False
         arguments = self._buffer[head.end() : end]
         if head.group(1) not in self._names or not _is_object(_parsed(arguments)):
             return self._give_up(read)
@@ -172,7 +194,7 @@ class ToolCallReader:
         """Reads a call, whose braces begin it."""
         given = self._buffer.lstrip()
         if not given:
-            return False
+            return self._give_up(read) if len(self._buffer) > MAX_SPACE else False
         if given[0] != "{":
             return self._give_up(read)
         if len(given) < len(self._buffer):
@@ -182,7 +204,7 @@ class ToolCallReader:
             return self._pass_on(read)
         end = self._end_of_value(0)
         if end is None:
-            return False
+            return self._give_up(read) if self._is_too_deep else False
         call = _call_in(self._buffer[:end])
         if call is None or call[0] not in self._names:
             return self._give_up(read)
@@ -216,12 +238,14 @@ class ToolCallReader:
         """Reads what stands between calls, or after the last."""
         syntax, given = self._syntax, self._buffer.lstrip()
         if not given:
+            self._buffer = self._buffer[:MAX_SPACE]
             return False
         space = self._buffer[: len(self._buffer) - len(given)]
         if not syntax.is_list and syntax.closing:
             if syntax.closing.startswith(given) and given != syntax.closing:
                 return False
-            self._take("", given.removeprefix(syntax.closing), _State.TEXT)
+            is_closed = given.startswith(syntax.closing)
+            self._take("", given.removeprefix(syntax.closing) if is_closed else self._buffer, _State.TEXT)
             return True
         if given[0] == syntax.separator.strip():
             self._take(space + given[0], given[1:], _State.CALL)
@@ -242,10 +266,14 @@ class ToolCallReader:
         self._take("", self._buffer, _State.TEXT if self._syntax.opening else _State.PLAIN)
         return True
 
+    @property
+    def _is_too_deep(self) -> bool:
+        return self._value is not None and self._value.is_too_deep
+
     def _end_of_value(self, start: int) -> int | None:
         """Returns where the JSON object ends that starts there; None if it is not whole yet."""
         if self._value is None:
-            self._value = _JsonEnd(start)
+            self._value = _JsonEnd(start, math.inf if self._is_certain else MAX_DEPTH)
         end = self._value.find(self._buffer)
         if end is not None and not self._is_certain:
             self._value = None
@@ -264,15 +292,21 @@ class _JsonEnd:
     _NEXT = re.compile(r'[{}\[\]"]')
     _NEXT_IN_TEXT = re.compile(r'["\\]')
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, max_depth: float) -> None:
         self._place = start
+        self._max_depth = max_depth
         self._depth = 0
         self._in_text = False
         self._end: int | None = None
 
+    @property
+    def is_too_deep(self) -> bool:
+        """Whether more objects and lists are within each other than may be; then the end is not looked for."""
+        return self._depth > self._max_depth
+
     def find(self, text: str) -> int | None:
         """Returns the place after the object; None if it does not end in this text."""
-        while self._end is None:
+        while self._end is None and not self.is_too_deep:
             found = (self._NEXT_IN_TEXT if self._in_text else self._NEXT).search(text, self._place)
             if found is None:
                 self._place = len(text)
