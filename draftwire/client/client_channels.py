@@ -51,6 +51,9 @@ def addresses_of(address: str | Sequence[str]) -> list[str]:
             raise InvalidRequestError(
                 f"address: {one} is an HTTP address; name the gateway's gRPC port, such as {DEFAULT_ADDRESS}"
             )
+        if ":" not in one:
+            default = DEFAULT_ADDRESS.rpartition(":")[2]
+            raise InvalidRequestError(f"address: {one} has no port; a gateway's is {default} where nothing else is set")
     return addresses
 
 

@@ -1,6 +1,7 @@
 """What is missing or broken in a model's folder, in words. Reads no tensors, and imports no torch."""
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ MOST_HEADER_BYTES = 100_000_000
 
 
 def check_model(name: str, *, needs_weights: bool = True) -> None:
-    """Checks the folder of a model, unless its name is one of the model hub; see `check_folder`."""
+    """Checks the folder of a model, unless its name is one of the model hub; see `check_folder`. A name within a folder
+    of models is none of the hub.
+    """
     folder = Path(name).expanduser()
-    if folder.is_dir() or name.startswith((".", "/", "~")):
+    if folder.is_dir() or name.startswith((".", "/", "~")) or _models_beside(folder):
         check_folder(folder, needs_weights=needs_weights)
 
 
@@ -41,11 +44,24 @@ def check_folder(folder: Path, *, needs_weights: bool = True) -> None:
             names it.
     """
     if not folder.is_dir():
-        raise InvalidRequestError(f"no model folder at {folder}")
+        alike = get_close_matches(folder.name, _models_beside(folder), 1)
+        meant = f"; did you mean {folder.parent / alike[0]}?" if alike else ""
+        raise InvalidRequestError(f"no model folder at {folder}{meant}")
     try:
         _check_files(folder, needs_weights)
     except OSError as error:
         raise InvalidRequestError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
+
+
+def _models_beside(folder: Path) -> list[str]:
+    """Returns the names of the models' folders in the same folder, which is not the current one."""
+    parent = folder.parent
+    if parent == Path() or not parent.is_dir():
+        return []
+    try:
+        return sorted(other.name for other in parent.iterdir() if (other / CONFIG).is_file())
+    except OSError:
+        return []
 
 
 def weights_files(folder: Path) -> list[Path]:

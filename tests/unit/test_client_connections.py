@@ -72,6 +72,8 @@ def test_addresses_are_a_list_or_separated_by_commas_and_none_is_empty() -> None
                 kind(address)
     with pytest.raises(InvalidRequestError, match="http://a:8000 is an HTTP address; name the gateway's gRPC port"):
         addresses_of("b:1,http://a:8000")
+    with pytest.raises(InvalidRequestError, match="localhost has no port; a gateway's is 50051"):
+        addresses_of("localhost")
     assert addresses_of(" a:1, b:2") == addresses_of(("a:1", "b:2 ")) == ["a:1", "b:2"]
 
 

@@ -93,3 +93,16 @@ def test_folder_that_is_empty_or_not_there_says_so(tmp_path: Path) -> None:
     for name in (str(tmp_path / "nothing"), "./nothing", "~/no such folder"):
         with pytest.raises(InvalidRequestError, match="no model folder at"):
             check_model(name)
+
+
+def test_misspelt_folder_beside_others_is_none_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("target", "drafter"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text("{}")
+    with pytest.raises(InvalidRequestError, match="no model folder at models/targt; did you mean models/target"):
+        check_model("models/targt")
+    with pytest.raises(InvalidRequestError, match="no model folder at models/else$"):
+        check_model("models/else")
+    for name in ("Qwen/Qwen2.5-0.5B", "gpt2", "target"):
+        check_model(name)
