@@ -102,7 +102,7 @@ def test_misspelt_folder_beside_others_is_none_of_the_hub(tmp_path: Path, monkey
         (tmp_path / "models" / name / "config.json").write_text("{}")
     with pytest.raises(InvalidRequestError, match="no model folder at models/targt; did you mean models/target"):
         check_model("models/targt")
-    with pytest.raises(InvalidRequestError, match="no model folder at models/else$"):
+    with pytest.raises(InvalidRequestError, match=r"no model folder at models/else$"):
         check_model("models/else")
     for name in ("Qwen/Qwen2.5-0.5B", "gpt2", "target"):
         check_model(name)
