@@ -50,7 +50,7 @@ PRINTED = {
     ("docs/http.md", 0): r".+ \d\.\d+\n.+",
     ("docs/logprobs.md", 0): r"(\d+ -?\d\S* \[\(\d+, -?\d\S*\), \(\d+, -?\d\S*\)\]\n?){16}",
     ("docs/logprobs.md", 1): r"('.*' +\w+ +target [01]\.\d{3} drafter ([01]\.\d{3}|nan)\n?|\".+\n?){1,16}",
-    ("docs/tools.md", 0): r'(weather \{"city": ?"(Bonn|Rome)", ?"days": ?[1-9]\}\n?)+',
+    ("docs/tools.md", 0): r'(weather \{\s*"city"\s*:\s*"(Bonn|Rome)"\s*,\s*"days"\s*:\s*[1-9]\s*\}\n?)+',
     ("docs/structured-output.md", 0): r"\{'name': '(Rex|Tom)', 'legs': -?\d+\}",
 }
 """What each prints, all of it."""

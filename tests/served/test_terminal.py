@@ -145,7 +145,7 @@ WRONG: list[tuple[int, list[str], str]] = [
     (1, ["generate", "x", "--token", "a\nb"], "a token consists of"),
     (3, ["generate", "x", "--address", "127.0.0.1:1"], r"^error: no gateway answered at 127\.0\.0\.1:1 "),
     (3, ["generate", "x", "--address", "127.0.0.1:99999"], "no gateway answered"),
-    (3, ["models", "--address", "no port at all"], "no gateway answered"),
+    (1, ["models", "--address", "no port at all"], "has no port"),
     (3, ["bench", "--address", "127.0.0.1:1"], "no gateway answered"),
     (3, ["chat", "--address", "127.0.0.1:1"], "no gateway answered"),
 ]
