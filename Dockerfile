@@ -66,7 +66,8 @@ FROM base AS runtime
 ENV HOME=/tmp HF_HOME=/tmp/huggingface OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     TOKENIZERS_PARALLELISM=false
 WORKDIR /tmp
-COPY --chmod=755 deploy/ready.sh /usr/local/bin/ready.sh
+COPY deploy/ready.sh /usr/local/bin/
+RUN chmod 755 /usr/local/bin/ready.sh
 USER 10001:10001
 STOPSIGNAL SIGTERM
 ARG BASE_IMAGE
@@ -84,7 +85,7 @@ COPY --from=gateway-dependencies /opt/draftwire /opt/draftwire
 COPY --from=package /package /opt/draftwire
 ENV DRAFTWIRE_GATEWAY_HOST=0.0.0.0 DRAFTWIRE_GATEWAY_METRICS_PORT=9051 DRAFTWIRE_GATEWAY_LOG_FORMAT=json
 EXPOSE 50051 8000 9051
-HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --start-interval=1s --retries=3 \
+HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --retries=3 \
   CMD ["ready.sh", "DRAFTWIRE_GATEWAY_METRICS_PORT", "9051"]
 ENTRYPOINT ["draftwire", "serve", "gateway"]
 
@@ -98,7 +99,7 @@ LABEL org.opencontainers.image.title=draftwire-verifier \
 COPY --from=package /models/target /models/target
 ENV DRAFTWIRE_VERIFIER_HOST=0.0.0.0 DRAFTWIRE_VERIFIER_LOG_FORMAT=json DRAFTWIRE_VERIFIER_MODEL=/models/target
 EXPOSE 50052 9052
-HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --start-interval=1s --retries=3 \
+HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --retries=3 \
   CMD ["ready.sh", "DRAFTWIRE_VERIFIER_METRICS_PORT", "9052"]
 ENTRYPOINT ["draftwire", "serve", "verifier"]
 
@@ -108,6 +109,6 @@ LABEL org.opencontainers.image.title=draftwire-drafter \
 COPY --from=package /models/drafter /models/drafter
 ENV DRAFTWIRE_DRAFTER_HOST=0.0.0.0 DRAFTWIRE_DRAFTER_LOG_FORMAT=json DRAFTWIRE_DRAFTER_MODEL=/models/drafter
 EXPOSE 50053 9053
-HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --start-interval=1s --retries=3 \
+HEALTHCHECK --interval=5s --timeout=15s --start-period=120s --retries=3 \
   CMD ["ready.sh", "DRAFTWIRE_DRAFTER_METRICS_PORT", "9053"]
 ENTRYPOINT ["draftwire", "serve", "drafter"]

@@ -1,6 +1,7 @@
 """What users and operators of the three processes can rely on."""
 
 import math
+import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.stacks import SCRIPTED_ROOM
 from tests.tiny_models import save_tiny_model, tiny_network
 
 PROMPT = [0, 2, 1, 1]
+READY = Path(__file__).parents[2] / "deploy" / "ready.sh"
 
 
 @torch.inference_mode()
@@ -336,6 +338,17 @@ def test_full_kv_cache_refuses_new_sessions_and_leaves_the_running_ones_alone(
         assert [*started, *(token for piece in stream for token in piece.token_ids)] == expected_tokens(5, count)
     wait_until(lambda: read_metric(scripted_stack, "verifier", "kv_cache_usage_perc") == 0.0, "the cache is empty")
     assert len(scripted_client.generate(prompt, max_tokens=8).token_ids) == 8
+
+
+def test_health_check_of_the_images_asks_whether_a_service_is_ready(stack: InProcessStack) -> None:
+    def status(variables: dict[str, str], default: int) -> int:
+        command = ["bash", str(READY), "OWN_METRICS_PORT", str(default)]
+        return subprocess.run(command, env=variables, capture_output=True, timeout=20, check=False).returncode
+
+    port = stack.services["verifier"].metrics_port
+    assert (status({}, port), status({"OWN_METRICS_PORT": str(port)}, 1)) == (0, 0)
+    assert status({}, 1) != 0
+    assert status({}, stack.services["verifier"].port) != 0, "which speaks gRPC alone"
 
 
 def test_log_says_which_decoder_runs_a_model_and_why(pair: tuple[Path, Path], tmp_path: Path) -> None:
