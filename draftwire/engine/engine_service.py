@@ -189,6 +189,7 @@ class EngineService(ABC, Generic[Step, Result, Event]):
             raise
         except Exception as error:
             log.exception(f"{self.config.wanted_group.service}.step_failed", num_sessions=len(step.items))
+            self._scheduler.abandon(step)
             failure = error if isinstance(error, DraftwireError) else UnavailableError(self.failure)
             for item in step.items:
                 if self._scheduler.is_open(item.session):  # not closed meanwhile

@@ -56,6 +56,11 @@ class EngineSession(ABC, Generic[Spec]):
         return self.is_reading
 
     @property
+    def num_reserved(self) -> int:
+        """Tokens of the KV cache to reserve for it."""
+        return self.spec.max_len
+
+    @property
     def num_readable(self) -> int:
         """Unread tokens that one step may read."""
         return self.num_unread
@@ -123,6 +128,9 @@ class SessionBook(ABC, Generic[Session, Step]):
         """Returns the sessions that were opened under a lease."""
         return [session for session in self.sessions.values() if session.lease_id == lease_id]
 
+    def abandon(self, step: Step) -> None:
+        """Forgets a step that failed; its sessions are closed next. By default nothing has to be done."""
+
     def close(self, session_id: int, epoch: int) -> Session | None:
         """Removes a session and its queued work; returns the session, or None if it was not open."""
         session = self.sessions.pop((session_id, epoch), None)
@@ -164,7 +172,7 @@ class SessionBook(ABC, Generic[Session, Step]):
         Raises:
             NoRoomError: too many sessions are open, or the KV cache has no room for this one.
         """
-        self.room.reserve(session.key, session.spec.max_len)
+        self.room.reserve(session.key, session.num_reserved)
         self.sessions[session.key] = session
 
     def _take_ready(self) -> list[tuple[Session, int | None]]:

@@ -6,7 +6,7 @@ Everything here uses tensors and must run on the process's one torch thread.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -98,6 +98,18 @@ class DraftModel(SequenceModel, Protocol):
         """
 
 
+@runtime_checkable
+class ForkingModel(DraftModel, Protocol):
+    """A model that can continue a text in several ways at once."""
+
+    def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
+        """Opens another sequence that has read the first `length` tokens of this one; see `KvCache.fork`.
+
+        Raises:
+            NoRoomError: the cache is full.
+        """
+
+
 class CachedModel:
     """A decoder with a paged KV cache."""
 
@@ -136,6 +148,13 @@ class CachedModel:
         """Reads one more token of each sequence in one forward pass, approximately if there is a drafting decoder."""
         segments = [Segment(sequence, 1) for sequence in sequences]
         return self._forward(segments, token_ids, range(len(segments)), fuzzily=True)
+
+    @torch.inference_mode()
+    def fork(self, sequence: CachedSequence, length: int) -> CachedSequence:
+        """Opens another sequence that has read the first `length` tokens of this one; see `KvCache.fork`."""
+        fork, sources, targets = self.cache.fork(sequence, length)
+        self._copy(sources, targets)
+        return fork
 
     @torch.inference_mode()
     def keep_path(self, sequence: CachedSequence, base_len: int, path: Sequence[int]) -> None:

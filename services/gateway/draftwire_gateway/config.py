@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftwire.drafting.model_free.names import TEXT_DRAFTER_NAMES, are_text_drafters
+from draftwire.method.rounds import MAX_BRANCHES, MAX_ROUNDS_AHEAD
 from draftwire.requests.tool_calls import PLAIN_LIST, SYNTAXES
 from draftwire.runtime.settings import (
     LEAST_MESSAGE_BYTES,
@@ -91,6 +92,11 @@ class LoopSettings:
     """How long the verifier may take for the first token: a long prompt is read beside running sessions."""
     failover_timeout_s: float = 30.0
     """How long another verifier is sought for a session whose verifier was lost; it may be the same one, restarted."""
+    draft_ahead_rounds: int = 0
+    """Rounds for which a drafter may draft before their text is known, while earlier ones are being judged; 0 for none.
+    """
+    draft_ahead_branches: int = 8
+    """Texts that a session may have next, for which a drafter drafts ahead at once at most."""
 
     def __post_init__(self) -> None:
         require(self.plain_run_rounds >= 1, "plain_run_rounds must be at least 1")
@@ -99,6 +105,10 @@ class LoopSettings:
         require(self.verdict_timeout_s > 0.0, "verdict_timeout_s must be positive")
         require(self.prompt_timeout_s > 0.0, "prompt_timeout_s must be positive")
         require(self.failover_timeout_s >= 0.0, "failover_timeout_s must not be negative")
+        in_range = 0 <= self.draft_ahead_rounds <= MAX_ROUNDS_AHEAD
+        require(in_range, f"draft_ahead_rounds must be in 0..{MAX_ROUNDS_AHEAD}")
+        in_range = 1 <= self.draft_ahead_branches <= MAX_BRANCHES
+        require(in_range, f"draft_ahead_branches must be in 1..{MAX_BRANCHES}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,8 @@ class GatewayCore:
             adapts_length=config.speculation == "adaptive",
             local_strategies=local_strategies(config.local_drafts),
             drafter_names=self._drafter_names,
+            rounds_ahead=config.loop.draft_ahead_rounds,
+            max_branches=config.loop.draft_ahead_branches,
         )
 
     def _drafter_names(self) -> tuple[str, ...]:

@@ -358,6 +358,8 @@ def _statistics_to_proto(statistics: Statistics) -> gateway_pb2.GenerationStatis
         mean_acceptance_length=statistics.mean_acceptance_length,
         draft_acceptance_rate=statistics.draft_acceptance_rate,
         draft_length_histogram=statistics.draft_length_histogram,
+        num_ahead_hits=statistics.num_ahead_hits,
+        num_ahead_misses=statistics.num_ahead_misses,
     )
 
 

@@ -32,6 +32,8 @@ from draftwire_verifier.core import BlockRefused, TargetEvent, VerifierCore
 from draftwire_verifier.drafters import Drafter, Greeting
 from draftwire_verifier.spans import VerifierSpans
 
+_ORDER = "a drafter says hello once, first, and then sends blocks"
+
 OFF_LOOP_BYTES = 2**18
 """Larger messages (dense distributions) are decoded on another thread than the event loop's."""
 
@@ -85,25 +87,36 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServiceServicer):
         context: grpc.aio.ServicerContext[verifier_pb2.PushDraftBlocksRequest, verifier_pb2.PushDraftBlocksResponse],
     ) -> None:
         require_role(context, CallerRole.DRAFTER)
-        drafter: Drafter | None = None
+        requests = aiter(request_iterator)
+        first = await anext(requests, None)
+        if first is None:
+            return
+        if first.WhichOneof("message") != "hello":
+            raise ProtocolViolationError(_ORDER)
+        model = messages.model_from_proto(first.hello.model)
+        drafter = self._core.welcome_drafter(_greeting(first.hello, model, origin_of(context)), model)
+        outcomes = self._core.take_outcomes(drafter, model)
+
+        async def read_blocks() -> None:
+            async for request in requests:
+                if request.WhichOneof("message") != "blocks":
+                    raise ProtocolViolationError(_ORDER)
+                await self._push_blocks(request, drafter)
+
+        async def write_outcomes() -> None:
+            response = verifier_pb2.PushDraftBlocksResponse(
+                welcome=messages.model_to_proto(self._core.description),
+                identity=messages.identity_to_proto(drafter.identity),
+            )
+            await context.write(response)
+            while some := await outcomes.take_all():
+                await context.write(verifier_pb2.PushDraftBlocksResponse(outcomes=messages.outcomes_to_proto(some)))
+
         try:
-            async for request in request_iterator:
-                kind = request.WhichOneof("message")
-                if kind == "hello" and drafter is None:
-                    model = messages.model_from_proto(request.hello.model)
-                    drafter = self._core.welcome_drafter(_greeting(request.hello, model, origin_of(context)), model)
-                    response = verifier_pb2.PushDraftBlocksResponse(
-                        welcome=messages.model_to_proto(self._core.description),
-                        identity=messages.identity_to_proto(drafter.identity),
-                    )
-                    await context.write(response)
-                elif kind == "blocks" and drafter is not None:
-                    await self._push_blocks(request, drafter)
-                else:
-                    raise ProtocolViolationError("a drafter says hello once, first, and then sends blocks")
+            await exchange(read_blocks(), write_outcomes())
         finally:
-            if drafter is not None:
-                drafter.num_streams -= 1
+            self._core.end_outcomes(drafter, outcomes)
+            drafter.num_streams -= 1
 
     async def _push_blocks(self, request: verifier_pb2.PushDraftBlocksRequest, drafter: Drafter) -> None:
         core, num_bytes = self._core, num_received_bytes.get()

@@ -66,6 +66,8 @@ class ChoiceSpans:
             PREFIX + "num_rounds": statistics.num_rounds,
             PREFIX + "num_draft_tokens": statistics.num_draft_tokens,
             PREFIX + "num_accepted_tokens": statistics.num_accepted_tokens,
+            PREFIX + "num_ahead_hits": statistics.num_ahead_hits,
+            PREFIX + "num_ahead_misses": statistics.num_ahead_misses,
             PREFIX + "num_drafters_lost": statistics.num_drafters_lost,
             PREFIX + "num_verifiers_lost": statistics.num_verifiers_lost,
             PREFIX + "time_to_first_token_us": statistics.time_to_first_token_us,
