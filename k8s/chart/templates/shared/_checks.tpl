@@ -2,6 +2,7 @@
 target. */}}
 {{- define "draftwire.checks" -}}
 {{- include "draftwire.checkRelease" . -}}
+{{- include "draftwire.checkModels" . -}}
 {{- include "draftwire.checkTimes" . -}}
 {{- include "draftwire.checkScaling" . -}}
 {{- include "draftwire.checkExposure" . -}}
@@ -29,6 +30,12 @@ target. */}}
 {{- if and .tls.requireClientCert (not .tls.enabled) -}}
 {{- fail "tls.requireClientCert: needs tls.enabled" -}}
 {{- end -}}
+{{- $own := include "draftwire.ownLabels" (dict "root" $ "service" "gateway") | fromYaml -}}
+{{- range $place, $labels := dict "commonLabels" .commonLabels "gateway.podLabels" .gateway.podLabels "verifier.podLabels" .verifier.podLabels "drafter.podLabels" .drafter.podLabels -}}
+{{- range $label, $_ := $labels -}}
+{{- if hasKey $own $label }}{{ fail (printf "%s: %s is set by the chart" $place $label) }}{{ end -}}
+{{- end -}}
+{{- end -}}
 {{- if and .models.volume .models.claim.size -}}
 {{- fail "models.claim: models.volume already says where models are; set one of them" -}}
 {{- end -}}
@@ -49,9 +56,6 @@ target. */}}
 {{- fail (printf "%s.accessModes: several pods mount the claim, which ReadWriteOncePod forbids; set perPod, or another mode" $name) -}}
 {{- end -}}
 {{- end -}}
-{{- if and .models.claim.perPod (not .verifier.initContainers) -}}
-{{- fail "models.claim.perPod: each pod has an empty volume, which init containers have to fill; set verifier.initContainers" -}}
-{{- end -}}
 {{- if and (not .monitoring.enabled) (or .monitoring.rules.enabled .monitoring.serviceMonitor.enabled) -}}
 {{- fail "monitoring.rules, monitoring.serviceMonitor: need monitoring.enabled" -}}
 {{- end -}}
@@ -63,6 +67,15 @@ target. */}}
 {{- end -}}
 {{- if and (not .tracing.endpoint) (ne (float64 .tracing.sampleRatio) 1.0) -}}
 {{- fail "tracing.sampleRatio: says which requests are traced, and none are; set tracing.endpoint" -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "draftwire.checkModels" -}}
+{{- range $service := .Values.drafter.enabled | ternary (list "verifier" "drafter") (list "verifier") -}}
+{{- $values := index $.Values $service -}}
+{{- if and $.Values.models.claim.perPod (hasPrefix "/models/" $values.model) (not $values.initContainers) -}}
+{{- include "draftwire.refuse" (dict "root" $ "says" (printf "%s.initContainers: by models.claim.perPod each pod begins with an empty /models, which one has to fill" $service)) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
@@ -175,18 +188,18 @@ values, which have all targets. */}}
 {{- include "draftwire.change" (dict "of" $values "by" $changes) -}}
 {{- if $.Values.targets -}}
 {{- $path := empty $name | ternary "" (printf "targets.%s." $name) -}}
-{{- if and $name (eq $values.verifier.model $.Values.verifier.model) -}}
-{{- fail (printf "%sverifier.model: is that of another target; to have more of the same, raise verifier.replicas" $path) -}}
+{{- if and $name (not (hasKey (get $changes "verifier" | default dict) "model")) -}}
+{{- fail (printf "%sverifier.model: which target is it? That of the release has gateways already" $path) -}}
 {{- end -}}
 {{- with $values.gateway -}}
 {{- $entries := list -}}
 {{- if .ingress.enabled -}}
-{{- range .ingress.hosts }}{{ $entries = append $entries (list "ingress.hosts" . "") }}{{ end -}}
+{{- range .ingress.hosts }}{{ $entries = append $entries (list "ingress.hosts" . $values.gateway.ingress.className) }}{{ end -}}
 {{- end -}}
 {{- range $kind := list "httpRoute" "grpcRoute" -}}
 {{- $route := index $values.gateway $kind -}}
 {{- if $route.enabled -}}
-{{- range $route.hostnames | default (list "any host") }}{{ $entries = append $entries (list $kind . (toJson $route.matches)) }}{{ end -}}
+{{- range $route.hostnames | default (list "any host") }}{{ $entries = append $entries (list $kind . $route.parentRefs $route.matches) }}{{ end -}}
 {{- end -}}
 {{- end -}}
 {{- range $entry := $entries -}}

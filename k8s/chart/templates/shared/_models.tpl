@@ -10,13 +10,20 @@
 {{- else if not .claim.perPod }}
 - name: {{ .name }}
   persistentVolumeClaim: {claimName: {{ include "draftwire.claimName" . }}}
-{{- else if not (include "draftwire.isStateful" .) }}
+{{- else if and (include "draftwire.usesClaim" .) (not (include "draftwire.isStateful" .)) }}
 - name: {{ .name }}
   ephemeral:
     volumeClaimTemplate:
       spec:
         {{- include "draftwire.claimSpec" .claim | nindent 8 }}
 {{- end }}
+{{- end }}
+
+{{/* (dict "root" $ "service" "verifier" "name" "models" "claim" map): whether a service's pods get a volume. A claim of
+each pod's own is only for those whose model is there. */}}
+{{- define "draftwire.usesClaim" -}}
+{{- $isFolder := hasPrefix "/" (index .root.Values .service).model -}}
+{{- if or (not .claim.perPod) (eq (eq .name "models") $isFolder) }}true{{ end -}}
 {{- end }}
 
 {{/* Whether a service's pods keep their volumes: a StatefulSet gives them claims by its templates. */}}
@@ -40,7 +47,7 @@ resources: {requests: {storage: {{ .size }}}}
 {{/* Of the verifiers' StatefulSet. */}}
 {{- define "draftwire.claimTemplates" -}}
 {{- range $name, $claim := dict "models" .Values.models.claim "hub" .Values.models.hub.claim }}
-{{- if and $claim.size $claim.perPod }}
+{{- if and $claim.size $claim.perPod (include "draftwire.usesClaim" (dict "root" $ "service" "verifier" "name" $name "claim" $claim)) }}
 - metadata: {name: {{ $name }}}
   spec:
     {{- include "draftwire.claimSpec" $claim | nindent 4 }}

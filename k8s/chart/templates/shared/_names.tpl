@@ -38,11 +38,15 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ with .root.target }}{{ . }}-{{ end }}{{ .service }}
 {{- end }}
 
-{{- define "draftwire.labels" -}}
+{{- define "draftwire.ownLabels" -}}
 {{ include "draftwire.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
+{{- end }}
+
+{{- define "draftwire.labels" -}}
+{{ include "draftwire.ownLabels" . }}
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}

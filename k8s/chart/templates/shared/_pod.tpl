@@ -164,11 +164,13 @@ livenessProbe:
 - {name: tokens, mountPath: /etc/draftwire/tokens, readOnly: true}
 {{- end }}
 {{- else }}
-{{- if or .root.Values.models.volume .root.Values.models.claim.size }}
+{{- with .root.Values.models }}
+{{- if and (or .volume .claim.size) (include "draftwire.usesClaim" (merge (dict "name" "models" "claim" .claim) $)) }}
 - {name: models, mountPath: /models, readOnly: true}
 {{- end }}
-{{- if .root.Values.models.hub.enabled }}
+{{- if and .hub.enabled (include "draftwire.usesClaim" (merge (dict "name" "hub" "claim" .hub.claim) $)) }}
 - {name: hub, mountPath: /hub}
+{{- end }}
 {{- end }}
 {{- if gt (include "draftwire.ranks" . | int) 1 }}
 - {name: shm, mountPath: /dev/shm}
