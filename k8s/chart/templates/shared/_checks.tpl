@@ -184,6 +184,7 @@ values, which have all targets. */}}
 {{- define "draftwire.checkTargets" -}}
 {{- $routed := dict -}}
 {{- range $name, $changes := merge (dict "" dict) (.Values.targets | default dict) -}}
+{{- if kindIs "map" $changes -}}
 {{- $values := omit $.Values "targets" | deepCopy -}}
 {{- include "draftwire.change" (dict "of" $values "by" $changes) -}}
 {{- if $.Values.targets -}}
@@ -208,6 +209,7 @@ values, which have all targets. */}}
 {{- fail (printf "%sgateway.%s: %s leads to another target already; a gateway serves one target, so each needs a host name or a match of its own" $path (first $entry) (index $entry 1)) -}}
 {{- end -}}
 {{- $_ := set $routed $key $name -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -7,10 +7,12 @@ target's name, which is empty for the one that the values themselves describe. *
 {{- $root := .root -}}
 {{ include .template $root }}
 {{- range $name, $changes := $root.Values.targets }}
+{{- if kindIs "map" $changes }}
 ---
 {{- $values := omit $root.Values "targets" | deepCopy }}
 {{- include "draftwire.change" (dict "of" $values "by" $changes) }}
 {{ include $.template (merge (dict "Values" $values "target" $name) (pick $root "Release" "Chart" "Files" "Capabilities")) }}
+{{- end }}
 {{- end }}
 {{- end }}
 
