@@ -136,8 +136,13 @@ def refuse(values: str, message: str, *settings: str) -> None:
 
 def template(values: str, *settings: str, release: str = "prod") -> subprocess.CompletedProcess[str]:
     """Runs `helm template` and returns what it says."""
+    return run_helm("template", release, *arguments_of(values, *settings))
+
+
+def arguments_of(values: str, *settings: str) -> list[str]:
+    """Returns Helm's arguments for the chart with a set of values and changes to it, in a namespace."""
     changes = [part for setting in settings for part in ("--set-json" if is_json(setting) else "--set", setting)]
-    return run_helm("template", release, str(CHART), "--namespace=llm", f"--values={values_file(values)}", *changes)
+    return [str(CHART), "--namespace=llm", f"--values={values_file(values)}", *changes]
 
 
 def values_file(values: str) -> Path:

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Iterator
 
 import pytest
-from chart import CHART, EVERYTHING, Rendered, is_json, render, run_helm, values_file
+from chart import EVERYTHING, Rendered, arguments_of, render, run_helm
 from kubernetes_objects import Json, ObjectServer, plural_of
 
 KEPT = ("persistentvolumeclaims", "llm-dw-hub")
@@ -18,7 +18,8 @@ def server() -> Iterator[ObjectServer]:
 
 
 def helm(server: ObjectServer, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    done = run_helm(verb, "prod", *arguments, "--namespace=llm", f"--kube-apiserver=http://127.0.0.1:{server.port}")
+    address = f"http://127.0.0.1:{server.port}"
+    done = run_helm(verb, "prod", *arguments, "--namespace=llm", f"--kube-apiserver={address}")
     assert server.refusals == []
     assert done.returncode == 0, done.stderr
     return done
@@ -26,10 +27,8 @@ def helm(server: ObjectServer, verb: str, *arguments: str) -> subprocess.Complet
 
 def deploy(server: ObjectServer, verb: str, values: str, *settings: str) -> subprocess.CompletedProcess[str]:
     """Installs the chart, or upgrades a release."""
-    changes = [part for setting in settings for part in ("--set-json" if is_json(setting) else "--set", setting)]
     # The server checks objects itself, and has no description of its schemas to send.
-    arguments = (str(CHART), f"--values={values_file(values)}", "--disable-openapi-validation", *changes)
-    return helm(server, verb, *arguments)
+    return helm(server, verb, *arguments_of(values, *settings), "--disable-openapi-validation")
 
 
 def specs(rendered: Rendered) -> dict[tuple[str, str], Json]:
