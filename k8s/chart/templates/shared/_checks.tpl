@@ -122,7 +122,7 @@ target. */}}
 {{- end -}}
 {{- range $service := list "gateway" "verifier" "drafter" -}}
 {{- with (index $.Values $service).autoscaling -}}
-{{- if gt (int .minReplicas) (int .maxReplicas) -}}
+{{- if and .enabled (gt (int .minReplicas) (int .maxReplicas)) -}}
 {{- include "draftwire.refuse" (dict "root" $ "says" (printf "%s.autoscaling: minReplicas is above maxReplicas" $service)) -}}
 {{- end -}}
 {{- end -}}
