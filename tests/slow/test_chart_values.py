@@ -209,4 +209,6 @@ def test_there_are_values_for_what_the_manual_names() -> None:
         "hpa-off",
         "prometheus-off",
         "llama-70b",
+        "two-targets",
+        "object-storage",
     }
