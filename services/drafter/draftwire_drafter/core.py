@@ -199,9 +199,10 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self._leases.send(session.lease_id, BlockSent(*session.key, number, attempt))
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
-        if key in self._scheduler.sessions:
+        session = self._scheduler.sessions.get(key)
+        if session is not None:
             reason = str(error) if isinstance(error, DraftwireError) else type(error).__name__
-            log.warning("drafter.session_failed", session_id=key[0], reason=reason)
+            log.warning("drafter.session_failed", session_id=key[0], request_id=session.request_id, reason=reason)
             self._end_opening(key, error)
         super()._fail(key, error)
 

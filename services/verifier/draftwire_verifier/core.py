@@ -223,9 +223,11 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self.metrics.blocks_refused.labels(error.violation.value).inc()
         session_id, epoch = block.fence.session_id, block.fence.epoch
         if error.violation is not Violation.PEER or self.drafters.may_log_refusal(block.drafter_id):
+            session = self._scheduler.sessions.get((session_id, epoch))
             log.warning(
                 "verifier.block_refused",
                 session_id=session_id,
+                request_id=session.request_id if session is not None else "",
                 violation=error.violation.value,
                 reason=str(error),
                 drafter_id=block.drafter_id,
