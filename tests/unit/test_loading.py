@@ -288,26 +288,29 @@ def test_adapter_is_refused_alone_and_beside_weights(
 # Mixtures of experts
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "head_dim": 4,
+}
+"""Of attention whose keys and values are compressed, of other sizes each."""
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 8},
     "qwen3_moe": {"num_experts": 4, "norm_topk_prob": True},
     "olmoe": {"num_experts": 4},
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "head_dim": 4,
-    },
+    "deepseek_v3": MLA
+    | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "afmoe": {"num_experts": 4, "num_local_experts": 4},
+    **{key: {"num_local_experts": 4} for key in ("phimoe", "granitemoe")},
+    "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": MLA | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "minimax_m2": {"num_local_experts": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2},
 }
 
 
