@@ -87,7 +87,9 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self._opening: dict[SessionKey, asyncio.Future[None]] = {}
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
-        loaded = load_strategy(self.config.drafts.strategy, ConfiguredContext(self.config, self.group))
+        context = ConfiguredContext(self.config, self.group)
+        loaded = load_strategy(self.config.drafts.strategy, context)
+        self.kv_cache_tokens = context.kv_cache_tokens
         capabilities = frozenset({FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS})
         description = replace(loaded.card.description, capabilities=capabilities)
         return replace(loaded.card, description=description), DraftEngine(loaded.strategy)
