@@ -24,7 +24,7 @@ from draftwire.runtime.served_request import (
     serving,
 )
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc
-from draftwire_gateway.access_log import log_request
+from draftwire_gateway.access_log import log_call, log_request
 from draftwire_gateway.auth.access import Access
 from draftwire_gateway.config import GatewayConfig
 from draftwire_gateway.core import GatewayCore
@@ -192,6 +192,22 @@ async def test_request_is_logged_once_with_names_and_numbers_and_never_its_conte
         "num_generated_tokens": 7,
         "request_id": "mine",
     }
+
+
+def test_health_checks_are_not_logged() -> None:
+    with capture_logs() as lines:
+        for route in ("/health", "/ping"):
+            log_request("GET", route, 200, 0.1, ServedRequest("mine"))
+        log_call(EndedCall("/grpc.health.v1.Health/Check", "OK", 0.1))
+    assert lines == []
+
+
+def test_call_is_logged_by_the_name_of_its_method_and_status() -> None:
+    with serving("mine"), capture_logs() as lines:
+        log_call(EndedCall("/draftwire.v1.GatewayService/Generate", "RESOURCE_EXHAUSTED", 0.25))
+    (line,) = lines
+    assert (line["protocol"], line["status"], line["duration_ms"]) == ("grpc", "RESOURCE_EXHAUSTED", 250.0)
+    assert (line["route"], line["request_id"]) == ("/draftwire.v1.GatewayService/Generate", "mine")
 
 
 def test_method_that_a_client_made_up_is_not_logged() -> None:

@@ -11,8 +11,12 @@ METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 """Methods of HTTP that are logged by their name; clients may make up others."""
 
 
+PROBES = frozenset({"/health", "/ping"})
+"""Routes of health checks, whose many lines would say nothing."""
+
+
 def log_request(method: str, route: str, status: int, duration_s: float, request: ServedRequest) -> None:
-    """Logs an HTTP request.
+    """Logs an HTTP request, unless it is a health check.
 
     Args:
         method: of HTTP.
@@ -21,7 +25,8 @@ def log_request(method: str, route: str, status: int, duration_s: float, request
         duration_s: until the response was sent, or the client gone.
         request: what is known of it.
     """
-    _log("http", method if method in METHODS else "other", route, status, duration_s, request)
+    if route not in PROBES:
+        _log("http", method if method in METHODS else "other", route, status, duration_s, request)
 
 
 def log_call(call: EndedCall) -> None:
