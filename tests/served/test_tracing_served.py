@@ -58,7 +58,7 @@ WORDS = re.compile(
     r"|plain|recovered|bonus|not_asked_for|no_drafter|warming_up|no_room|late|empty_block|no_guess)?"
 )
 """All texts that they are said in."""
-MADE_ID = re.compile(r"[0-9a-f]{32}")
+REQUEST_IDS = re.compile(r"user-42|[0-9a-f]{32}")
 
 
 @dataclass
@@ -273,7 +273,9 @@ def test_spans_tell_numbers_and_names_and_never_what_was_asked_or_answered(trace
     for span in traced.collector.spans:
         assert span.attributes.keys() <= ATTRIBUTES[span.name], span.name
         for name, value in span.attributes.items():
-            assert isinstance(value, int) or (MADE_ID if name == "request_id" else WORDS).fullmatch(str(value)), value
+            assert isinstance(value, int) or (REQUEST_IDS if name == "request_id" else WORDS).fullmatch(str(value)), (
+                value
+            )
         for event in span.events:
             assert event.attributes.keys() <= {"address", "epoch", "reason"}
     seen = b"".join(request.SerializeToString() for request in traced.collector.requests)
