@@ -15,6 +15,7 @@ from draftwire.engine.prefill import PrefillPacer, share
 from draftwire.errors import InvalidRequestError
 from draftwire.method.rounds import CommittedTokens, DraftSessionSpec, TargetSessionSpec
 from draftwire.requests.automaton import Automaton
+from draftwire.runtime.served_request import served_request_id
 
 AnySpec = DraftSessionSpec | TargetSessionSpec
 Spec = TypeVar("Spec", bound=AnySpec, covariant=True)
@@ -35,6 +36,8 @@ class EngineSession(ABC, Generic[Spec]):
     """Prefix cache hits: tokens that did not have to be read; None before the first step."""
     queued: bool = False
     """Whether it waits for a step or is in one."""
+    request_id: str = field(default_factory=served_request_id)
+    """Id of the user's request, for log lines; empty where the gateway did not send one."""
 
     def __post_init__(self) -> None:
         self.committed = CommittedTokens(self.spec.token_ids)

@@ -15,7 +15,7 @@ from draftwire.errors import UnavailableError
 from draftwire.runtime.addresses import host_and_port, is_taken
 from draftwire.runtime.call_limits import CallLimits
 from draftwire.runtime.channels import server_options
-from draftwire.runtime.interceptor import Admit, ServiceGate, admit_all
+from draftwire.runtime.interceptor import Admit, EndedCall, ServiceGate, admit_all, ignore_ends
 from draftwire.runtime.metrics import ServiceMetrics
 from draftwire.runtime.metrics_endpoint import metrics_listener
 from draftwire.runtime.settings import ConnectionSettings, ServerSettings
@@ -76,6 +76,8 @@ class Service:
     """What callers of the gRPC services may take."""
     admit: Admit = admit_all
     """Decides on each call of the gRPC services, before its request is received."""
+    on_call_end: Callable[[EndedCall], None] = ignore_ends
+    """Called for each gRPC call that has ended, which the metrics have counted."""
     credentials: grpc.ServerCredentials | None = None
     """TLS; None is plaintext."""
     watchdog: Watchdog | None = None
@@ -99,7 +101,7 @@ class Running:
         """Prepares; see `start`."""
         self.ports: Mapping[str, int | None] = {}
         self._service = service
-        self._gate = ServiceGate(service.limits, service.admit)
+        self._gate = ServiceGate(service.limits, service.admit, self._count)
         options = server_options(service.connections, service.limits)
         self._server = grpc.aio.server(interceptors=[self._gate], options=options)
         self._probe = health.aio.HealthServicer()
@@ -178,6 +180,10 @@ class Running:
         service.stop()
         if service.tracer is not None:
             await service.tracer.close()
+
+    def _count(self, call: EndedCall) -> None:
+        self._service.metrics.count_call(call.method, call.code)
+        self._service.on_call_end(call)
 
     async def _watch(self) -> None:
         """Sets health to NOT_SERVING and refuses calls while a call on the device exceeds the watchdog's limit."""

@@ -95,7 +95,9 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self._opening: dict[SessionKey, asyncio.Future[None]] = {}
 
     def _load_engine(self) -> tuple[ModelCard, DraftEngine]:
-        loaded = load_strategy(self.config.drafts.strategy, ConfiguredContext(self.config, self.group))
+        context = ConfiguredContext(self.config, self.group)
+        loaded = load_strategy(self.config.drafts.strategy, context)
+        self.kv_cache_tokens = context.kv_cache_tokens
         engine = DraftEngine(loaded.strategy)
         capabilities = {FLUSH_REPLIES, ISSUED_IDENTITIES, PARTIAL_BLOCKS}
         if engine.drafts_ahead:
@@ -235,9 +237,10 @@ class DrafterCore(EngineService[Step, StepResult, BlockSent]):
         self._leases.send(session.lease_id, BlockSent(*session.key, number, attempt))
 
     def _fail(self, key: SessionKey, error: Exception) -> None:
-        if key in self._scheduler.sessions:
+        session = self._scheduler.sessions.get(key)
+        if session is not None:
             reason = str(error) if isinstance(error, DraftwireError) else type(error).__name__
-            log.warning("drafter.session_failed", session_id=key[0], reason=reason)
+            log.warning("drafter.session_failed", session_id=key[0], request_id=session.request_id, reason=reason)
             self._end_opening(key, error)
         super()._fail(key, error)
 

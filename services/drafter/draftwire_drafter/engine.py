@@ -15,6 +15,7 @@ from draftwire.drafting.strategy import (
     never,
 )
 from draftwire.engine.leases import SessionKey
+from draftwire.engine.prefill import LARGEST_CHUNK
 from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import DraftwireError, NoRoomError
 from draftwire.method.draw_key import DrawKey
@@ -48,6 +49,22 @@ class DraftEngine(StepEngine[Step, StepResult]):
         done = self.strategy.step([Drafting(sequence, request)])
         sequence.close()
         return done.num_read, done.calibration_s
+
+    def run_largest(self, num_sessions: int, num_draft_tokens: int) -> None:
+        """Runs a step as large as any: a block for every session, beside a prompt.
+
+        Args:
+            num_sessions: most sessions.
+            num_draft_tokens: of each block.
+        """
+        key, context_length = DrawKey(bytes(KEY_BYTES), 0, 0), self.strategy.context_length
+        sampling = SamplingParams(temperature=1.0, top_p=0.95)
+        request = DraftRequest(min(num_draft_tokens, context_length - 1), sampling, key, vocab_size=2**31)
+        draftings = [Drafting(self.strategy.open([0]), request) for _ in range(num_sessions)]
+        draftings.append(Drafting(self.strategy.open([0] * min(LARGEST_CHUNK, context_length)), None, LARGEST_CHUNK))
+        self.strategy.step(draftings)
+        for drafting in draftings:
+            drafting.sequence.close()
 
     def step(self, step: Step) -> StepResult:
         """Runs a step: prefill, calibration to the committed tokens, drafting of blocks; or drafting ahead."""

@@ -23,7 +23,7 @@ from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
-from draftwire.runtime.tls import Dialler, server_credentials, watch_tls
+from draftwire.runtime.tls import Dialler, expiries_of, server_credentials, watch_tls
 from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.v1 import drafter_pb2, drafter_pb2_grpc, session_pb2
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
@@ -122,6 +122,7 @@ def make_service(config: DrafterConfig, place: Place | None = None, followers: F
         return link
 
     core = DrafterCore(config, connect, place, followers)
+    core.metrics.watch_certificates(partial(expiries_of, tls))
     tracer = open_tracer(config.tracing, "drafter", f"{core.instance_id:016x}")
     core.spans = DrafterSpans(tracer) if tracer is not None else None
 

@@ -17,6 +17,7 @@ from draftwire.runtime import messages
 from draftwire.runtime.channels import FRAME_BYTES, require_room
 from draftwire.runtime.outbox import Outbox
 from draftwire.runtime.peers import ModelPeer
+from draftwire.runtime.served_request import context_of_no_request
 from draftwire.runtime.status import error_of
 from draftwire.runtime.tls import Dialler
 from draftwire.v1 import verifier_pb2
@@ -125,7 +126,7 @@ class GrpcBlockLink:
             if not is_welcome:  # also if this coroutine was cancelled
                 link._outbox.close()
                 await channel.close()
-        link._lifetime = asyncio.create_task(link._watch(call))
+        link._lifetime = asyncio.create_task(link._watch(call), context=context_of_no_request())
         log.info("drafter.verifier_connected", address=address)
         return link
 

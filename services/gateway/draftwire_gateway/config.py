@@ -179,6 +179,11 @@ class GatewayConfig:
     tokens_file: Path | None = None
     """TOML file of the bearer tokens that callers must show, and their limits; without it nobody needs one. Read again
     when it changes."""
+    caller_metrics: bool = False
+    """Whether `/metrics` counts tokens by caller, the name of the bearer token: two series of each name."""
+    access_log: bool = False
+    """Whether each request is logged when it ends: method, route, status, duration, tokens, caller and id, never its
+    content."""
 
     def __post_init__(self) -> None:
         is_port = self.http_port is None or 0 <= self.http_port <= 65535
@@ -195,6 +200,8 @@ class GatewayConfig:
         require(self.api_key is None or self.tokens_file is None, "api_key and tokens_file both say who may call")
         is_key = self.api_key is None or API_KEY.fullmatch(self.api_key) is not None
         require(is_key, "api_key must have 8 characters at least, of ASCII and without spaces")
+        names_callers = self.needs_tokens or not self.caller_metrics
+        require(names_callers, "caller_metrics counts by the name of a token: set tokens_file or api_key too")
         self.tls.check_listening(self.server.host)
         has_issuer = self.tls.tls_ca is not None or not self.tls.tls_require_client_cert
         require(has_issuer, "tls_require_client_cert needs tls_ca, which says whose certificates are believed")

@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 
 from draftwire.audit import AuditSums, FirstUses
 from draftwire.drafting.model_free.registry import TextDrafters
 from draftwire.engine.admission import Room
+from draftwire.engine.cache_sizing import run_largest
 from draftwire.engine.engine_service import EngineService
 from draftwire.engine.leases import SessionFailed
 from draftwire.engine.model_loading import LoadedTarget, load_target
@@ -35,6 +37,7 @@ from draftwire.method.rounds import (
 )
 from draftwire.models.card import ModelCard
 from draftwire.models.description import DRAFT_AHEAD, HELD_BLOCKS, ISSUED_IDENTITIES, ModelDescription
+from draftwire.models.kv_cache import BLOCK_SIZE
 from draftwire.requests.automaton import Automaton
 from draftwire.runtime.outbox import Outbox
 from draftwire.verification.rule import VerificationRule, facts_of
@@ -100,17 +103,27 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
     def _load_engine(self) -> tuple[ModelCard, TargetEngine]:
         self._rules = served_rules(self.config.own_rules)
         target = self._load_target()
+        self.kv_cache_tokens = self._size_cache(target)
+        card = limited(target.card, self.kv_cache_tokens)
         texts = self.config.texts
-        fingerprint = target.card.description.vocabulary_fingerprint
+        fingerprint = card.description.vocabulary_fingerprint
         self._text_drafters = TextDrafters.load(texts.retrieval_store, texts.shared_tokens, fingerprint)
         description = replace(
-            target.card.description,
+            card.description,
             capabilities=frozenset({HELD_BLOCKS, ISSUED_IDENTITIES}),
             rules=tuple(map(facts_of, self._rules.values())),
             local_strategies=self._text_drafters.names,
         )
-        card = replace(target.card, description=description)
-        return card, TargetEngine(target.model, description.context_length)
+        return replace(card, description=description), TargetEngine(target.model, description.context_length)
+
+    def _size_cache(self, target: LoadedTarget) -> int:
+        """Returns the size of the KV cache, which is found if it is not set, tokens."""
+        settings, size = self.config.engine, target.model.cache.num_blocks * BLOCK_SIZE
+        if target.fit is None:
+            return settings.kv_cache_tokens if isinstance(settings.kv_cache_tokens, int) else size
+        trial = TargetEngine(target.model, limited(target.card, size).description.context_length)
+        run_largest(partial(trial.run_largest, settings.max_sessions, settings.max_draft_tokens), settings)
+        return target.fit()
 
     def _load_target(self) -> LoadedTarget:
         if self.group.place.size == 1:
@@ -124,7 +137,7 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
             progress.end()
         model = GroupModel(rank, "verifier")
         self.group.take(model)
-        return LoadedTarget(limited(rank.card, self.config.engine), model)
+        return LoadedTarget(rank.card, model, None if rank.count is None else partial(model.fit, rank.count))
 
     def _make_scheduler(self, room: Room, pacer: PrefillPacer) -> Scheduler:
         return Scheduler(
@@ -269,9 +282,11 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         self.metrics.blocks_refused.labels(error.violation.value).inc()
         session_id, epoch = block.fence.session_id, block.fence.epoch
         if error.violation is not Violation.PEER or self.drafters.may_log_refusal(block.drafter_id):
+            session = self._scheduler.sessions.get((session_id, epoch))
             log.warning(
                 "verifier.block_refused",
                 session_id=session_id,
+                request_id=session.request_id if session is not None else "",
                 violation=error.violation.value,
                 reason=str(error),
                 drafter_id=block.drafter_id,

@@ -4,6 +4,7 @@ from __future__ import annotations  # the generics of grpc exist for the type ch
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import grpc
 from typing_extensions import override
@@ -23,7 +24,7 @@ from draftwire.runtime.model_service import ModelServicer
 from draftwire.runtime.outbox import exchange
 from draftwire.runtime.service import Service
 from draftwire.runtime.time_limits import Watchdog
-from draftwire.runtime.tls import server_credentials, watch_tls
+from draftwire.runtime.tls import expiries_of, server_credentials, watch_tls
 from draftwire.runtime.tracing_setup import open_tracer
 from draftwire.v1 import session_pb2, verifier_pb2, verifier_pb2_grpc
 from draftwire.v1.model_pb2_grpc import add_ModelServiceServicer_to_server
@@ -188,6 +189,7 @@ def make_service(config: VerifierConfig, place: Place | None = None, followers: 
     """
     tls = watch_tls(config.tls)
     core = VerifierCore(config, place, followers)
+    core.metrics.watch_certificates(partial(expiries_of, tls))
     tracer = open_tracer(config.tracing, "verifier", f"{core.instance_id:016x}")
     core.spans = VerifierSpans(tracer) if tracer is not None else None
 

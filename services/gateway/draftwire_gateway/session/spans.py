@@ -112,17 +112,18 @@ class RequestTracing:
         self._sample_ratio = sample_ratio
         self._generator = generator
 
-    def begin(self, traceparent: str, num_choices: int) -> RequestSpans | None:
+    def begin(self, traceparent: str, num_choices: int, request_id: str = "") -> RequestSpans | None:
         """Starts the trace of a request, or continues its client's; returns None if it is not traced.
 
         Args:
             traceparent: the request's traceparent header; an invalid one counts as none.
             num_choices: requested completions.
+            request_id: the request's id in log lines; empty if it has none.
         """
         given = parse_traceparent(traceparent)
         if not (given.trace_flags.sampled if given is not None else self._generator.random() < self._sample_ratio):
             return None
-        attributes = {PREFIX + "num_choices": num_choices}
+        attributes: dict[str, int | str] = {PREFIX + "num_choices": num_choices, PREFIX + "request_id": request_id}
         return RequestSpans(self._tracer, self._tracer.start("generate", given, attributes, is_entry=True))
 
 
