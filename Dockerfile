@@ -28,8 +28,9 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_NO_INDEX
 # Bytecode is made at the end and never checked against its source, for nothing can be written later. Left out are tests,
-# some of which are for newer Pythons, and the hundreds of model families, of which a service loads one.
-ENV COMPILE="python -m compileall -q -j 0 --invalidation-mode unchecked-hash" \
+# some of which are for newer Pythons, and the hundreds of model families, of which a service loads one. One process compiles
+# all files in their order: how it writes one depends on those before.
+ENV COMPILE="python -m compileall -q -f --invalidation-mode unchecked-hash" \
     NOT_COMPILED="/tests/|/torch/testing/_internal/|/transformers/models/(?!auto/)" \
     INSTALL="pip --python /opt/draftwire/bin/python install --no-compile" \
     PIP_CONSTRAINT=/src/constraints.txt PIP_FIND_LINKS=/wheels PIP_NO_CACHE_DIR=1 \
