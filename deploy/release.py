@@ -5,8 +5,8 @@ build of torch a set of values for the chart with its images' digests. docs/rele
 
 Variables: REGISTRY; VERSION (that of the sources, or a pre-release of it); BASE_IMAGE (that of deploy/base-image.env);
 TORCH_BUILDS (cpu; "cpu cuda" builds both); NO_CACHE=1 builds every layer anew; PLAIN_HTTP=1 for a registry without TLS
-on another machine; DOCKER, HELM, SYFT name the tools where they are not `docker`, `helm` and that of
-deploy/release-requirements.txt.
+on another machine; DOCKER and SYFT name tools where they are not `docker` and that of deploy/release-requirements.txt;
+HELM_DIR is the folder of helm, where it is not on PATH.
 """
 
 import hashlib
@@ -130,9 +130,11 @@ def checked(variables: Mapping[str, str]) -> Release:
         raise ReleaseError(f"TORCH_BUILDS must be of {', '.join(BUILDS)}, not {' '.join(builds)!r}")
     if changed := _git("status", "--porcelain").splitlines():
         raise ReleaseError(f"the working tree is not a commit, {len(changed)} files differ: commit or stash them")
-    docker, helm = variables.get("DOCKER") or "docker", variables.get("HELM") or "helm"
+    docker, folders = variables.get("DOCKER") or "docker", (variables.get("HELM_DIR"), variables.get("PATH"))
     _ran([docker, "version"], f"{docker} does not work here")
-    _ran([helm, "version"], f"{helm} does not work here: install Helm 4, or set HELM")
+    helm = shutil.which("helm", path=os.pathsep.join(filter(None, folders)))
+    if helm is None:
+        raise ReleaseError("helm is neither on PATH nor in the folder that HELM_DIR names: install Helm 4")
     is_plain = bool(variables.get("PLAIN_HTTP")) or _LOOPBACK.fullmatch(host.partition(":")[0]) is not None
     revision, epoch = _git("rev-parse", "HEAD"), int(_git("show", "--no-patch", "--format=%ct", "HEAD"))
     return Release(registry, version, revision, epoch, base_image, builds, docker, helm, is_plain)

@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from containers import DOCKER, SECONDS, docker, inspect, what_is_missing
 from observing import wait_until
 
 from benchmarks.relay import free_port
@@ -28,43 +29,16 @@ from draftwire.errors import GENERATED_KEY, DraftwireError
 from draftwire.v1 import gateway_pb2, gateway_pb2_grpc, session_pb2
 
 ROOT = Path(__file__).parents[2]
-DOCKER = os.environ.get("DOCKER", "docker")
 SERVICES = ("gateway", "verifier", "drafter")
 PACKAGES = "/opt/draftwire"
 MOST_BYTES = {"gateway": 400e6, "verifier": 1.5e9, "drafter": 1.5e9}
 PROMPT = "def merge_sorted(a, b):"
 
-BUILD_SECONDS, UP_SECONDS, SECONDS = 900, 240, 60
+BUILD_SECONDS, UP_SECONDS = 900, 240
 LOSS_SECONDS = 90
 """Keep-alive of 20 s, failover of 30 s, and time to spare."""
 
 pytestmark = pytest.mark.timeout(BUILD_SECONDS + 2 * UP_SECONDS)
-
-
-def docker(*arguments: str, timeout_s: float = SECONDS, **environment: str) -> str:
-    """Runs the client and returns what it prints."""
-    result = subprocess.run(
-        [DOCKER, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert result.returncode == 0, f"docker {' '.join(arguments)}: {result.stderr}"
-    return result.stdout
-
-
-@cache
-def what_is_missing() -> str:
-    """Returns why containers cannot be run here; empty if they can."""
-    for arguments in (["info"], ["compose", "version"]):
-        try:
-            docker(*arguments)
-        except (OSError, AssertionError, subprocess.TimeoutExpired) as error:
-            return str(error).strip()
-    return ""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,11 +64,6 @@ def images(engine: None) -> dict[str, dict[str, Any]]:
     return {service: inspect(f"draftwire-{service}:local") for service in SERVICES}
 
 
-def inspect(name: str) -> dict[str, Any]:
-    (found,) = json.loads(docker("inspect", name))
-    return dict(found)
-
-
 # The images
 
 
@@ -108,7 +77,8 @@ def test_image_is_small_runs_as_nobody_in_particular_and_says_what_it_is(
     assert config["User"] == "10001:10001"
     assert config["Entrypoint"] == ["draftwire", "serve", service], "a shell would keep SIGTERM to itself"
     assert config["StopSignal"] == "SIGTERM"
-    assert config["Healthcheck"]["Test"] == ["CMD", "draftwire", "health", service]
+    port = {"gateway": "9051", "verifier": "9052", "drafter": "9053"}[service]
+    assert config["Healthcheck"]["Test"] == ["CMD", "ready.sh", f"DRAFTWIRE_{service.upper()}_METRICS_PORT", port, "10"]
     labels = {name.rpartition(".")[2]: text for name, text in config["Labels"].items()}
     assert labels["title"] == f"draftwire-{service}"
     assert labels["licenses"] == "Apache-2.0"
