@@ -16,7 +16,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks.relay import free_port
@@ -99,21 +99,32 @@ class Project:
         reading.join(60.0)
 
 
-def measure(files: Sequence[str], seconds: float) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What one round showed."""
+
+    load: float
+    """Of this machine, before."""
+    up_s: float
+    cpu_percent_at_rest: dict[str, float]
+    down_at_rest_s: float
+    down_with_stream_s: float
+
+
+def measure(files: Sequence[str], seconds: float) -> Figures:
     """Returns the figures of one round."""
-    measured: dict[str, object] = {"load": os.getloadavg()[0]}
-    project = Project(files)
+    load, project = os.getloadavg()[0], Project(files)
     try:
-        measured["up_s"] = round(project.up(), 1)
+        up_s = project.up()
         time.sleep(SETTLE_SECONDS)
-        measured["cpu_percent_at_rest"] = project.cpu_percent(seconds)
-        measured["down_at_rest_s"] = round(project.compose("down"), 1)
+        cpu_percent = project.cpu_percent(seconds)
+        down_s = project.compose("down")
         project.up()
         with project.streaming():
-            measured["down_with_stream_s"] = round(project.compose("down"), 1)
+            down_with_stream_s = project.compose("down")
     finally:
         project.compose("down", "--timeout", "1")
-    return measured
+    return Figures(round(load, 1), round(up_s, 1), cpu_percent, round(down_s, 1), round(down_with_stream_s, 1))
 
 
 def main() -> None:
@@ -124,7 +135,7 @@ def main() -> None:
     parser.add_argument("--file", action="append", default=[], help="a further compose file")
     arguments = parser.parse_args()
     for _ in range(arguments.rounds):
-        print(json.dumps(measure(["docker-compose.yml", *arguments.file], arguments.seconds)), flush=True)
+        print(json.dumps(asdict(measure(["docker-compose.yml", *arguments.file], arguments.seconds))), flush=True)
 
 
 if __name__ == "__main__":
