@@ -125,7 +125,7 @@ def checked(variables: Mapping[str, str]) -> Release:
     base_image = variables.get("BASE_IMAGE") or pinned_base()
     if not _DIGEST.fullmatch(base_image.partition("@")[2]):
         raise ReleaseError(f"BASE_IMAGE must end with @sha256:..., which nobody can push to again, not {base_image!r}")
-    builds = tuple(dict.fromkeys(variables.get("TORCH_BUILDS", "cpu").split()))
+    builds = tuple(dict.fromkeys((variables.get("TORCH_BUILDS") or "cpu").split()))
     if not builds or not set(builds) <= set(BUILDS):
         raise ReleaseError(f"TORCH_BUILDS must be of {', '.join(BUILDS)}, not {' '.join(builds)!r}")
     if changed := _git("status", "--porcelain").splitlines():

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,9 @@ def pushed_base(registry: str) -> str:
 
 @pytest.fixture(scope="module")
 def released(place: Place) -> dict[str, Any]:
+    started_at = time.monotonic()
     done = place.make()
+    print(f"released in {time.monotonic() - started_at:.0f} s: {done.stdout}")
     assert done.returncode == 0, done.stderr[-4000:]
     said = json.loads(done.stdout)
     assert said == json.loads((place.checkout / "dist" / "release.json").read_text())
@@ -125,18 +128,12 @@ def released(place: Place) -> dict[str, Any]:
     ("variables", "line"),
     [
         ({"REGISTRY": ""}, "REGISTRY is not set"),
-        ({"REGISTRY": "https://registry.example.com/team"}, "without a scheme"),
-        ({"REGISTRY": "team"}, "host[:port][/path]"),
-        ({"VERSION": "9.9.9"}, f"that of the sources, {__version__}, or such as"),
-        ({"VERSION": f"{__version__}+local"}, "VERSION must be"),
-        ({"BASE_IMAGE": "python:3.11-slim"}, "must end with @sha256:"),
-        ({"TORCH_BUILDS": "rocm"}, "must be of cpu, cuda"),
         ({"DOCKER": "/nowhere/docker"}, "/nowhere/docker does not work here"),
         ({"HELM_DIR": "/nowhere", "PATH": "/usr/bin:/bin"}, "helm is neither on PATH"),
         ({"REGISTRY": f"127.0.0.1:{free_port()}/team"}, "no registry answers at http://127.0.0.1:"),
     ],
 )
-def test_wrong_input_is_one_line(place: Place, variables: dict[str, str], line: str) -> None:
+def test_what_is_missing_is_said_in_one_line(place: Place, variables: dict[str, str], line: str) -> None:
     if "HELM_DIR" in variables and shutil.which("helm", path=variables["PATH"]):
         pytest.skip("helm is where every machine has its programs")
     assert line in place.refusal(**variables)
