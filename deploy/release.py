@@ -67,6 +67,8 @@ class Release:
     helm: str
     is_plain: bool
     """Whether the registry is spoken to without TLS."""
+    local_tag: str = f"release-{os.getpid()}"
+    """Tag of the images in the engine until they have their names: nobody else's, while others build too."""
 
     def name(self, service: str) -> str:
         """Returns the name of an image, without a tag."""
@@ -202,20 +204,7 @@ def publish(release: Release, variables: Mapping[str, str]) -> dict[str, Any]:
     syft = variables.get("SYFT") or _install_syft()
     for build in release.torch_builds:
         build_images(release, build)
-    images = {}
-    for service, tag in release.images:
-        reference = f"{release.name(service)}:{tag}"
-        _date(release, f"draftwire-{service}:{tag}", reference)
-        bill = DIST / f"draftwire-{service}-{tag}.spdx.json"
-        _write_bill(release, syft, reference, bill)
-        said = _ran([release.docker, "push", reference], f"cannot push {reference}")
-        digest = _DIGEST.findall(said)[-1]
-        _say(f"pushed {reference}@{digest}")
-        images[f"{service}-cuda" if tag != release.version else service] = {
-            "reference": f"{release.name(service)}@{digest}",
-            "tag": tag,
-            "bill_of_materials": {"file": bill.name, "sha256": hashlib.sha256(bill.read_bytes()).hexdigest()},
-        }
+    images = _push_images(release, syft)
     values = {build: _write_values(release, build, images) for build in release.torch_builds}
     written = {
         "version": release.version,
@@ -239,7 +228,7 @@ def build_images(release: Release, torch_build: str) -> None:
     environment = {
         "DOCKER": release.docker,
         "PYTHON": sys.executable,
-        "TAG": release.version,
+        "TAG": release.local_tag,
         "TORCH_BUILD": torch_build,
         "BASE_IMAGE": release.base_image,
         "SOURCE_DATE_EPOCH": str(release.epoch),
@@ -247,6 +236,27 @@ def build_images(release: Release, torch_build: str) -> None:
     command = ["deploy/build_images.sh"]
     if subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=False, stdout=sys.stderr).returncode:
         raise ReleaseError(f"the images of torch's {torch_build} build could not be built: see above")
+
+
+def _push_images(release: Release, syft: str) -> dict[str, Any]:
+    """Dates, lists and pushes what was built. Returns what `dist/release.json` says of it, by service."""
+    images: dict[str, Any] = {}
+    for service, tag in release.images:
+        reference = f"{release.name(service)}:{tag}"
+        built = f"draftwire-{service}:{release.local_tag}{tag.removeprefix(release.version)}"
+        _date(release, built, reference)
+        bill = DIST / f"draftwire-{service}-{tag}.spdx.json"
+        _write_bill(release, syft, reference, bill)
+        said = _ran([release.docker, "push", reference], f"cannot push {reference}")
+        digest = _DIGEST.findall(said)[-1]
+        _say(f"pushed {reference}@{digest}")
+        images[f"{service}-cuda" if tag != release.version else service] = {
+            "reference": f"{release.name(service)}@{digest}",
+            "tag": tag,
+            "bill_of_materials": {"file": bill.name, "sha256": hashlib.sha256(bill.read_bytes()).hexdigest()},
+        }
+        _succeeds([release.docker, "rmi", built])
+    return images
 
 
 def _date(release: Release, image: str, reference: str) -> None:

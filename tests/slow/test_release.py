@@ -76,7 +76,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     settings = {"version": "0.1", "log": {"level": "error"}, "http": {"addr": address}}
     storage = {"filesystem": {"rootdirectory": str(folder / "registry")}}
     (folder / "registry.yml").write_text(json.dumps({**settings, "storage": storage}))
-    with subprocess.Popen([server, "serve", str(folder / "registry.yml")], stderr=subprocess.DEVNULL) as running:
+    serve, silent = [server, "serve", str(folder / "registry.yml")], subprocess.DEVNULL
+    with subprocess.Popen(serve, stdout=silent, stderr=silent) as running:
         try:
             wait_until(lambda: is_listening(address), "the registry listens")
             yield Place(checkout(folder), address, helm, pushed_base(address))
