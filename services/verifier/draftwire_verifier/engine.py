@@ -14,8 +14,9 @@ from draftwire.models.cached_model import SequenceModel
 from draftwire.models.kv_cache import CachedSequence
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification import VerificationRule, rule_named
+from draftwire.verification.deciding import Judgement
 from draftwire.verification.rule import UndraftedRule
-from draftwire.verification.target import Judgement, Judging, StepOutcome, judge
+from draftwire.verification.target import Judging, StepOutcome, judge
 from draftwire_verifier.scheduler import Step, StepItem, StepResult
 
 
