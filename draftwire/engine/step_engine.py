@@ -3,8 +3,10 @@
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
+from draftwire.engine.admission import Room
 from draftwire.engine.leases import SessionKey
 from draftwire.engine.session_book import Step
+from draftwire.runtime.settings import EngineSettings
 
 Result = TypeVar("Result")
 
@@ -13,7 +15,10 @@ WARM_UP_TOKENS = (2, 64)
 
 
 class StepEngine(ABC, Generic[Step, Result]):
-    """A model and the KV cache of its sessions. All methods run on the torch thread."""
+    """A model and the KV cache of its sessions. All methods run on the torch thread.
+
+    The seam between a service and what computes for it: a service knows its engine by these methods alone.
+    """
 
     def warm_up(self) -> list[tuple[int, float]]:
         """Runs short prompts, so that no request pays for lazy initialisation.
@@ -39,3 +44,7 @@ class StepEngine(ABC, Generic[Step, Result]):
     @abstractmethod
     def forget(self, key: SessionKey) -> None:
         """Frees a session's KV cache, if it has any."""
+
+    def room(self, settings: EngineSettings) -> Room:
+        """Returns the room for sessions in the KV cache: what is admitted to it always fits."""
+        return Room(settings.max_sessions, settings.kv_cache_tokens)

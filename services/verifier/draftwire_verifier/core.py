@@ -16,6 +16,7 @@ from draftwire.engine.prefill import PrefillPacer
 from draftwire.engine.ranks.followers import Followers
 from draftwire.engine.ranks.place import Place
 from draftwire.engine.ranks.rank_config import RankConfig
+from draftwire.engine.step_engine import StepEngine
 from draftwire.errors import (
     BlockViolationError,
     DraftwireError,
@@ -81,20 +82,30 @@ class VerifierCore(EngineService[Step, StepResult, TargetEvent]):
         await super()._load()
         self.metrics.watch_waits(self._scheduler)
 
-    def _load_engine(self) -> tuple[ModelCard, TargetEngine]:
+    def _load_engine(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
         self._rules = served_rules(self.config.own_rules)
-        target = self._load_target()
+        plain_card, engine = self._load_vllm() if self.config.target.is_vllm else self._load_own()
         texts = self.config.texts
-        fingerprint = target.card.description.vocabulary_fingerprint
+        fingerprint = plain_card.description.vocabulary_fingerprint
         self._text_drafters = TextDrafters.load(texts.retrieval_store, texts.shared_tokens, fingerprint)
         description = replace(
-            target.card.description,
+            plain_card.description,
             capabilities=frozenset({ISSUED_IDENTITIES}),
             rules=tuple(map(facts_of, self._rules.values())),
             local_strategies=self._text_drafters.names,
         )
-        card = replace(target.card, description=description)
-        return card, TargetEngine(target.model, description.context_length)
+        return replace(plain_card, description=description), engine
+
+    def _load_own(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
+        target = self._load_target()
+        return target.card, TargetEngine(target.model, target.card.description.context_length)
+
+    def _load_vllm(self) -> tuple[ModelCard, StepEngine[Step, StepResult]]:
+        from draftwire_verifier.vllm.vllm_engine import load_vllm
+
+        loaded = load_vllm(self.config)
+        self.group.take(loaded.engine)
+        return loaded.card, loaded.engine
 
     def _load_target(self) -> LoadedTarget:
         if self.group.place.size == 1:
