@@ -15,7 +15,8 @@ if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["*.py"]
 else:
     sys.path.append(str(Path(__file__).parents[1] / "unit"))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
+    ranks = int(os.environ.get("TEST_VLLM_RANKS", "1"))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     from on_vllm.models import CONTEXT_LENGTH, ENGINE, load_shared, save_target
@@ -34,7 +35,7 @@ else:
         """vLLM in this process, which all tests share: it can be started only once."""
         loaded = load_shared(folder)
         yield loaded
-        loaded.engine.core.shutdown()
+        loaded.engine.stop()
 
     @pytest.fixture
     def vllm(loaded: LoadedVllm) -> Iterator[LoadedVllm]:

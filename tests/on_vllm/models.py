@@ -1,5 +1,7 @@
 """The target of the tests on vLLM, whose attention on CPUs needs heads of 32 or more."""
 
+import json
+import os
 from pathlib import Path
 
 import torch
@@ -14,8 +16,12 @@ from draftwire_verifier.vllm.vllm_engine import LoadedVllm, load_vllm
 VOCAB_SIZE = 320
 """As scripted models have, so that their tests can be run on vLLM too."""
 CONTEXT_LENGTH = 512
+STOP_TOKEN = 3
+"""Ends a form; engines emit it like any other."""
 ENGINE = EngineSettings(max_sessions=64, kv_cache_tokens=16_384, max_draft_tokens=8)
-ARGUMENTS = '{"enforce_eager": true}'
+RANKS = int(os.environ.get("TEST_VLLM_RANKS", "1"))
+"""Tensor-parallel ranks of vLLM: `make test-vllm` runs the decisions with two as well."""
+ARGUMENTS = json.dumps({"enforce_eager": True} | ({"tensor_parallel_size": RANKS} if RANKS > 1 else {}))
 
 
 def save_target(folder: Path, sharpness: float = 1.0) -> Path:
@@ -31,7 +37,7 @@ def save_target(folder: Path, sharpness: float = 1.0) -> Path:
         max_position_embeddings=CONTEXT_LENGTH,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=None,
+        eos_token_id=STOP_TOKEN,
         pad_token_id=None,
     )
     with torch.random.fork_rng():
