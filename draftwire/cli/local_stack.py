@@ -153,6 +153,10 @@ class LocalStack:
                 service.process.kill()
                 service.process.wait()
 
+    def interpreter(self, name: str) -> str:
+        """Returns the Python that runs a service. One in another environment has draftwire too."""
+        return sys.executable
+
     def _launch(self, name: str, peers: Mapping[str, object]) -> None:
         defaults: dict[str, object] = {"port": 0, "metrics_port": 0, "log_format": "json", "stop_with_stdin": True}
         if name == "gateway":
@@ -163,7 +167,7 @@ class LocalStack:
         options = {**defaults, **peers, **self._options[name]}
         arguments = [_argument(key.replace("_", "-"), value) for key, value in options.items()]
         process = subprocess.Popen(
-            [sys.executable, "-m", "draftwire.cli", "serve", name, *arguments],
+            [self.interpreter(name), "-m", "draftwire.cli", "serve", name, *arguments],
             stdin=subprocess.PIPE,  # closed when this process ends, even by SIGKILL; the service then stops
             stdout=subprocess.DEVNULL,  # if inherited, readers of our output would wait for the services to end
             stderr=subprocess.PIPE,

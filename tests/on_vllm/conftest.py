@@ -11,20 +11,25 @@ from pathlib import Path
 
 import pytest
 
+SERVICES = "test_services_on_vllm.py"
+"""Runs in the project's own environment and starts verifiers in the other one."""
+
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = ["*.py"]
+    collect_ignore_glob = ["test_*.py"]
+    if "TEST_VLLM_PYTHON" in os.environ:
+        collect_ignore_glob = [name.name for name in Path(__file__).parent.glob("test_*.py") if name.name != SERVICES]
 else:
+    collect_ignore_glob = [SERVICES]
     sys.path.append(str(Path(__file__).parents[1] / "unit"))
     ranks = int(os.environ.get("TEST_VLLM_RANKS", "1"))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    from on_vllm.models import CONTEXT_LENGTH, ENGINE, load_shared, save_target
-
     from draftwire.engine.model_loading import load_target
     from draftwire.runtime.settings import ModelSettings
     from draftwire_verifier.engine import TargetEngine
     from draftwire_verifier.vllm.vllm_engine import LoadedVllm
+    from on_vllm.models import CONTEXT_LENGTH, ENGINE, load_shared, save_target
 
     @pytest.fixture(scope="session")
     def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

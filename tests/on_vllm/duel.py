@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from on_vllm.models import CONTEXT_LENGTH, VOCAB_SIZE
 from session_specs import target_spec
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement, StillReading
 from draftwire_verifier import scheduler as verifying
 from draftwire_verifier.scheduler import Step, StepResult, TargetSession
+from on_vllm.models import CONTEXT_LENGTH, VOCAB_SIZE
 
 PERMIT_KEY = bytes(range(16))
 DRAFTER = 7
@@ -162,7 +162,7 @@ class Duel:
             self.seen["steps"] += 1
             for index, outcome, sums in zip(left, result.outcomes, result.audits, strict=True):
                 outcomes[index], audits[index] = outcome, sums
-                prompts[index] += getattr(outcome, "prompt", None) and outcome.prompt.tokens or []
+                prompts[index] += (getattr(outcome, "prompt", None) and outcome.prompt.tokens) or []
             left = [
                 index
                 for index in left

@@ -3,12 +3,11 @@
 import random
 
 import pytest
-from on_vllm.duel import SAMPLINGS, Duel
-
 
 from draftwire.method.quantization import Encoding
 from draftwire.requests.logprobs import LogprobsMode, LogprobsRequest
 from draftwire.verification import RULES
+from on_vllm.duel import SAMPLINGS, Duel
 
 ROUNDS = 500
 CLOSE = 1e-4

@@ -2,11 +2,10 @@
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from on_vllm.duel import PERMIT_KEY, SAMPLINGS, Duel
-from on_vllm.models import CONTEXT_LENGTH, ENGINE, RANKS, VOCAB_SIZE
 
 from draftwire.errors import NoRoomError, UnavailableError
 from draftwire.method.quantization import Encoding
@@ -17,6 +16,8 @@ from draftwire.requests.parameters import SamplingParams
 from draftwire.requests.structured_output import StructuredOutput
 from draftwire.verification import deciding
 from draftwire.verification.deciding import Judgement, StillReading
+from on_vllm.duel import PERMIT_KEY, SAMPLINGS, Duel
+from on_vllm.models import CONTEXT_LENGTH, ENGINE, RANKS, VOCAB_SIZE
 
 PROMPT = list(range(40, 80))
 
@@ -197,7 +198,9 @@ def test_forced_preemption_leaves_texts_unchanged(vllm, own) -> None:
     held = pool.get_new_blocks(pool.get_num_free_blocks() - 17)  # 8 sessions of 241 + 40 tokens take 3 each
     preempted = []
     original = scheduler._preempt_request
-    scheduler._preempt_request = lambda request, *rest, **more: (preempted.append(1), original(request, *rest, **more))[1]
+    scheduler._preempt_request = lambda request, *rest, **more: (preempted.append(1), original(request, *rest, **more))[
+        1
+    ]
     try:
         assert write(8) == expected
     finally:
@@ -219,24 +222,23 @@ def test_full_room_never_preempts(vllm, own) -> None:
     alone = Alone(vllm, own)
     alone.scheduler.room = vllm.engine.room(ENGINE)
     scheduler = vllm.engine._scheduler
-    preempted = []
-    original = scheduler._preempt_request
-    scheduler._preempt_request = lambda *rest, **more: (preempted.append(1), original(*rest, **more))[1]
     sessions: list[Any] = []
-    with pytest.raises(NoRoomError):
+
+    def fill() -> None:
         for number in range(1, 100):
             prompt = [number, *([7] * 365)]
             sessions.append(alone.open(number, prompt, plain_rounds=3, max_len=374, sampling=SAMPLINGS[1]))
+
+    with pytest.raises(NoRoomError):
+        fill()
     assert len(sessions) > 40
-    try:
+    with mock.patch.object(scheduler, "_preempt_request", wraps=scheduler._preempt_request) as preempt:
         alone.run()
         for session in sessions:
             if len(session.committed) + 4 < session.spec.max_len:
                 alone.duel.offer(session, alone.duel.block(session, 4, Encoding.ONE_HOT))
         alone.run()
-    finally:
-        scheduler._preempt_request = original
-    assert not preempted
+    assert not preempt.call_count
     assert alone.scheduler.room.num_free_blocks * alone.scheduler.room.block_size < 384
     for session in sessions:
         alone.close(session)
