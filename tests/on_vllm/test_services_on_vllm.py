@@ -120,12 +120,13 @@ def texts(client: Client, act: Any, moved: list[int] | None = None) -> list[list
         )
         for number in range(12)
     ]
+    pieces = {stream: iter(stream) for stream in streams}
     for stream in streams:
-        next(iter(stream))
+        next(pieces[stream])
     act()
 
     def read(stream: Any) -> list[int]:
-        for _ in stream:
+        for _ in pieces[stream]:
             pass
         if moved is not None:
             moved.append(stream.completion.statistics.num_verifiers_lost)

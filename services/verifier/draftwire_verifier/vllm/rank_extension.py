@@ -1,5 +1,6 @@
 """What our part of every rank of vLLM does: `worker_extension_cls` of the engine. Imports vLLM where it runs."""
 
+import multiprocessing
 import os
 import types
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ import structlog
 import torch
 
 from draftwire.models.loading import weights_fingerprint
+from draftwire.runtime.logging import configure_logging
 from draftwire.verification.rule_loading import served_rules
 from draftwire_verifier.vllm.items import StepItems, StepReport
 from draftwire_verifier.vllm.rank_decisions import RankDecisions, agreed
@@ -23,12 +25,15 @@ class RankExtension:
 
     model_runner: Any
 
-    def draftwire_install(self, own_rules: Sequence[str]) -> None:
+    def draftwire_install(self, own_rules: Sequence[str], log_format: str) -> None:
         """Replaces what the rank's model runner samples with.
 
         Args:
             own_rules: import paths of further rules.
+            log_format: of the verifier, for ranks in processes of their own.
         """
+        if multiprocessing.parent_process() is not None:
+            configure_logging(log_format, "verifier")
         RankStep(self.model_runner, own_rules).install()
 
     def draftwire_fingerprint(self) -> bytes:

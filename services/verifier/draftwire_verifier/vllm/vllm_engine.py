@@ -1,9 +1,11 @@
 """The verifier's engine on vLLM: an EngineCore in this process, stepped on the torch thread. Imports vLLM at start."""
 
+import logging
 import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from typing import Any
@@ -30,6 +32,7 @@ from draftwire_verifier.vllm.items import Item, StepReport
 log = structlog.get_logger()
 
 ENVIRONMENT = {
+    "VLLM_CONFIGURE_LOGGING": "0",  # its lines go through our log
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # threads of gRPC do not survive a fork
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -60,6 +63,7 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
     arguments = engine_arguments(config)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
@@ -78,9 +82,10 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
     _make_room(settings, config.engine)
     fault = Fault()
     core = EngineCore(settings, Executor.get_class(settings), log_stats=False, executor_fail_callback=fault.set)
+    core.log_error_detail = lambda _: nullcontext()  # would log draft tokens
     num_groups = len(core.scheduler.kv_cache_config.kv_cache_groups)
     require(num_groups == 1, f"{config.loading.model} has {num_groups} kinds of KV cache, which is not supported")
-    core.collective_rpc("draftwire_install", args=(list(config.own_rules),))
+    core.collective_rpc("draftwire_install", args=(list(config.own_rules), config.server.log_format))
     digests = core.collective_rpc("draftwire_fingerprint")
     description = replace(
         card.description,
