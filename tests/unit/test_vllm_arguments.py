@@ -72,7 +72,7 @@ def test_arguments_need_the_engine() -> None:
 @pytest.mark.parametrize(
     ("loading", "message"),
     [
-        (ModelSettings("folder", device="cuda:0"), "device"),
+        (ModelSettings("folder", device="cuda:0"), "CUDA_VISIBLE_DEVICES"),
         (ModelSettings("folder", decoder="lean"), "decoder"),
         (ModelSettings("folder", threads=2), "VLLM_CPU_OMP_THREADS_BIND"),
         (ModelSettings("folder", cuda_graphs=False), "enforce_eager"),
@@ -83,9 +83,15 @@ def test_setting_of_our_own_engine_is_refused(loading: ModelSettings, message: s
         config_of(loading=loading)
 
 
-def test_our_own_tensor_parallelism_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="one of vllm_args"):
-        config_of(parallel=TensorParallelSettings(2))
+def test_tensor_parallelism_is_vllms_own() -> None:
+    config = config_of(parallel=TensorParallelSettings(2))
+    assert engine_arguments(config)["tensor_parallel_size"] == 2
+    assert config.wanted_group.size == 1, "vLLM starts its ranks"
+    assert "tensor_parallel_size" not in engine_arguments(config_of())
+    same = config_of('{"tensor_parallel_size": 2}', parallel=TensorParallelSettings(2))
+    assert engine_arguments(same)["tensor_parallel_size"] == 2
+    with pytest.raises(InvalidRequestError, match="differ"):
+        config_of('{"tensor_parallel_size": 4}', parallel=TensorParallelSettings(2))
 
 
 @pytest.mark.parametrize(

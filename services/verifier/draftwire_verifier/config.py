@@ -101,17 +101,19 @@ class VerifierConfig:
 
     def _check_vllm(self) -> None:
         """Refuses settings that set nothing for vLLM."""
-        unset = ModelSettings(self.loading.model)
+        loading, unset = self.loading, ModelSettings(self.loading.model)
         for name, instead in (
-            ("device", "vLLM's build decides: its CPU or its GPU package"),
             ("decoder", "vLLM has its own"),
             ("threads", "set VLLM_CPU_OMP_THREADS_BIND"),
             ("cuda_graphs", "set enforce_eager in vllm_args"),
         ):
-            is_unset = getattr(self.loading, name) == getattr(unset, name)
+            is_unset = getattr(loading, name) == getattr(unset, name)
             require(is_unset, f"{name} sets nothing with engine vllm: {instead}")
-        is_alone = self.parallel.tensor_parallel_size == 1
-        require(is_alone, "with engine vllm, tensor_parallel_size is one of vllm_args")
+        may_choose = loading.device in ("cpu", "cuda")
+        require(may_choose, f"device {loading.device} with engine vllm: CUDA_VISIBLE_DEVICES says which GPUs it takes")
+        size = self.parallel.tensor_parallel_size
+        is_said_once = size == 1 or self.target.arguments.get("tensor_parallel_size", size) == size
+        require(is_said_once, "tensor_parallel_size and that of vllm_args differ: set one of them")
 
     @property
     def own_rules(self) -> tuple[str, ...]:
@@ -122,5 +124,6 @@ class VerifierConfig:
     def wanted_group(self) -> WantedGroup:
         """Size and limits of the group of processes."""
         parallel = self.parallel
-        size, timeout_s = parallel.tensor_parallel_size, parallel.tensor_parallel_timeout_s
+        size = 1 if self.target.is_vllm else parallel.tensor_parallel_size  # vLLM starts its ranks itself
+        timeout_s = parallel.tensor_parallel_timeout_s
         return WantedGroup("verifier", "tensor_parallel_size", size, timeout_s)

@@ -121,7 +121,8 @@ def engine_arguments(config: VerifierConfig) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-    return {**given, **own}
+    size = config.parallel.tensor_parallel_size
+    return {**given, **own, **({"tensor_parallel_size": size} if size > 1 else {})}
 
 
 def why_not_served(facts: Mapping[str, bool]) -> str | None:

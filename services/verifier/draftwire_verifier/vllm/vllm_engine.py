@@ -65,10 +65,13 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
     check_arguments(config.target.arguments, {one.name for one in fields(EngineArgs)})
+    on_gpu = bool(current_platform.is_cuda_alike())
+    require(on_gpu or config.loading.device == "cpu", "device cuda: this build of vLLM is for CPUs, or finds no GPU")
     card = load_card(config.loading.model, config.loading.revision)
     try:
         settings = EngineArgs(**arguments).create_engine_config()
