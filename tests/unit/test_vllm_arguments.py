@@ -21,7 +21,7 @@ def config_of(vllm_args: str | None = None, **more: Any) -> VerifierConfig:
 
 def test_settings_of_the_verifier_become_vllms() -> None:
     engine = EngineSettings(max_sessions=5, max_draft_tokens=3)
-    given = engine_arguments(config_of('{"tensor_parallel_size": 4, "quantization": "fp8"}', engine=engine))
+    given = engine_arguments(config_of('{"tensor_parallel_size": 4, "quantization": "fp8"}', engine=engine), 4096)
     assert (given["model"], given["revision"], given["dtype"]) == ("folder", "main", "bfloat16")
     assert (given["tensor_parallel_size"], given["quantization"]) == (4, "fp8")
     assert given["max_num_seqs"] == 5
@@ -29,6 +29,20 @@ def test_settings_of_the_verifier_become_vllms() -> None:
     assert given["speculative_config"]["num_speculative_tokens"] == 3
     assert given["speculative_config"]["model"] == "draftwire_verifier.vllm.no_drafts.NoDrafts"
     assert given["async_scheduling"] is False
+    assert given["max_model_len"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("vllm_args", "kv_cache_tokens", "length"),
+    [(None, 1000, 1000), ('{"max_model_len": 99}', 1000, 99), (None, 9999, 4096)],
+)
+def test_text_is_no_longer_than_the_model_the_cache_and_the_argument_allow(
+    vllm_args: str | None, kv_cache_tokens: int, length: int
+) -> None:
+    config = config_of(vllm_args, engine=EngineSettings(kv_cache_tokens=kv_cache_tokens))
+    assert engine_arguments(config, 4096)["max_model_len"] == length
+    with pytest.raises(InvalidRequestError, match="must be a number"):
+        engine_arguments(config_of('{"max_model_len": "long"}'), 4096)
 
 
 @pytest.mark.parametrize("name", sorted(arguments.OURS))
@@ -85,11 +99,11 @@ def test_setting_of_our_own_engine_is_refused(loading: ModelSettings, message: s
 
 def test_tensor_parallelism_is_vllms_own() -> None:
     config = config_of(parallel=TensorParallelSettings(2))
-    assert engine_arguments(config)["tensor_parallel_size"] == 2
+    assert engine_arguments(config, 4096)["tensor_parallel_size"] == 2
     assert config.wanted_group.size == 1, "vLLM starts its ranks"
-    assert "tensor_parallel_size" not in engine_arguments(config_of())
+    assert "tensor_parallel_size" not in engine_arguments(config_of(), 4096)
     same = config_of('{"tensor_parallel_size": 2}', parallel=TensorParallelSettings(2))
-    assert engine_arguments(same)["tensor_parallel_size"] == 2
+    assert engine_arguments(same, 4096)["tensor_parallel_size"] == 2
     with pytest.raises(InvalidRequestError, match="differ"):
         config_of('{"tensor_parallel_size": 4}', parallel=TensorParallelSettings(2))
 

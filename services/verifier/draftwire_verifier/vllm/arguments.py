@@ -91,8 +91,12 @@ def check_arguments(given: Mapping[str, Any], known: Collection[str] | None = No
             raise InvalidRequestError(f"vllm_args: vLLM {SUPPORTED} has no argument {name!r}{meant}")
 
 
-def engine_arguments(config: VerifierConfig) -> dict[str, Any]:
+def engine_arguments(config: VerifierConfig, context_length: int) -> dict[str, Any]:
     """Returns the arguments of vLLM's `EngineArgs`.
+
+    Args:
+        config: of the verifier.
+        context_length: positions that the model can attend to.
 
     Raises:
         InvalidRequestError: `vllm_args` has one that is refused.
@@ -100,11 +104,14 @@ def engine_arguments(config: VerifierConfig) -> dict[str, Any]:
     given = config.target.arguments
     check_arguments(given)
     loading, engine = config.loading, config.engine
+    wanted = given.get("max_model_len", context_length)
+    require(isinstance(wanted, int) and wanted >= 1, f"vllm_args: max_model_len must be a number, not {wanted!r}")
     package = __package__
     own = {
         "model": loading.model,
         "revision": loading.revision,
         "dtype": loading.dtype,
+        "max_model_len": min(wanted, engine.kv_cache_tokens),  # vLLM refuses a text that would not fit alone
         "max_num_seqs": engine.max_sessions,
         # A step of all sessions with whole blocks, and a chunk of prompts, always fits.
         "max_num_batched_tokens": engine.max_sessions * (engine.max_draft_tokens + 1) + LARGEST_CHUNK,

@@ -42,6 +42,8 @@ ENVIRONMENT = {
 TRIES = 3
 """Steps of vLLM until one reads something: one may do nothing but preempt."""
 WARM_UP = "warm-up"
+LARGEST_BLOCK = 256
+"""Tokens in a block of vLLM's KV cache where it chooses the size later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,8 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
         InvalidRequestError: vLLM is missing or another release, an argument is refused, or the model cannot be served.
         OSError: files cannot be read.
     """
+    check_arguments(config.target.arguments)
     release = check_installed()
-    arguments = engine_arguments(config)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
@@ -74,6 +76,7 @@ def load_vllm(config: VerifierConfig) -> LoadedVllm:
     require(on_gpu or config.loading.device == "cpu", "device cuda: this build of vLLM is for CPUs, or finds no GPU")
     card = load_card(config.loading.model, config.loading.revision)
     try:
+        arguments = engine_arguments(config, card.description.context_length)
         settings = EngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
         require(False, f"vLLM refuses the settings: {_first_line(error)}")
@@ -321,12 +324,11 @@ def _item_of(part: StepItem) -> Item:
 
 
 def _make_room(settings: Any, engine: EngineSettings) -> None:
-    """Gives vLLM's KV cache the size that `kv_cache_tokens` says, in whole blocks of its own."""
+    """Gives vLLM's KV cache the memory that `kv_cache_tokens` takes, in whole blocks of its own, or a little more."""
     model, cache, parallel = settings.model_config, settings.cache_config, settings.parallel_config
-    block_size = cache.block_size or 16
+    block_size = cache.block_size or LARGEST_BLOCK
     num_blocks = -(-(engine.kv_cache_tokens + _spare(engine)) // block_size) + 1  # one is never used
     of_a_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
-    cache.num_gpu_blocks_override = num_blocks
     cache.kv_cache_memory_bytes = num_blocks * block_size * of_a_token * max(2, model.dtype.itemsize)
 
 
