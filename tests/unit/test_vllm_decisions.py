@@ -20,7 +20,7 @@ from draftwire.verification import RULES
 from draftwire.verification.deciding import Judgement, StillReading
 from draftwire.verification.rule import UndraftedRule
 from draftwire.verification.target import Judging, judge
-from draftwire_verifier.vllm.items import Item, PromptToReport, StepItems, StepReport
+from draftwire_verifier.vllm.items import PromptToReport, RoundItem, StepItems, StepReport
 from draftwire_verifier.vllm.rank_decisions import RankDecisions, agreed
 
 SAMPLINGS = [
@@ -31,11 +31,11 @@ SAMPLINGS = [
 ]
 
 
-def make_item(generator: random.Random, number: int, rule: str, committed: list[int], **changes: Any) -> Item:
+def make_item(generator: random.Random, number: int, rule: str, committed: list[int], **changes: Any) -> RoundItem:
     length = generator.randint(0, 4)
     rows = torch.rand(length, VOCAB_SIZE, generator=torch.Generator().manual_seed(number)) + 0.05
     rows /= rows.sum(1, keepdim=True)
-    item = Item(
+    item = RoundItem(
         draft_tokens=[generator.randrange(VOCAB_SIZE) for _ in range(length)],
         draft=DenseRows(rows) if length else None,
         sampling=generator.choice(SAMPLINGS),
@@ -52,7 +52,7 @@ def make_item(generator: random.Random, number: int, rule: str, committed: list[
     return replace(item, **changes)
 
 
-def judged(items: dict[str, Item]) -> dict[str, Any]:
+def judged(items: dict[str, RoundItem]) -> dict[str, Any]:
     """Returns what our own engine decides about them, each in its sequence."""
     model = fresh_model()
     undrafted = {name: UndraftedRule(rule) for name, rule in RULES.items()}
@@ -74,7 +74,7 @@ def judged(items: dict[str, Item]) -> dict[str, Any]:
     return dict(zip(items, judge(model, judgings).outcomes, strict=True))
 
 
-def logits_of(items: dict[str, Item], order: list[str]) -> tuple[torch.Tensor, dict[str, int]]:
+def logits_of(items: dict[str, RoundItem], order: list[str]) -> tuple[torch.Tensor, dict[str, int]]:
     """Returns logits as vLLM's runner has them: the rows of each request in the order of its batch."""
     model, parts, starts, at = fresh_model(), [], {}, 0
     for name in order:

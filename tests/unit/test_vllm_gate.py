@@ -15,15 +15,15 @@ from draftwire.method.keys import KEY_BYTES
 from draftwire.requests.logprobs import LogprobsRequest
 from draftwire.requests.parameters import SamplingParams
 from draftwire.verification.deciding import Judgement
-from draftwire_verifier.vllm.gate import NEVER, Gate, LimitedReading
-from draftwire_verifier.vllm.items import Item, StepReport
+from draftwire_verifier.vllm.gate import NEVER, LimitedReading, SessionGate
+from draftwire_verifier.vllm.items import RoundItem, StepReport
 from draftwire_verifier.vllm.no_drafts import NoDrafts
 
 RECORD = json.loads((Path(__file__).parents[1] / "vectors" / "vllm_steps.json").read_text(encoding="utf-8"))
 
 
-def make_item(num_text: int, draft_tokens: list[int], max_read: int, prompt_len: int, reports: bool) -> Item:
-    return Item(
+def make_item(num_text: int, draft_tokens: list[int], max_read: int, prompt_len: int, reports: bool) -> RoundItem:
+    return RoundItem(
         draft_tokens=draft_tokens,
         draft=None,
         sampling=SamplingParams(),
@@ -93,7 +93,7 @@ class RecordedScheduler:
         return {}
 
 
-class RecordedGate(Gate, RecordedScheduler):
+class RecordedGate(SessionGate, RecordedScheduler):
     """The gate over the record."""
 
     def __init__(self) -> None:

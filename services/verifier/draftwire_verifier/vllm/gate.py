@@ -1,4 +1,4 @@
-"""Gate in front of vLLM's scheduler: a request takes part in a step only with an item. No vLLM here.
+"""SessionGate in front of vLLM's scheduler: a request takes part in a step only with an item. No vLLM here.
 
 vLLM's own scheduler runs whatever it can. Here a session waits for its next block, a prompt is read in chunks of the
 verifier's choice, and drafts come from outside: all that is arranged by attributes of vLLM's requests before its
@@ -8,7 +8,7 @@ scheduler runs, and put right after it.
 from collections.abc import Mapping
 from typing import Any
 
-from draftwire_verifier.vllm.items import Item, PromptToReport, StepItems, StepReport
+from draftwire_verifier.vllm.items import PromptToReport, RoundItem, StepItems, StepReport
 
 NEVER = 1 << 60
 """A step that does not come."""
@@ -36,7 +36,7 @@ class LimitedReading:
         return len(self._all_token_ids) + len(self.spec_token_ids) if self.readable is None else self.readable
 
 
-class Gate:
+class SessionGate:
     """Mixin of vLLM's `Scheduler`.
 
     Attributes:
@@ -53,7 +53,7 @@ class Gate:
 
     def open_gate(self) -> None:
         """Starts without items."""
-        self.items: dict[str, Item] = {}
+        self.items: dict[str, RoundItem] = {}
         self.report: StepReport | None = None
         self.reused: dict[str, int] = {}
         self.num_scheduled = 0
@@ -114,7 +114,7 @@ class Gate:
         return StepItems(reading, frozenset(deciding), prompts)
 
 
-def _prepare(request: Any, item: Item, num_computed: int, *, may_draft: bool) -> None:
+def _prepare(request: Any, item: RoundItem, num_computed: int, *, may_draft: bool) -> None:
     """Lets vLLM's scheduler see what a request is to read.
 
     Args:

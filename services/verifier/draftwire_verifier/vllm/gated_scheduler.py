@@ -5,14 +5,14 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from draftwire_verifier.vllm.gate import Gate, LimitedReading
+from draftwire_verifier.vllm.gate import LimitedReading, SessionGate
 
 
 class GatedRequest(LimitedReading, Request):  # type: ignore[misc]
     """One session's text in vLLM."""
 
 
-class GatedScheduler(Gate, Scheduler):  # type: ignore[misc]
+class GatedScheduler(SessionGate, Scheduler):  # type: ignore[misc]
     """`scheduler_cls` of the engine."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -14,7 +14,7 @@ from draftwire.verification.deciding import JudgingOutcome
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class RoundItem:
     """One session's part in a step: a round to decide, as soon as the committed tokens are read."""
 
     draft_tokens: list[int]
@@ -54,7 +54,7 @@ class PromptToReport:
 class StepItems:
     """The items of one step of vLLM. Every rank gets them in the scheduler's output."""
 
-    reading: dict[str, Item] = field(default_factory=dict)
+    reading: dict[str, RoundItem] = field(default_factory=dict)
     """All that take part, by request id."""
     deciding: frozenset[str] = frozenset()
     """Those whose committed tokens and whole block this step reads to the end."""

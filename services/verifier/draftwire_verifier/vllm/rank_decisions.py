@@ -16,7 +16,7 @@ from draftwire.verification.deciding import NOT_FINITE, Case, Judgement, Judging
 from draftwire.verification.reported_logprobs import PromptRows, of_prompt
 from draftwire.verification.rule import UndraftedRule, VerificationRule
 from draftwire_verifier.auditing import audits_of
-from draftwire_verifier.vllm.items import Item, StepItems, StepReport
+from draftwire_verifier.vllm.items import RoundItem, StepItems, StepReport
 
 log = structlog.get_logger()
 
@@ -71,7 +71,7 @@ class RankDecisions:
         sums = audits_of(decisions.batches, [case.rule for case in cases])
         return StepReport(outcomes, dict(zip(names, sums, strict=True)))
 
-    def _case(self, name: str, item: Item) -> Case:
+    def _case(self, name: str, item: RoundItem) -> Case:
         return Case(
             draft_tokens=item.draft_tokens,
             draft=item.draft,
@@ -87,11 +87,11 @@ class RankDecisions:
             edits=self._edits_of(name, item),
         )
 
-    def _rule(self, item: Item) -> VerificationRule:
+    def _rule(self, item: RoundItem) -> VerificationRule:
         rule = self.rules[item.rule]
         return rule if item.is_used else self._undrafted.setdefault(item.rule, UndraftedRule(rule))
 
-    def _edits_of(self, name: str, item: Item) -> TokenEdits:
+    def _edits_of(self, name: str, item: RoundItem) -> TokenEdits:
         if name not in self._edits:
             self._edits[name] = TokenEdits(item.sampling, item.stop_token_ids)
         return self._edits[name]

@@ -27,7 +27,7 @@ from draftwire.verification.deciding import Judgement, JudgingOutcome, StillRead
 from draftwire_verifier.config import VerifierConfig
 from draftwire_verifier.scheduler import Step, StepItem, StepResult, TargetSession
 from draftwire_verifier.vllm.arguments import check_arguments, check_installed, engine_arguments, why_not_served
-from draftwire_verifier.vllm.items import Item, StepReport
+from draftwire_verifier.vllm.items import RoundItem, StepReport
 
 log = structlog.get_logger()
 
@@ -155,7 +155,7 @@ class VllmEngine(StepEngine[Step, StepResult]):
         num_tokens = min(num_tokens, self.core.vllm_config.model_config.max_model_len - 1)
         started = time.perf_counter()
         self._open(WARM_UP, [0] * num_tokens, "", reuses=False)
-        item = Item(
+        item = RoundItem(
             draft_tokens=[],
             draft=None,
             sampling=SamplingParams(),
@@ -180,7 +180,7 @@ class VllmEngine(StepEngine[Step, StepResult]):
         """
         started = time.perf_counter()
         names = [self._name_of(item.session) for item in step.items]
-        items: dict[str, Item] = {}
+        items: dict[str, RoundItem] = {}
         failed: dict[str, JudgingOutcome] = {}
         for name, part in zip(names, step.items, strict=True):
             try:
@@ -227,7 +227,7 @@ class VllmEngine(StepEngine[Step, StepResult]):
         """Ends vLLM and its ranks."""
         self.core.shutdown()
 
-    def _run(self, items: Mapping[str, Item]) -> StepReport:
+    def _run(self, items: Mapping[str, RoundItem]) -> StepReport:
         """Runs one step of vLLM with these items, or more if one did nothing but preempt."""
         self._check_ranks()
         scheduler = self._scheduler
@@ -293,7 +293,7 @@ class VllmEngine(StepEngine[Step, StepResult]):
         return 1 if request is None else max(1, request.num_tokens - request.num_computed_tokens)
 
 
-def _item_of(part: StepItem) -> Item:
+def _item_of(part: StepItem) -> RoundItem:
     """Returns what vLLM's ranks need of a part of a step.
 
     Raises:
@@ -306,7 +306,7 @@ def _item_of(part: StepItem) -> Item:
     if session.automaton is not None:
         masks = session.automaton.along(committed[parameters.prompt_len :], draft_tokens)
     reads_text = parameters.sampling.penalizes or spec.logprobs.prompt_logprobs is not None
-    return Item(
+    return RoundItem(
         draft_tokens=draft_tokens,
         draft=rows_of(block.draft) if block and not isinstance(block.draft, BlockViolationError) else None,
         sampling=parameters.sampling,
