@@ -35,7 +35,6 @@ ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # its lines go through our log
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # threads of gRPC do not survive a fork
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Variables of vLLM that are set unless they are given."""
