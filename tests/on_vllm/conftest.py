@@ -22,7 +22,8 @@ else:
     collect_ignore_glob = [SERVICES]
     sys.path.append(str(Path(__file__).parents[1] / "unit"))
     ranks = int(os.environ.get("TEST_VLLM_RANKS", "1"))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one rank computes in this process, where faults are planted
+    # One rank computes in this process, where faults are planted.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, range(ranks))))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
