@@ -35,7 +35,6 @@ class PlanKind(IntEnum):
     COPY = 3
     HEARTBEAT = 4
     STOP = 5
-    FIT = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +73,7 @@ class Stop:
     """Ends the sequence of plans."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Gives the KV cache the size that fits on all ranks."""
-
-
-StepPlan = ReadPlan | CopyPlan | Heartbeat | Stop | Fit
+StepPlan = ReadPlan | CopyPlan | Heartbeat | Stop
 
 
 class PlanChannel:
@@ -137,8 +131,6 @@ def encode(plan: StepPlan) -> Numbers:
             return _numbers(PlanKind.HEARTBEAT, (0, 0, 0))
         case Stop():
             return _numbers(PlanKind.STOP, (0, 0, 0))
-        case Fit():
-            return _numbers(PlanKind.FIT, (0, 0, 0))
 
 
 def decode(numbers: Numbers) -> StepPlan:
@@ -162,8 +154,6 @@ def decode(numbers: Numbers) -> StepPlan:
             return Heartbeat()
         case PlanKind.STOP:
             return Stop()
-        case PlanKind.FIT:
-            return Fit()
 
 
 def _numbers(kind: PlanKind, counts: tuple[int, int, int], *body: Sequence[int] | Numbers) -> Numbers:
